@@ -1,0 +1,63 @@
+"""Timing of two ways to do one thing, in turns, so that a noisy machine is unfair to neither."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The flags that every benchmark has."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    return made
+
+
+def spawn(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """function(rank, num_ranks, store_path, *args) in one process per rank; results by rank."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(num_ranks) as pool:
+        path = str(Path(folder) / "store")
+        calls = [
+            pool.apply_async(function, (rank, num_ranks, path, *args)) for rank in range(num_ranks)
+        ]
+        return [call.get(timeout=600) for call in calls]
+
+
+def alternate(
+    ways: dict[str, Callable[[], object]], *, rounds: int, calls: int, warm_up: int = 2
+) -> dict[str, float]:
+    """Median seconds of one call of each way; `rounds` turns of `calls` calls each."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(warm_up + rounds):
+        for name, way in ways.items():
+            for _ in range(calls):
+                start = time.perf_counter()
+                way()
+                if turn >= warm_up:
+                    seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    print(f"\n{title}")
+    for row in (header, *rows):
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells))
+
+
+def finish(args: argparse.Namespace, ratios: dict[str, float], figures: dict[str, Any]) -> None:
+    """ratios: case -> our time over the peer's (below 1 is faster). figures: all the rest."""
+    if args.json:
+        print(json.dumps({"ratios": ratios, "figures": figures}))

@@ -1,0 +1,38 @@
+"""Groups of ranks that move tensors together: no Ray in here, only tensors, ranks and time."""
+
+from .errors import (
+    ChoruslineError,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    GroupClosed,
+    PeerLost,
+    StoreTimeout,
+    UnsupportedOperation,
+)
+from .group import Group
+from .reduce_op import ReduceOp
+from .statistics import Statistics
+from .store import FileStore, HashStore, PrefixStore, Store
+from .work import Work
+
+__all__ = [
+    "Group",
+    "Work",
+    "ReduceOp",
+    "Statistics",
+    "Store",
+    "FileStore",
+    "HashStore",
+    "PrefixStore",
+    "ChoruslineError",
+    "CollectiveError",
+    "CollectiveTimeout",
+    "CollectiveMismatch",
+    "PeerLost",
+    "GroupAborted",
+    "GroupClosed",
+    "UnsupportedOperation",
+    "StoreTimeout",
+]

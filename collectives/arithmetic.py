@@ -1,0 +1,46 @@
+"""What a reduction does to the elements, for transports that add on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .reduce_op import ReduceOp
+
+_COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+}
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
+    """output[i] = op over parts[r][i], in rank order, so that every rank gets the same bits.
+
+    output: (n,), overlapping no part. parts: one (n,) per rank, same dtype.
+    """
+    combine = _COMBINE[op]
+    if len(parts) == 1:
+        output.copy_(parts[0])
+        return
+    if output.dtype in _HALF and (len(parts) > 2 or op is ReduceOp.AVG):
+        # Rounding after every addition loses half the bits over 8 ranks, and the sum of an
+        # average overflows float16 long before the average does.
+        total = parts[0].float()
+        for part in parts[1:]:
+            combine(total, part, out=total)
+        if op is ReduceOp.AVG:
+            total.div_(len(parts))
+        output.copy_(total)
+        return
+    combine(parts[0], parts[1], out=output)
+    for part in parts[2:]:
+        combine(output, part, out=output)
+    if op is ReduceOp.AVG:
+        rounding = None if output.is_floating_point() else "trunc"
+        output.div_(len(parts), rounding_mode=rounding)

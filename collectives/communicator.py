@@ -1,0 +1,65 @@
+"""The contract that every transport fulfils."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from .errors import CollectiveError
+from .operation import Operation
+from .reduce_op import ReduceOp
+from .work import Work
+
+
+class Communicator(ABC):
+    """Moves tensors between `size` ranks; `Group` is its only caller.
+
+    Group has checked ranks, roots, dtypes, sizes, devices and contiguity, and counts; a
+    communicator trusts that, moves the bytes, and keeps three promises:
+
+    1. Operations run in the order of issue and make progress without being waited for.
+    2. `abort` may be called from any thread at any time and frees every waiter, here and, where
+       the transport can, on all ranks. From then on every operation raises that error.
+    3. A peer that died, or that does not arrive within `operation.timeout_s`, is an error that
+       names it, on every rank.
+
+    device: where the tensors live. backend: the name that errors use.
+    """
+
+    backend: str
+    rank: int
+    size: int
+    device: torch.device
+
+    @abstractmethod
+    def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: ReduceOp) -> Work:
+        """tensor: any shape, contiguous, reduced in place."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, operation: Operation, output: torch.Tensor, input: torch.Tensor, op: ReduceOp
+    ) -> Work:
+        """input: (size * n,), left as it is. output: (n,), this rank's part."""
+
+    @abstractmethod
+    def all_gather(
+        self, operation: Operation, output: torch.Tensor, input: torch.Tensor
+    ) -> Work:
+        """input: (n,). output: (size * n,). `input` may be this rank's part of `output`."""
+
+    @abstractmethod
+    def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
+        """tensor: any shape, contiguous; read on `root`, written elsewhere."""
+
+    @abstractmethod
+    def barrier(self, operation: Operation) -> Work:
+        """Done on no rank before it was issued on all."""
+
+    @abstractmethod
+    def abort(self, error: CollectiveError) -> None:
+        """End the generation with `error`. The first error wins; later ones are ignored."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. Pending works raise GroupClosed; peers that wait: PeerLost."""

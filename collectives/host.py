@@ -1,0 +1,53 @@
+"""Which transport joins CPU ranks: shared memory on one host, Gloo between hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from .communicator import Communicator
+from .shared_memory import SLOT_BYTES, connect_shared_memory
+from .shared_segment import SharedSegment
+from .store import Store
+
+
+def host_identity() -> str:
+    """What is equal for processes that can open each other's memory, and only for them.
+
+    The kernel's boot, the process namespace and the user; CHORUSLINE_HOST_ID overrides it, for
+    hosts that look like one and are not.
+    """
+    override = os.environ.get("CHORUSLINE_HOST_ID")
+    if override:
+        return override
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}/{os.getuid()}"
+
+
+def connect(
+    store: Store, rank: int, size: int, device: torch.device, generation: int
+) -> Communicator:
+    """Meet in `store` and choose; every rank chooses the same. Raises StoreTimeout."""
+    card: dict[str, str | int] = {"host": host_identity(), "pid": os.getpid()}
+    descriptor = -1
+    if rank == 0:
+        descriptor = SharedSegment.make_memory(size, SLOT_BYTES)
+        card["descriptor"] = descriptor
+    try:
+        store.set(f"card/{rank}", json.dumps(card))
+        cards = [json.loads(c) for c in store.multi_get([f"card/{r}" for r in range(size)])]
+        if len({c["host"] for c in cards}) == 1:
+            if rank != 0:
+                descriptor = SharedSegment.open_memory(cards[0]["pid"], cards[0]["descriptor"])
+            pids = [c["pid"] for c in cards]
+            ours, descriptor = descriptor, -1
+            return connect_shared_memory(ours, pids, rank, generation, store.timeout_s)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    from .gloo import GlooCommunicator
+
+    return GlooCommunicator(store, rank, size, generation)

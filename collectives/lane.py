@@ -1,0 +1,267 @@
+"""Runs the operations of one communicator in order, on whichever thread needs them first.
+
+An operation's body is a generator: it writes its part, publishes a tick, and yields that tick; it
+is resumed when all ranks have published it. How to wait is decided here, not in the algorithms:
+
+- Issuing an operation runs it as far as it goes without waiting, in the caller's thread. A small
+  one has by then shown its part to the others, who can go on.
+- `wait()` runs the queue in the waiting thread, up to its own work: no hand-over between threads,
+  a short spin, and nearly the speed of the machine.
+- Everything else (a large operation in flight, one behind another, an `await`) is driven by a
+  background thread that sleeps when there is nothing to do. It is woken a moment late, by a timer
+  that `wait()` stops: a thread that wakes only to find the work driven already takes the
+  interpreter's lock twice, which costs a sync all_reduce of 1 MiB a quarter of its time.
+
+One thread drives at a time; the others wait for their turn or for their work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+
+from .errors import CollectiveError, GroupAborted, GroupClosed, fresh_copy
+from .operation import Operation
+from .shared_segment import SharedSegment
+from .wake_timer import WakeTimer
+from .work import Work
+
+_WAKE_DELAY_S = 0.0001
+
+Body = Generator[int, None, None]
+
+
+class LaneWork(Work):
+    """An operation in a lane. first_tick, last_tick: those that its body publishes."""
+
+    def __init__(
+        self, lane: Lane, operation: Operation, body: Body, first_tick: int, last_tick: int
+    ) -> None:
+        super().__init__(operation)
+        self.lane = lane
+        self.body = body
+        self.first_tick = first_tick
+        self.last_tick = last_tick
+        self.awaited_tick = first_tick - 1  # goes on when all ranks have published this
+        self.done = False
+        self.failure: CollectiveError | None = None
+        self.callbacks: list[Callable[[], None]] = []
+
+    def wait(self) -> None:
+        if not self.done:
+            self.lane.run_until(self)
+        if self.failure is not None:
+            raise fresh_copy(self.failure)
+
+    def is_completed(self) -> bool:
+        if not self.done:
+            self.lane.poll()
+        return self.done
+
+    def error(self) -> BaseException | None:
+        return None if self.failure is None else fresh_copy(self.failure)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self.lane.call_when_done(self, callback)
+
+    def _abandon(self) -> None:
+        self.lane.abort(
+            GroupAborted(
+                self.operation.generation,
+                [self.lane.segment.rank],
+                f"the task that awaited {self.operation} was cancelled",
+            )
+        )
+
+
+class Lane:
+    """The queue of one communicator's works, and who drives it."""
+
+    def __init__(self, segment: SharedSegment) -> None:
+        self.segment = segment
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)  # a work ended, or nobody drives
+        self._queue: deque[LaneWork] = deque()
+        self._driven = False  # a thread is between _take and _release
+        self._thread: threading.Thread | None = None
+        self._wake_up = WakeTimer()
+        self._end: CollectiveError | None = None
+
+    def submit(self, work: LaneWork) -> None:
+        """Put `work` at the end and run what can run at once."""
+        with self._lock:
+            if self._end is not None:
+                work.failure, work.done = self._end, True
+                return
+            self._queue.append(work)
+            mine = not self._driven
+            self._driven = True
+        if mine:
+            try:
+                self._advance()
+            finally:
+                self._release()
+        # A work that has published all it has to say holds nobody up; it may wait to be waited for.
+        if not work.done and work.awaited_tick != work.last_tick:
+            self._call_background(_WAKE_DELAY_S)
+
+    def run_until(self, work: LaneWork) -> None:
+        """Block until `work` is done, driving the queue if no other thread does."""
+        while not work.done:
+            with self._lock:
+                while self._driven and not work.done:
+                    self._turn.wait()
+                if work.done:
+                    return
+                self._driven = True
+            if self._thread is not None:
+                self._wake_up.cancel()
+            try:
+                self._drive(work, spin=True)
+            finally:
+                self._release()
+
+    def poll(self) -> None:
+        """Run what can run without waiting."""
+        with self._lock:
+            if self._driven:
+                return
+            self._driven = True
+        try:
+            self._advance()
+        finally:
+            self._release()
+
+    def call_when_done(self, work: LaneWork, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not work.done:
+                work.callbacks.append(callback)
+                self._call_background(0)
+                return
+        callback()
+
+    def abort(self, error: CollectiveError) -> None:
+        """End the generation on all ranks, and every work of this lane."""
+        error = self.segment.abort(error)
+        with self._lock:
+            if not self._driven:  # Whoever drives is woken, and ends the works itself.
+                self._finish_all(error)
+
+    def close(self, error: GroupClosed) -> None:
+        """No more works; those in the queue fail. Waits for the thread that drives to let go."""
+        self.segment.abort(error) if self._queue else None
+        with self._lock:
+            while self._driven:
+                self._turn.wait()
+            self._finish_all(self._end or error)
+        if self._thread is not None:
+            self._wake_up.set(0)
+            self._thread.join()
+        self._wake_up.close()
+
+    # -- only the thread that drives -------------------------------------------------------------
+
+    def _advance(self) -> None:
+        queue = self._queue
+        while queue and self._run(queue[0], block=False, spin=False):
+            pass
+
+    def _drive(self, until: LaneWork | None, spin: bool) -> None:
+        queue = self._queue
+        while queue:
+            work = queue[0]
+            self._run(work, block=True, spin=spin)
+            if work is until or self._end is not None:
+                return
+
+    def _run(self, work: LaneWork, block: bool, spin: bool) -> bool:
+        """Run `work` to its end, or to where it would have to wait; whether it ended."""
+        segment = self.segment
+        try:
+            while True:
+                tick = work.awaited_tick
+                if not segment.reached(tick):
+                    if not block:
+                        failure = segment.failure()
+                        if failure is not None:
+                            raise failure
+                        return False
+                    operation = work.operation
+                    give_up_at = operation.issued_at + operation.timeout_s
+                    segment.wait(tick, operation, give_up_at, spin)
+                if tick < work.first_tick:
+                    segment.sign(work.operation)
+                elif tick == work.first_tick:
+                    segment.check_signatures(work.operation)
+                work.awaited_tick = next(work.body)
+        except StopIteration:
+            with self._lock:
+                self._queue.popleft()
+                self._finish(work, None)
+            return True
+        except CollectiveError as error:
+            with self._lock:
+                self._finish_all(error)
+            return True
+        except BaseException as error:
+            # Ours, or an interrupt in the waiting thread: either way the others wait for us.
+            ended = segment.abort(
+                GroupAborted(
+                    work.operation.generation,
+                    [segment.rank],
+                    f"{type(error).__name__} during {work.operation}: {error}",
+                )
+            )
+            with self._lock:
+                self._finish_all(ended)
+            raise
+
+    # -- with the lock held ----------------------------------------------------------------------
+
+    def _finish(self, work: LaneWork, failure: CollectiveError | None) -> None:
+        work.failure = failure
+        work.done = True
+        work.body.close()
+        for callback in work.callbacks:
+            callback()
+        work.callbacks.clear()
+        self._turn.notify_all()
+
+    def _finish_all(self, error: CollectiveError) -> None:
+        if self._end is None:
+            self._end = error
+        while self._queue:
+            self._finish(self._queue.popleft(), self._end)
+        self._turn.notify_all()
+
+    # --------------------------------------------------------------------------------------------
+
+    def _call_background(self, delay_s: float) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._background_loop, name="chorusline-lane", daemon=True
+            )
+            self._thread.start()
+        self._wake_up.set(delay_s)
+
+    def _release(self) -> None:
+        with self._lock:
+            self._driven = False
+            self._turn.notify_all()
+            # What is left is a work that somebody awaits, or one that holds up the others.
+            unfinished = bool(self._queue) and self._thread is not None
+        if unfinished:
+            self._wake_up.set(_WAKE_DELAY_S)
+
+    def _background_loop(self) -> None:
+        while self._end is None:
+            self._wake_up.wait()
+            with self._lock:
+                if self._driven or not self._queue:
+                    continue
+                self._driven = True
+            try:
+                self._drive(None, spin=False)
+            finally:
+                self._release()

@@ -1,0 +1,218 @@
+"""Collectives of ranks on one host, through memory that they share.
+
+Each body below is one algorithm, read from top to bottom: write into the own slot, `publish`,
+`yield` until all have published, read the others' slots. The rule that makes it safe is at the top
+of shared_segment.py, the waiting in lane.py. Sums are taken in rank order on every rank, so all
+ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .arithmetic import reduce_into
+from .communicator import Communicator
+from .errors import CollectiveError, GroupClosed
+from .lane import Body, Lane, LaneWork
+from .operation import Operation
+from .reduce_op import ReduceOp
+from .shared_segment import SharedSegment
+from .work import Work
+
+SLOT_BYTES = 2 << 20
+"""Two slots of this size per rank. Pages that no operation has needed take no memory."""
+
+_DIRECT_BYTES = 512 << 10
+"""Up to here every rank sums everything itself: one tick, N times the additions."""
+
+_ALIGNMENT = 64  # elements; parts that start at whole cache lines are added and copied faster
+
+
+class SharedMemoryCommunicator(Communicator):
+    """Ranks that map one `SharedSegment`. `connect` of host.py makes it."""
+
+    backend = "shared-memory"
+
+    def __init__(self, segment: SharedSegment, give_up_at: float) -> None:
+        """Blocks until all ranks have come, or raises at `give_up_at` (time.monotonic())."""
+        self.rank = segment.rank
+        self.size = segment.size
+        self.device = torch.device("cpu")
+        self._segment = segment
+        self._lane = Lane(segment)
+        self._closed = False
+        segment.meet(give_up_at)
+        self._next_tick = 2  # meet() used 1
+
+    # -- the contract --------------------------------------------------------------------------
+
+    def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: ReduceOp) -> Work:
+        flat = tensor.view(-1)
+        if flat.nbytes <= _DIRECT_BYTES:
+            return self._issue(operation, 1, self._all_reduce_directly, flat, op)
+        part = self._chunk_elements(flat, self._segment.slot_bytes // 2 // self.size)
+        chunks = -(-flat.numel() // (part * self.size))
+        return self._issue(operation, chunks + 1, self._all_reduce_in_parts, flat, op, part)
+
+    def reduce_scatter(
+        self, operation: Operation, output: torch.Tensor, input: torch.Tensor, op: ReduceOp
+    ) -> Work:
+        chunk = self._chunk_elements(input, self._segment.slot_bytes // self.size)
+        chunks = max(1, -(-output.numel() // chunk))
+        rows = input.view(self.size, -1)
+        return self._issue(
+            operation, chunks, self._reduce_scatter, output.view(-1), rows, op, chunk
+        )
+
+    def all_gather(
+        self, operation: Operation, output: torch.Tensor, input: torch.Tensor
+    ) -> Work:
+        chunk = self._chunk_elements(input, self._segment.slot_bytes)
+        chunks = max(1, -(-input.numel() // chunk))
+        rows = output.view(self.size, -1)
+        return self._issue(operation, chunks, self._all_gather, rows, input.view(-1), chunk)
+
+    def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
+        chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
+        chunks = max(1, -(-tensor.numel() // chunk))
+        return self._issue(operation, chunks, self._broadcast, tensor.view(-1), root, chunk)
+
+    def barrier(self, operation: Operation) -> Work:
+        return self._issue(operation, 1, self._barrier)
+
+    def abort(self, error: CollectiveError) -> None:
+        if not self._closed:
+            self._lane.abort(error)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._lane.close(GroupClosed("close", self._segment.generation))
+        self._segment.leave()
+
+    # -- the algorithms ------------------------------------------------------------------------
+
+    def _barrier(self, tick: int) -> Body:
+        self._segment.publish(tick)
+        yield tick
+
+    def _all_reduce_directly(self, tick: int, flat: torch.Tensor, op: ReduceOp) -> Body:
+        parts = self._segment.slots(tick, 0, flat.numel(), flat.dtype)
+        parts[self.rank].copy_(flat)
+        self._segment.publish(tick)
+        yield tick
+        reduce_into(flat, parts, op)
+
+    def _all_reduce_in_parts(self, tick: int, flat: torch.Tensor, op: ReduceOp, part: int) -> Body:
+        """Chunk by chunk of (size * part,); a tick works on two chunks at once:
+
+        1. copy the other ranks' parts of chunk i into the own slot;
+        2. reduce the own part of chunk i-1 into the slot's second half, and copy it home;
+        3. publish, wait for all;
+        4. copy the other ranks' parts of chunk i-1 out of their slots.
+        """
+        segment, rank = self._segment, self.rank
+        half = segment.slot_bytes // 2
+        part_bytes = part * flat.element_size()
+        previous: tuple[torch.Tensor, ...] = ()  # the parts of chunk i-1, by rank
+        for chunk in (*flat.split(part * self.size), None):
+            pieces = () if chunk is None else chunk.split(part)
+            for r, piece in enumerate(pieces):  # 1
+                if r != rank:
+                    at = r * part_bytes
+                    segment.slots(tick, at, piece.numel(), flat.dtype)[rank].copy_(piece)
+            if rank < len(previous):  # 2
+                own = previous[rank]
+                addends = list(segment.slots(tick - 1, rank * part_bytes, len(own), flat.dtype))
+                addends[rank] = own
+                reduced = segment.slots(tick, half, len(own), flat.dtype)[rank]
+                reduce_into(reduced, addends, op)
+                own.copy_(reduced)
+            segment.publish(tick)  # 3
+            yield tick
+            for r, piece in enumerate(previous):  # 4
+                if r != rank:
+                    piece.copy_(segment.slots(tick, half, len(piece), flat.dtype)[r])
+            previous = pieces
+            tick += 1
+
+    def _reduce_scatter(
+        self, tick: int, output: torch.Tensor, rows: torch.Tensor, op: ReduceOp, chunk: int
+    ) -> Body:
+        """rows: (size, n). Each rank lays out the other ranks' columns, then adds its own."""
+        segment, rank = self._segment, self.rank
+        for start in range(0, max(1, rows.shape[1]), chunk):
+            columns = rows[:, start : start + chunk]
+            width = columns.shape[1]
+            stride = -(-width // _ALIGNMENT) * _ALIGNMENT * rows.element_size()
+            for r in range(self.size):
+                if r != rank:
+                    segment.slots(tick, r * stride, width, rows.dtype)[rank].copy_(columns[r])
+            segment.publish(tick)
+            yield tick
+            if width:
+                parts = list(segment.slots(tick, rank * stride, width, rows.dtype))
+                parts[rank] = columns[rank]
+                reduce_into(output[start : start + chunk], parts, op)
+            tick += 1
+
+    def _all_gather(
+        self, tick: int, rows: torch.Tensor, input: torch.Tensor, chunk: int
+    ) -> Body:
+        """rows: (size, n), the output by rank; this rank's row may be `input` itself."""
+        segment, rank = self._segment, self.rank
+        for start in range(0, max(1, input.numel()), chunk):
+            piece = input[start : start + chunk]
+            slots = segment.slots(tick, 0, piece.numel(), input.dtype)
+            slots[rank].copy_(piece)
+            segment.publish(tick)
+            yield tick
+            for r, slot in enumerate(slots):
+                if r != rank:
+                    rows[r, start : start + chunk].copy_(slot)
+            tick += 1
+        if rows[rank].data_ptr() != input.data_ptr():
+            rows[rank].copy_(input)
+
+    def _broadcast(self, tick: int, flat: torch.Tensor, root: int, chunk: int) -> Body:
+        segment = self._segment
+        for start in range(0, max(1, flat.numel()), chunk):
+            piece = flat[start : start + chunk]
+            slot = segment.slots(tick, 0, piece.numel(), flat.dtype)[root]
+            if self.rank == root:
+                slot.copy_(piece)
+            segment.publish(tick)
+            yield tick
+            if self.rank != root:
+                piece.copy_(slot)
+            tick += 1
+
+    # ------------------------------------------------------------------------------------------
+
+    def _issue(
+        self, operation: Operation, num_ticks: int, body: Callable[..., Body], *args: Any
+    ) -> Work:
+        first = self._next_tick
+        self._next_tick = first + num_ticks
+        work = LaneWork(
+            self._lane, operation, body(first, *args), first, first + num_ticks - 1
+        )
+        self._lane.submit(work)
+        return work
+
+    def _chunk_elements(self, tensor: torch.Tensor, nbytes: int) -> int:
+        """Elements that fit into `nbytes`, a whole number of cache lines."""
+        return max(1, nbytes // tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+def connect_shared_memory(
+    descriptor: int, pids: list[int], rank: int, generation: int, timeout_s: float
+) -> SharedMemoryCommunicator:
+    """Join the segment behind `descriptor` together with the processes `pids`, by rank."""
+    segment = SharedSegment(descriptor, pids, rank, generation, SLOT_BYTES)
+    return SharedMemoryCommunicator(segment, time.monotonic() + timeout_s)

@@ -1,0 +1,432 @@
+"""The memory that the ranks of one host share, and how they wait in it.
+
+One rank makes a nameless file in memory (memfd); the others open it through /proc, map it, and
+from then on it lives exactly as long as the processes that map it: nothing is left behind, not
+even when all of them are killed. It is laid out as
+
+    header     magic, and the abort word
+    ranks      one block each: tick, whom it sleeps on, state, what it is doing (twice)
+    record     the error that ended the generation, as JSON
+    slots      two per rank, for data; which one a tick uses is the tick's parity
+
+**Ticks.** Every collective is a sequence of ticks, counted alike on all ranks. A rank *publishes*
+tick t by storing t in its block. One rule makes all of it safe:
+
+    Data of tick t is written after all ranks have published t-1, and before the own publication
+    of t. It is read after all have published t, and before the own publication of t+1.
+
+So a slot is free again two ticks later, and no further locks are needed.
+
+**Waiting** is a short spin that yields the core, then sleep on the tick of the rank that is late
+(futex). A publisher makes the system call that wakes only if somebody says that it sleeps on it.
+Both sides write one word and then read the other's, which a processor may reorder, so a wake-up
+can be missed in theory; therefore sleep comes in slices. Between slices a waiter looks at the
+abort word, at the other processes (pidfd) and at the deadline.
+
+Publishing relies on stores becoming visible in program order. x86 promises that; elsewhere
+`_fence` orders them by the acquire-release pair of a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import select
+import threading
+import time
+
+import torch
+
+from .errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    PeerLost,
+    error_from_json,
+    error_to_json,
+)
+from .operation import Operation, describe
+
+_MAGIC = 0x43484F5255534C31  # "CHORUSL1"
+_HEADER_WORDS = 8
+_BLOCK_WORDS = 32  # 256 bytes: words that different ranks write never share a cache line
+_TICK, _SLEEPS_ON, _STATE, _SIGNATURE = 0, 8, 16, 24  # words from the start of a rank's block
+_ABSENT, _OPEN, _CLOSED = 0, 1, 2
+_ABORT_WORD = 1
+_RECORD_BYTES = 64 * 1024
+
+_SPINS_WITH_CORES = 200  # sched_yield is about 0.4 us on an idle core
+_SPINS_OVERCOMMITTED = 50  # more ranks than cores: somebody else needs the core to arrive
+_SLICES_S = (0.002, 0.005, 0.02)
+
+_WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64")
+_fence_lock = threading.Lock()
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc_with_lock = ctypes.PyDLL(None)  # for calls that never wait
+_SYS_FUTEX = {"x86_64": 202, "AMD64": 202, "aarch64": 98}.get(platform.machine(), 0)
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _fence() -> None:
+    # Release then acquire, twice: a full barrier on every architecture that CPython runs on.
+    for _ in range(2):
+        with _fence_lock:
+            pass
+
+
+class SharedSegment:
+    """This rank's view of the memory that it shares with the other ranks of its host.
+
+    rank, size: as in the group; all of its ranks map the segment. generation: for errors.
+    slot_bytes: bytes of one slot.
+    """
+
+    def __init__(
+        self, descriptor: int, pids: list[int], rank: int, generation: int, slot_bytes: int
+    ) -> None:
+        """descriptor: of the memory, owned by the segment from here on. pids: one per rank."""
+        self.rank = rank
+        self.size = len(pids)
+        self.generation = generation
+        self.slot_bytes = slot_bytes
+        self._descriptor = descriptor
+        self._pids = pids
+        self._map = mmap.mmap(descriptor, self.bytes_needed(self.size, slot_bytes))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        control_bytes = 8 * (_HEADER_WORDS + _BLOCK_WORDS * self.size)
+        self._words = memoryview(self._map)[:control_bytes].cast("Q")
+        self._record_at = _page_aligned(control_bytes)
+        self._slots_at = self._record_at + _RECORD_BYTES
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+        blocks = [_HEADER_WORDS + _BLOCK_WORDS * r for r in range(self.size)]
+        self._block = blocks[rank]
+        self._tick_at = blocks[rank] + _TICK
+        self._tick_addresses = [self._address + 8 * (b + _TICK) for b in blocks]
+        self._peers = tuple((r, b + _TICK) for r, b in enumerate(blocks) if r != rank)
+        self._peer_ticks = tuple(at for _, at in self._peers)
+        self._peer_sleeps = tuple(b + _SLEEPS_ON for r, b in enumerate(blocks) if r != rank)
+        self._blocks = blocks
+        self._spins = (
+            _SPINS_WITH_CORES if self.size <= (os.cpu_count() or 1) else _SPINS_OVERCOMMITTED
+        )
+        self._timespec = _Timespec()
+        self._views: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, ...]] = {}
+        self._abort_lock = threading.Lock()
+        self._exits = select.poll()
+        self._rank_of_pidfd: dict[int, int] = {}
+        self._watch_peers()
+
+    # -- making and finding the memory ---------------------------------------------------------
+
+    @staticmethod
+    def bytes_needed(size: int, slot_bytes: int) -> int:
+        control = _page_aligned(8 * (_HEADER_WORDS + _BLOCK_WORDS * size))
+        return control + _RECORD_BYTES + size * 2 * slot_bytes
+
+    @staticmethod
+    def make_memory(size: int, slot_bytes: int) -> int:
+        """A new, zeroed, nameless file for `size` ranks; its descriptor."""
+        descriptor = os.memfd_create("chorusline", os.MFD_CLOEXEC)
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, SharedSegment.bytes_needed(size, slot_bytes))
+        os.pwrite(descriptor, _MAGIC.to_bytes(8, "little"), 0)
+        return descriptor
+
+    @staticmethod
+    def open_memory(pid: int, descriptor: int) -> int:
+        """The memory that process `pid` of this user made; a descriptor of our own."""
+        ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        if os.pread(ours, 8, 0) != _MAGIC.to_bytes(8, "little"):
+            os.close(ours)
+            raise OSError(errno.EINVAL, f"descriptor {descriptor} of process {pid} is not ours")
+        return ours
+
+    def _watch_peers(self) -> None:
+        for peer, pid in enumerate(self._pids):
+            if peer == self.rank or pid == os.getpid():
+                continue
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError as error:
+                raise PeerLost(
+                    "rendezvous", self.generation, [peer], f"process {pid} ended"
+                ) from error
+            self._rank_of_pidfd[pidfd] = peer
+            self._exits.register(pidfd, select.POLLIN)
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def slots(self, tick: int, offset: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor]:
+        """Every rank's slot of `tick` from byte `offset` on, as tensors of (count,), by rank."""
+        key = (tick & 1, offset, count, dtype)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) > 512:  # Odd sizes without end must not pile up.
+                self._views.clear()
+            nbytes = count * dtype.itemsize
+            at = [
+                self._slots_at + (2 * r + (tick & 1)) * self.slot_bytes + offset
+                for r in range(self.size)
+            ]
+            views = tuple(self._bytes[a : a + nbytes].view(dtype) for a in at)
+            self._views[key] = views
+        return views  # type: ignore[return-value]
+
+    # -- ticks ---------------------------------------------------------------------------------
+
+    def publish(self, tick: int) -> None:
+        """Show what was written for `tick` to all ranks."""
+        words = self._words
+        if _WEAKLY_ORDERED:
+            _fence()
+        words[self._tick_at] = tick
+        me = self.rank + 1
+        for at in self._peer_sleeps:
+            if words[at] == me:
+                self._wake(self.rank)
+                return
+
+    def reached(self, tick: int) -> bool:
+        """Whether all ranks have published `tick`."""
+        words = self._words
+        for at in self._peer_ticks:
+            if words[at] < tick:
+                return False
+        if _WEAKLY_ORDERED:
+            _fence()
+        return True
+
+    def wait(self, tick: int, operation: Operation | str, give_up_at: float, spin: bool) -> None:
+        """Return when all ranks have published `tick`; spin first if the core is ours to spend.
+
+        give_up_at: time.monotonic() in seconds. Raises the error that ends the generation,
+        after telling it to all ranks.
+        """
+        words = self._words
+        spins = self._spins if spin else 1
+        for peer, at in self._peers:
+            if words[at] >= tick:
+                continue
+            for _ in range(spins):
+                os.sched_yield()
+                if words[at] >= tick:
+                    break
+            else:
+                self._sleep(peer, at, tick, operation, give_up_at)
+        if _WEAKLY_ORDERED:
+            _fence()
+
+    def _sleep(
+        self, peer: int, at: int, tick: int, operation: Operation | str, give_up_at: float
+    ) -> None:
+        words = self._words
+        address = self._tick_addresses[peer]
+        mine = self._block + _SLEEPS_ON
+        slices = iter(_SLICES_S)
+        slice_s = 0.0
+        try:
+            while True:
+                words[mine] = peer + 1
+                seen = words[at]
+                if seen >= tick:
+                    return
+                slice_s = next(slices, slice_s)
+                self._timespec.nanoseconds = int(slice_s * 1e9)
+                _libc.syscall(
+                    _SYS_FUTEX,
+                    ctypes.c_void_p(address),
+                    _FUTEX_WAIT,
+                    ctypes.c_uint32(seen & 0xFFFFFFFF),
+                    ctypes.byref(self._timespec),
+                    None,
+                    0,
+                )
+                if words[at] >= tick:
+                    return
+                self._check(tick, operation, give_up_at)
+        finally:
+            words[mine] = 0
+
+    def _wake(self, rank: int) -> None:
+        _libc_with_lock.syscall(
+            _SYS_FUTEX,
+            ctypes.c_void_p(self._tick_addresses[rank]),
+            _FUTEX_WAKE,
+            0x7FFFFFFF,
+            None,
+            None,
+            0,
+        )
+
+    def _check(self, tick: int, operation: Operation | str, give_up_at: float) -> None:
+        """Raise if waiting for `tick` has become pointless."""
+        failure = self.failure()
+        if failure is not None:
+            raise failure
+        late = [peer for peer, at in self._peers if self._words[at] < tick]
+        if not late:
+            return
+        dead = [rank for rank in self._dead_ranks() if rank in late]
+        if dead:
+            pids = ", ".join(f"process {self._pids[rank]} ended" for rank in dead)
+            raise self.abort(PeerLost(str(operation), self.generation, dead, pids))
+        closed = [r for r in late if self._words[self._blocks[r] + _STATE] == _CLOSED]
+        if closed:
+            detail = "closed the group while others still used it"
+            raise self.abort(PeerLost(str(operation), self.generation, closed, detail))
+        now = time.monotonic()
+        if now >= give_up_at:
+            timeout_s = operation.timeout_s if isinstance(operation, Operation) else 0.0
+            raise self.abort(
+                CollectiveTimeout(
+                    str(operation),
+                    self.generation,
+                    late,
+                    timeout_s,
+                    "; ".join(map(self._whereabouts, late)),
+                )
+            )
+
+    def _dead_ranks(self) -> list[int]:
+        return [self._rank_of_pidfd[descriptor] for descriptor, _ in self._exits.poll(0)]
+
+    # -- who does what -------------------------------------------------------------------------
+
+    def sign(self, operation: Operation) -> None:
+        """Say what this rank is about to do; compared by `check_signatures` of the others."""
+        at = self._block + _SIGNATURE + 4 * (operation.sequence & 1)
+        words = self._words
+        words[at] = operation.sequence
+        words[at + 1] = (
+            operation.kind | (operation.dtype + 1) << 8 | (operation.detail + 1) << 16
+        )
+        words[at + 2] = operation.numel
+
+    def check_signatures(self, operation: Operation) -> None:
+        """Raise CollectiveMismatch, on all ranks, unless all do the same.
+
+        Called before anything of the caller's is written. Two copies by parity suffice: nobody
+        can be two operations ahead of this rank.
+        """
+        words = self._words
+        offset = _SIGNATURE + 4 * (operation.sequence & 1) + 1
+        mine = self._block + offset
+        what, numel = words[mine], words[mine + 1]
+        for block in self._blocks:
+            at = block + offset
+            if words[at] != what or words[at + 1] != numel:
+                break
+        else:
+            return
+        others = [
+            r
+            for r, block in enumerate(self._blocks)
+            if words[block + offset] != what or words[block + offset + 1] != numel
+        ]
+        told = [f"rank {r} issued {self._issued(r, operation.sequence)}" for r in range(self.size)]
+        raise self.abort(
+            CollectiveMismatch(
+                str(operation), self.generation, sorted([self.rank, *others]), ", ".join(told)
+            )
+        )
+
+    def _issued(self, rank: int, sequence: int) -> str:
+        at = self._blocks[rank] + _SIGNATURE + 4 * (sequence & 1)
+        what = self._words[at + 1]
+        kind, dtype, detail = what & 0xFF, (what >> 8 & 0xFF) - 1, (what >> 16) - 1
+        if not kind:
+            return "nothing yet"
+        told = describe(kind, self._words[at], self._words[at + 2], dtype)
+        return f"{told} detail {detail}" if detail >= 0 else told
+
+    def _whereabouts(self, rank: int) -> str:
+        """What a rank that is late did last, in words."""
+        block = self._blocks[rank] + _SIGNATURE
+        sequences = [self._words[block], self._words[block + 4]]
+        last = max(range(2), key=lambda parity: sequences[parity])
+        return f"rank {rank} is at {self._issued(rank, sequences[last])}"
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def failure(self) -> CollectiveError | None:
+        """The error that ended the generation, if one did."""
+        if not self._words[_ABORT_WORD]:
+            return None
+        if _WEAKLY_ORDERED:
+            _fence()
+        at = self._record_at
+        length = int.from_bytes(self._map[at : at + 8], "little")
+        return error_from_json(self._map[at + 8 : at + 8 + length].decode())
+
+    def abort(self, error: CollectiveError) -> CollectiveError:
+        """End the generation for all ranks; the error that did, which may be an earlier one."""
+        with self._abort_lock:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            try:
+                if not self._words[_ABORT_WORD]:
+                    record = _fitting_record(error)
+                    at = self._record_at
+                    self._map[at + 8 : at + 8 + len(record)] = record
+                    self._map[at : at + 8] = len(record).to_bytes(8, "little")
+                    if _WEAKLY_ORDERED:
+                        _fence()
+                    self._words[_ABORT_WORD] = 1
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        for rank in range(self.size):
+            self._wake(rank)
+        failure = self.failure()
+        assert failure is not None
+        return failure
+
+    def meet(self, give_up_at: float) -> None:
+        """Return when all ranks have mapped the segment. Uses tick 1."""
+        self._words[self._block + _STATE] = _OPEN
+        self.publish(1)
+        self.wait(1, "rendezvous", give_up_at, spin=True)
+
+    def leave(self) -> None:
+        """Tell the others that this rank will not come again, and give back what is ours.
+
+        The mapping itself goes with the last tensor that looks into it.
+        """
+        self._words[self._block + _STATE] = _CLOSED
+        self._wake(self.rank)
+        for pidfd in self._rank_of_pidfd:
+            self._exits.unregister(pidfd)
+            os.close(pidfd)
+        self._rank_of_pidfd.clear()
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+
+def _page_aligned(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
+def _fitting_record(error: CollectiveError) -> bytes:
+    """The error as JSON; its longest text is cut in the middle if it does not fit."""
+    record = error_to_json(error).encode()
+    while len(record) > _RECORD_BYTES - 8:
+        fields = list(error.args)
+        longest = max(
+            (i for i, field in enumerate(fields) if isinstance(field, str)),
+            key=lambda i: len(fields[i]),
+        )
+        text = fields[longest]
+        keep = len(text) // 4
+        fields[longest] = f"{text[:keep]}\n[... cut ...]\n{text[-keep:]}"
+        error = type(error)(*fields)
+        record = error_to_json(error).encode()
+    return record
