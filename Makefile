@@ -1,0 +1,34 @@
+# The two commands are `make run` and `make test`; each makes .venv first if it is missing.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: run test test-slow check bench clean
+
+run: $(INSTALLED)  ## train the example on two CPU workers, with Join and ZeRO on
+	$(BIN)/chorusline run examples/stdlib_gpt.py $(ARGS)
+
+test: $(INSTALLED)  ## the whole test suite but for what is marked slow
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(INSTALLED)  ## the tests that take longer than the suite allows
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(INSTALLED)  ## lint, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(INSTALLED)  ## every benchmark, as tables
+	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/join.py
+
+clean:
+	rm -rf .venv out .mypy_cache .ruff_cache .pytest_cache *.egg-info
+
+# The stamp is newer than what says what to install, or everything is installed again.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(INSTALLED)

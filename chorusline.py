@@ -1,0 +1,95 @@
+"""Chorusline: data-parallel training on Ray that keeps going. `import chorusline as cl`.
+
+This module only re-exports: what it names lives in `collectives` (groups of ranks, no Ray),
+`actors` (Ray actors) and `runtime` (sessions and training).
+"""
+
+from __future__ import annotations
+
+import importlib.util as _importlib_util
+import pathlib as _pathlib
+
+
+def _refuse_strangers() -> None:
+    """Our packages have everyday names; a package of the user's may stand before them."""
+    home = _pathlib.Path(__file__).resolve().parent
+    for name in ("collectives", "actors", "runtime"):
+        spec = _importlib_util.find_spec(name)
+        if spec is None:
+            raise ImportError(
+                f"chorusline's own package {name!r} is missing beside {__file__}; install "
+                "chorusline again"
+            )
+        places = list(spec.submodule_search_locations or [])
+        found = spec.origin or (places[0] if places else "nowhere")
+        if not any(_pathlib.Path(place).resolve() == home / name for place in places):
+            raise ImportError(
+                f"import {name!r} finds {found}, which stands on the path before chorusline's own "
+                f"{home / name}. Rename that package, or move it into a package of yours, or take "
+                "its folder off sys.path"
+            )
+
+
+_refuse_strangers()
+
+from collectives import (  # noqa: E402
+    ChoruslineError,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    FileStore,
+    Group,
+    GroupAborted,
+    GroupClosed,
+    HashStore,
+    PeerLost,
+    PrefixStore,
+    ReduceOp,
+    Statistics,
+    Store,
+    StoreTimeout,
+    UnsupportedOperation,
+    Work,
+)
+from runtime.context import Context  # noqa: E402
+from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
+from runtime.join import Join, Joinable, JoinHook  # noqa: E402
+from runtime.session import Session, run  # noqa: E402
+from runtime.sharding import Shard, deal  # noqa: E402
+from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # A session and what a train function gets.
+    "Session",
+    "run",
+    "Context",
+    # Training.
+    "DistributedDataParallel",
+    "ZeroRedundancyOptimizer",
+    "Join",
+    "Joinable",
+    "JoinHook",
+    "Shard",
+    "deal",
+    # Collectives.
+    "Group",
+    "Work",
+    "ReduceOp",
+    "Statistics",
+    "Store",
+    "FileStore",
+    "HashStore",
+    "PrefixStore",
+    # Errors.
+    "ChoruslineError",
+    "CollectiveError",
+    "CollectiveTimeout",
+    "CollectiveMismatch",
+    "PeerLost",
+    "GroupAborted",
+    "GroupClosed",
+    "UnsupportedOperation",
+    "StoreTimeout",
+]

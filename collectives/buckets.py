@@ -1,0 +1,60 @@
+"""Which gradients travel together: pure arithmetic, no tensors.
+
+Small messages waste the network's latency, one large message cannot overlap with the backward
+pass. So gradients are grouped into buckets, in the order in which the backward pass makes them:
+the reverse of the order of registration. The plan depends on the model alone, never on the number
+of ranks, so that shards can be re-cut when ranks come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from .shards import aligned
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """One bucket: parameters laid behind one another at aligned offsets.
+
+    spans: (parameter number, offset in elements, numel), ascending by offset.
+    content: elements up to the end of the last one, aligned.
+    """
+
+    spans: tuple[tuple[int, int, int], ...]
+    content: int
+
+
+def plan_buckets(
+    numels: Sequence[int],
+    kinds: Sequence[Hashable],
+    element_bytes: Sequence[int],
+    *,
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+) -> list[BucketPlan]:
+    """Group parameters, given in the order of registration, into buckets in order of launch.
+
+    kinds: what may share a bucket (dtype and device). first_bucket_bytes: the first bucket is
+    smaller, so that the network starts early, as in torch.
+    """
+    plans: list[BucketPlan] = []
+    open_spans: dict[Hashable, list[tuple[int, int, int]]] = {}
+    filled: dict[Hashable, int] = {}
+
+    def close(kind: Hashable) -> None:
+        plans.append(BucketPlan(tuple(open_spans.pop(kind)), filled.pop(kind)))
+
+    for parameter in reversed(range(len(numels))):
+        kind = kinds[parameter]
+        spans = open_spans.setdefault(kind, [])
+        offset = filled.get(kind, 0)
+        spans.append((parameter, offset, numels[parameter]))
+        filled[kind] = offset + aligned(numels[parameter])
+        limit = bucket_bytes if plans else first_bucket_bytes
+        if filled[kind] * element_bytes[parameter] >= limit:
+            close(kind)
+    for kind in list(open_spans):
+        close(kind)
+    return plans

@@ -1,0 +1,56 @@
+"""Who owns which elements: pure arithmetic, no tensors.
+
+A bucket's content is cut into `num_ranks` equal shards, one per rank. Its length depends on the
+model alone; what is missing to equal shards is slack behind the content, which belongs to nobody.
+Cuts fall on multiples of ALIGNMENT elements: fused optimizer kernels treat the tail of a vector
+differently, and give the same bits for any number of ranks only if tails are where the
+parameters' own tails are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ALIGNMENT = 64
+
+
+def aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def shard_numel(content: int, num_ranks: int) -> int:
+    """Elements of every rank's shard of a bucket with `content` elements."""
+    return aligned(-(-content // num_ranks))
+
+
+def padded_numel(content: int, num_ranks: int) -> int:
+    """Elements of the bucket with its slack: what a reduce-scatter takes."""
+    return shard_numel(content, num_ranks) * num_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements of one parameter that lie in one shard.
+
+    parameter: its number. parameter_start: where the piece begins in the flattened parameter.
+    shard_start: where it begins in the shard. numel: its length, at least 1.
+    """
+
+    parameter: int
+    parameter_start: int
+    shard_start: int
+    numel: int
+
+
+def pieces_of(
+    rank: int, num_ranks: int, content: int, spans: list[tuple[int, int, int]]
+) -> list[Piece]:
+    """What `rank` owns of a bucket. spans: (parameter, offset in the bucket, numel), ascending."""
+    length = shard_numel(content, num_ranks)
+    start, end = rank * length, (rank + 1) * length
+    pieces = []
+    for parameter, offset, numel in spans:
+        first, last = max(start, offset), min(end, offset + numel)
+        if first < last:
+            pieces.append(Piece(parameter, first - offset, first - start, last - first))
+    return pieces

@@ -1,0 +1,1 @@
+"""The job and its user: sessions, data parallelism, sharded optimizers, uneven inputs."""

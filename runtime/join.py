@@ -1,0 +1,241 @@
+"""`Join`: ranks may run out of data at different steps, and nothing hangs or goes wrong.
+
+A rank that is out of data (it has *joined*) goes on taking part in the collectives of the steps
+that others still take: it *shadows* them, with neutral elements, until nobody takes any. Which
+steps those are is known without any collective of Join's own. Every step of ours carries an
+agreement (agreement.py): who took it, and who may take another one.
+
+- `ctx.shard` looks one batch ahead, so the agreement of a step says exactly who takes the next.
+- Any other iterable cannot say so. Then the last step shadows blindly: all ranks take part, the
+  agreement says that nobody was live, nothing is applied, and that is how everybody knows.
+- Joinables of the user's own carry no agreement. Then a small all-reduce goes first in each step,
+  started by `notify_join_context` of the first joinable, as in torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from collectives import Group, Work
+
+from .agreement import Agreement
+
+
+class JoinHook:
+    """What a joinable does on a rank that has joined. Both do nothing unless overridden."""
+
+    def main_hook(self) -> None:
+        """Shadow one step: the collectives that others run in it. Once per step some rank takes."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Once, when all ranks have joined. Several ranks may be last joiners."""
+
+
+class JoinLedger:
+    """What one rank knows of the steps inside one Join. No collectives in here.
+
+    live: this rank has data for the step it is in. has_next: it may take another one.
+    """
+
+    def __init__(self, num_ranks: int, divide_by_initial_world_size: bool) -> None:
+        self.num_ranks = num_ranks
+        self.divide_by_initial_world_size = divide_by_initial_world_size
+        self.live = True
+        self.has_next = True
+        self.last_live: tuple[int, ...] = tuple(range(num_ranks))
+        self._may_continue = True  # Nobody knows better before the first agreement.
+
+    def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
+        """The iterator knows how many batches each rank starts with."""
+        self._may_continue = any(batches_per_rank)
+
+    def record(self, agreement: Agreement) -> None:
+        self._may_continue = bool(agreement.may_continue)
+        if agreement.live:
+            self.last_live = agreement.live
+
+    def somebody_may_continue(self) -> bool:
+        return self._may_continue
+
+    def divisor(self, agreement: Agreement) -> int:
+        """What the summed gradients of a step are divided by; 0: nothing is to be applied."""
+        if not agreement.live:
+            return 0
+        return self.num_ranks if self.divide_by_initial_world_size else len(agreement.live)
+
+
+class Joinable(ABC):
+    """Something whose collectives a joined rank can shadow: list it in `Join([...])`."""
+
+    _join: Join | None = None
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook for one Join. kwargs: those given to Join, the same for all joinables."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """Where the joinable's tensors live."""
+
+    @property
+    @abstractmethod
+    def join_group(self) -> Group:
+        """The group of its collectives; one group for all joinables of a Join."""
+
+    def _carries_agreement(self) -> bool:
+        """Whether each of its steps ends with an agreement handed to the ledger."""
+        return False
+
+    def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
+        """Raise ValueError if it cannot be shadowed without another joinable."""
+
+
+_active: list[Join] = []
+
+
+def active_join() -> Join | None:
+    """The innermost Join that this process is in, if it is enabled."""
+    return _active[-1] if _active else None
+
+
+class Join:
+    """`with Join([model, optimizer]):` around a training loop over uneven inputs.
+
+    joinables: in the order in which their hooks run. enable=False makes it do nothing.
+    throw_on_early_termination: instead of shadowing, raise RuntimeError on every rank at the first
+    step that some rank cannot take.
+    kwargs: handed to every joinable's `join_hook`; ours know `divide_by_initial_world_size`
+    (True: the sum over live ranks is divided by the number of all ranks; False: of live ones).
+
+    When the body raises, the peers are released at once with this exception and its traceback;
+    the group's generation ends with it. An exception leaves the joinables as they are, and every
+    exit takes this Join off them.
+
+    Raises ValueError for no joinables, for different groups, and for joinables that need another.
+    Source: torch.distributed.algorithms.Join.
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if len(joinables) == 0:
+            raise ValueError("The join context manager requires at least one joinable")
+        groups = [joinable.join_group for joinable in joinables]
+        if any(group is not groups[0] for group in groups):
+            raise ValueError(
+                f"Using join context manager with multiple process groups: {groups}. "
+                "List only joinables of one group"
+            )
+        for joinable in joinables:
+            joinable._check_joined_with(joinables)
+        self._joinables = list(joinables)
+        self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
+        self._group = groups[0]
+        self._device = joinables[0].join_device
+        self._enable = enable
+        self._throws = throw_on_early_termination
+        self._needs_header = not all(joinable._carries_agreement() for joinable in joinables)
+        self.ledger = JoinLedger(
+            self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
+        )
+
+    def __enter__(self) -> Self:
+        if self._enable:
+            for joinable in self._joinables:
+                joinable._join = self
+            _active.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._enable:
+            return
+        try:
+            if error is not None:
+                self._group.abort(error)
+                return
+            self.shadow()
+            is_last_joiner = self._group.rank in self.ledger.last_live
+            for hook in self._hooks:
+                hook.post_hook(is_last_joiner)
+        finally:
+            _active.remove(self)
+            for joinable in self._joinables:
+                joinable._join = None
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    def shadow(self) -> None:
+        """Take part in the steps that other ranks still take, until nobody takes any."""
+        ledger = self.ledger
+        ledger.live = False
+        ledger.has_next = False
+        while self._header() if self._needs_header else ledger.somebody_may_continue():
+            for hook in self._hooks:
+                hook.main_hook()
+        ledger.live = True
+        ledger.has_next = True
+
+    def record(self, agreement: Agreement) -> None:
+        """A step of a joinable ended with this agreement."""
+        self.ledger.record(agreement)
+        self._raise_if_exhausted(agreement.live)
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Work | None:
+        """To be called by a joinable of your own before its collectives of a step.
+
+        Only the first joinable of a Join that needs it sends anything: a vector of one int32 per
+        rank. Returns the finished work in that case.
+        """
+        join = joinable._join
+        if join is None or not join._needs_header or joinable is not join._joinables[0]:
+            return None
+        return join._exchange_header()[1]
+
+    def _header(self) -> bool:
+        """Whether anybody takes the coming step."""
+        live, _ = self._exchange_header()
+        return bool(live)
+
+    def _exchange_header(self) -> tuple[tuple[int, ...], Work]:
+        header = torch.zeros(self._group.size, dtype=torch.int32, device=self._device)
+        if self.ledger.live:
+            header[self._group.rank] = 1
+        work = self._group.all_reduce(header)
+        work.wait()
+        live = tuple(rank for rank, flag in enumerate(header.tolist()) if flag)
+        self.ledger.record(Agreement(live, live, ()))
+        self._raise_if_exhausted(live)
+        return live, work
+
+    def _raise_if_exhausted(self, live: tuple[int, ...]) -> None:
+        if self._throws and 0 < len(live) < self._group.size:
+            exhausted = [rank for rank in range(self._group.size) if rank not in live]
+            raise RuntimeError(
+                f"Detected at least one rank that exhausted inputs: ranks {exhausted}. Every rank "
+                "raises this at the same step, because throw_on_early_termination is set"
+            )
