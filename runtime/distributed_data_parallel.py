@@ -156,10 +156,16 @@ class _Hook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ranks that joined earlier did not step: they take the state of a last joiner."""
         model = self._model
-        if model.reducer.mode is Mode.ALL_REDUCE:
-            assert model._join is not None
-            state = [*model.module.parameters(), *model.module.buffers()]
-            root = max(model._join.ledger.last_live)
+        assert model._join is not None
+        ledger = model._join.ledger
+        state: list[torch.Tensor] = []
+        # With sharded state every rank took every step, of its shard, and gathered the rest.
+        if model.reducer.mode is Mode.ALL_REDUCE and ledger.somebody_missed_a_step:
+            state += [*model.module.parameters(), *model.module.buffers()]
+        elif not model.broadcast_buffers:
+            state += model.module.buffers()
+        if state:
+            root = max(ledger.last_live)
             broadcast_tensors([tensor.detach() for tensor in state], root, model.group)
 
 

@@ -48,6 +48,7 @@ class JoinLedger:
         self.live = True
         self.has_next = True
         self.last_live: tuple[int, ...] = tuple(range(num_ranks))
+        self.somebody_missed_a_step = False
         self._may_continue = True  # Nobody knows better before the first agreement.
 
     def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
@@ -58,6 +59,7 @@ class JoinLedger:
         self._may_continue = bool(agreement.may_continue)
         if agreement.live:
             self.last_live = agreement.live
+            self.somebody_missed_a_step |= len(agreement.live) < self.num_ranks
 
     def somebody_may_continue(self) -> bool:
         return self._may_continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -34,7 +35,9 @@ def deal(
     them samples, are dealt round robin, so ranks may get different numbers.
     shuffle: the order depends on seed and epoch; otherwise it is the dataset's.
     """
-    generator = torch.Generator().manual_seed((seed << 32) + epoch)
+    # torch's CPU generator looks at 32 bits of its seed only, so both numbers are mixed into them.
+    mixed = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4]
+    generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
 
     def order(count: int) -> list[int]:
         if not shuffle:

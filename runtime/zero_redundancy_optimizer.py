@@ -13,19 +13,22 @@ A step has the phases below; the numbers stand again where they happen.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from collectives import CollectiveMismatch, Group
-from collectives.buckets import BucketPlan, plan_buckets
-from collectives.shards import Piece, padded_numel, pieces_of, shard_numel
+from collectives.buckets import plan_buckets
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
 from .context import current_group
 from .distributed_data_parallel import DistributedDataParallel, owner_of
 from .join import Join, Joinable, JoinHook
+from .optimizer_state import PieceState, gather_state, slice_state
+from .parameter_shard import ParameterShard
 from .reducer import Reducer
 
 _ELEMENTWISE = (
@@ -44,37 +47,7 @@ _ELEMENTWISE = (
 """Optimizers whose update of an element depends on that element alone, so any cut is exact."""
 
 _BUCKET_BYTES = 25 << 20
-
-
-class ParameterBucket:
-    """Parameters that travel together, as views of one flat tensor.
-
-    flat: (padded,) all parameters of the plan. own: (n,) this rank's part of it, the memory that
-    the optimizer steps. own_gradient: (n,) its gradient, or None where gradients stay with the
-    parameters.
-    """
-
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: Sequence[torch.nn.Parameter],
-        group: Group,
-        own_gradient: torch.Tensor | None,
-    ) -> None:
-        first = parameters[plan.spans[0][0]]
-        length = shard_numel(plan.content, group.size)
-        self.plan = plan
-        self.flat = torch.zeros(
-            padded_numel(plan.content, group.size), dtype=first.dtype, device=first.device
-        )
-        self.own = self.flat[group.rank * length : (group.rank + 1) * length]
-        self.own_gradient = own_gradient
-        self.pieces = pieces_of(group.rank, group.size, plan.content, list(plan.spans))
-        for number, offset, numel in plan.spans:
-            parameter = parameters[number]
-            view = self.flat[offset : offset + numel].view(parameter.shape)
-            view.copy_(parameter.detach())
-            parameter.data = view
+_VOTE_AT = 2  # numbers of the ballot that stand before the vote
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -86,7 +59,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     rank's local gradient. With other parameters `.grad` is taken as it is and must be equal on
     all ranks.
     optimizer_class: an elementwise optimizer of torch.optim. defaults: its arguments.
-    group: of the model, or the session's.
+    group: of the model, or the session's. max_norm: clip the 2-norm of the whole mean gradient to
+    this, as torch.nn.utils.clip_grad_norm_ does (which, on local gradients, would be wrong here);
+    the norm goes with the ballot, and `grad_norm` holds it after the step.
+
+    Parameters in float16 and bfloat16 are stepped as float32 copies of the rank's shard.
 
     Per step and rank it sends 2·P·(N-1)/N elements (P parameters, N ranks), and the ballot: two
     float64 per rank and one per parameter tensor.
@@ -102,8 +79,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         optimizer_class: type[torch.optim.Optimizer],
         *,
         group: Group | None = None,
+        max_norm: float | None = None,
         **defaults: Any,
     ) -> None:
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm must be positive, got {max_norm}")
         if not issubclass(optimizer_class, _ELEMENTWISE):
             known = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
             raise ValueError(
@@ -123,30 +103,29 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.group = group or (owner.group if owner else current_group())
         self.num_steps = 0
         """Steps that were applied, equal on all ranks."""
+        self.max_norm = max_norm
+        self.grad_norm: float | None = None
+        """2-norm of the mean gradient of the last step, before clipping; None without max_norm."""
 
-        self._parameters: list[torch.nn.Parameter] = owner.reducer.parameters if owner else given
         if owner:
             owner.reducer.reduce_by_shards()
-            self._buckets = [
-                ParameterBucket(bucket.plan, self._parameters, self.group, bucket.shard)
-                for bucket in owner.reducer.buckets
-            ]
+            plans = [bucket.plan for bucket in owner.reducer.buckets]
+            parameters = owner.reducer.parameters
+            reduced = [bucket.shard for bucket in owner.reducer.buckets]
         else:
             plans = plan_buckets(
-                [p.numel() for p in self._parameters],
-                [(p.dtype, p.device) for p in self._parameters],
-                [p.element_size() for p in self._parameters],
+                [p.numel() for p in given],
+                [(p.dtype, p.device) for p in given],
+                [p.element_size() for p in given],
                 bucket_bytes=_BUCKET_BYTES,
                 first_bucket_bytes=_BUCKET_BYTES,
             )
-            self._buckets = [
-                ParameterBucket(plan, self._parameters, self.group, None) for plan in plans
-            ]
-        self._own: list[tuple[torch.nn.Parameter, Piece, ParameterBucket]] = []
-        self.shard_optimizer = self._make_shard_optimizer(optimizer_class, defaults)
-        """The optimizer that steps this rank's pieces; None where this rank owns none."""
-
-        numel = 1 + vote_numel(self.group.size, len(self._parameters))
+            parameters, reduced = given, []
+        self._parameters: list[torch.nn.Parameter] = parameters
+        self._shard = ParameterShard(plans, parameters, self.group, reduced)
+        self._shard.make_optimizer(optimizer_class, self.param_groups, defaults)
+        self._consolidated: dict[str, Any] | None = None
+        numel = _VOTE_AT + vote_numel(self.group.size, len(parameters))
         self._ballot = torch.zeros(numel, dtype=torch.float64, device=self.group.device)
 
     def _complete_options(
@@ -168,27 +147,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         for options, complete in zip(self.param_groups, probe.param_groups, strict=True):
             for name, value in complete.items():
                 options.setdefault(name, value)
-
-    def _make_shard_optimizer(
-        self, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
-    ) -> torch.optim.Optimizer | None:
-        pieces: dict[int, list[torch.nn.Parameter]] = {}
-        for bucket in self._buckets:
-            for piece in bucket.pieces:
-                end = piece.shard_start + piece.numel
-                own = torch.nn.Parameter(bucket.own[piece.shard_start : end])
-                self._own.append((own, piece, bucket))
-                pieces.setdefault(piece.parameter, []).append(own)
-        number_of = {id(parameter): n for n, parameter in enumerate(self._parameters)}
-        groups = []
-        for options in self.param_groups:
-            owned = [
-                own
-                for parameter in options["params"]
-                for own in pieces.get(number_of[id(parameter)], ())
-            ]
-            groups.append({**options, "params": owned})
-        return optimizer_class(groups, **defaults) if self._own else None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -220,10 +178,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self._join:
             self._join.record(agreement)
             divisor = self._join.ledger.divisor(agreement)
+        if self.reducer is None:
+            divisor = 1  # Whoever made the gradients equal has divided them.
         if agreement.live:
-            self._apply(divisor, agreement)  # (4)
-            for work in [self.group.all_gather(b.flat, b.own) for b in self._buckets]:  # (5)
-                work.wait()
+            coefficient = self._clip_coefficient(divisor)
+            self._shard.apply(self.param_groups, agreement.used, divisor, coefficient)  # (4)
+            self._shard.gather()  # (5)
             if self._model is not None:
                 self._model.sync_buffers(agreement.live)
             self.num_steps += 1
@@ -231,12 +191,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self.reducer.end_step()
 
     def _hold_ballot(self, is_live: bool) -> Agreement:
-        """ballot: (1 + vote_numel,) float64: the step's number, and the vote."""
+        """ballot: (_VOTE_AT + vote_numel,) float64: the step's number, the squared norm of the
+        reduced shard (0 if nobody asks), and the vote."""
         used = [parameter.grad is not None for parameter in self._parameters]
         has_next = self._join.ledger.has_next if self._join else True
         ballot = self._ballot
-        write_vote(ballot[1:], self.group.rank, self.group.size, is_live, has_next, used)
+        write_vote(ballot[_VOTE_AT:], self.group.rank, self.group.size, is_live, has_next, used)
         ballot[0] = self.num_steps
+        ballot[1] = 0.0 if self.max_norm is None else self._shard.squared_norm()
         self.group.all_reduce(ballot).wait()
         if ballot[0].item() != self.num_steps * self.group.size:
             raise CollectiveMismatch(
@@ -245,29 +207,114 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 [self.group.rank],
                 "the ranks are at different steps; every rank must call step() equally often",
             )
-        return read_agreement(ballot[1:], self.group.size)
+        return read_agreement(ballot[_VOTE_AT:], self.group.size)
 
-    def _apply(self, divisor: int, agreement: Agreement) -> None:
-        """Step the pieces whose parameters have a gradient on some rank."""
-        if self.shard_optimizer is None:
+    def _clip_coefficient(self, divisor: int) -> float:
+        if self.max_norm is None:
+            return 1.0
+        self.grad_norm = math.sqrt(self._ballot[1].item()) / divisor
+        # As torch: never enlarge, and no division by zero.
+        return min(1.0, self.max_norm / (self.grad_norm + 1e-6))
+
+    # -- state ---------------------------------------------------------------------------------
+
+    @property
+    def shard_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of this rank's pieces; None where a rank owns none. Its state is about
+        1/N of the whole."""
+        return self._shard.optimizer
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on rank `to`, on the CPU, for `state_dict()` there.
+
+        Every rank calls it. The others hold a chunk of 4 MiB per rank at most.
+        """
+        if not 0 <= to < self.group.size:
+            raise ValueError(f"to must be a rank in [0, {self.group.size}), got {to}")
+        optimizer = self._shard.optimizer
+        gathered = gather_state(
+            [
+                PieceState(mine.piece, mine.bucket, optimizer.state.get(mine.tensor, {}))
+                for mine in self._shard.pieces
+                if optimizer is not None
+            ],
+            [bucket.plan.spans for bucket in self._shard.buckets],
+            [bucket.plan.content for bucket in self._shard.buckets],
+            [parameter.shape for parameter in self._parameters],
+            self.group,
+            to,
+        )
+        self._consolidated = None
+        if self.group.rank == to:
+            number_of = {id(parameter): n for n, parameter in enumerate(self._parameters)}
+            state, groups, index = {}, [], 0
+            for options in self.param_groups:
+                numbers = []
+                for parameter in options["params"]:
+                    of_parameter = gathered.get(number_of[id(parameter)])
+                    if of_parameter:
+                        state[index] = of_parameter
+                    numbers.append(index)
+                    index += 1
+                groups.append({**options, "params": numbers})
+            self._consolidated = {"state": state, "param_groups": groups}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last consolidated state, in the format of the plain optimizer.
+
+        Raises RuntimeError on a rank to which nothing was consolidated.
+        """
+        if self._consolidated is None:
+            raise RuntimeError(
+                "Optimizer state has not been consolidated on this rank. Please call "
+                f"`consolidate_state_dict(to={self.group.rank})` on all ranks beforehand if you "
+                "meant to save the global state."
+            )
+        return self._consolidated
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a whole state: of ours, or of a plain torch optimizer.
+
+        state_dict: the same on all ranks, by parameter number; it is not changed, and nothing of
+        it is kept. Saved with any number of ranks.
+
+        Raises ValueError where groups, parameters or shapes differ, naming the parameter.
+        """
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of "
+                "optimizer's group"
+            )
+        saved_number = {
+            id(parameter): number
+            for ours, theirs in zip(self.param_groups, saved, strict=True)
+            for parameter, number in zip(ours["params"], theirs["params"], strict=True)
+        }
+        for ours, theirs in zip(self.param_groups, saved, strict=True):
+            ours.update({k: copy.deepcopy(v) for k, v in theirs.items() if k != "params"})
+        optimizer = self._shard.optimizer
+        if optimizer is None:
             return
-        for bucket in self._buckets:
-            if bucket.own_gradient is not None and divisor > 1:
-                bucket.own_gradient.div_(divisor)
-        for own, piece, bucket in self._own:
-            own.grad = self._gradient_of(piece, bucket) if agreement.used[piece.parameter] else None
-        for options, ours in zip(self.param_groups, self.shard_optimizer.param_groups, strict=True):
-            # Schedulers and users change the groups that they see.
-            ours.update({name: value for name, value in options.items() if name != "params"})
-        self.shard_optimizer.step()
-
-    def _gradient_of(self, piece: Piece, bucket: ParameterBucket) -> torch.Tensor | None:
-        if bucket.own_gradient is not None:
-            return bucket.own_gradient[piece.shard_start : piece.shard_start + piece.numel]
-        whole = self._parameters[piece.parameter].grad
-        if whole is None:
-            return None
-        return whole.reshape(-1)[piece.parameter_start : piece.parameter_start + piece.numel]
+        index_of = {
+            id(tensor): index
+            for index, tensor in enumerate(p for g in optimizer.param_groups for p in g["params"])
+        }
+        sliced = {}
+        for mine in self._shard.pieces:
+            parameter = self._parameters[mine.piece.parameter]
+            whole = state_dict["state"].get(saved_number[id(parameter)])
+            if whole:
+                sliced[index_of[id(mine.tensor)]] = slice_state(
+                    whole, mine.piece, parameter.shape, str(saved_number[id(parameter)])
+                )
+        groups = optimizer.state_dict()["param_groups"]
+        for group, ours in zip(groups, self.param_groups, strict=True):
+            group.update({k: v for k, v in ours.items() if k != "params"})
+        optimizer.load_state_dict({"state": sliced, "param_groups": groups})
 
     # -- Join ----------------------------------------------------------------------------------
 

@@ -1,0 +1,15 @@
+"""Ray actors: one driver, and workers that own a device each. Nothing of training in here."""
+
+from .actor_store import ActorStore
+from .errors import DriverLost, RankFailed, StartupError, StoreLost, WorkerLost
+from .messages import Report
+
+__all__ = [
+    "ActorStore",
+    "Report",
+    "DriverLost",
+    "RankFailed",
+    "StartupError",
+    "StoreLost",
+    "WorkerLost",
+]

@@ -1,0 +1,193 @@
+"""A store in a Ray actor, for ranks that share nothing but the cluster.
+
+StoreActor holds the keys; the driver is one (see driver.py). ActorStore is the client that blocks
+the thread which uses it: a training thread, or a script's. `cancel` frees such a thread at once,
+from the control loop: that is how a rendezvous ends when a run is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+from collectives.errors import CollectiveError, StoreTimeout, fresh_copy
+from collectives.store import HashStore, Store
+
+from .calls import Actor, why_gone
+from .errors import StoreLost
+
+STORE_CONCURRENCY = {"store": 10_000}
+"""Concurrency group for `ray.remote`: a suspended waiter takes a place, so there are many."""
+
+_ANSWER_S = 10.0  # A live actor answers in milliseconds; this is for a machine that swaps.
+
+
+class StoreActor:
+    """The rules are HashStore's; here waiters are suspended on the keys they miss, not polling.
+
+    All methods run on the loop of the concurrency group "store": whatever else the actor does,
+    a rendezvous goes on, and waiters never take the places of other calls.
+    """
+
+    def __init__(self) -> None:
+        self._store = HashStore()
+        self._written: dict[str, asyncio.Event] = {}  # set, and forgotten, when the key is written
+
+    @ray.method(concurrency_group="store")
+    async def store_set(self, key: str, value: bytes | str) -> None:
+        self._store.set(key, value)
+        self._wake(key)
+
+    @ray.method(concurrency_group="store")
+    async def store_check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(keys)
+
+    @ray.method(concurrency_group="store")
+    async def store_add(self, key: str, amount: int) -> int:
+        total = self._store.add(key, amount)
+        self._wake(key)
+        return total
+
+    @ray.method(concurrency_group="store")
+    async def store_compare_set(
+        self, key: str, expected: bytes | str, desired: bytes | str
+    ) -> bytes:
+        value = self._store.compare_set(key, expected, desired)
+        if self._store.check([key]):
+            self._wake(key)
+        return value
+
+    @ray.method(concurrency_group="store")
+    async def store_append(self, key: str, value: bytes | str) -> None:
+        self._store.append(key, value)
+        self._wake(key)
+
+    @ray.method(concurrency_group="store")
+    async def store_delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    @ray.method(concurrency_group="store")
+    async def store_num_keys(self) -> int:
+        return self._store.num_keys()
+
+    @ray.method(concurrency_group="store")
+    async def store_wait(self, keys: Sequence[str], timeout_s: float) -> list[str]:
+        """Suspend until all keys exist; the keys that are missing after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while missing := self._missing(keys):
+                    await self._written.setdefault(missing[0], asyncio.Event()).wait()
+        except TimeoutError:
+            pass
+        return self._missing(keys)
+
+    @ray.method(concurrency_group="store")
+    async def store_read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values now; None where there is no such key."""
+        return [self._store.get(key, 0) if self._store.check([key]) else None for key in keys]
+
+    def _missing(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if not self._store.check([key])]
+
+    def _wake(self, key: str) -> None:
+        event = self._written.pop(key, None)
+        if event is not None:
+            event.set()
+
+
+class ActorStore(Store):
+    """A store in the given StoreActor. Travels by pickle; every copy is a client of its own.
+
+    No call blocks longer than its timeout: a dead or silent actor is a StoreLost.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self._lock = threading.Lock()
+        self._blocked: set[threading.Event] = set()
+        self._cancelled_by: CollectiveError | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ActorStore, (self._actor,), {"timeout_s": self.timeout_s}
+
+    def cancel(self, error: CollectiveError) -> None:
+        """Free every blocked thread; it and every later call raise `error`. The first one wins."""
+        with self._lock:
+            self._cancelled_by = self._cancelled_by or error
+            for event in self._blocked:
+                event.set()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._call("set", key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._call("check", list(keys)))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._call("add", key, amount))
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        return bytes(self._call("compare_set", key, expected, desired))
+
+    def append(self, key: str, value: bytes | str) -> None:
+        self._call("append", key, value)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._call("delete_key", key))
+
+    def num_keys(self) -> int:
+        return int(self._call("num_keys"))
+
+    def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
+        waited_s = self.timeout_s if timeout_s is None else timeout_s
+        missing = self._call("wait", list(keys), waited_s, suspended_s=waited_s)
+        if missing:
+            raise StoreTimeout(missing, waited_s)
+
+    def _read(self, key: str) -> bytes:
+        (value,) = self._call("read", [key])
+        if value is None:
+            raise StoreTimeout([key], 0.0, "it was deleted by another rank")
+        return bytes(value)
+
+    def _call(self, operation: str, *arguments: object, suspended_s: float = 0.0) -> Any:
+        """One remote call from a thread that may block; suspended_s: how long the actor may wait.
+
+        Not `ray.get`: it cannot be left early, and inside an async actor it warns of blocking the
+        loop, which a training thread does not.
+        """
+        is_over = threading.Event()
+        with self._lock:
+            if self._cancelled_by is not None:
+                raise fresh_copy(self._cancelled_by)
+            self._blocked.add(is_over)
+        try:
+            call = getattr(self._actor, f"store_{operation}").remote(*arguments)
+            future = call.future()
+            future.add_done_callback(lambda _: is_over.set())
+            limit_s = suspended_s + _ANSWER_S
+            was_set = is_over.wait(limit_s)
+        finally:
+            with self._lock:
+                self._blocked.discard(is_over)
+        if future.done():
+            return self._result(operation, future)
+        ray.cancel(call)  # Whoever leaves early says so: the waiter in the actor ends as well.
+        if was_set:
+            assert self._cancelled_by is not None
+            raise fresh_copy(self._cancelled_by)
+        raise StoreLost(operation, f"did not answer within {limit_s:g} s")
+
+    @staticmethod
+    def _result(operation: str, future: Any) -> Any:
+        try:
+            return future.result()
+        except (ActorDiedError, ActorUnavailableError) as error:
+            raise StoreLost(operation, f"is gone: {why_gone(error)}") from None
+        except RayTaskError as error:
+            raise (error.cause or error) from None

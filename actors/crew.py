@@ -1,0 +1,190 @@
+"""The actors of one session, as the process that owns them sees them.
+
+The session's process creates the driver and the workers, so none of them dies with another. Seats
+are numbered; a worker that died or hangs is replaced in its seat, a driver that died by the next
+incarnation, both when the next run needs them: `assemble`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from .calls import Actor, ActorGone, NoAnswer, answer, answers
+from .driver import GRACE_S, Unfit, driver_class
+from .errors import DriverLost, StartupError
+from .journal import JournalReader
+from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from .worker import worker_class
+
+_ANSWER_S = 5.0
+"""Seconds in which a live control loop answers, on a machine that is busy with training."""
+
+
+class Crew:
+    """Driver and workers. `assemble` before each run; `dismiss` once, at the end.
+
+    options: Ray's actor options of the worker in a seat (resources, placement).
+    driver_options: those of the driver.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        use_gpu: bool,
+        options: Callable[[int], Mapping[str, Any]],
+        driver_options: Mapping[str, Any],
+    ) -> None:
+        self.num_workers = num_workers
+        self._use_gpu = use_gpu
+        self._options = options
+        self._driver_options = driver_options
+        self._worker_class = worker_class()
+        self._workers: dict[int, Actor] = {}  # by seat
+        self._driver: Actor | None = None
+        self._incarnation = -1
+        self._is_assembled = False
+
+    async def assemble(self, timeout_s: float) -> None:
+        """See that there is a driver, and in every seat an idle worker that it knows.
+
+        1. Start a driver, if there is none.
+        2. Have it ask the workers that are there; kill those that are gone, hang, or are busy.
+        3. Start workers in the empty seats; they have `timeout_s` to answer.
+
+        Raises StartupError. Does nothing while all is well, so that a run costs no questions.
+        """
+        if self._is_assembled:
+            return
+        if self._driver is None:
+            self._incarnation += 1
+            self._driver = driver_class().options(**self._driver_options).remote(self._incarnation)
+            try:
+                await answer(self._driver.snapshot.remote(), timeout_s)
+            except (ActorGone, NoAnswer) as error:
+                self._kill_driver()
+                raise StartupError("the driver actor did not start", error.detail) from None
+        if self._workers:
+            for unfit in await self._adopt(self._workers, _ANSWER_S):
+                self._kill_worker(unfit.seat)
+        fresh = {}
+        for seat in range(self.num_workers):
+            if seat not in self._workers:
+                actor = self._worker_class.options(**self._options(seat))
+                self._workers[seat] = fresh[seat] = actor.remote(seat, self._use_gpu)
+        if fresh:
+            failed = await self._adopt(fresh, timeout_s)
+            for unfit in failed:
+                self._kill_worker(unfit.seat)
+            if failed:
+                told = "; ".join(f"seat {unfit.seat} {unfit.reason}" for unfit in failed)
+                raise StartupError(
+                    f"{len(failed)} of {self.num_workers} workers did not start",
+                    f"{told}. If nodes are only slow to start processes, raise startup_timeout_s",
+                )
+        self._is_assembled = True
+
+    async def run(self, request: RunRequest, payload: bytes) -> RunSucceeded | RunFailed:
+        """Have the driver run a pickled program. Cancelled: ends the run on all ranks first."""
+        driver = self._living_driver()
+        self._is_assembled = False  # Until it is known that all is well.
+        call = driver.run.remote(request, [ray.put(payload)])
+        try:
+            outcome = await answer(call)
+        except asyncio.CancelledError:
+            await self.cancel(request.run, "the caller of run() was cancelled")
+            with contextlib.suppress(ActorGone, NoAnswer):
+                await answer(call, _ANSWER_S)  # The cancellation may have overtaken the call.
+            raise
+        except ActorGone as gone:
+            incarnation = self._incarnation
+            self._kill_driver()
+            await self._stop_workers("the driver actor died")
+            raise DriverLost(incarnation, gone.detail) from None
+        except Exception:
+            # An error of our own: what the driver knows cannot be trusted, the workers can.
+            self._kill_driver()
+            await self._stop_workers("the driver actor failed")
+            raise
+        self._is_assembled = isinstance(outcome, RunSucceeded)
+        return outcome  # type: ignore[no-any-return]
+
+    async def cancel(self, run: int, reason: str) -> None:
+        """End a run; returns when its ranks have stopped, or have had their time to."""
+        self._is_assembled = False
+        try:
+            await answer(self._living_driver().cancel.remote(run, reason), GRACE_S + _ANSWER_S)
+        except (ActorGone, NoAnswer):
+            self._kill_driver()
+            await self._stop_workers(reason)
+
+    def reports(self, run: int) -> JournalReader:
+        return JournalReader([self._workers[seat] for seat in sorted(self._workers)], run)
+
+    async def snapshots(
+        self, timeout_s: float
+    ) -> tuple[DriverSnapshot | None, dict[int, WorkerSnapshot | str]]:
+        """What driver and workers say of themselves; by seat, or in words why one says nothing."""
+        calls = {seat: worker.snapshot.remote() for seat, worker in self._workers.items()}
+        if self._driver is not None:
+            calls[-1] = self._driver.snapshot.remote()
+        said = await answers(calls, timeout_s)
+        driver = said.pop(-1, None)
+        return (
+            driver if isinstance(driver, DriverSnapshot) else None,
+            {
+                seat: word.detail if isinstance(word, ActorGone | NoAnswer) else word
+                for seat, word in sorted(said.items())
+            },
+        )
+
+    async def dismiss(self) -> None:
+        """End all: close the groups, kill the actors, and see them dead."""
+        self._is_assembled = False
+        try:
+            await self._stop_workers("the session was closed")
+        finally:
+            workers, driver = self._workers, self._driver
+            for seat in list(workers):
+                ray.kill(workers[seat])
+            if driver is not None:
+                ray.kill(driver)
+            self._workers, self._driver = {}, None
+        dying = {seat: worker.snapshot.remote() for seat, worker in workers.items()}
+        if driver is not None:
+            dying[-1] = driver.snapshot.remote()
+        await answers(dying, _ANSWER_S)
+
+    async def _adopt(self, workers: Mapping[int, Actor], timeout_s: float) -> tuple[Unfit, ...]:
+        call = self._living_driver().adopt.remote(dict(workers), timeout_s)
+        try:
+            return await answer(call, timeout_s + _ANSWER_S)  # type: ignore[no-any-return]
+        except (ActorGone, NoAnswer) as error:
+            self._kill_driver()
+            raise StartupError(
+                "the driver actor was lost while it met the workers", error.detail
+            ) from None
+
+    async def _stop_workers(self, reason: str) -> None:
+        calls = {seat: worker.stop.remote(reason) for seat, worker in self._workers.items()}
+        await answers(calls, _ANSWER_S)
+
+    def _living_driver(self) -> Actor:
+        if self._driver is None:
+            raise DriverLost(self._incarnation, "it was found dead before")
+        return self._driver
+
+    def _kill_worker(self, seat: int) -> None:
+        ray.kill(self._workers.pop(seat))
+        self._is_assembled = False
+
+    def _kill_driver(self) -> None:
+        driver, self._driver = self._driver, None
+        self._is_assembled = False
+        if driver is not None:
+            ray.kill(driver)

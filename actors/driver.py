@@ -1,0 +1,195 @@
+"""The driver actor: carries out what `membership.py` decides.
+
+It hosts the store in which the ranks meet. A store of its own would be one more process, one more
+thing that can die, and would save nothing: a rendezvous happens only when the driver forms a
+generation, so the driver lives then; and a driver that was started anew needs no old keys, since
+numbers of generations never repeat.
+
+It knows nothing that the workers do not: a new driver adopts the workers of the old one by asking
+them. A training step sends it no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from .actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
+from .calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers
+from .membership import (
+    AbortRank,
+    EndRun,
+    Event,
+    GraceEnded,
+    Instruction,
+    Membership,
+    RankEnded,
+    RunCancelled,
+    RunStarted,
+    StartGrace,
+    StartRank,
+    WorkerDied,
+    WorkerRegistered,
+)
+from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerState
+
+GRACE_S = 5.0
+"""Seconds that ranks have to stop after they were told to; who still runs then is stuck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """A worker that cannot take part: it is gone, silent, or still busy with an earlier run."""
+
+    seat: int
+    is_gone: bool
+    reason: str
+
+
+class Driver(StoreActor):
+    """One per session; num_cpus=0. Everything here runs on one loop, the store on its own.
+
+    incarnation: how many drivers the session has had before this one.
+    """
+
+    def __init__(self, incarnation: int) -> None:
+        super().__init__()
+        self._incarnation = incarnation
+        self._membership = Membership()
+        self._workers: dict[str, Actor] = {}  # by worker id
+        self._events: asyncio.Queue[Event] | None = None  # of the run in progress
+        self._run: int | None = None
+        self._run_is_over = asyncio.Event()
+        self._early_cancels: set[int] = set()  # A cancellation may overtake its run.
+
+    async def adopt(self, workers: Mapping[int, Actor], timeout_s: float) -> tuple[Unfit, ...]:
+        """Ask the workers, by seat, who they are, and register those that are idle.
+
+        The first start, a replacement and a new driver all come this way. Returns the others.
+        """
+        calls = {seat: worker.snapshot.remote() for seat, worker in workers.items()}
+        unfit = []
+        for seat, said in (await answers(calls, timeout_s)).items():
+            if isinstance(said, ActorGone | NoAnswer):
+                unfit.append(Unfit(seat, isinstance(said, ActorGone), said.detail))
+            elif said.state is not WorkerState.IDLE:
+                unfit.append(Unfit(seat, False, f"is still {said.state.value}"))
+            else:
+                self._workers[said.info.worker_id] = workers[seat]
+                self._membership.handle(WorkerRegistered(said.info, said.generation))
+        members = {info.worker_id for info, _ in self._membership.snapshot(0).members}
+        self._workers = {key: self._workers[key] for key in members}  # Forget the replaced.
+        return tuple(unfit)
+
+    async def run(self, request: RunRequest, program: list[Any]) -> RunSucceeded | RunFailed:
+        """Run a program on all workers; its end, never a rank's exception.
+
+        program: one reference to the pickled program, in a list so that Ray hands the reference
+        on and the driver never holds the bytes.
+        """
+        begun = self._membership.handle(RunStarted(request.run))
+        self._run, self._events = request.run, asyncio.Queue()
+        self._run_is_over.clear()
+        if request.run in self._early_cancels:
+            self._early_cancels.discard(request.run)
+            self._events.put_nowait(RunCancelled("it was cancelled before it began"))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                errands = _Errands(self, request, program[0], self._events, tasks)
+                outcome = errands.carry_out(begun)
+                while outcome is None:
+                    event = await self._events.get()
+                    outcome = errands.carry_out(self._membership.handle(event))
+                errands.drop()
+            return outcome
+        finally:
+            self._run, self._events = None, None
+            self._run_is_over.set()
+
+    async def cancel(self, run: int, reason: str) -> None:
+        """End a run from outside; returns when it is over (GRACE_S at the latest)."""
+        if self._run == run and self._events is not None:
+            self._events.put_nowait(RunCancelled(reason))
+            await self._run_is_over.wait()
+        else:
+            self._early_cancels.add(run)
+
+    async def snapshot(self) -> DriverSnapshot:
+        return self._membership.snapshot(self._incarnation)
+
+    def worker(self, worker_id: str) -> Actor:
+        return self._workers[worker_id]
+
+
+class _Errands:
+    """Instructions on their way: each is a task of the run's group and ends as an event."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        request: RunRequest,
+        program: Any,
+        events: asyncio.Queue[Event],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._driver = driver
+        self._request = request
+        self._program = program
+        self._events = events
+        self._group = tasks
+        self._tasks: list[asyncio.Task[None]] = []
+        self._store = ActorStore(ray.get_runtime_context().current_actor)
+
+    def carry_out(self, instructions: list[Instruction]) -> RunSucceeded | RunFailed | None:
+        """Send them on their way; the outcome if they say that the run is over."""
+        for instruction in instructions:
+            match instruction:
+                case StartRank(worker_id, assignment):
+                    self._start(self._run_rank(instruction), f"rank-{assignment.rank}")
+                case AbortRank(worker_id):
+                    self._start(self._abort_rank(instruction), f"abort-{worker_id}")
+                case StartGrace():
+                    self._start(self._end_grace(), "grace")
+                case EndRun(outcome):
+                    return outcome
+        return None
+
+    def drop(self) -> None:
+        """The run is over: nobody waits for stuck ranks any more."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _start(self, errand: Any, name: str) -> None:
+        self._tasks.append(self._group.create_task(errand, name=name))
+
+    async def _run_rank(self, start: StartRank) -> None:
+        worker = self._driver.worker(start.worker_id)
+        event: Event
+        try:
+            ending = await answer(
+                worker.run.remote(start.assignment, self._request, self._store, self._program)
+            )
+            event = RankEnded(ending)
+        except ActorGone as gone:
+            event = WorkerDied(start.worker_id, gone.detail)
+        self._events.put_nowait(event)
+
+    async def _abort_rank(self, abort: AbortRank) -> None:
+        worker = self._driver.worker(abort.worker_id)
+        # Whether it died is told by its run call; whether it hangs, by the grace period.
+        with contextlib.suppress(ActorGone, NoAnswer):
+            await answer(worker.abort.remote(self._request.run, abort.error), GRACE_S)
+
+    async def _end_grace(self) -> None:
+        await asyncio.sleep(GRACE_S)
+        self._events.put_nowait(GraceEnded())
+
+
+def driver_class() -> Any:
+    """The Ray class of Driver. The session starts a new one itself when it is needed."""
+    return actor_class(Driver, concurrency_groups=STORE_CONCURRENCY, num_cpus=0)

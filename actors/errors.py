@@ -1,0 +1,86 @@
+"""What can go wrong between actors, below the same root as the collectives' errors.
+
+    ChoruslineError
+    ├── CollectiveError
+    │   └── PeerLost
+    │       └── WorkerLost     a worker's process is gone, as the caller of run() sees it
+    ├── StartupError           the workers cannot be placed, or did not start
+    ├── RankFailed             a rank raised something that cannot be rebuilt in this process
+    ├── DriverLost             the driver actor is gone; the workers may live
+    └── StoreLost              the actor that holds the store is gone, or does not answer
+
+An ordinary exception of the user's function is none of these: it reaches the caller as itself.
+Fields are positional and the text is made in `__str__`, as in `collectives.errors`.
+"""
+
+from __future__ import annotations
+
+from collectives.errors import ChoruslineError, PeerLost
+
+
+class WorkerLost(PeerLost):
+    """A worker's process is gone. A peer inside a collective sees PeerLost; the caller sees this.
+
+    Who catches PeerLost catches both. detail: which worker, where it ran, what Ray knows.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"rank {', '.join(map(str, self.ranks))} of generation {self.generation} is gone: "
+            f"{self.detail}. The other ranks were stopped. Call run() again: it starts a worker in "
+            "its place first. (If the machine ran out of memory, use smaller batches.)"
+        )
+
+
+class StartupError(ChoruslineError):
+    """The workers were not there in time. what: what was asked; detail: what stood against it."""
+
+    def __init__(self, what: str, detail: str) -> None:
+        super().__init__(what, detail)
+        self.what = what
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.detail}"
+
+
+class RankFailed(ChoruslineError):
+    """A rank raised what cannot be raised here: an exception that does not survive pickling, or
+    one that would end this process as well (SystemExit, KeyboardInterrupt)."""
+
+    def __init__(self, rank: int, generation: int, reason: str) -> None:
+        super().__init__(rank, generation, reason)
+        self.rank = rank
+        self.generation = generation
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of generation {self.generation} raised {self.reason}"
+
+
+class DriverLost(ChoruslineError):
+    """The driver actor died during a run. The next run makes a new one of the living workers."""
+
+    def __init__(self, incarnation: int, detail: str) -> None:
+        super().__init__(incarnation, detail)
+        self.incarnation = incarnation
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return (
+            f"the driver actor (incarnation {self.incarnation}) is gone: {self.detail}. "
+            "The workers were told to stop. Call run() again: it starts a new driver, which asks "
+            "the workers that live."
+        )
+
+
+class StoreLost(ChoruslineError):
+    """The store's actor is gone or silent; `StoreTimeout` is a key that nobody wrote."""
+
+    def __init__(self, operation: str, detail: str) -> None:
+        super().__init__(operation, detail)
+        self.operation = operation
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.operation}: the actor that holds the store {self.detail}"

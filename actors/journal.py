@@ -1,0 +1,66 @@
+"""Reports on their way from the training threads to the session, without the driver.
+
+`ctx.report` appends to the Journal of its worker; the session pulls from all control loops and
+says how much it has: what was received once is dropped there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from .calls import Actor, ActorGone, NoAnswer, answers
+from .messages import Report
+
+
+class Journal:
+    """The reports of one rank in one run. Written by the training thread, read by the control loop.
+
+    keep: False if nobody will read; then only `last` is held, so that memory does not grow.
+    """
+
+    def __init__(self, *, keep: bool) -> None:
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._reports: deque[Report] = deque()
+        self._dropped = 0  # reports before the first one that is held
+        self.last: Report | None = None
+
+    def append(self, report: Report) -> None:
+        with self._lock:
+            self.last = report
+            if self._keep:
+                self._reports.append(report)
+
+    def read(self, since: int) -> list[Report]:
+        """All reports from number `since` on; those before it are not needed any more."""
+        with self._lock:
+            while self._dropped < since and self._reports:
+                self._reports.popleft()
+                self._dropped += 1
+            return list(self._reports)
+
+
+class JournalReader:
+    """The session's end: every report of a run once, in order for each rank."""
+
+    def __init__(self, workers: Sequence[Actor], run: int) -> None:
+        self._workers = dict(enumerate(workers))
+        self._run = run
+        self._received = dict.fromkeys(self._workers, 0)
+
+    async def pull(self, timeout_s: float) -> list[Report]:
+        """What is new, by step, then rank. A worker that is gone has nothing more to say."""
+        calls = {
+            seat: worker.pull_reports.remote(self._run, self._received[seat])
+            for seat, worker in self._workers.items()
+        }
+        new: list[Report] = []
+        for seat, reports in (await answers(calls, timeout_s)).items():
+            if isinstance(reports, ActorGone):
+                del self._workers[seat]
+            elif not isinstance(reports, NoAnswer):
+                self._received[seat] += len(reports)
+                new += reports
+        return sorted(new, key=lambda report: (report.step, report.rank))

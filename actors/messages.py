@@ -1,0 +1,248 @@
+"""What the processes of a session tell each other, as frozen records checked at construction.
+
+Who speaks to whom:
+
+    Session ── RunRequest ──▶ Driver ── Assignment, RunRequest ──▶ Worker
+    Session ◀─ RunSucceeded / RunFailed ─ Driver ◀── Success / Failure ── Worker
+    Session ◀──────────── Report (pulled while a run is in progress) ──── Worker
+    anybody ◀── snapshots ── Driver, Worker
+
+User objects (the function, its result, its exception) travel as bytes made by cloudpickle, so
+that the driver never imports the user's code.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Who a worker is; nothing here changes while its process lives.
+
+    worker_id: Ray's actor id. seat: its place in the session, from 0; a replacement sits down in
+    the same seat. device: of its tensors, as torch writes it. num_cpus: promised by Ray, may be a
+    fraction.
+    """
+
+    worker_id: str
+    seat: int
+    node_id: str
+    hostname: str
+    pid: int
+    device: str
+    num_cpus: float
+
+    def __post_init__(self) -> None:
+        if not self.worker_id or not self.node_id:
+            raise ValueError("worker_id and node_id must not be empty")
+        if self.seat < 0:
+            raise ValueError(f"seat must be at least 0, got {self.seat}")
+
+    def __str__(self) -> str:
+        return f"worker in seat {self.seat} (pid {self.pid} on {self.hostname}, {self.device})"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A worker's part in one generation.
+
+    rank: in [0, world_size). local_rank: among the local_world_size ranks of its node.
+    node_rank: of its node among the generation's nodes. Ranks of one node are adjacent.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+    def __post_init__(self) -> None:
+        if self.generation < 0:
+            raise ValueError(f"generation must be at least 0, got {self.generation}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be in [0, {self.world_size}), got {self.rank}")
+        if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
+            raise ValueError(
+                f"local_rank must be in [0, {self.local_world_size}), got {self.local_rank}"
+            )
+        if not 0 <= self.node_rank <= self.rank:
+            raise ValueError(f"node_rank must be in [0, {self.rank}], got {self.node_rank}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """One call of `Session.run`.
+
+    run: its number in the session, from 0. timeout_s: deadline of rendezvous and of each
+    collective. keep_reports: whether somebody will pull the reports; if not, only the last stays.
+    """
+
+    run: int
+    timeout_s: float
+    keep_reports: bool
+
+    def __post_init__(self) -> None:
+        if self.run < 0:
+            raise ValueError(f"run must be at least 0, got {self.run}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank said by `ctx.report`.
+
+    step: calls of `report` before this one, on this rank in this run. time: seconds since the
+    epoch, of that machine's clock.
+    """
+
+    rank: int
+    step: int
+    time: float
+    values: dict[str, float | int | str]
+
+
+# ── How a rank ends ──────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """The user's function returned.
+
+    result: the pickled value. collectives: how many this rank has issued in the generation; ranks
+    that differ leave something in flight, and the group cannot be used again.
+    """
+
+    rank: int
+    result: bytes
+    collectives: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The user's function, or what we do around it, raised.
+
+    exception: pickled, None where that is impossible. reason: type and text in one line.
+    culprits: the ranks to blame, this one unless a CollectiveError named others.
+    is_echo: raised because another rank failed first; it never explains a run alone.
+    """
+
+    rank: int
+    exception: bytes | None
+    reason: str
+    traceback: str
+    culprits: tuple[int, ...]
+    is_echo: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The worker's process is gone, or its node no longer answers. detail: what Ray knows."""
+
+    rank: int
+    worker: WorkerInfo
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """No rank failed: the run was ended from outside, by the caller or by a closing session."""
+
+    reason: str
+
+
+# ── How a run ends ───────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class RunSucceeded:
+    """results: pickled, by rank."""
+
+    generation: int
+    results: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailed:
+    """cause: what happened first.
+
+    workers: by rank. returned: ranks whose function had returned before that. stuck: ranks that
+    did not stop within the grace period; their workers are replaced before the next run.
+    """
+
+    generation: int
+    cause: Failure | Loss | Cancellation
+    workers: tuple[WorkerInfo, ...]
+    returned: tuple[int, ...]
+    stuck: tuple[int, ...]
+
+
+# ── What each says about itself ──────────────────────────────────────────────────────────────────
+
+
+class WorkerState(enum.Enum):
+    """IDLE: no training thread; the group of the last generation may still be there.
+    STARTING: the training thread meets the other ranks; there is no group to abort yet.
+    TRAINING: the user's function runs.
+    STOPPING: told to abort; the training thread has not ended yet.
+    """
+
+    IDLE = "idle"
+    STARTING = "starting"
+    TRAINING = "training"
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """generation: the last one this worker took part in, -1 before the first. rank, running_s:
+    of the run in progress, None between runs. collectives: issued in the generation, by kind."""
+
+    info: WorkerInfo
+    state: WorkerState
+    generation: int
+    rank: int | None = None
+    running_s: float | None = None
+    collectives: dict[str, int] = field(default_factory=dict)
+    last_report: Report | None = None
+
+    def __str__(self) -> str:
+        words = [f"{self.info}: {self.state.value}, generation {self.generation}"]
+        if self.rank is not None:
+            words.append(f"rank {self.rank} for {self.running_s:.1f} s")
+        words += [f"{count} {kind}" for kind, count in sorted(self.collectives.items())]
+        if self.last_report is not None:
+            values = ", ".join(f"{name}={value}" for name, value in self.last_report.values.items())
+            words.append(f"report {self.last_report.step}: {values}")
+        return "; ".join(words)
+
+
+class MemberState(enum.Enum):
+    """READY: idle, may be given a rank. RUNNING: has a rank in the run in progress.
+    STUCK: did not stop in time; READY again only if it answers that it is idle.
+    LOST: its process is gone.
+    """
+
+    READY = "ready"
+    RUNNING = "running"
+    STUCK = "stuck"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class DriverSnapshot:
+    """incarnation: how many drivers the session has had before this one. members: by seat."""
+
+    incarnation: int
+    generation: int
+    run: int | None
+    members: tuple[tuple[WorkerInfo, MemberState], ...]
+
+    def __str__(self) -> str:
+        doing = "no run in progress" if self.run is None else f"run {self.run} in progress"
+        lines = [f"driver {self.incarnation}: generation {self.generation}, {doing}"]
+        lines += [f"  {info}: {state.value}" for info, state in self.members]
+        return "\n".join(lines)

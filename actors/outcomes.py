@@ -1,0 +1,140 @@
+"""The user's results and exceptions, as messages on the worker and as objects again in the caller.
+
+The worker pickles, the caller rebuilds; the driver between them sees bytes. Classes that the user
+made in a script or a notebook come back as the very same classes (cloudpickle remembers those that
+it sent by value), so that `except MyError` works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from ray import cloudpickle
+
+from collectives.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    PeerLost,
+)
+
+from .errors import RankFailed, WorkerLost
+from .messages import Cancellation, Failure, Loss, RunFailed, Success
+
+_OUR_FILES = {
+    str(Path(__file__).resolve().parent.parent / name)
+    for name in ("actors/training_thread.py", "actors/worker.py", "runtime/program.py")
+}
+
+
+class RemoteTraceback(Exception):
+    """Carries the text of a traceback from another process, as concurrent.futures does."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+# ── In the worker ────────────────────────────────────────────────────────────────────────────────
+
+
+def success(rank: int, value: object, collectives: int) -> Success | Failure:
+    """The message of a result; a Failure if it does not pickle."""
+    try:
+        return Success(rank, cloudpickle.dumps(value), collectives)
+    except Exception as error:
+        told = TypeError(
+            f"the {type(value).__name__} that rank {rank} returned cannot be pickled ({error}); "
+            "return numbers, tensors or containers of them"
+        )
+        return failure(rank, told)
+
+
+def failure(rank: int, error: BaseException, *, was_told_to_stop: bool = False) -> Failure:
+    """was_told_to_stop: then a cancelled coroutine is an echo, too."""
+    reason = "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception(error.with_traceback(_users_part(error))))
+    told_by = _told_by(error, rank)
+    culprits = tuple(told_by.ranks) if told_by else (rank,)
+    is_echo = isinstance(told_by, GroupAborted | PeerLost) or (
+        was_told_to_stop and isinstance(error, asyncio.CancelledError)
+    )
+    exception: bytes | None = None
+    # What ends a process or a task in the worker must not do so in the caller; StopIteration
+    # cannot leave a coroutine.
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+        try:
+            exception = cloudpickle.dumps(error)
+        except Exception:
+            exception = None  # `reason` and `traceback` still tell the story, as RankFailed.
+    return Failure(rank, exception, reason, text, culprits, is_echo)
+
+
+def _told_by(error: BaseException, rank: int) -> CollectiveError | None:
+    """The group's error that began this one, also if the user's code wrapped it in its own."""
+    link: BaseException | None = error
+    seen = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if (
+            isinstance(link, CollectiveTimeout | CollectiveMismatch | GroupAborted | PeerLost)
+            and rank not in link.ranks
+        ):
+            return link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return None
+
+
+def _users_part(error: BaseException) -> TracebackType | None:
+    """The traceback from the user's first frame on."""
+    part = error.__traceback__
+    while part is not None and part.tb_frame.f_code.co_filename in _OUR_FILES:
+        part = part.tb_next
+    return part or error.__traceback__
+
+
+# ── In the caller ────────────────────────────────────────────────────────────────────────────────
+
+
+def raise_failure(failed: RunFailed) -> NoReturn:
+    """Raise in the caller what ended the run, with a note that says where it came from."""
+    cause = failed.cause
+    match cause:
+        case Cancellation(reason):
+            error: Exception = GroupAborted(failed.generation, [], reason)
+        case Loss(rank, worker, detail):
+            error = WorkerLost("run", failed.generation, [rank], f"{worker}: {detail}")
+        case Failure():
+            error = _rebuild(cause, failed.generation)
+            error.__cause__ = RemoteTraceback(cause.traceback)
+            error.add_note(
+                f"raised by rank {cause.rank} of {len(failed.workers)} in generation "
+                f"{failed.generation}, {failed.workers[cause.rank]}"
+            )
+    if failed.returned:
+        error.add_note(f"ranks {list(failed.returned)} had returned from the function by then")
+    if failed.stuck:
+        error.add_note(
+            f"ranks {list(failed.stuck)} did not stop when they were told to; their workers are "
+            "replaced before the next run"
+        )
+    raise error
+
+
+def _rebuild(cause: Failure, generation: int) -> Exception:
+    if cause.exception is not None:
+        try:
+            error = cloudpickle.loads(cause.exception)
+            if isinstance(error, Exception):
+                return error
+        except Exception:
+            pass  # Its class does not exist here, or its __init__ wants other arguments.
+    return RankFailed(cause.rank, generation, cause.reason)

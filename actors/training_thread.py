@@ -1,0 +1,97 @@
+"""The thread in which the user's function runs, with an event loop of its own.
+
+The function may block; the worker's control loop goes on. The end of the thread is delivered to
+the loop that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import torch
+
+Outcome = TypeVar("Outcome")
+
+
+class TrainingThread(Generic[Outcome]):
+    """Runs `function` once; an awaitable that it returns is awaited on the thread's own loop.
+
+    conclude: makes the outcome of the value, or of the error (then the value is None). It runs in
+    the thread too, since pickling a large result takes time, and must not raise.
+    num_threads: for torch's operators in this thread (OpenMP counts per thread, so it is set
+    here and not once for the process).
+
+    A daemon: a function that never returns does not keep the process alive.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], object],
+        conclude: Callable[[object, BaseException | None], Outcome],
+        *,
+        name: str,
+        num_threads: int,
+    ) -> None:
+        self._function = function
+        self._conclude = conclude
+        self._num_threads = num_threads
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._has_ended = threading.Event()
+
+    async def run(self) -> Outcome:
+        """Start the thread and suspend until it has ended. Cancelling this leaves it running."""
+        self._caller = asyncio.get_running_loop()
+        self._delivered: asyncio.Future[Outcome] = self._caller.create_future()
+        self._thread.start()
+        return await self._delivered
+
+    def cancel(self) -> None:
+        """Cancel the coroutine, if there is one; from any thread. A blocking call goes on."""
+        with self._lock:
+            if self._loop is not None and self._task is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Block until the function is over; whether it is."""
+        return self._has_ended.wait(timeout_s)
+
+    def _main(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        value: object = None
+        error: BaseException | None = None
+        try:
+            value = self._function()
+            if inspect.isawaitable(value):
+                value = self._run_async(value)
+        except BaseException as raised:
+            value, error = None, raised
+        outcome = self._conclude(value, error)
+        self._has_ended.set()
+        # The control loop may be closed: the process is on its way out.
+        if not self._caller.is_closed():
+            self._caller.call_soon_threadsafe(self._deliver, outcome)
+
+    def _run_async(self, awaitable: Awaitable[object]) -> object:
+        async def main() -> object:
+            with self._lock:
+                self._loop = asyncio.get_running_loop()
+                self._task = asyncio.current_task()
+            return await awaitable
+
+        with asyncio.Runner() as runner:
+            try:
+                return runner.run(main())
+            finally:
+                with self._lock:
+                    self._task = None
+
+    def _deliver(self, outcome: Outcome) -> None:
+        if not self._delivered.done():
+            self._delivered.set_result(outcome)

@@ -1,0 +1,251 @@
+"""The worker actor: one device, a control loop that always answers, and a training thread.
+
+    control loop    Ray's own, concurrency group "control": snapshot, abort, pull_reports, stop.
+                    Never blocked, whatever the user's function does.
+    default loop    holds `run` while the training thread works.
+    training thread makes the group, calls the user's function.
+
+The loops are two threads (Ray gives each concurrency group one), so what they share is behind a
+lock that is never held while anything blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from typing import Any, Protocol
+
+import ray
+import torch
+from ray import cloudpickle
+
+from collectives.errors import CollectiveError, GroupAborted, fresh_copy
+from collectives.group import Group
+
+from . import outcomes
+from .actor_store import ActorStore
+from .calls import actor_class
+from .journal import Journal
+from .messages import (
+    Assignment,
+    Failure,
+    Report,
+    RunRequest,
+    Success,
+    WorkerInfo,
+    WorkerSnapshot,
+    WorkerState,
+)
+from .training_thread import TrainingThread
+
+COROUTINE_GRACE_S = 1.0
+"""Seconds for a coroutine to end by its collectives' error before it is cancelled as well: code
+that sees the error can tell its story; code that awaits something else would never see it."""
+
+
+class Program(Protocol):
+    """What a run's payload unpickles to: the user's function, ready to be called.
+
+    An awaitable that it returns is awaited on the training thread's loop.
+    """
+
+    def __call__(self, assignment: Assignment, group: Group, journal: Journal) -> object: ...
+
+
+class _Run:
+    """The run in progress. stop_error: set when this rank was told to stop."""
+
+    def __init__(
+        self, assignment: Assignment, request: RunRequest, store: ActorStore, journal: Journal
+    ) -> None:
+        self.assignment = assignment
+        self.request = request
+        self.store = store
+        self.journal = journal
+        self.thread: TrainingThread[Success | Failure] | None = None
+        self.state = WorkerState.STARTING
+        self.stop_error: CollectiveError | None = None
+        self.began_at = time.monotonic()
+
+
+class Worker:
+    """Runs the user's functions, one at a time, as one rank of one generation after another."""
+
+    def __init__(self, seat: int, use_gpu: bool) -> None:
+        runtime = ray.get_runtime_context()
+        num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
+        # Ray shows each actor only its own GPUs, so ours is number 0.
+        self._device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
+        self._num_threads = max(1, int(num_cpus))
+        self._info = WorkerInfo(
+            worker_id=runtime.get_actor_id() or "",
+            seat=seat,
+            node_id=runtime.get_node_id(),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            device=str(self._device),
+            num_cpus=num_cpus,
+        )
+        self._lock = threading.Lock()
+        self._run: _Run | None = None
+        self._group: Group | None = None  # of the last generation; lives on between runs
+        self._last: tuple[int, Journal] = (-1, Journal(keep=False))  # number, journal of a run
+        self._generation = -1
+        self._early_stops: dict[int, CollectiveError] = {}  # by run; the calls may overtake `run`
+
+    async def run(
+        self, assignment: Assignment, request: RunRequest, store: ActorStore, program: bytes
+    ) -> Success | Failure:
+        """Run the program as this rank; its ending, never an exception.
+
+        1. The training thread unpickles the program (a module missing here must not cost the
+           others a rendezvous),
+        2. meets the other ranks, or takes the group that it already has of this generation,
+        3. calls the program,
+        4. and if that raised, ends the generation for the peers at once: no news to the driver
+           and back has to pass before they stop waiting for this rank.
+        """
+        run = _Run(assignment, request, store, Journal(keep=request.keep_reports))
+        with self._lock:
+            if self._run is not None:
+                raise RuntimeError(f"run {self._run.request.run} is still in progress here")
+            self._run = run
+            self._last = (request.run, run.journal)
+            self._generation = assignment.generation
+            run.stop_error = self._early_stops.pop(request.run, None)
+            self._early_stops.clear()
+            run.thread = TrainingThread(
+                lambda: self._train(run, program),
+                lambda value, error: self._conclude(run, value, error),
+                name=f"training-rank-{assignment.rank}",
+                num_threads=self._num_threads,
+            )
+        try:
+            return await run.thread.run()
+        finally:
+            with self._lock:
+                self._run = None
+
+    # ── Control loop ─────────────────────────────────────────────────────────────────────────────
+
+    @ray.method(concurrency_group="control")
+    async def snapshot(self) -> WorkerSnapshot:
+        with self._lock:
+            run, group = self._run, self._group
+        return WorkerSnapshot(
+            info=self._info,
+            state=run.state if run else WorkerState.IDLE,
+            generation=self._generation,
+            rank=run.assignment.rank if run else None,
+            running_s=time.monotonic() - run.began_at if run else None,
+            collectives=dict(group.statistics.operations) if group else {},
+            last_report=self._last[1].last,
+        )
+
+    @ray.method(concurrency_group="control")
+    async def pull_reports(self, run: int, since: int) -> list[Report]:
+        """The reports of a run from number `since` on; those before are dropped here."""
+        number, journal = self._last
+        return journal.read(since) if number == run else []
+
+    @ray.method(concurrency_group="control")
+    async def abort(self, run: int, error: CollectiveError) -> None:
+        """Stop a run: whatever waits in it raises `error`.
+
+        Returns when the function is over, or has ignored it for COROUTINE_GRACE_S.
+        """
+        await self._abort(run, error)
+
+    async def _abort(self, run: int, error: CollectiveError) -> None:
+        with self._lock:
+            current = self._run
+            if current is None or current.request.run != run:
+                if run > self._last[0]:
+                    self._early_stops[run] = error
+                return
+            current.stop_error = current.stop_error or error
+            current.state = WorkerState.STOPPING
+            group = self._group
+            thread = current.thread
+        current.store.cancel(error)
+        if group is not None:
+            await asyncio.to_thread(group.abort, error)  # ncclCommAbort may take its time.
+        if thread is not None:
+            is_over = await asyncio.to_thread(thread.wait_ended, COROUTINE_GRACE_S)
+            if not is_over:
+                thread.cancel()
+
+    @ray.method(concurrency_group="control")
+    async def stop(self, reason: str) -> None:
+        """End the run if there is one and close the group: this worker's driver is gone, or it is
+        to be killed next."""
+        with self._lock:
+            run = self._run
+        if run is not None:
+            error = GroupAborted(run.assignment.generation, [], reason)
+            await self._abort(run.request.run, error)
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            await asyncio.to_thread(group.close)
+
+    # ── Training thread ──────────────────────────────────────────────────────────────────────────
+
+    def _train(self, run: _Run, payload: bytes) -> object:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        program: Program = cloudpickle.loads(payload)
+        group = self._meet(run)
+        return program(run.assignment, group, run.journal)
+
+    def _meet(self, run: _Run) -> Group:
+        """The group of the run's generation."""
+        assignment = run.assignment
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None and group.generation != assignment.generation:
+            group.close()
+            group = None
+        if group is None:
+            group = Group.create(
+                run.store,
+                assignment.rank,
+                assignment.world_size,
+                self._device,
+                generation=assignment.generation,
+                timeout_s=run.request.timeout_s,
+            )
+        with self._lock:
+            self._group = group
+            stop_error = run.stop_error
+            if stop_error is None:
+                run.state = WorkerState.TRAINING
+        if stop_error is not None:
+            # It came before there was a group that the control loop could have aborted.
+            group.abort(stop_error)
+            raise fresh_copy(stop_error)
+        return group
+
+    def _conclude(self, run: _Run, value: object, error: BaseException | None) -> Success | Failure:
+        rank = run.assignment.rank
+        if error is None:
+            group = self._group
+            issued = group.statistics.total_operations() if group else 0
+            ending = outcomes.success(rank, value, issued)
+        else:
+            told = run.stop_error is not None
+            ending = outcomes.failure(rank, error, was_told_to_stop=told)
+        if isinstance(ending, Failure) and self._group is not None:
+            generation = run.assignment.generation
+            self._group.abort(
+                GroupAborted(generation, ending.culprits, ending.reason, ending.traceback)
+            )
+        return ending
+
+
+def worker_class() -> Any:
+    """The Ray class of Worker. A dead worker stays dead: the session replaces it knowingly."""
+    return actor_class(Worker, concurrency_groups={"control": 100})

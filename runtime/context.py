@@ -1,0 +1,217 @@
+"""What a train function knows of itself: its rank, its group, and the small things ranks share."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from ray import cloudpickle
+
+from actors.journal import Journal
+from actors.messages import Assignment, Report
+from collectives.group import Group
+from collectives.reduce_op import ReduceOp
+
+from .sharding import MapStyleDataset, Shard
+
+T = TypeVar("T")
+
+_OPS = {
+    "mean": ReduceOp.AVG,
+    "sum": ReduceOp.SUM,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+}
+
+
+class Context:
+    """One rank's view of a run, handed to the train function as its first argument.
+
+    rank, world_size: this rank and their number. local_rank: among the ranks of this node.
+    node_rank: of this node. device: of this rank's tensors. group: all ranks, for collectives.
+    generation: number of the membership; another one after a failure.
+
+    What exchanges data (`barrier`, `broadcast`, `reduce`) is called by all ranks in the same
+    order, and blocks the training thread, also in an `async def` function: no rank could go on
+    without the others anyway.
+    """
+
+    def __init__(self, assignment: Assignment, group: Group, journal: Journal) -> None:
+        self.rank = assignment.rank
+        self.world_size = assignment.world_size
+        self.local_rank = assignment.local_rank
+        self.local_world_size = assignment.local_world_size
+        self.node_rank = assignment.node_rank
+        self.generation = assignment.generation
+        self.device = group.device
+        self.group = group
+        self._journal = journal
+        self._num_reports = 0
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """The numbers of the epochs, 0 to num_epochs - 1."""
+        if num_epochs < 0:
+            raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
+        return iter(range(num_epochs))
+
+    def shard(
+        self,
+        dataset: MapStyleDataset,
+        batch_size: int,
+        *,
+        epoch: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        keep_together: Sequence[Hashable] | None = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Shard:
+        """This rank's batches of one epoch; over all ranks every sample exactly once.
+
+        dataset: anything with a length and numbered samples, the same on all ranks. batch_size:
+        samples per rank and step; the last batch of a rank may be smaller, unless drop_last.
+        epoch, seed: another order for each, unless shuffle is off. keep_together: a key for each
+        sample; those of one key go to one rank. Ranks may get different numbers of batches:
+        iterate inside `Join`.
+
+        Raises ValueError for an empty dataset, TypeError for one without a length.
+        """
+        return Shard(
+            dataset,
+            batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            epoch=epoch,
+            seed=seed,
+            shuffle=shuffle,
+            keep_together=keep_together,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+        )
+
+    def report(self, **values: float | int | str | torch.Tensor) -> None:
+        """Tell the session some values of this step; they reach its `on_report`.
+
+        values: numbers, strings, tensors of one element. A tensor on a GPU is waited for. Reports
+        are numbered, one step per call.
+        """
+        plain = {name: _plain(name, value) for name, value in values.items()}
+        self._journal.append(Report(self.rank, self._num_reports, time.time(), plain))
+        self._num_reports += 1
+
+    def barrier(self) -> None:
+        """Return on no rank before all ranks have called it."""
+        self.group.barrier().wait()
+
+    def broadcast(self, value: T, root: int = 0) -> T:
+        """The value of rank `root`, on every rank; anything that pickles.
+
+        The other ranks' `value` is ignored. On the root the very object comes back.
+        """
+        is_root = self.rank == root
+        payload = cloudpickle.dumps(value) if is_root else b""
+        num_bytes = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
+        self.group.broadcast(num_bytes, root).wait()
+        # Bytes travel as int64, the widest dtype that every backend copies bit by bit.
+        words = torch.zeros(-(-int(num_bytes) // 8), dtype=torch.int64)  # (ceil(num_bytes / 8),)
+        if is_root:
+            words.view(torch.uint8)[: len(payload)] = torch.frombuffer(
+                bytearray(payload), dtype=torch.uint8
+            )
+        words = words.to(self.device)
+        self.group.broadcast(words, root).wait()
+        if is_root:
+            return value
+        received = words.cpu().view(torch.uint8)[: int(num_bytes)]
+        return cloudpickle.loads(received.numpy().tobytes())  # type: ignore[no-any-return]
+
+    def reduce(self, value: T, op: str = "mean") -> T | float | torch.Tensor:
+        """The mean (or "sum", "min", "max", "product") of a value over all ranks, on every rank.
+
+        A tensor gives a new tensor, a number a number; integers stay integers, except in their
+        mean. Anything else comes back as it is, so that a dictionary's worth of metrics can be
+        reduced without sorting it first.
+        """
+        if op not in _OPS:
+            raise ValueError(f"op must be one of {', '.join(map(repr, _OPS))}, got {op!r}")
+        if isinstance(value, torch.Tensor):
+            return self._reduced(value.detach(), op)
+        if isinstance(value, int | float):
+            dtype = torch.float64 if isinstance(value, float) else torch.int64
+            return self._reduced(torch.tensor([value], dtype=dtype), op).item()
+        return value
+
+    def _reduced(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        """A new tensor where `tensor` is."""
+        if op == "mean" and not tensor.is_floating_point():
+            tensor = tensor.to(torch.float64)
+        elif tensor.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
+            tensor = tensor.to(torch.int64)
+        total = tensor.to(self.device, copy=True).contiguous()
+        self.group.all_reduce(total, _OPS[op]).wait()
+        return total.to(tensor.device)
+
+    def __repr__(self) -> str:
+        return (
+            f"Context(rank={self.rank}, world_size={self.world_size}, "
+            f"generation={self.generation}, device={str(self.device)!r})"
+        )
+
+
+def _plain(name: str, value: Any) -> float | int | str:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"report({name}=...) got a tensor of shape {tuple(value.shape)}; report one "
+                "number, its mean() for example"
+            )
+        value = value.item()
+    elif hasattr(value, "item") and not isinstance(value, str | int | float):
+        value = value.item()  # A scalar of numpy's.
+    if not isinstance(value, str | int | float):
+        raise TypeError(
+            f"report({name}=...) takes a number, a string or a tensor of one element, got "
+            f"{type(value).__name__}"
+        )
+    return value
+
+
+# ── The process's running context ────────────────────────────────────────────────────────────────
+
+# One per process, not a context variable: autograd's threads have no context variables.
+_current: Context | None = None
+
+
+@contextlib.contextmanager
+def running(context: Context) -> Iterator[None]:
+    """Make `context` the process's current one for the length of a with-block."""
+    global _current
+    before, _current = _current, context
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def current() -> Context:
+    """The context of the train function that runs in this process."""
+    if _current is None:
+        raise RuntimeError(
+            "no train function of a session runs in this process; call this inside the function "
+            "that is given to Session.run or chorusline.run"
+        )
+    return _current
+
+
+def current_group() -> Group:
+    """The group of all ranks: what wrappers use that are given no group of their own."""
+    if _current is None:
+        raise RuntimeError(
+            "no train function of a session runs in this process, so there is no default group; "
+            "make one with Group.create and pass it"
+        )
+    return _current.group

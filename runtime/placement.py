@@ -1,0 +1,184 @@
+"""Where a session runs: the cluster it connects to, and a bundle of resources for each worker."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from actors.errors import StartupError
+
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+_LEAST_LOCAL_CPU = 0.125
+"""On a cluster that we started, workers share the CPUs, but not thinner than this: sixteen workers
+on two cores are an experiment, a thousand are a slip of the keyboard."""
+
+_KNOCK_S = 5.0
+_ELASTIC_TRY_S = 5.0  # How long more workers than the minimum may take to be placed.
+
+
+def connect(address: str | None) -> bool:
+    """Connect this process to Ray; True if that meant starting a local cluster, for us to stop.
+
+    The connection that is there already; else `address`; else RAY_ADDRESS (each job has it); else
+    a new cluster on this machine.
+
+    Blocks the calling thread for the seconds it takes: Ray installs its SIGTERM handler only from
+    the main thread, and a start that runs on in another thread could not be cancelled.
+    """
+    if ray.is_initialized():
+        return False
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local":
+        ray.init(address="local", include_dashboard=False)
+        return True
+    if "://" in address:
+        raise StartupError(
+            f"address={address!r}",
+            "a session connects as a part of the cluster, to host:port (6379 as a rule) or 'auto'. "
+            "From outside, submit the script: ray job submit --address ... -- python ...",
+        )
+    try:
+        _knock(address)
+        ray.init(address=address)
+    except OSError as error:  # Ray's ConnectionError is one.
+        raise StartupError(
+            f"no Ray cluster answers at {address!r}",
+            f"{error}. Start one with `ray start --head`, correct address or RAY_ADDRESS, or leave "
+            "both out to have a local cluster started",
+        ) from error
+    return False
+
+
+def _knock(address: str) -> None:
+    """Fail at once where nothing listens: Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+
+
+def bundle_of_worker(
+    num_workers: int,
+    *,
+    use_gpu: bool,
+    resources_per_worker: Mapping[str, float] | None,
+    is_local: bool,
+) -> dict[str, float]:
+    """What one worker asks for: a CPU and, with use_gpu, a GPU, unless resources_per_worker says
+    otherwise. On a local cluster of ours the CPUs are shared out, in fractions if need be."""
+    num_cpus = 1.0
+    if is_local:
+        share = ray.cluster_resources().get("CPU", 1.0) / num_workers
+        # Ray counts in ten-thousandths; three shares rounded up would not fit.
+        num_cpus = max(_LEAST_LOCAL_CPU, math.floor(min(1.0, share) * 10_000) / 10_000)
+    bundle = {"CPU": num_cpus} | ({"GPU": 1.0} if use_gpu else {})
+    bundle |= resources_per_worker or {}
+    return {name: float(amount) for name, amount in bundle.items() if amount > 0}
+
+
+async def place(
+    bundle: Mapping[str, float], fewest: int, most: int, strategy: str, timeout_s: float
+) -> PlacementGroup:
+    """A placement group with a bundle for each of `fewest` to `most` workers: as many as fit now.
+
+    Raises StartupError: at once if the whole cluster is too small for the fewest, else when they
+    were not placed within `timeout_s`. (Ray itself would wait for ever, and say nothing.)
+    """
+    # An autoscaler could make the cluster larger; sessions that wait for it come with elasticity.
+    total = ray.cluster_resources()
+    if "GPU" in bundle and not total.get("GPU"):
+        raise StartupError(
+            "use_gpu=True", "the cluster has no GPU; leave use_gpu out, or connect to one that has"
+        )
+    if _fitting(bundle, total) < fewest:
+        raise StartupError(
+            _asked(bundle, fewest, strategy), f"that cannot be placed: {_told_cluster(bundle)}"
+        )
+    wanted = max(fewest, min(most, _fitting(bundle, ray.available_resources())))
+    if wanted > fewest:
+        group = await _try_to_place(bundle, wanted, strategy, min(_ELASTIC_TRY_S, timeout_s))
+        if group is not None:
+            return group
+    group = await _try_to_place(bundle, fewest, strategy, timeout_s)
+    if group is None:
+        raise StartupError(
+            _asked(bundle, fewest, strategy),
+            f"not placed within {timeout_s:g} s: {_told_cluster(bundle)}",
+        )
+    return group
+
+
+def options_of_seat(
+    group: PlacementGroup, bundle: Mapping[str, float], seat: int
+) -> dict[str, Any]:
+    """Ray's actor options for the worker in bundle number `seat`."""
+    special = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    options: dict[str, Any] = {"num_cpus": 0}
+    options |= {special[name]: amount for name, amount in bundle.items() if name in special}
+    options["resources"] = {name: amount for name, amount in bundle.items() if name not in special}
+    options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=seat
+    )
+    return options
+
+
+def options_of_driver() -> dict[str, Any]:
+    """Beside the session: where that node dies, the session dies anyway."""
+    here = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
+
+
+async def _try_to_place(
+    bundle: Mapping[str, float], num_workers: int, strategy: str, timeout_s: float
+) -> PlacementGroup | None:
+    group: PlacementGroup = placement_group(
+        [dict(bundle) for _ in range(num_workers)], strategy=strategy
+    )
+    is_placed = False
+    try:
+        async with asyncio.timeout(timeout_s):
+            await group.ready()
+        is_placed = True
+    except TimeoutError:
+        return None
+    finally:
+        if not is_placed:
+            remove_placement_group(group)
+    return group
+
+
+def _fitting(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    """How many bundles the resources are enough for, were they all in one place."""
+    return min(
+        (int(resources.get(name, 0.0) / amount + 1e-6) for name, amount in bundle.items()),
+        default=0,
+    )
+
+
+def _asked(bundle: Mapping[str, float], num_workers: int, strategy: str) -> str:
+    each = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
+    return f"num_workers={num_workers} with {each} each (placement_strategy={strategy!r})"
+
+
+def _told_cluster(bundle: Mapping[str, float]) -> str:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    has = ", ".join(
+        f"{name} {total.get(name, 0.0):g} ({free.get(name, 0.0):g} free)" for name in bundle
+    )
+    num_nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+    return (
+        f"the cluster has {has} on {nodes}. Lower num_workers, ask for less with "
+        "resources_per_worker, or add nodes"
+    )

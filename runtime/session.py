@@ -1,0 +1,355 @@
+"""`Session`: a crew of workers that runs the user's functions, and `run`, a session for one."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from actors.crew import Crew
+from actors.journal import JournalReader
+from actors.messages import DriverSnapshot, Report, RunFailed, RunRequest, WorkerSnapshot
+from actors.outcomes import raise_failure
+
+from . import placement
+from .program import pickled
+
+_PULL_S = 0.3
+"""Seconds between two pulls of reports. It is also what wakes the loop, so that an interrupt in a
+notebook, which is seen only when the loop wakes, is seen that soon."""
+
+_LAST_PULL_S = 5.0
+
+
+class SessionState(enum.Enum):
+    """NEW: nothing was started. READY: the workers are there, idle. RUNNING: a function runs.
+    CLOSED: nothing is left; for good.
+    """
+
+    NEW = "new"
+    READY = "ready"
+    RUNNING = "running"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSnapshot:
+    """What session, driver and workers say of themselves. workers: by seat; a text says why one
+    said nothing. Print it when something hangs."""
+
+    state: SessionState
+    driver: DriverSnapshot | None
+    workers: tuple[WorkerSnapshot | str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"session {self.state.value}", str(self.driver or "no driver")]
+        lines += [f"  seat {seat}: {said}" for seat, said in enumerate(self.workers)]
+        return "\n".join(lines)
+
+
+class Session:
+    """Workers that stay: start them once, run one function after another on them.
+
+        async with Session(num_workers=4) as session:
+            results = await session.run(train, epochs=3)
+
+    num_workers: how many, or (fewest, most): as many as fit when the session starts.
+    use_gpu: one GPU for each. resources_per_worker: Ray's names and amounts, over the default of
+    one CPU (shared CPUs on a cluster that the session starts itself).
+    placement_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD", as in Ray.
+    timeout_s: deadline of each collective and of the ranks' meeting. startup_timeout_s: for
+    placing the workers, and for their start. address: of a running cluster; without it RAY_ADDRESS
+    counts, and without that a local cluster is started, and stopped by `close`.
+    on_report: called in this process's loop with each Report of each rank.
+
+    Raises StartupError if the workers cannot be had. It must be closed: Ray runs no clean-up code
+    in actors that are left alone.
+    """
+
+    def __init__(
+        self,
+        num_workers: int | tuple[int, int] = 1,
+        *,
+        use_gpu: bool = False,
+        resources_per_worker: Mapping[str, float] | None = None,
+        placement_strategy: str = "PACK",
+        timeout_s: float = 60.0,
+        startup_timeout_s: float = 60.0,
+        address: str | None = None,
+        on_report: Callable[[Report], None] | None = None,
+    ) -> None:
+        self._fewest, self._most = _checked_range(num_workers)
+        _check_resources(resources_per_worker, use_gpu)
+        if placement_strategy not in placement.STRATEGIES:
+            raise ValueError(
+                f"placement_strategy must be one of {', '.join(placement.STRATEGIES)}, "
+                f"got {placement_strategy!r}"
+            )
+        for name, seconds in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
+            if not isinstance(seconds, int | float) or not seconds > 0:
+                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        if address is not None and not isinstance(address, str):
+            raise TypeError(f"address must be a string, got {type(address).__name__}")
+        if on_report is not None and not callable(on_report):
+            raise TypeError(
+                f"on_report must be a function of a Report, got {type(on_report).__name__}"
+            )
+        self._use_gpu = use_gpu
+        self._resources_per_worker = resources_per_worker
+        self._placement_strategy = placement_strategy
+        self._timeout_s = timeout_s
+        self._startup_timeout_s = startup_timeout_s
+        self._address = address
+        self._on_report = on_report
+        self._state = SessionState.NEW
+        self._is_local = False  # We started the cluster.
+        self._placement: PlacementGroup | None = None
+        self._crew: Crew | None = None
+        self._next_run = 0
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that were placed; before the start, the most that were asked for."""
+        return self._crew.num_workers if self._crew else self._most
+
+    @property
+    def state(self) -> SessionState:
+        return self._state
+
+    async def start(self) -> Session:
+        """Connect, place and start the workers; returns this session. `async with` does it too.
+
+        If it fails, nothing stays behind.
+        """
+        if self._state is not SessionState.NEW:
+            raise RuntimeError(f"the session is {self._state.value}; make a new Session to start")
+        try:
+            self._is_local = placement.connect(self._address)
+            bundle = placement.bundle_of_worker(
+                self._most,
+                use_gpu=self._use_gpu,
+                resources_per_worker=self._resources_per_worker,
+                is_local=self._is_local,
+            )
+            placed = self._placement = await placement.place(
+                bundle,
+                self._fewest,
+                self._most,
+                self._placement_strategy,
+                self._startup_timeout_s,
+            )
+            self._crew = Crew(
+                placed.bundle_count,
+                use_gpu=self._use_gpu,
+                options=lambda seat: placement.options_of_seat(placed, bundle, seat),
+                driver_options=placement.options_of_driver(),
+            )
+            await self._crew.assemble(self._startup_timeout_s)
+        except BaseException:
+            await self.close()
+            raise
+        self._state = SessionState.READY
+        return self
+
+    async def close(self) -> None:
+        """End everything that the session started; may be called more than once.
+
+        A function that still runs is aborted: its caller gets GroupAborted.
+        """
+        was_running = self._state is SessionState.RUNNING
+        self._state = SessionState.CLOSED
+        crew, self._crew = self._crew, None
+        placed, self._placement = self._placement, None
+        is_local, self._is_local = self._is_local, False
+        try:
+            if crew is not None and ray.is_initialized():
+                if was_running:
+                    await crew.cancel(self._next_run - 1, "the session was closed")
+                await crew.dismiss()
+        finally:
+            if placed is not None and ray.is_initialized():
+                remove_placement_group(placed)  # Kills whatever should still live in it.
+            if is_local:
+                ray.shutdown()
+
+    async def __aenter__(self) -> Session:
+        return await self.start()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def run(self, train: Callable[..., Any], /, **kwargs: Any) -> list[Any]:
+        """Call `train(ctx, **kwargs)` on every rank; their results, by rank.
+
+        train: `def` or `async def`. It and its arguments are pickled; so are the results.
+
+        If a rank raises, all are stopped, and the exception is raised here, as itself, with a note
+        of its rank and the traceback from there. WorkerLost: a rank's process died. DriverLost.
+        RankFailed: the exception cannot be rebuilt in this process. TypeError before anything is
+        sent: `train` or an argument cannot be pickled. Afterwards the session can run again.
+
+        Cancelling it stops all ranks before it returns.
+        """
+        return await self._run(pickled(train, kwargs))
+
+    async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
+        """What everybody is doing; also while a function runs. Who is silent does not delay it
+        longer than `timeout_s`."""
+        if self._crew is None:
+            return SessionSnapshot(self._state, None, ())
+        driver, workers = await self._crew.snapshots(timeout_s)
+        return SessionSnapshot(self._state, driver, tuple(workers.values()))
+
+    async def _run(self, program: bytes) -> list[Any]:
+        """1. Replace what is missing since the last run. 2. Run, and pass reports on meanwhile.
+        3. Rebuild the results, or the failure."""
+        crew = self._crew
+        if crew is None or self._state is not SessionState.READY:
+            raise RuntimeError(_REMEDIES[self._state])
+        self._state = SessionState.RUNNING
+        request = RunRequest(self._next_run, self._timeout_s, self._on_report is not None)
+        self._next_run += 1
+        try:
+            await crew.assemble(self._startup_timeout_s)
+            async with self._reporting(crew.reports(request.run)):
+                outcome = await crew.run(request, program)
+        finally:
+            if self._state is SessionState.RUNNING:
+                self._state = SessionState.READY
+        if isinstance(outcome, RunFailed):
+            raise_failure(outcome)
+        return [cloudpickle.loads(result) for result in outcome.results]
+
+    @asynccontextmanager
+    async def _reporting(self, journals: JournalReader) -> AsyncIterator[None]:
+        """Pass reports on while the body runs, and all that are left when it has ended.
+
+        If `on_report` raises, the body is cancelled, and the error raised as itself.
+        """
+        is_over = asyncio.Event()
+
+        async def pass_on() -> None:
+            while not is_over.is_set():
+                try:
+                    async with asyncio.timeout(_PULL_S):
+                        await is_over.wait()
+                except TimeoutError:
+                    pass
+                if self._on_report is not None:
+                    for report in await journals.pull(_LAST_PULL_S):
+                        self._on_report(report)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(pass_on(), name="reports")
+                yield
+                is_over.set()
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from None
+            raise
+
+
+_REMEDIES = {
+    SessionState.NEW: "the session has not started; use `async with Session(...)` or start()",
+    SessionState.RUNNING: (
+        "the session runs another function; await that first, or make a second Session"
+    ),
+    SessionState.CLOSED: "the session is closed; make a new Session",
+    SessionState.READY: "",
+}
+
+
+def run(
+    train: Callable[..., Any],
+    /,
+    *,
+    num_workers: int | tuple[int, int] = 1,
+    use_gpu: bool = False,
+    resources_per_worker: Mapping[str, float] | None = None,
+    placement_strategy: str = "PACK",
+    timeout_s: float = 60.0,
+    startup_timeout_s: float = 60.0,
+    address: str | None = None,
+    on_report: Callable[[Report], None] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `train(ctx, **kwargs)` on `num_workers` ranks; their results, by rank.
+
+    A session for one function, for programs without asyncio; the arguments are Session's, all
+    others go to `train`. What is wrong with them is told before Ray is touched.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise RuntimeError(
+            "chorusline.run starts an event loop, and this thread runs one already (a notebook, an "
+            "async function); use `async with Session(...) as session: await session.run(...)`"
+        )
+    session = Session(
+        num_workers,
+        use_gpu=use_gpu,
+        resources_per_worker=resources_per_worker,
+        placement_strategy=placement_strategy,
+        timeout_s=timeout_s,
+        startup_timeout_s=startup_timeout_s,
+        address=address,
+        on_report=on_report,
+    )
+    program = pickled(train, kwargs)
+
+    async def main() -> list[Any]:
+        async with session:
+            return await session._run(program)
+
+    return asyncio.run(main())
+
+
+def _checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
+    both = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
+    if len(both) != 2 or not all(type(count) is int for count in both):
+        raise TypeError(
+            "num_workers must be a number of workers, or a pair (fewest, most) of them, got "
+            f"{num_workers!r}"
+        )
+    fewest, most = both
+    if fewest < 1:
+        raise ValueError(f"num_workers must be at least 1, got {num_workers!r}")
+    if most < fewest:
+        raise ValueError(f"num_workers=(fewest, most) must be in order, got {num_workers!r}")
+    return fewest, most
+
+
+def _check_resources(resources: Mapping[str, float] | None, use_gpu: bool) -> None:
+    if resources is None:
+        return
+    for name, amount in resources.items():
+        if not isinstance(amount, int | float) or not amount >= 0:
+            raise ValueError(
+                f"resources_per_worker[{name!r}] must be a number of at least 0, got {amount!r}"
+            )
+    if "GPU" in resources and (resources["GPU"] > 0) != use_gpu:
+        raise ValueError(
+            f"resources_per_worker asks for {resources['GPU']:g} GPU, but use_gpu is {use_gpu}; "
+            "use_gpu decides where tensors live, so set both alike"
+        )
+    if not use_gpu and not any({"CPU": 1.0, **resources}.values()):
+        raise ValueError(
+            "resources_per_worker asks for nothing, and Ray cannot place nothing; ask for a small "
+            "share, such as {'CPU': 0.01}"
+        )

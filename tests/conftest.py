@@ -1,0 +1,104 @@
+"""One Ray cluster for all tests, and the watch that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports ray: no token files in the home directory, no drain at the end.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
+os.environ.pop("RAY_ADDRESS", None)
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray import cloudpickle
+from ray.util import placement_group_table
+from standing_ranks import StandingRanks
+
+NUM_CPUS = 4  # as Ray counts them; the machine may have fewer
+_LEAK_PATIENCE_S = 10.0
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A local cluster, started once: it takes seconds."""
+    ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ranks_of() -> Iterator[Callable[[int], StandingRanks]]:
+    """ranks_of(size): processes that are the ranks of one group; no Ray."""
+    started: dict[int, StandingRanks] = {}
+
+    def of_size(size: int) -> StandingRanks:
+        return started.setdefault(size, StandingRanks(size))
+
+    yield of_size
+    for ranks in started.values():
+        ranks.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _send_test_module_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers cannot import test modules: send the functions in them by value, as Ray does with
+    those of a script."""
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)
+
+
+@pytest.fixture(autouse=True)
+async def _nothing_left_behind(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """Fail on tasks, actors, actor processes and placement groups that a test adds and keeps."""
+    if "cluster" not in request.fixturenames:
+        yield
+        return
+    before = _alive()
+    yield
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert not tasks, f"tasks are left behind: {tasks}"
+    deadline = time.monotonic() + _LEAK_PATIENCE_S
+    while (left := _alive() - before) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert not left, f"left behind: {dict(left)}"
+
+
+def _alive() -> Counter[str]:
+    """Actors, their processes and placement groups, counted by kind."""
+    actors = ray._private.state.actors().values()
+    alive = Counter(
+        f"actor {actor['ActorClassName']}" for actor in actors if actor["State"] != "DEAD"
+    )
+    groups = placement_group_table().values()
+    alive["placement group"] = sum(group["state"] != "REMOVED" for group in groups)
+    alive.update(f"process {title}" for title in actor_process_titles())
+    return alive
+
+
+def actor_process_titles() -> list[str]:
+    """Class names of the actors whose processes exist, children of this process's raylet."""
+    titles = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_bytes().decode(errors="replace")
+            if not command.startswith(("ray::Worker", "ray::Driver", "ray::StoreActor")):
+                continue
+            if _parent(_parent(int(path.name))) != os.getpid():
+                continue  # Of somebody else's cluster on this machine.
+        except OSError:
+            continue  # It ended meanwhile.
+        titles.append(command.removeprefix("ray::").split(".")[0].rstrip("\0 "))
+    return titles
+
+
+def _parent(pid: int) -> int:
+    # The name in parentheses may hold anything; the fields after it are plain.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,0 +1,154 @@
+"""Ranks as processes: started in a moment, killed, stopped, and asked what they found.
+
+A process that has imported torch is forked for each rank (multiprocessing's forkserver; nothing has
+run in it yet), so a test can have fresh ranks for itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from collectives.group import Group
+from collectives.store import FileStore
+
+SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["torch", "numpy", "pytest", "collectives.gloo", "collectives.shared_memory"]
+)
+
+
+@dataclass
+class Rank:
+    """What the function of a rank is given. said: keys for the other ranks and for the test."""
+
+    rank: int
+    size: int
+    store: FileStore
+    transport: str
+
+    def group(self, *, generation: int = 0, timeout_s: float = 30) -> Group:
+        """Meet the other ranks."""
+        device = (
+            f"cuda:{self.rank % torch.cuda.device_count()}" if self.transport == NCCL else "cpu"
+        )
+        group = Group.create(
+            self.store, self.rank, self.size, device, generation=generation, timeout_s=timeout_s
+        )
+        assert group.backend == self.transport
+        return group
+
+    def say(self, word: str) -> None:
+        self.store.set(f"said/{word}/{self.rank}", "")
+
+
+Body = Callable[..., Any]
+
+
+class Ranks:
+    """Processes that run `body(rank, *arguments)`; body is a function of a module."""
+
+    def __init__(
+        self, body: Body, size: int, folder: Path, transport: str = SHARED_MEMORY, *arguments: Any
+    ) -> None:
+        self.size = size
+        self.store = FileStore(folder / "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            here, there = FORKS.Pipe(duplex=False)
+            process = FORKS.Process(
+                target=_main,
+                args=(body, rank, size, folder / "store", transport, arguments, there),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def wait_for(self, word: str, ranks: Collection[int] | None = None) -> None:
+        """Until `ranks` (all) have said `word`."""
+        saying = range(self.size) if ranks is None else ranks
+        self.store.wait([f"said/{word}/{rank}" for rank in saying], 60)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def results(self, *, ranks: Collection[int] | None = None, timeout_s: float = 60) -> list[Any]:
+        """What the bodies of `ranks` (all) return; fails with the tracebacks of those that fail."""
+        give_up_at = time.monotonic() + timeout_s
+        found: list[Any] = []
+        failures: list[str] = []
+        for rank in range(self.size) if ranks is None else ranks:
+            pipe = self._pipes[rank]
+            if not pipe.poll(max(0.0, give_up_at - time.monotonic())):
+                failures.append(f"rank {rank} has not ended within {timeout_s:g} s")
+                continue
+            try:
+                value, failure = pipe.recv()
+            except EOFError:
+                value, failure = None, "its process ended"
+            found.append(value)
+            if failure:
+                failures.append(f"rank {rank}: {failure}")
+        assert not failures, "\n".join(failures)
+        return found
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.join(0.1)
+            process.kill()
+        for process in self._processes:
+            process.join(10)
+            assert not process.is_alive()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self.store.close()
+
+
+def run_ranks(
+    body: Body, size: int, folder: Path, transport: str = SHARED_MEMORY, *arguments: Any
+) -> list[Any]:
+    """The results of `body`, by rank."""
+    with Ranks(body, size, folder, transport, *arguments) as ranks:
+        return ranks.results()
+
+
+def _main(
+    body: Body,
+    rank: int,
+    size: int,
+    path: Path,
+    transport: str,
+    arguments: tuple[Any, ...],
+    pipe: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    if transport == GLOO:
+        os.environ["CHORUSLINE_HOST_ID"] = f"host {rank % 2}"  # Two hosts, as far as we know.
+    if transport == NCCL and torch.cuda.device_count() < size:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        os.environ["NCCL_MAX_CTAS"] = "2"  # Several ranks' kernels must fit one GPU at once.
+    try:
+        pipe.send((body(Rank(rank, size, FileStore(path), transport), *arguments), ""))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))

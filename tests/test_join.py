@@ -1,0 +1,318 @@
+"""Join: uneven inputs are exact, cost nothing, and an exception frees the peers."""
+
+import time
+
+import pytest
+import torch
+from standing_ranks import another_group
+from training_reference import (
+    OPTIMIZERS,
+    batches_of,
+    largest_difference,
+    loss_of,
+    make_model,
+    reference,
+)
+
+import chorusline as cl
+from runtime.agreement import Agreement
+from runtime.join import JoinLedger
+
+LENGTHS = [(5, 9), (1, 12), (7, 7), (0, 4), (3, 8, 1, 5)]
+
+
+def train(group, lengths, optimizer, dtype, divide_by_initial=True, sharded=True, cap_mb=25.0):
+    """Over plain lists of batches, which cannot look ahead; the parameters at the end."""
+    model = cl.DistributedDataParallel(make_model(dtype), group, bucket_cap_mb=cap_mb)
+    kind, options = OPTIMIZERS[optimizer]
+    if sharded:
+        stepper = cl.ZeroRedundancyOptimizer(model, kind, **options)
+    else:
+        stepper = kind(model.parameters(), **options)
+    joined = [model, stepper] if sharded else [model]
+    with cl.Join(joined, divide_by_initial_world_size=divide_by_initial):
+        for batch in batches_of(group.rank, lengths[group.rank], dtype):
+            loss_of(model, batch).backward()
+            stepper.step()
+            stepper.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
+@pytest.mark.parametrize("divide_by_initial", [True, False], ids=["by_initial", "by_live"])
+def test_uneven_inputs_equal_the_one_process_reference(
+    ranks_of, lengths, optimizer, sharded, divide_by_initial
+):
+    ranks = ranks_of(len(lengths))
+    expected = reference(lengths, optimizer, torch.float32, divide_by_initial)
+    precise = reference(lengths, optimizer, torch.float64, divide_by_initial)
+    args = (lengths, optimizer, torch.float32, divide_by_initial, sharded)
+    for parameters in ranks.run(train, *args):
+        for ours, theirs in zip(parameters, expected, strict=True):
+            assert torch.equal(ours, theirs)
+        assert largest_difference(parameters, precise) < 1e-6
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
+def test_many_small_buckets_change_no_bit(ranks_of, sharded):
+    lengths = (3, 8, 1, 5)
+    expected = reference(lengths, "adamw", torch.float32)
+    for parameters in ranks_of(4).run(
+        train, lengths, "adamw", torch.float32, True, sharded, 64 * 4 / (1 << 20)
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+
+
+def train_on_shards(group, num_samples, keys):
+    """Over a Shard, which looks ahead; parameters, operations, and the batches of all ranks."""
+    dataset = torch.randn(num_samples, 7, generator=torch.Generator().manual_seed(3))
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    before = group.statistics.snapshot()
+    for epoch in range(2):
+        shard = cl.Shard(
+            dataset, 4, rank=group.rank, world_size=group.size, epoch=epoch, keep_together=keys
+        )
+        with cl.Join([model, optimizer]):
+            for batch in shard:
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    operations = group.statistics.since(before).operations
+    return [p.detach().clone() for p in model.parameters()], operations, optimizer.num_steps
+
+
+def test_a_shard_looks_ahead_so_no_step_is_shadowed_in_vain(ranks_of):
+    keys = ["long"] * 30 + ["short"] * 3 + ["b"] * 2 + ["c"] * 9
+    results = ranks_of(2).run(train_on_shards, len(keys), keys)
+    batches = [
+        [
+            -(-len(hand) // 4)
+            for hand in cl.deal(len(keys), world_size=2, epoch=e, keep_together=keys)
+        ]
+        for e in range(2)
+    ]
+    assert all(one != other for one, other in batches), "the deal has to be uneven for this test"
+    steps = sum(map(max, batches))
+    for parameters, operations, num_steps in results:
+        assert num_steps == steps
+        assert operations == {"reduce_scatter": steps, "all_reduce": steps, "all_gather": steps}
+        assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][0], strict=True))
+
+
+def operations_of_an_epoch(group, inside):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    dataset = torch.randn(24, 7)
+    shard = cl.Shard(dataset, 4, rank=group.rank, world_size=group.size, shuffle=False)
+    before = group.statistics.snapshot()
+    with cl.Join([model, optimizer], enable=inside):
+        for batch in shard:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return group.statistics.since(before)
+
+
+def test_join_adds_no_collective_to_a_step(ranks_of):
+    outside = ranks_of(2).run(operations_of_an_epoch, False)
+    inside = ranks_of(2).run(operations_of_an_epoch, True)
+    assert inside == outside
+    assert inside[0].total_operations() > 0
+
+
+def configuration_after_join(group):
+    model = cl.DistributedDataParallel(make_model(torch.float32, batch_norm=True), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+
+    def operations_of_a_step():
+        before = group.statistics.snapshot()
+        loss_of(model, torch.randn(3, 7)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return group.statistics.since(before)
+
+    first = operations_of_a_step()
+    with cl.Join([model, optimizer]):
+        for _ in range(1 + group.rank):
+            operations_of_a_step()
+    return first == operations_of_a_step(), model._join is None and optimizer._join is None
+
+
+def test_join_leaves_nothing_behind_on_its_objects(ranks_of):
+    """torch 2.13 leaves three all-reduces per step with BatchNorm."""
+    assert ranks_of(2).run(configuration_after_join) == [(True, True)] * 2
+
+
+def raise_in_body(group):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        started = time.monotonic()
+        try:
+            with cl.Join([model, optimizer]):
+                for step in range(9):
+                    if group.rank == 1 and step == 2:
+                        raise KeyError("no such column")
+                    loss_of(model, torch.randn(3, 7)).backward()
+                    optimizer.step()
+        except (KeyError, cl.GroupAborted) as error:
+            return type(error).__name__, str(error), time.monotonic() - started
+    return None
+
+
+def test_an_exception_in_the_body_frees_the_peers_at_once_with_its_traceback(ranks_of):
+    """torch 2.13: the peers wait for the whole timeout."""
+    (peer, told, seconds), (culprit, _, _) = ranks_of(2).run(raise_in_body)
+    assert culprit == "KeyError"
+    assert peer == "GroupAborted"
+    assert "by ranks [1]" in told
+    assert "no such column" in told and "raise_in_body" in told
+    assert seconds < 10
+
+
+class CountingJoinable(cl.Joinable):
+    """A user's joinable: one all_reduce of ones per step."""
+
+    def __init__(self, group):
+        self.group = group
+        self.total = torch.zeros(1)
+        self.calls = []
+
+    def step(self):
+        cl.Join.notify_join_context(self)
+        value = torch.ones(1)
+        self.group.all_reduce(value).wait()
+        self.total += value
+
+    def join_hook(self, **kwargs):
+        outer = self
+
+        class Hook(cl.JoinHook):
+            def main_hook(self):
+                outer.calls.append("main")
+                outer.group.all_reduce(torch.zeros(1)).wait()
+
+            def post_hook(self, is_last_joiner):
+                outer.calls.append(("post", is_last_joiner, kwargs))
+
+        return Hook()
+
+    @property
+    def join_device(self):
+        return self.group.device
+
+    @property
+    def join_group(self):
+        return self.group
+
+
+def count_with_own_joinable(group, lengths):
+    joinable = CountingJoinable(group)
+    with cl.Join([joinable], color="blue"):
+        for _ in range(lengths[group.rank]):
+            joinable.step()
+    return joinable.total.item(), joinable.calls
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (3, 3), (0, 1), (4, 1, 2)])
+def test_main_hook_runs_once_per_step_that_some_rank_still_takes(ranks_of, lengths):
+    results = ranks_of(len(lengths)).run(count_with_own_joinable, lengths)
+    steps = max(lengths)
+    for rank, (total, calls) in enumerate(results):
+        alive = [sum(step < n for n in lengths) for step in range(lengths[rank])]
+        assert total == sum(alive)
+        post = ("post", lengths[rank] == steps, {"color": "blue"})
+        assert calls == ["main"] * (steps - lengths[rank]) + [post]
+
+
+def throw_early(group, lengths):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        try:
+            with cl.Join([model, optimizer], throw_on_early_termination=True):
+                for batch in batches_of(group.rank, lengths[group.rank], torch.float32):
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except RuntimeError as error:
+            return optimizer.num_steps, str(error)
+        return optimizer.num_steps, ""
+
+
+def test_early_termination_raises_on_every_rank_at_the_same_step(ranks_of):
+    results = ranks_of(2).run(throw_early, (3, 5))
+    assert [steps for steps, _ in results] == [3, 3]
+    assert all("exhausted inputs: ranks [0]" in told for _, told in results)
+    assert ranks_of(2).run(throw_early, (4, 4)) == [(4, ""), (4, "")]
+
+
+def accumulate(group, lengths):
+    """Every second batch is sent; a rank with an odd number hands in the last one when it joins."""
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    with cl.Join([model, optimizer]):
+        for number, batch in enumerate(batches_of(group.rank, lengths[group.rank], torch.float64)):
+            if number % 2 == 0:
+                with model.no_sync():
+                    loss_of(model, batch).backward()
+            else:
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()], optimizer.num_steps
+
+
+def test_leftover_accumulated_gradients_are_handed_in(ranks_of):
+    lengths = (3, 6)
+    model = make_model(torch.float64)
+    data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(lengths)]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        sgd.zero_grad()
+        for batches in data:
+            for batch in batches[2 * step : 2 * step + 2]:
+                (loss_of(model, batch) / 2).backward()
+        sgd.step()
+    for parameters, num_steps in ranks_of(2).run(accumulate, lengths):
+        assert num_steps == 3
+        assert largest_difference(parameters, list(model.parameters())) < 1e-14
+
+
+def refusals(group):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    other = CountingJoinable(object())
+    told = []
+    for joinables in ([], [model, optimizer, other], [model], [optimizer]):
+        try:
+            cl.Join(joinables)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_cannot_be_joined_is_refused_with_the_reason(ranks_of):
+    (empty, groups, model_alone, optimizer_alone), _ = ranks_of(2).run(refusals)
+    assert empty == "The join context manager requires at least one joinable"
+    assert "multiple process groups" in groups
+    assert "Join([model, optimizer])" in model_alone
+    assert "Join([model, optimizer])" in optimizer_alone
+
+
+def test_the_ledger_follows_the_agreements():
+    ledger = JoinLedger(3, divide_by_initial_world_size=False)
+    assert ledger.somebody_may_continue(), "nobody knows better before the first step"
+    everybody = Agreement((0, 1, 2), (0, 2), ())
+    ledger.record(everybody)
+    assert ledger.divisor(everybody) == 3 and not ledger.somebody_missed_a_step
+    two = Agreement((0, 2), (), ())
+    ledger.record(two)
+    assert ledger.divisor(two) == 2 and ledger.somebody_missed_a_step
+    assert ledger.last_live == (0, 2) and not ledger.somebody_may_continue()
+    nobody = Agreement((), (), ())
+    ledger.record(nobody)
+    assert ledger.divisor(nobody) == 0 and ledger.last_live == (0, 2)

@@ -1,0 +1,47 @@
+"""What `import chorusline` gives, and what it says when somebody else's package is in its way."""
+
+import subprocess
+import sys
+
+import pytest
+
+import chorusline
+
+
+def test_every_public_name_is_there():
+    for name in chorusline.__all__:
+        assert getattr(chorusline, name) is not None
+
+
+@pytest.mark.parametrize("name", ["runtime", "actors", "collectives"])
+@pytest.mark.parametrize("kind", ["package", "module", "namespace"])
+def test_a_stranger_of_the_same_name_is_named_with_the_mend(tmp_path, name, kind):
+    if kind == "module":
+        stranger = tmp_path / f"{name}.py"
+        stranger.write_text("")
+    else:
+        (tmp_path / name).mkdir()
+        stranger = tmp_path / name / "__init__.py"
+        if kind == "package":
+            stranger.write_text("")
+        else:
+            # A folder without __init__.py loses against a package that stands anywhere on the
+            # path, so it is in the way only of somebody who has imported it before.
+            stranger = tmp_path / name
+            (stranger / "x.py").write_text("")
+    program = "import chorusline"
+    if kind == "namespace":
+        program = (
+            "import sys; path = sys.path[:]; sys.path[:] = [sys.argv[1]]; "
+            f"import {name}; sys.path[:] = path; import chorusline"
+        )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 1
+    assert f"import {name!r} finds {stranger}" in ran.stderr
+    assert "Rename that package" in ran.stderr

@@ -1,0 +1,48 @@
+"""The arithmetic of buckets and shards: every element has one owner, at any number of ranks."""
+
+import pytest
+
+from collectives.buckets import plan_buckets
+from collectives.shards import ALIGNMENT, padded_numel, pieces_of, shard_numel
+
+SIZES = [(1,), (10,), (64,), (65, 1), (7 * 13, 13, 13 * 5, 5), (1000, 1, 1, 3000)]
+
+
+def plans_of(numels, bucket_bytes=1 << 20, kinds=None):
+    return plan_buckets(
+        numels,
+        kinds or ["float32"] * len(numels),
+        [4] * len(numels),
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=bucket_bytes,
+    )
+
+
+@pytest.mark.parametrize("numels", SIZES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_every_element_of_every_parameter_has_exactly_one_owner(numels, num_ranks):
+    owners = {(p, e): [] for p, numel in enumerate(numels) for e in range(numel)}
+    for plan in plans_of(numels):
+        for rank in range(num_ranks):
+            for piece in pieces_of(rank, num_ranks, plan.content, list(plan.spans)):
+                assert piece.shard_start + piece.numel <= shard_numel(plan.content, num_ranks)
+                for element in range(piece.numel):
+                    owners[piece.parameter, piece.parameter_start + element].append(rank)
+    assert all(len(ranks) == 1 for ranks in owners.values())
+
+
+@pytest.mark.parametrize("numels", SIZES)
+def test_parameters_and_cuts_are_aligned_whatever_the_number_of_ranks(numels):
+    for plan in plans_of(numels):
+        assert all(offset % ALIGNMENT == 0 for _, offset, _ in plan.spans)
+        for num_ranks in (1, 2, 3, 7):
+            assert shard_numel(plan.content, num_ranks) % ALIGNMENT == 0
+            slack = padded_numel(plan.content, num_ranks) - plan.content
+            assert 0 <= slack < ALIGNMENT * num_ranks
+
+
+def test_buckets_follow_the_backward_pass_and_keep_dtypes_apart():
+    plans = plans_of([100, 200, 300, 400], kinds=["a", "b", "a", "b"], bucket_bytes=4 * 128)
+    assert [[number for number, _, _ in plan.spans] for plan in plans] == [[3], [2], [1], [0]]
+    together = plans_of([100, 200, 300, 400], kinds=["a", "b", "a", "b"])
+    assert [[number for number, _, _ in plan.spans] for plan in together] == [[3, 1], [2, 0]]
