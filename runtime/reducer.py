@@ -122,12 +122,12 @@ class Reducer:
         bucket, view = self._home[number]
         gradient = parameter.grad
         assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {number} of shape {tuple(parameter.shape)} has a {gradient.layout} "
+                "gradient; only dense gradients are reduced (for nn.Embedding: sparse=False)"
+            )
         if gradient.data_ptr() != view.data_ptr():
-            if gradient.layout is not torch.strided:
-                raise ValueError(
-                    f"parameter {number} of shape {tuple(parameter.shape)} has a {gradient.layout} "
-                    "gradient; only dense gradients are reduced (for nn.Embedding: sparse=False)"
-                )
             view.copy_(gradient)
             parameter.grad = view
         if not self.is_syncing:

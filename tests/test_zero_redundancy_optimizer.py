@@ -1,0 +1,345 @@
+"""ZeRO: sharded state gives the plain optimizer's bits, for a fraction of its memory."""
+
+import copy
+
+import pytest
+import torch
+from training_reference import OPTIMIZERS, batches_of, loss_of, make_model
+
+import chorusline as cl
+
+ELEMENTWISE = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    "adamw_fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "adamw_foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "radam": (torch.optim.RAdam, {"lr": 1e-2}),
+    "adamax": (torch.optim.Adamax, {"lr": 1e-2}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.5, "centered": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "asgd": (torch.optim.ASGD, {"lr": 1e-2}),
+    "rprop": (torch.optim.Rprop, {"lr": 1e-2}),
+}
+
+
+def groups_of(model):
+    """Two groups, with different decay: biases apart."""
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def plain_run(size, kind, options, steps, *, start=None, first=0):
+    """One process that sums the ranks' gradients in rank order; parameters and state."""
+    model = make_model(torch.float32)
+    optimizer = kind(groups_of(model), **options)
+    if start is not None:
+        with torch.no_grad():
+            for parameter, saved in zip(model.parameters(), start[0], strict=True):
+                parameter.copy_(saved)
+        optimizer.load_state_dict(copy.deepcopy(start[1]))  # torch goes on in the very tensors
+    data = [batches_of(rank, steps, torch.float32) for rank in range(size)]
+    for step in range(first, steps):
+        total = []
+        for rank in range(size):
+            optimizer.zero_grad()
+            loss_of(model, data[rank][step]).backward()
+            mine = [parameter.grad for parameter in model.parameters()]
+            total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
+        for parameter, gradient in zip(model.parameters(), total, strict=True):
+            parameter.grad = gradient / size
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
+
+
+def sharded_run(group, kind, options, steps, start=None, first=0, ranks_of_data=None):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    if start is not None:
+        with torch.no_grad():
+            for parameter, saved in zip(model.parameters(), start[0], strict=True):
+                parameter.copy_(saved)
+    optimizer = cl.ZeroRedundancyOptimizer(groups_of(model), kind, **options)
+    if start is not None:
+        given = copy.deepcopy(start[1])
+        optimizer.load_state_dict(given)
+        assert_same_state(given, start[1])
+    for batch in batches_of(group.rank, steps, torch.float32)[first:]:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.consolidate_state_dict(to=group.size - 1)
+    state = optimizer.state_dict() if group.rank == group.size - 1 else None
+    return [p.detach().clone() for p in model.parameters()], state
+
+
+def assert_same_state(ours, theirs):
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, expected in theirs["state"].items():
+        assert ours["state"][number].keys() == expected.keys()
+        for name, value in expected.items():
+            mine = ours["state"][number][name]
+            same = torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value
+            assert same, f"{name} of parameter {number}"
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_parameters_and_state_equal_the_plain_optimizers_bit_by_bit(ranks_of, name):
+    kind, options = ELEMENTWISE[name]
+    expected, expected_state = plain_run(3, kind, options, 4)
+    results = ranks_of(3).run(sharded_run, kind, options, 4)
+    for parameters, _ in results:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+    assert_same_state(results[-1][1], expected_state)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw_fused"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_state_of_a_plain_optimizer_goes_on_at_any_number_of_ranks(ranks_of, name, size):
+    kind, options = ELEMENTWISE[name]
+    half_way = plain_run(size, kind, options, 2)
+    expected, expected_state = plain_run(size, kind, options, 5, start=half_way, first=2)
+    results = ranks_of(size).run(sharded_run, kind, options, 5, half_way, 2)
+    for parameters, _ in results:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+    assert_same_state(results[-1][1], expected_state)
+
+
+def test_state_saved_by_three_ranks_is_loaded_by_two(ranks_of):
+    kind, options = ELEMENTWISE["adamw_foreach"]
+    saved = ranks_of(3).run(sharded_run, kind, options, 2)[-1]
+    expected, _ = plain_run(2, kind, options, 5, start=saved, first=2)
+    for parameters, _ in ranks_of(2).run(sharded_run, kind, options, 5, saved, 2):
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+
+
+def traffic_and_memory(group):
+    model = cl.DistributedDataParallel(
+        torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6))), group
+    )
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+    before = group.statistics.snapshot()
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    used = group.statistics.since(before)
+    state = sum(
+        tensor.numel()
+        for of_piece in optimizer.shard_optimizer.state.values()
+        for tensor in of_piece.values()
+        if tensor.dim()
+    )
+    return used.elements_sent, state, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_travel_once_and_state_is_one_nth(ranks_of, size):
+    for sent, state, parameters in ranks_of(size).run(traffic_and_memory):
+        share = parameters * (size - 1) / size
+        assert sent["reduce_scatter"] == share and sent["all_gather"] == share
+        assert sent["all_reduce"] < 0.01 * parameters, "the ballot"
+        assert state == 2 * parameters / size
+
+
+def local_gradients(group):
+    """With parameters of no DistributedDataParallel `.grad` is taken as it is."""
+    model = make_model(torch.float32)
+    optimizer = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, group=group)
+    loss_of(model, batches_of(0, 1, torch.float32)[0]).backward()
+    optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_without_data_parallelism_gradients_are_taken_as_they_are(ranks_of):
+    model = make_model(torch.float32)
+    loss_of(model, batches_of(0, 1, torch.float32)[0]).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for parameters in ranks_of(3).run(local_gradients):
+        assert all(torch.equal(a, b) for a, b in zip(parameters, model.parameters(), strict=True))
+
+
+class Branches(torch.nn.Module):
+    """Each rank uses `common` and one branch; nobody uses `idle`; `frozen` takes no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.common = torch.nn.Linear(4, 4)
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.idle = torch.nn.Linear(4, 4)
+        self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, batch, branch):
+        return self.branches[branch](self.frozen(self.common(batch)))
+
+
+def train_branches(group, sharded):
+    model = cl.DistributedDataParallel(Branches(), group)
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    if sharded:
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, **options)
+    else:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **options)
+    for step in range(3):
+        # In the last step both ranks use branch 0, so branch 1 must not move.
+        branch = group.rank if step < 2 else 0
+        model(torch.full((2, 4), 1.0 + group.rank), branch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
+def test_parameters_unused_on_every_rank_are_skipped_not_stepped_with_zeros(ranks_of, sharded):
+    model = Branches()
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1
+    )
+    for step in range(3):
+        for rank in range(2):
+            branch = rank if step < 2 else 0
+            (model(torch.full((2, 4), 1.0 + rank), branch).sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameters in ranks_of(2).run(train_branches, sharded):
+        for name, expected in model.named_parameters():
+            assert torch.allclose(parameters[name], expected, atol=1e-6, rtol=1e-5), name
+        untouched = Branches().idle.weight
+        assert torch.equal(parameters["idle.weight"], untouched)
+
+
+def train_clipped(group, max_norm):
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.5, max_norm=max_norm)
+    norms = []
+    with cl.Join([model, optimizer]):
+        for batch in batches_of(group.rank, 2 + group.rank, torch.float64):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(optimizer.grad_norm)
+    return [p.detach().clone() for p in model.parameters()], norms
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])
+def test_clipping_takes_the_norm_of_the_whole_mean_gradient(ranks_of, max_norm):
+    model = make_model(torch.float64)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = [batches_of(rank, 2 + rank, torch.float64) for rank in range(3)]
+    norms = []
+    for step in range(4):
+        sgd.zero_grad()
+        for batches in data:
+            if step < len(batches):
+                (loss_of(model, batches[step]) / 3).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        sgd.step()
+    results = ranks_of(3).run(train_clipped, max_norm)
+    assert results[2][1] == pytest.approx(norms, rel=1e-12)
+    for parameters, _ in results:
+        for ours, expected in zip(parameters, model.parameters(), strict=True):
+            assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
+
+
+def train_in_bfloat16(group):
+    torch.manual_seed(0)
+    model = cl.DistributedDataParallel(torch.nn.Linear(8, 8, bias=False).bfloat16(), group)
+    start = model.module.weight.detach().clone()
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=1e-5)
+    for _ in range(400):
+        model.module.weight.grad = None
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    return start, model.module.weight.detach().clone()
+
+
+def test_half_precision_parameters_keep_what_rounds_to_nothing_in_one_step(ranks_of):
+    for start, end in ranks_of(2).run(train_in_bfloat16):
+        # The gradient is one everywhere. In bfloat16 1e-5 is nothing beside a weight of 0.3.
+        moved = (start.float() - end.float()).mean().item()
+        assert moved == pytest.approx(400 * 1e-5, rel=0.05)
+        assert end.dtype is torch.bfloat16
+
+
+def schedule(group):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    loss_of(model, batches_of(0, 1, torch.float32)[0]).backward()
+    optimizer.step()
+    scheduler.step()
+    loss_of(model, batches_of(0, 1, torch.float32)[0]).backward()
+    optimizer.step()
+    return optimizer.param_groups[0]["lr"], optimizer.shard_optimizer.param_groups[0]["lr"]
+
+
+def test_a_learning_rate_schedule_reaches_the_shard(ranks_of):
+    assert ranks_of(2).run(schedule) == [(5e-4, 5e-4)] * 2
+
+
+def refusals(group):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    parameters = list(make_model(torch.float32).parameters())
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+    plain = torch.optim.AdamW(make_model(torch.float32).parameters())
+    loss_of(make_model(torch.float32), torch.randn(2, 7))
+    wrong = plain.state_dict()
+    wrong["state"] = {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3, 3)}}
+
+    def zero(params, kind=torch.optim.SGD, **options):
+        return lambda: cl.ZeroRedundancyOptimizer(params, kind, group=group, **options)
+
+    calls = {
+        "tensor": zero(parameters[0]),
+        "empty": zero([]),
+        "wrong type": zero(["weights"]),
+        "twice": zero([{"params": parameters}, {"params": parameters[:1]}]),
+        "not elementwise": zero(parameters, torch.optim.LBFGS),
+        "max_norm": zero(parameters, max_norm=-1.0),
+        "step first": optimizer.step,
+        "not consolidated": optimizer.state_dict,
+        "shape": lambda: optimizer.load_state_dict(wrong),
+        "groups": lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
+    }
+    told = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            told[name] = (type(error).__name__, str(error))
+    return told
+
+
+def test_unfit_arguments_get_torchs_errors_and_a_mend(ranks_of):
+    told = ranks_of(1).run(refusals)[0]
+    expected = {
+        "tensor": ("TypeError", "iterable of Tensors or dicts"),
+        "empty": ("ValueError", "optimizer got an empty parameter list"),
+        "wrong type": ("TypeError", "optimizer can only optimize Tensors"),
+        "twice": ("ValueError", "some parameters appear in more than one parameter group"),
+        "not elementwise": ("ValueError", "LBFGS is not known to update each element on its own"),
+        "max_norm": ("ValueError", "max_norm must be positive, got -1.0"),
+        "step first": ("RuntimeError", "run loss.backward()"),
+        "not consolidated": ("RuntimeError", "has not been consolidated on this rank"),
+        "shape": ("ValueError", "parameter 0 has shape (3, 3), but the parameter has (13, 7)"),
+        "groups": ("ValueError", "a different number of parameter groups"),
+    }
+    for name, (kind, text) in expected.items():
+        assert told[name][0] == kind, name
+        assert text in told[name][1], name
+
+
+def generator_of_parameters(group):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer((p for p in model.parameters()), torch.optim.SGD, lr=0.1)
+    return optimizer.reducer is model.reducer
+
+
+def test_the_models_parameters_are_recognised_in_any_form(ranks_of):
+    assert ranks_of(2).run(generator_of_parameters) == [True, True]
+
+
+def test_the_reference_optimizers_are_all_elementwise():
+    assert {kind for kind, _ in OPTIMIZERS.values()} <= {kind for kind, _ in ELEMENTWISE.values()}
