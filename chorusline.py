@@ -32,6 +32,8 @@ def _refuse_strangers() -> None:
 
 _refuse_strangers()
 
+from actors.errors import DriverLost, RankFailed, StartupError, WorkerLost  # noqa: E402
+from actors.messages import Report  # noqa: E402
 from collectives import (  # noqa: E402
     ChoruslineError,
     CollectiveError,
@@ -54,7 +56,7 @@ from collectives import (  # noqa: E402
 from runtime.context import Context  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
 from runtime.join import Join, Joinable, JoinHook  # noqa: E402
-from runtime.session import Session, run  # noqa: E402
+from runtime.session import Session, SessionSnapshot, run  # noqa: E402
 from runtime.sharding import Shard, deal  # noqa: E402
 from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
 
@@ -63,8 +65,10 @@ __version__ = "0.1.0"
 __all__ = [
     # A session and what a train function gets.
     "Session",
+    "SessionSnapshot",
     "run",
     "Context",
+    "Report",
     # Training.
     "DistributedDataParallel",
     "ZeroRedundancyOptimizer",
@@ -92,4 +96,8 @@ __all__ = [
     "GroupClosed",
     "UnsupportedOperation",
     "StoreTimeout",
+    "WorkerLost",
+    "StartupError",
+    "RankFailed",
+    "DriverLost",
 ]

@@ -7,6 +7,7 @@ use them among processes of one user only, as all ranks of a group are.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from torch import Tensor
 from .group import Group
 
 
-def broadcast_object(group: Group, value: Any, root: int = 0) -> Any:
+def broadcast_object(
+    group: Group, value: Any, root: int = 0, dumps: Callable[[Any], bytes] = pickle.dumps
+) -> Any:
     """Rank `root`'s value on every rank; there it is the very object, elsewhere a copy.
 
-    value: anything that pickles; ignored on the other ranks.
+    value: anything that pickles; ignored on the other ranks. dumps: what pickles it.
     """
     is_root = group.rank == root
-    payload = _dumps(value) if is_root else b""
+    payload = dumps(value) if is_root else b""
     size = torch.tensor([len(payload)], dtype=torch.int64, device=group.device)
     group.broadcast(size, root).wait()
     words = _words(payload, int(size), group)
@@ -31,7 +34,7 @@ def broadcast_object(group: Group, value: Any, root: int = 0) -> Any:
 
 def all_gather_object(group: Group, value: Any) -> list[Any]:
     """The values of all ranks, by rank, on every rank."""
-    payload = _dumps(value)
+    payload = pickle.dumps(value)
     size = torch.tensor([len(payload)], dtype=torch.int64, device=group.device)
     sizes = size.new_empty(group.size)
     group.all_gather(sizes, size).wait()
@@ -41,10 +44,6 @@ def all_gather_object(group: Group, value: Any) -> list[Any]:
     group.all_gather(everybody, words).wait()
     rows = everybody.view(group.size, -1)
     return [_loads(row, int(size)) for row, size in zip(rows, sizes, strict=True)]
-
-
-def _dumps(value: Any) -> bytes:
-    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _words(payload: bytes, size: int, group: Group) -> Tensor:

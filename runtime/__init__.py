@@ -1,6 +1,23 @@
 """The job and its user: sessions, data parallelism, sharded optimizers, uneven inputs."""
 
 from .context import Context
+from .distributed_data_parallel import DistributedDataParallel
+from .join import Join, Joinable, JoinHook
 from .session import Session, SessionSnapshot, SessionState, run
+from .sharding import Shard, deal
+from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
-__all__ = ["Context", "Session", "SessionSnapshot", "SessionState", "run"]
+__all__ = [
+    "Context",
+    "DistributedDataParallel",
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "Session",
+    "SessionSnapshot",
+    "SessionState",
+    "Shard",
+    "ZeroRedundancyOptimizer",
+    "deal",
+    "run",
+]

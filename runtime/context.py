@@ -13,6 +13,7 @@ from ray import cloudpickle
 from actors.journal import Journal
 from actors.messages import Assignment, Report
 from collectives.group import Group
+from collectives.objects import broadcast_object
 from collectives.reduce_op import ReduceOp
 
 from .sharding import MapStyleDataset, Shard
@@ -112,22 +113,8 @@ class Context:
 
         The other ranks' `value` is ignored. On the root the very object comes back.
         """
-        is_root = self.rank == root
-        payload = cloudpickle.dumps(value) if is_root else b""
-        num_bytes = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
-        self.group.broadcast(num_bytes, root).wait()
-        # Bytes travel as int64, the widest dtype that every backend copies bit by bit.
-        words = torch.zeros(-(-int(num_bytes) // 8), dtype=torch.int64)  # (ceil(num_bytes / 8),)
-        if is_root:
-            words.view(torch.uint8)[: len(payload)] = torch.frombuffer(
-                bytearray(payload), dtype=torch.uint8
-            )
-        words = words.to(self.device)
-        self.group.broadcast(words, root).wait()
-        if is_root:
-            return value
-        received = words.cpu().view(torch.uint8)[: int(num_bytes)]
-        return cloudpickle.loads(received.numpy().tobytes())  # type: ignore[no-any-return]
+        received: T = broadcast_object(self.group, value, root, cloudpickle.dumps)
+        return received
 
     def reduce(self, value: T, op: str = "mean") -> T | float | torch.Tensor:
         """The mean (or "sum", "min", "max", "product") of a value over all ranks, on every rank.
