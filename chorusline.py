@@ -56,6 +56,7 @@ from collectives import (  # noqa: E402
 from runtime.context import Context  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
 from runtime.join import Join, Joinable, JoinHook  # noqa: E402
+from runtime.progress import Progress  # noqa: E402
 from runtime.session import Session, SessionSnapshot, run  # noqa: E402
 from runtime.sharding import Shard, deal  # noqa: E402
 from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
@@ -69,6 +70,7 @@ __all__ = [
     "run",
     "Context",
     "Report",
+    "Progress",
     # Training.
     "DistributedDataParallel",
     "ZeroRedundancyOptimizer",

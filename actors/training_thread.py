@@ -21,7 +21,7 @@ class TrainingThread(Generic[Outcome]):
     """Runs `function` once; an awaitable that it returns is awaited on the thread's own loop.
 
     conclude: makes the outcome of the value, or of the error (then the value is None). It runs in
-    the thread too, since pickling a large result takes time, and must not raise.
+    the thread too, since pickling a large result takes time; `run` raises what it raises.
     num_threads: for torch's operators in this thread (OpenMP counts per thread, so it is set
     here and not once for the process).
 
@@ -72,7 +72,11 @@ class TrainingThread(Generic[Outcome]):
                 value = self._run_async(value)
         except BaseException as raised:
             value, error = None, raised
-        outcome = self._conclude(value, error)
+        outcome: Outcome | BaseException
+        try:
+            outcome = self._conclude(value, error)
+        except BaseException as ours:
+            outcome = ours  # A thread that dies without a word would leave the run waiting.
         self._has_ended.set()
         # The control loop may be closed: the process is on its way out.
         if not self._caller.is_closed():
@@ -92,6 +96,10 @@ class TrainingThread(Generic[Outcome]):
                 with self._lock:
                     self._task = None
 
-    def _deliver(self, outcome: Outcome) -> None:
-        if not self._delivered.done():
+    def _deliver(self, outcome: Outcome | BaseException) -> None:
+        if self._delivered.done():
+            return
+        if isinstance(outcome, BaseException):
+            self._delivered.set_exception(outcome)
+        else:
             self._delivered.set_result(outcome)

@@ -9,6 +9,8 @@ parameters' own tails are.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
@@ -43,14 +45,22 @@ class Piece:
 
 
 def pieces_of(
-    rank: int, num_ranks: int, content: int, spans: list[tuple[int, int, int]]
+    rank: int,
+    num_ranks: int,
+    content: int,
+    spans: Sequence[tuple[int, int, int]],
+    max_numel: int = sys.maxsize,
 ) -> list[Piece]:
-    """What `rank` owns of a bucket. spans: (parameter, offset in the bucket, numel), ascending."""
+    """What `rank` owns of a bucket. spans: (parameter, offset in the bucket, numel), ascending.
+
+    max_numel: longer pieces are cut at multiples of it; a multiple of ALIGNMENT.
+    """
     length = shard_numel(content, num_ranks)
     start, end = rank * length, (rank + 1) * length
     pieces = []
     for parameter, offset, numel in spans:
         first, last = max(start, offset), min(end, offset + numel)
-        if first < last:
-            pieces.append(Piece(parameter, first - offset, first - start, last - first))
+        for begin in range(first, last, max_numel):
+            numel = min(max_numel, last - begin)
+            pieces.append(Piece(parameter, begin - offset, begin - start, numel))
     return pieces

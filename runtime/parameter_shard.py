@@ -8,6 +8,7 @@ what is stepped: in eight bits of mantissa most updates would round to nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,10 @@ import torch
 from collectives import Group
 from collectives.buckets import BucketPlan
 from collectives.shards import Piece, padded_numel, pieces_of, shard_numel
+
+_CPU_TILE_NUMEL = 1 << 18
+"""On a CPU a piece is stepped in tiles that stay in the cache: an optimizer goes over its tensors
+ten times or more. AdamW over 6.3 M elements took 37 ms as one tensor, 12 ms in these tiles."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -107,7 +112,7 @@ class ParameterShard:
             )
             for number, bucket in enumerate(self.buckets)
             for piece in pieces_of(
-                group.rank, group.size, bucket.plan.content, list(bucket.plan.spans)
+                group.rank, group.size, bucket.plan.content, bucket.plan.spans, _tile_numel(group)
             )
         ]
         self.optimizer: torch.optim.Optimizer | None = None
@@ -191,3 +196,7 @@ class ParameterShard:
         """Bring every rank's part of the parameters to all ranks."""
         for work in [self.group.all_gather(b.flat, b.own) for b in self.buckets]:
             work.wait()
+
+
+def _tile_numel(group: Group) -> int:
+    return _CPU_TILE_NUMEL if group.device.type == "cpu" else sys.maxsize

@@ -20,11 +20,13 @@ def plans_of(numels, bucket_bytes=1 << 20, kinds=None):
 
 @pytest.mark.parametrize("numels", SIZES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_every_element_of_every_parameter_has_exactly_one_owner(numels, num_ranks):
+@pytest.mark.parametrize("max_numel", [ALIGNMENT, 1 << 18])
+def test_every_element_of_every_parameter_has_exactly_one_owner(numels, num_ranks, max_numel):
     owners = {(p, e): [] for p, numel in enumerate(numels) for e in range(numel)}
     for plan in plans_of(numels):
         for rank in range(num_ranks):
-            for piece in pieces_of(rank, num_ranks, plan.content, list(plan.spans)):
+            for piece in pieces_of(rank, num_ranks, plan.content, plan.spans, max_numel):
+                assert 0 < piece.numel <= max_numel
                 assert piece.shard_start + piece.numel <= shard_numel(plan.content, num_ranks)
                 for element in range(piece.numel):
                     owners[piece.parameter, piece.parameter_start + element].append(rank)
