@@ -84,9 +84,7 @@ class CollectiveTimeout(CollectiveError):
 class CollectiveMismatch(CollectiveError):
     """Ranks met in one place with different operations. No rank's tensor was changed."""
 
-    def __init__(
-        self, operation: str, generation: int, ranks: Sequence[int], detail: str
-    ) -> None:
+    def __init__(self, operation: str, generation: int, ranks: Sequence[int], detail: str) -> None:
         super().__init__(operation, generation, list(ranks), detail)
         self.operation = operation
         self.generation = generation
@@ -104,9 +102,7 @@ class CollectiveMismatch(CollectiveError):
 class PeerLost(CollectiveError):
     """The process of a rank is gone, or it closed the group while others still need it."""
 
-    def __init__(
-        self, operation: str, generation: int, ranks: Sequence[int], detail: str
-    ) -> None:
+    def __init__(self, operation: str, generation: int, ranks: Sequence[int], detail: str) -> None:
         super().__init__(operation, generation, list(ranks), detail)
         self.operation = operation
         self.generation = generation
@@ -188,8 +184,12 @@ _BY_NAME: dict[str, type[CollectiveError]] = {
 
 
 def error_to_json(error: CollectiveError) -> str:
-    """The error as text that `error_from_json` turns back into an equal error."""
-    return json.dumps([type(error).__name__, *error.args])
+    """The error as text that `error_from_json` turns back into an equal error.
+
+    Of a subclass that only a higher layer knows, the class above it that all ranks know.
+    """
+    name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _BY_NAME)
+    return json.dumps([name, *error.args])
 
 
 def error_from_json(text: str) -> CollectiveError:

@@ -145,9 +145,7 @@ class Group:
         input, _ = self._checked(input, "input")
         numel = output.numel()
         self._check_parts("all_gather", "output", output, "input", input)
-        operation = self._begin(
-            Kind.ALL_GATHER, numel, dtype, -1, timeout_s, numel - input.numel()
-        )
+        operation = self._begin(Kind.ALL_GATHER, numel, dtype, -1, timeout_s, numel - input.numel())
         return self._communicator.all_gather(operation, output, input)
 
     def broadcast(
@@ -211,10 +209,12 @@ class Group:
         timeout_s: float | None,
         elements: float,
     ) -> Operation:
+        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        if deadline_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {deadline_s}")
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
         self.statistics.count(kind, elements)
-        deadline_s = self.timeout_s if timeout_s is None else timeout_s
         return Operation(kind, sequence, self.generation, numel, dtype, detail, deadline_s)
 
     def _checked(self, tensor: torch.Tensor, argument: str) -> tuple[torch.Tensor, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from .communicator import Communicator
+from .errors import PeerLost
 from .shared_memory import SLOT_BYTES, connect_shared_memory
 from .shared_segment import SharedSegment
 from .store import Store
@@ -41,7 +42,7 @@ def connect(
         cards = [json.loads(c) for c in store.multi_get([f"card/{r}" for r in range(size)])]
         if len({c["host"] for c in cards}) == 1:
             if rank != 0:
-                descriptor = SharedSegment.open_memory(cards[0]["pid"], cards[0]["descriptor"])
+                descriptor = _open_memory(cards[0]["pid"], cards[0]["descriptor"], generation)
             pids = [c["pid"] for c in cards]
             ours, descriptor = descriptor, -1
             return connect_shared_memory(ours, pids, rank, generation, store.timeout_s)
@@ -51,3 +52,10 @@ def connect(
     from .gloo import GlooCommunicator
 
     return GlooCommunicator(store, rank, size, generation)
+
+
+def _open_memory(pid: int, descriptor: int, generation: int) -> int:
+    try:
+        return SharedSegment.open_memory(pid, descriptor)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise PeerLost("rendezvous", generation, [0], f"process {pid} ended") from error

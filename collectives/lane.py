@@ -12,7 +12,8 @@ is resumed when all ranks have published it. How to wait is decided here, not in
   that `wait()` stops: a thread that wakes only to find the work driven already takes the
   interpreter's lock twice, which costs a sync all_reduce of 1 MiB a quarter of its time.
 
-One thread drives at a time; the others wait for their turn or for their work.
+One thread drives at a time; the others wait for their turn or for their work. Callbacks are called
+by whichever thread ended the work, without the lock: they may use the lane, but not wait in it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 
-from .errors import CollectiveError, GroupAborted, GroupClosed, fresh_copy
+from .errors import CollectiveError, GroupAborted, GroupClosed, PeerLost, fresh_copy
 from .operation import Operation
 from .shared_segment import SharedSegment
 from .wake_timer import WakeTimer
@@ -56,7 +57,7 @@ class LaneWork(Work):
 
     def is_completed(self) -> bool:
         if not self.done:
-            self.lane.poll()
+            self.lane.poll(self)
         return self.done
 
     def error(self) -> BaseException | None:
@@ -90,48 +91,54 @@ class Lane:
 
     def submit(self, work: LaneWork) -> None:
         """Put `work` at the end and run what can run at once."""
-        with self._lock:
-            if self._end is not None:
-                work.failure, work.done = self._end, True
-                return
-            self._queue.append(work)
-            mine = not self._driven
-            self._driven = True
-        if mine:
-            try:
+        mine = False
+        try:
+            with self._lock:
+                if self._end is not None:
+                    work.failure, work.done = self._end, True
+                    return
+                self._queue.append(work)
+                mine = not self._driven
+                self._driven = True
+            if mine:
                 self._advance()
-            finally:
+        finally:
+            if mine:
                 self._release()
         # A work that has published all it has to say holds nobody up; it may wait to be waited for.
         if not work.done and work.awaited_tick != work.last_tick:
-            self._call_background(_WAKE_DELAY_S)
+            with self._lock:
+                self._call_background(_WAKE_DELAY_S)
 
     def run_until(self, work: LaneWork) -> None:
         """Block until `work` is done, driving the queue if no other thread does."""
-        while not work.done:
-            with self._lock:
-                while self._driven and not work.done:
-                    self._turn.wait()
-                if work.done:
-                    return
-                self._driven = True
-            if self._thread is not None:
-                self._wake_up.cancel()
+        while True:
+            mine = False
             try:
+                with self._lock:
+                    while self._driven and not work.done:
+                        self._turn.wait()
+                    if work.done:
+                        return
+                    mine = self._driven = True
+                if self._thread is not None:
+                    self._wake_up.cancel()
                 self._drive(work, spin=True)
+            except BaseException as error:
+                # An interrupt, also of a thread that waited for its turn: the others wait for us.
+                self.abort(self._interrupted(work, error))
+                raise
             finally:
-                self._release()
+                if mine:
+                    self._release()
 
-    def poll(self) -> None:
-        """Run what can run without waiting."""
-        with self._lock:
-            if self._driven:
-                return
-            self._driven = True
-        try:
-            self._advance()
-        finally:
-            self._release()
+    def poll(self, work: LaneWork) -> None:
+        """Run what can run without waiting. Who only asks still needs somebody to see that a peer
+        died or is late: if `work` is not done, that is the background thread."""
+        self._run_what_can()
+        if not work.done:
+            with self._lock:
+                self._call_background(_WAKE_DELAY_S)
 
     def call_when_done(self, work: LaneWork, callback: Callable[[], None]) -> None:
         with self._lock:
@@ -144,18 +151,30 @@ class Lane:
     def abort(self, error: CollectiveError) -> None:
         """End the generation on all ranks, and every work of this lane."""
         error = self.segment.abort(error)
+        ended: list[LaneWork] = []
         with self._lock:
             if not self._driven:  # Whoever drives is woken, and ends the works itself.
-                self._finish_all(error)
+                ended = self._finish_all(error)
+        _call_back(ended)
 
-    def close(self, error: GroupClosed) -> None:
-        """No more works; those in the queue fail. Waits for the thread that drives to let go."""
-        self.segment.abort(error) if self._queue else None
+    def close(self, error: GroupClosed, lost: Callable[[Operation], PeerLost]) -> None:
+        """No more works; those in the queue fail: with `error` here, with `lost` elsewhere.
+
+        Waits for the thread that drives to let go.
+        """
+        self._run_what_can()
+        with self._lock:
+            if self._end is None:
+                self._end = error  # Also for a thread that drives, and is told another one.
+            head = self._queue[0] if self._queue else None
+        if head is not None:
+            self.segment.abort(lost(head.operation))
         with self._lock:
             while self._driven:
                 self._turn.wait()
-            self._finish_all(self._end or error)
-        if self._thread is not None:
+            ended = self._finish_all(error)
+        _call_back(ended)
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._wake_up.set(0)
             self._thread.join()
         self._wake_up.close()
@@ -191,6 +210,10 @@ class Lane:
                     give_up_at = operation.issued_at + operation.timeout_s
                     segment.wait(tick, operation, give_up_at, spin)
                 if tick < work.first_tick:
+                    # What the others published before the end must not let this one succeed.
+                    failure = segment.failure()
+                    if failure is not None:
+                        raise failure
                     segment.sign(work.operation)
                 elif tick == work.first_tick:
                     segment.check_signatures(work.operation)
@@ -198,46 +221,41 @@ class Lane:
         except StopIteration:
             with self._lock:
                 self._queue.popleft()
-                self._finish(work, None)
-            return True
+                ended = [self._finish(work, None)]
         except CollectiveError as error:
             with self._lock:
-                self._finish_all(error)
-            return True
+                ended = self._finish_all(error)
         except BaseException as error:
             # Ours, or an interrupt in the waiting thread: either way the others wait for us.
-            ended = segment.abort(
-                GroupAborted(
-                    work.operation.generation,
-                    [segment.rank],
-                    f"{type(error).__name__} during {work.operation}: {error}",
-                )
-            )
+            failure = segment.abort(self._interrupted(work, error))
             with self._lock:
-                self._finish_all(ended)
+                ended = self._finish_all(failure)
+            _call_back(ended)
             raise
+        _call_back(ended)
+        return True
 
     # -- with the lock held ----------------------------------------------------------------------
 
-    def _finish(self, work: LaneWork, failure: CollectiveError | None) -> None:
+    def _finish(self, work: LaneWork, failure: CollectiveError | None) -> LaneWork:
+        """Settle `work`; whoever does owes it its callbacks, after the lock."""
         work.failure = failure
         work.done = True
         work.body.close()
-        for callback in work.callbacks:
-            callback()
-        work.callbacks.clear()
         self._turn.notify_all()
+        return work
 
-    def _finish_all(self, error: CollectiveError) -> None:
+    def _finish_all(self, error: CollectiveError) -> list[LaneWork]:
         if self._end is None:
             self._end = error
-        while self._queue:
-            self._finish(self._queue.popleft(), self._end)
+        ended = [self._finish(work, self._end) for work in self._queue]
+        self._queue.clear()
         self._turn.notify_all()
-
-    # --------------------------------------------------------------------------------------------
+        return ended
 
     def _call_background(self, delay_s: float) -> None:
+        if self._end is not None:
+            return  # Whoever drives ends the works, and the timer may be closed already.
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._background_loop, name="chorusline-lane", daemon=True
@@ -245,14 +263,33 @@ class Lane:
             self._thread.start()
         self._wake_up.set(delay_s)
 
+    # --------------------------------------------------------------------------------------------
+
+    def _run_what_can(self) -> None:
+        mine = False
+        try:
+            with self._lock:
+                mine = not self._driven
+                self._driven = True
+            if mine:
+                self._advance()
+        finally:
+            if mine:
+                self._release()
+
+    def _interrupted(self, work: LaneWork, error: BaseException) -> GroupAborted:
+        what = f"{type(error).__name__} during {work.operation}"
+        if str(error):
+            what = f"{what}: {error}"
+        return GroupAborted(work.operation.generation, [self.segment.rank], what)
+
     def _release(self) -> None:
         with self._lock:
             self._driven = False
             self._turn.notify_all()
             # What is left is a work that somebody awaits, or one that holds up the others.
-            unfinished = bool(self._queue) and self._thread is not None
-        if unfinished:
-            self._wake_up.set(_WAKE_DELAY_S)
+            if self._queue and self._thread is not None and self._end is None:
+                self._wake_up.set(_WAKE_DELAY_S)
 
     def _background_loop(self) -> None:
         while self._end is None:
@@ -265,3 +302,10 @@ class Lane:
                 self._drive(None, spin=False)
             finally:
                 self._release()
+
+
+def _call_back(ended: list[LaneWork]) -> None:
+    for work in ended:
+        callbacks, work.callbacks = work.callbacks, []
+        for callback in callbacks:
+            callback()

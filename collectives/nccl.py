@@ -5,16 +5,8 @@ does not have, this file adds: deadlines, one error for all ranks, and names for
 
 A work is a pair of CUDA events on the communicator's own stream, around NCCL's kernel. One daemon
 thread, the watcher, follows the works in flight in the order of issue. It alone waits; it asks the
-events ever more slowly, and when a work takes longer than half a second it also looks into the
-store, where the ranks leave three kinds of keys:
-
-    position/<rank>   how far a rank has come, and in words what it does; written only by a rank
-                      that waits, or that has had nothing to do, for half a second
-    abort/error       the error that ended the generation, as JSON. The first one written stands
-    abort/closed      a line "rank operations" for every rank that closed, with the number of
-                      operations it took part in
-
-So steps that follow each other and are not held up cost the store nothing.
+events ever more slowly, and when a work takes longer than half a second, or there was none for half
+a second, it also looks into the store: roll_call.py says what the ranks leave there for each other.
 
 An abort also completes events, so an event proves nothing by itself. This rank's own abort: works
 are settled under the lock that guards the failure, and a failure settles them all before NCCL is
@@ -26,30 +18,20 @@ Who must know that all ranks finished sends a nonce along, as the ballot of a st
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .communicator import Communicator
-from .errors import (
-    CollectiveError,
-    CollectiveTimeout,
-    GroupAborted,
-    GroupClosed,
-    PeerLost,
-    error_from_json,
-    error_to_json,
-    fresh_copy,
-)
+from .errors import CollectiveError, GroupAborted, GroupClosed, fresh_copy
+from .in_flight import InFlight, PendingWork
 from .operation import Kind, Operation
 from .reduce_op import ReduceOp
+from .roll_call import LOOK_S, Position, RollCall, look_s, position_after
 from .store import Store
 from .work import Work
 
@@ -70,7 +52,6 @@ REDUCE_OP_CODES: dict[ReduceOp, int] = {
     ReduceOp.AVG: 4,
 }
 
-LOOK_S = 0.5  # between two looks into the store, while a work is in flight
 FIRST_PAUSE_S = 0.00005  # between two looks at an event; doubles up to:
 LONGEST_PAUSE_S = 0.001
 CLOSE_TIMEOUT_S = 5.0  # for the other ranks to close as well
@@ -137,31 +118,26 @@ def connect(
     return NcclCommunicator(comm, stream, store, rank, size, device, generation)
 
 
-class NcclWork(Work):
+class NcclWork(PendingWork):
     """A collective on the communicator's stream.
 
     started: this rank's GPU has come to it. ended: it is over, or NCCL was aborted.
-    done, failure: the verdict, written once, under the communicator's lock.
     waited_for: a stream was told to go on behind it, so `close` lets it finish.
     """
 
     def __init__(self, communicator: NcclCommunicator, operation: Operation) -> None:
-        super().__init__(operation)
+        super().__init__(operation, communicator.in_flight)
         self.communicator = communicator
         self.started = torch.cuda.Event()
         self.ended = torch.cuda.Event()
-        self.done = False
-        self.failure: CollectiveError | None = None
         self.waited_for = False
-        self.callbacks: list[Callable[[], None]] = []
 
     def wait(self) -> None:
         """Order the current stream behind the work; a barrier blocks the host, as in torch."""
         if self.operation.kind is Kind.BARRIER:
-            done = threading.Event()
-            self.add_done_callback(done.set)
-            done.wait()  # Not for ever: the watcher holds the deadline.
-        elif self.failure is None:
+            super().wait()
+            return
+        if self.failure is None:
             device = self.communicator.device
             torch.cuda.current_stream(device).wait_event(self.ended)
             self.waited_for = True
@@ -173,30 +149,13 @@ class NcclWork(Work):
             self.communicator.settle_ended()
         return self.done
 
-    def error(self) -> BaseException | None:
-        return None if self.failure is None else fresh_copy(self.failure)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        if not self.communicator.keep_callback(self, callback):
-            callback()
-
-    def _abandon(self) -> None:
-        operation = self.operation
-        self.communicator.abort(
-            GroupAborted(
-                operation.generation,
-                [self.communicator.rank],
-                f"the task that awaited {operation} was cancelled",
-            )
-        )
-
 
 class NcclCommunicator(Communicator):
     """One rank's end of an NCCL communicator. Made by `connect`.
 
-    Two locks. `_changed` guards the verdicts: the failure, the works in flight, their outcomes; it
-    is never held while anything waits. `_nccl` is held around every use of the NCCL handle, for
-    NCCL frees it in `abort` without asking who else is inside.
+    Two locks. `in_flight.changed` guards the verdicts; it is never held while anything waits.
+    `_nccl` is held around every use of the NCCL handle, for NCCL frees it in `abort` without asking
+    who else is inside.
     """
 
     backend = "nccl"
@@ -215,17 +174,12 @@ class NcclCommunicator(Communicator):
         self.size = size
         self.device = device
         self.generation = generation
-        self._store = store
+        self.in_flight: InFlight[NcclWork] = InFlight(rank, self.abort)
+        self._roll_call = RollCall(store, rank, size, generation)
         self._stream = stream
         self._nccl = threading.Lock()
         self._comm = comm  # None once it was given back
-        self._changed = threading.Condition()
-        self._failure: CollectiveError | None = None
-        self._in_flight: deque[NcclWork] = deque()  # in the order of issue
-        self._last_done: Operation | None = None
-        self._settled_at = float("-inf")  # time.monotonic() of the last success, in seconds
         self._doubtful = False  # after a pause: settle nothing before a look into the store
-        self._last_position = ""
         self._ending: threading.Thread | None = None
         self._barrier_element = torch.zeros(1, dtype=torch.int32, device=device)
         self._watcher = threading.Thread(
@@ -285,19 +239,15 @@ class NcclCommunicator(Communicator):
         work = NcclWork(self, operation)
         # Held until the work is queued, so that the queue has the order of the stream.
         with self._nccl:
-            if self._failure is None:
+            if self.in_flight.failure is None:
                 try:
                     self._enqueue(work, tensors, launch)
                 except Exception as error:
                     self.abort(self._broken(f"{operation} could not be launched", error))
-            with self._changed:
-                if self._failure is None:
-                    if not self._in_flight:
-                        self._doubtful = time.monotonic() - self._settled_at >= LOOK_S
-                    self._in_flight.append(work)
-                    self._changed.notify_all()
-                else:
-                    work.failure, work.done = self._failure, True
+            with self.in_flight.changed:
+                if not self.in_flight.works:
+                    self._doubtful = time.monotonic() - self.in_flight.settled_at >= LOOK_S
+                self.in_flight.add(work)
         return work
 
     def _enqueue(
@@ -320,18 +270,14 @@ class NcclCommunicator(Communicator):
         Works of this rank raise `error`, unless another came first. The other ranks raise what
         stands in the store: `error`, or the one that some rank wrote before it.
         """
-        with self._changed:
-            if not self._fail(error):
+        with self.in_flight.changed:
+            if not self.in_flight.fail(error):
                 return
-            # No daemon: who aborts and exits must still tell the others. Giving back may hang in
-            # NCCL, and must not keep the process.
-            telling = threading.Thread(
-                target=self._publish, args=(error,), name="chorusline-abort-tell"
-            )
+            telling = self._roll_call.publish_meanwhile(error)
+            # A daemon: giving back may hang in NCCL, and must not keep the process.
             self._ending = threading.Thread(
                 target=self._end_nccl, args=(telling,), name="chorusline-abort-nccl", daemon=True
             )
-            telling.start()
             self._ending.start()
 
     def close(self) -> None:
@@ -344,43 +290,22 @@ class NcclCommunicator(Communicator):
         """
         # 1. Finish
         self._let_finish()
-        with self._changed:
-            idle = not self._in_flight
-            first = self._fail(GroupClosed("close", self.generation))
+        with self.in_flight.changed:
+            idle = not self.in_flight.works
+            first = self.in_flight.fail(GroupClosed("close", self.generation))
         # 2. Wait for the others
-        gently = first and self._tell_closed() and idle and self._all_close()
+        told = first and self._roll_call.tell_closed(self.in_flight.operations_done())
+        gently = told and idle and self._roll_call.all_close(CLOSE_TIMEOUT_S)
         # 3. Give back
         self._give_back(gently)
         for thread in (self._ending, self._watcher):
             if thread is not None and thread is not threading.current_thread():
                 thread.join(CLOSE_TIMEOUT_S)
 
-    def _fail(self, error: CollectiveError) -> bool:
-        """With the lock: if this is the first failure, record it and settle every work."""
-        if self._failure is not None:
-            return False
-        self._failure = error
-        works = list(self._in_flight)
-        self._in_flight.clear()
-        for work in works:
-            work.failure, work.done = error, True
-        for work in works:
-            _call_back(work)
-        self._changed.notify_all()
-        return True
-
     def _end_nccl(self, telling: threading.Thread) -> None:
         # The others first: ncclCommAbort may need them to abort as well before it returns.
         telling.join(CLOSE_TIMEOUT_S)
         self._give_back(gently=False)
-
-    def _publish(self, error: CollectiveError) -> CollectiveError:
-        """Tell the other ranks; the error that stands, which another may have written before."""
-        try:
-            stands = self._store.compare_set("abort/error", "", error_to_json(error))
-        except Exception:
-            return error  # Without the store each rank has its own deadline left.
-        return error_from_json(stands.decode())
 
     def _give_back(self, gently: bool) -> None:
         # A launch blocks where the GPU's queue is full of kernels that wait for a lost rank; then
@@ -395,29 +320,12 @@ class NcclCommunicator(Communicator):
                 self._nccl.release()
 
     def _let_finish(self) -> None:
-        with self._changed:
-            works = [work for work in self._in_flight if work.waited_for]
+        with self.in_flight.changed:
+            works = [work for work in self.in_flight.works if work.waited_for]
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
         while works and not works[-1].is_completed() and time.monotonic() < give_up_at:
             time.sleep(LONGEST_PAUSE_S)
         self.settle_ended()
-
-    def _tell_closed(self) -> bool:
-        with contextlib.suppress(Exception):
-            self._store.append("abort/closed", f"{self.rank} {self._operations_done()}\n")
-            return True
-        return False
-
-    def _all_close(self) -> bool:
-        """Wait for the others to close; whether all did, and none failed."""
-        give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
-        with contextlib.suppress(Exception):
-            while len(self._closed()) < self.size:
-                if time.monotonic() > give_up_at or self._store.check(["abort/error"]):
-                    return False
-                time.sleep(0.01)
-            return True
-        return False
 
     def _broken(self, what: str, error: BaseException) -> GroupAborted:
         reason = f"{what}: {type(error).__name__}: {error}"
@@ -429,30 +337,18 @@ class NcclCommunicator(Communicator):
         """Settle the works whose events have completed. Any thread may; never raises."""
         ended: list[NcclWork] = []
         broken: Exception | None = None
-        with self._changed:
+        with self.in_flight.changed:
             try:
-                while self._in_flight and not self._doubtful:
-                    if not self._in_flight[0].ended.query():
-                        break
-                    work = self._in_flight.popleft()
-                    work.done = True
-                    self._last_done = work.operation
-                    ended.append(work)
+                works = self.in_flight.works
+                while works and not self._doubtful and works[0].ended.query():
+                    ended.append(works[0])
+                    self.in_flight.settle_head()
             except Exception as error:  # An error of the GPU, perhaps of an earlier kernel.
                 broken = error
-            if ended:
-                self._settled_at = time.monotonic()
         for work in ended:
-            _call_back(work)
+            work.call_back()
         if broken is not None:
             self.abort(self._broken("the GPU failed", broken))
-
-    def keep_callback(self, work: NcclWork, callback: Callable[[], None]) -> bool:
-        """Keep `callback` for the end of `work`; False if it has ended."""
-        with self._changed:
-            if not work.done:
-                work.callbacks.append(callback)
-            return not work.done
 
     # -- the watcher -----------------------------------------------------------------------------
 
@@ -469,16 +365,16 @@ class NcclCommunicator(Communicator):
         followed: NcclWork | None = None
         while True:
             self.settle_ended()
-            with self._changed:
-                if self._failure is not None:
+            with self.in_flight.changed:
+                if self.in_flight.failure is not None:
                     return
-                head = self._in_flight[0] if self._in_flight else None
+                head = self.in_flight.head()
                 if head is None:
-                    news = self._position_is_news()
-                    idle = not self._changed.wait(LOOK_S if news else None)
+                    news = self._roll_call.is_news(self._position())
+                    idle = not self.in_flight.changed.wait(LOOK_S if news else None)
             if head is None:
                 if idle:
-                    self._tell_position()
+                    self._roll_call.tell(self._position())
                 continue
             if head is not followed:
                 followed, pause_s = head, FIRST_PAUSE_S
@@ -487,7 +383,7 @@ class NcclCommunicator(Communicator):
                     self._doubtful = False
                     continue
             now = time.monotonic()
-            if now - max(looked_at, head.operation.issued_at) >= _look_s(head):
+            if now - max(looked_at, head.operation.issued_at) >= look_s(head.operation):
                 looked_at = now
                 self._look(head)
             time.sleep(pause_s)
@@ -495,52 +391,24 @@ class NcclCommunicator(Communicator):
 
     def _look(self, head: NcclWork) -> None:
         """Say where this rank is; end the generation if it is over elsewhere, or overdue here."""
-        self._tell_position()
+        self._roll_call.tell(self._position())
         if self._look_for_the_end(head):
             return
         error = self._async_error()
         if error is None:
-            now = time.monotonic()
-            with self._changed:
-                works = list(self._in_flight)
-            for work in works:
-                operation = work.operation
-                # A look later than the deadline: who arrived in time has said so by then.
-                if now > operation.issued_at + operation.timeout_s + _look_s(work):
-                    error = self._timeout(operation, head)
-                    break
+            # A look later than the deadline: who arrived in time has said so by then.
+            overdue = self.in_flight.overdue(look_s)
+            if overdue is not None:
+                error = self._roll_call.timeout(overdue, head.operation, self._position())
         if error is not None:
-            self.abort(self._publish(error))
+            self.abort(self._roll_call.publish(error))
 
     def _look_for_the_end(self, head: NcclWork) -> bool:
         """End the generation if it is over elsewhere."""
-        error = self._news() or self._peer_that_closed(head)
+        error = self._roll_call.the_end(head.operation)
         if error is not None:
-            self.abort(self._publish(error))
+            self.abort(self._roll_call.publish(error))
         return error is not None
-
-    def _news(self) -> CollectiveError | None:
-        """The error that another rank ended the generation with."""
-        with contextlib.suppress(Exception):
-            if self._store.check(["abort/error"]):
-                return error_from_json(self._store.get("abort/error").decode())
-        return None
-
-    def _closed(self) -> dict[int, int]:
-        """The ranks that closed, and the number of operations they took part in."""
-        if not self._store.check(["abort/closed"]):
-            return {}
-        lines = self._store.get("abort/closed").decode().splitlines()
-        return {int(rank): int(operations) for rank, operations in map(str.split, lines)}
-
-    def _peer_that_closed(self, head: NcclWork) -> CollectiveError | None:
-        with contextlib.suppress(Exception):
-            operation = head.operation
-            gone = sorted(r for r, taken in self._closed().items() if taken <= operation.sequence)
-            if gone:
-                how = "closed the group without taking part"
-                return PeerLost(str(operation), self.generation, gone, how)
-        return None
 
     def _async_error(self) -> CollectiveError | None:
         """What NCCL's own threads report, such as a broken connection."""
@@ -555,66 +423,15 @@ class NcclCommunicator(Communicator):
             self._nccl.release()
         return None
 
-    def _timeout(self, operation: Operation, head: NcclWork) -> CollectiveError:
-        """CollectiveTimeout that names the ranks without which `head` cannot run."""
-        missing: list[int] = []
-        whereabouts: list[str] = []
-        for rank in range(self.size):
-            arrived, where = self._position() if rank == self.rank else self._position_of(rank)
-            if arrived < head.operation.sequence:
-                missing.append(rank)
-                whereabouts.append(f"rank {rank} {where}")
-        story = "; ".join(whereabouts) or (
-            "all ranks are in it, so the transfer itself is stuck or slower than the deadline"
-        )
-        return CollectiveTimeout(
-            str(operation), self.generation, missing, operation.timeout_s, story
-        )
-
-    # -- positions -------------------------------------------------------------------------------
-
-    def _operations_done(self) -> int:
-        return 0 if self._last_done is None else self._last_done.sequence + 1
-
-    def _position(self) -> tuple[int, str]:
+    def _position(self) -> Position:
         """The last operation that this rank's GPU has come to, and in words what it does."""
-        with self._changed:
-            head = self._in_flight[0] if self._in_flight else None
-            last = self._last_done
-        if head is not None:
-            operation = head.operation
-            if head.started.query():
-                return operation.sequence, f"is in {operation}"
-            where = f"has issued {operation}, but its GPU is busy with earlier kernels"
-            return operation.sequence - 1, where
-        if last is not None:
-            return last.sequence, f"has finished {last} and issued nothing since"
-        return -1, "has issued nothing"
-
-    def _position_is_news(self) -> bool:
-        return json.dumps(self._position()) != self._last_position
-
-    def _tell_position(self) -> None:
-        position = json.dumps(self._position())
-        if position != self._last_position:
-            self._last_position = position
-            with contextlib.suppress(Exception):
-                self._store.set(f"position/{self.rank}", position)
-
-    def _position_of(self, rank: int) -> tuple[int, str]:
-        with contextlib.suppress(Exception):
-            if self._store.check([f"position/{rank}"]):
-                arrived, where = json.loads(self._store.get(f"position/{rank}"))
-                return arrived, where
-        return -1, "was not heard of in this generation"
-
-
-def _call_back(work: NcclWork) -> None:
-    for callback in work.callbacks:
-        callback()
-    work.callbacks.clear()
-
-
-def _look_s(work: NcclWork) -> float:
-    """Seconds between two looks into the store while `work` is in flight."""
-    return min(LOOK_S, work.operation.timeout_s / 4)
+        with self.in_flight.changed:
+            head = self.in_flight.head()
+            last = self.in_flight.last_done
+        if head is None:
+            return position_after(last)
+        operation = head.operation
+        if head.started.query():
+            return Position(operation.sequence, f"is in {operation}")
+        where = f"has issued {operation}, but its GPU is busy with earlier kernels"
+        return Position(operation.sequence - 1, where)

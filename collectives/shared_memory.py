@@ -8,7 +8,6 @@ ranks get the same bits.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from .arithmetic import reduce_into
 from .communicator import Communicator
-from .errors import CollectiveError, GroupClosed
+from .errors import CollectiveError, GroupClosed, PeerLost
 from .lane import Body, Lane, LaneWork
 from .operation import Operation
 from .reduce_op import ReduceOp
@@ -37,16 +36,20 @@ class SharedMemoryCommunicator(Communicator):
 
     backend = "shared-memory"
 
-    def __init__(self, segment: SharedSegment, give_up_at: float) -> None:
-        """Blocks until all ranks have come, or raises at `give_up_at` (time.monotonic())."""
+    def __init__(self, segment: SharedSegment, timeout_s: float) -> None:
+        """Blocks until all ranks have come. Raises CollectiveError, and `segment` is given back."""
         self.rank = segment.rank
         self.size = segment.size
         self.device = torch.device("cpu")
         self._segment = segment
+        try:
+            segment.meet(timeout_s)
+        except BaseException:
+            segment.leave()
+            raise
+        self._next_tick = 2  # meet() used 1
         self._lane = Lane(segment)
         self._closed = False
-        segment.meet(give_up_at)
-        self._next_tick = 2  # meet() used 1
 
     # -- the contract --------------------------------------------------------------------------
 
@@ -68,9 +71,7 @@ class SharedMemoryCommunicator(Communicator):
             operation, chunks, self._reduce_scatter, output.view(-1), rows, op, chunk
         )
 
-    def all_gather(
-        self, operation: Operation, output: torch.Tensor, input: torch.Tensor
-    ) -> Work:
+    def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
         chunk = self._chunk_elements(input, self._segment.slot_bytes)
         chunks = max(1, -(-input.numel() // chunk))
         rows = output.view(self.size, -1)
@@ -92,7 +93,13 @@ class SharedMemoryCommunicator(Communicator):
         if self._closed:
             return
         self._closed = True
-        self._lane.close(GroupClosed("close", self._segment.generation))
+        generation = self._segment.generation
+
+        def lost(operation: Operation) -> PeerLost:
+            how = "closed the group with this operation still to do"
+            return PeerLost(str(operation), generation, [self.rank], how)
+
+        self._lane.close(GroupClosed("close", generation), lost)
         self._segment.leave()
 
     # -- the algorithms ------------------------------------------------------------------------
@@ -161,9 +168,7 @@ class SharedMemoryCommunicator(Communicator):
                 reduce_into(output[start : start + chunk], parts, op)
             tick += 1
 
-    def _all_gather(
-        self, tick: int, rows: torch.Tensor, input: torch.Tensor, chunk: int
-    ) -> Body:
+    def _all_gather(self, tick: int, rows: torch.Tensor, input: torch.Tensor, chunk: int) -> Body:
         """rows: (size, n), the output by rank; this rank's row may be `input` itself."""
         segment, rank = self._segment, self.rank
         for start in range(0, max(1, input.numel()), chunk):
@@ -199,9 +204,7 @@ class SharedMemoryCommunicator(Communicator):
     ) -> Work:
         first = self._next_tick
         self._next_tick = first + num_ticks
-        work = LaneWork(
-            self._lane, operation, body(first, *args), first, first + num_ticks - 1
-        )
+        work = LaneWork(self._lane, operation, body(first, *args), first, first + num_ticks - 1)
         self._lane.submit(work)
         return work
 
@@ -215,4 +218,4 @@ def connect_shared_memory(
 ) -> SharedMemoryCommunicator:
     """Join the segment behind `descriptor` together with the processes `pids`, by rank."""
     segment = SharedSegment(descriptor, pids, rank, generation, SLOT_BYTES)
-    return SharedMemoryCommunicator(segment, time.monotonic() + timeout_s)
+    return SharedMemoryCommunicator(segment, timeout_s)

@@ -29,7 +29,6 @@ Publishing relies on stores becoming visible in program order. x86 promises that
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -44,13 +43,13 @@ import torch
 
 from .errors import (
     CollectiveError,
-    CollectiveMismatch,
     CollectiveTimeout,
     PeerLost,
     error_from_json,
     error_to_json,
 )
-from .operation import Operation, describe
+from .operation import Operation
+from .signature import Signature, mismatch
 
 _MAGIC = 0x43484F5255534C31  # "CHORUSL1"
 _HEADER_WORDS = 8
@@ -59,6 +58,7 @@ _TICK, _SLEEPS_ON, _STATE, _SIGNATURE = 0, 8, 16, 24  # words from the start of 
 _ABSENT, _OPEN, _CLOSED = 0, 1, 2
 _ABORT_WORD = 1
 _RECORD_BYTES = 64 * 1024
+_RECORD_LOCK_S = 1.0  # it is held for microseconds
 
 _SPINS_WITH_CORES = 200  # sched_yield is about 0.4 us on an idle core
 _SPINS_OVERCOMMITTED = 50  # more ranks than cores: somebody else needs the core to arrive
@@ -125,7 +125,12 @@ class SharedSegment:
         self._abort_lock = threading.Lock()
         self._exits = select.poll()
         self._rank_of_pidfd: dict[int, int] = {}
-        self._watch_peers()
+        self._meet_timeout_s = 0.0
+        try:
+            self._watch_peers()
+        except PeerLost:
+            self.leave()
+            raise
 
     # -- making and finding the memory ---------------------------------------------------------
 
@@ -287,7 +292,9 @@ class SharedSegment:
             raise self.abort(PeerLost(str(operation), self.generation, closed, detail))
         now = time.monotonic()
         if now >= give_up_at:
-            timeout_s = operation.timeout_s if isinstance(operation, Operation) else 0.0
+            timeout_s = self._meet_timeout_s
+            if isinstance(operation, Operation):
+                timeout_s = operation.timeout_s
             raise self.abort(
                 CollectiveTimeout(
                     str(operation),
@@ -308,9 +315,7 @@ class SharedSegment:
         at = self._block + _SIGNATURE + 4 * (operation.sequence & 1)
         words = self._words
         words[at] = operation.sequence
-        words[at + 1] = (
-            operation.kind | (operation.dtype + 1) << 8 | (operation.detail + 1) << 16
-        )
+        words[at + 1] = operation.kind | (operation.dtype + 1) << 8 | (operation.detail + 1) << 16
         words[at + 2] = operation.numel
 
     def check_signatures(self, operation: Operation) -> None:
@@ -329,33 +334,20 @@ class SharedSegment:
                 break
         else:
             return
-        others = [
-            r
-            for r, block in enumerate(self._blocks)
-            if words[block + offset] != what or words[block + offset + 1] != numel
-        ]
-        told = [f"rank {r} issued {self._issued(r, operation.sequence)}" for r in range(self.size)]
-        raise self.abort(
-            CollectiveMismatch(
-                str(operation), self.generation, sorted([self.rank, *others]), ", ".join(told)
-            )
-        )
+        signed = [self._signature(r, operation.sequence & 1) for r in range(self.size)]
+        error = mismatch(self.generation, signed)
+        assert error is not None
+        raise self.abort(error)
 
-    def _issued(self, rank: int, sequence: int) -> str:
-        at = self._blocks[rank] + _SIGNATURE + 4 * (sequence & 1)
-        what = self._words[at + 1]
-        kind, dtype, detail = what & 0xFF, (what >> 8 & 0xFF) - 1, (what >> 16) - 1
-        if not kind:
-            return "nothing yet"
-        told = describe(kind, self._words[at], self._words[at + 2], dtype)
-        return f"{told} detail {detail}" if detail >= 0 else told
+    def _signature(self, rank: int, parity: int) -> Signature:
+        at = self._blocks[rank] + _SIGNATURE + 4 * parity
+        sequence, what, numel = self._words[at], self._words[at + 1], self._words[at + 2]
+        return Signature(sequence, what & 0xFF, (what >> 8 & 0xFF) - 1, (what >> 16) - 1, numel)
 
     def _whereabouts(self, rank: int) -> str:
         """What a rank that is late did last, in words."""
-        block = self._blocks[rank] + _SIGNATURE
-        sequences = [self._words[block], self._words[block + 4]]
-        last = max(range(2), key=lambda parity: sequences[parity])
-        return f"rank {rank} is at {self._issued(rank, sequences[last])}"
+        last = max(self._signature(rank, parity) for parity in range(2))
+        return f"rank {rank} is at {last}" if last.kind else f"rank {rank} has done nothing yet"
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -372,7 +364,9 @@ class SharedSegment:
     def abort(self, error: CollectiveError) -> CollectiveError:
         """End the generation for all ranks; the error that did, which may be an earlier one."""
         with self._abort_lock:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            if self._descriptor < 0:
+                return error  # This rank has left.
+            self._lock_record()
             try:
                 if not self._words[_ABORT_WORD]:
                     record = _fitting_record(error)
@@ -390,11 +384,23 @@ class SharedSegment:
         assert failure is not None
         return failure
 
-    def meet(self, give_up_at: float) -> None:
+    def _lock_record(self) -> None:
+        """Exclude the other ranks, except one that was stopped while it excluded us."""
+        give_up_at = time.monotonic() + _RECORD_LOCK_S
+        while True:
+            try:
+                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > give_up_at:
+                    return None
+            time.sleep(0.001)
+
+    def meet(self, timeout_s: float) -> None:
         """Return when all ranks have mapped the segment. Uses tick 1."""
+        self._meet_timeout_s = timeout_s
         self._words[self._block + _STATE] = _OPEN
         self.publish(1)
-        self.wait(1, "rendezvous", give_up_at, spin=True)
+        self.wait(1, "rendezvous", time.monotonic() + timeout_s, spin=True)
 
     def leave(self) -> None:
         """Tell the others that this rank will not come again, and give back what is ours.
@@ -407,8 +413,10 @@ class SharedSegment:
             self._exits.unregister(pidfd)
             os.close(pidfd)
         self._rank_of_pidfd.clear()
-        with contextlib.suppress(OSError):
-            os.close(self._descriptor)
+        with self._abort_lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def _page_aligned(nbytes: int) -> int:

@@ -98,7 +98,7 @@ class _DictStore(Store):
         self._changed = threading.Condition()
 
     def set(self, key: str, value: bytes | str) -> None:
-        with self._changed:
+        with self._changed, self._exclusive():
             self._write(key, _as_bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -195,9 +195,9 @@ class HashStore(_DictStore):
 class FileStore(_DictStore):
     """A store in a file, for processes that share a file system.
 
-    The file is a log of writes (changes that depend on what is there hold a lock, flock), so no
-    server is needed. Give every run a path of its own, and remove the file when the run is over:
-    the keys of an earlier run count.
+    The file is a log of writes, each of which holds a lock (flock), so no server is needed. Give
+    every run a path of its own, and remove the file when the run is over: the keys of an earlier
+    run count. Every process makes its own; one that was inherited by fork shares the lock.
     """
 
     _ENTRY = struct.Struct("<IiQ")  # bytes of key, bytes of value (-1: deleted), reserved
@@ -220,7 +220,7 @@ class FileStore(_DictStore):
             value_at = key_at + key_bytes
             next_at = value_at + max(value_bytes, 0)
             if next_at > len(log):
-                break  # Its writer is not done yet.
+                break  # Its writer is not done yet, or was killed.
             key = log[key_at:value_at].decode()
             if value_bytes < 0:
                 self._data.pop(key, None)
@@ -232,10 +232,11 @@ class FileStore(_DictStore):
     def _exclusive(self) -> _Held:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self._refresh()
+        if os.fstat(self._file).st_size > self._seen:
+            os.ftruncate(self._file, self._seen)  # Half an entry: its writer was killed.
         return _Held(self._file)
 
     def _write(self, key: str, value: bytes | None) -> None:
-        # One write() in append mode is one entry, whole and unmixed, also without the lock.
         encoded = key.encode()
         size = -1 if value is None else len(value)
         os.write(self._file, self._ENTRY.pack(len(encoded), size, 0) + encoded + (value or b""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 
@@ -59,8 +60,7 @@ class Work(ABC):
                     done.set_result(None)
 
             def wake() -> None:
-                # The loop may be closed by the time a peer arrives.
-                if not loop.is_closed():
+                with contextlib.suppress(RuntimeError):  # It may be closed when a peer arrives.
                     loop.call_soon_threadsafe(settle)
 
             self.add_done_callback(wake)

@@ -6,6 +6,7 @@ run in it yet), so a test can have fresh ranks for itself.
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -17,9 +18,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from collectives.group import Group
+from collectives.nccl import load_nccl
 from collectives.store import FileStore
 
 SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
@@ -28,6 +31,26 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["torch", "numpy", "pytest", "collectives.gloo", "collectives.shared_memory"]
 )
+
+
+def why_no_nccl(size: int) -> str:
+    """Why `size` ranks cannot use NCCL on this machine; empty if they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed: pip install chorusline[cuda13]"
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < size and load_nccl().get_version() < 23000:
+        return f"{size} ranks on {num_gpus} GPUs need NCCL 2.30 or later"
+    return ""
+
+
+def on_gpus(size: int) -> Any:
+    """`size` as a parameter of a test that needs NCCL."""
+    reason = why_no_nccl(size)
+    return pytest.param(
+        size, marks=[pytest.mark.gpu, pytest.mark.skipif(reason != "", reason=reason)]
+    )
 
 
 @dataclass
@@ -89,7 +112,7 @@ class Ranks:
         assert pid is not None
         os.kill(pid, number)
 
-    def results(self, *, ranks: Collection[int] | None = None, timeout_s: float = 60) -> list[Any]:
+    def results(self, *, ranks: Collection[int] | None = None, timeout_s: float = 100) -> list[Any]:
         """What the bodies of `ranks` (all) return; fails with the tracebacks of those that fail."""
         give_up_at = time.monotonic() + timeout_s
         found: list[Any] = []

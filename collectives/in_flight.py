@@ -1,0 +1,134 @@
+"""Works that a thread of their communicator sees through to the end, and the one error of them all.
+
+For transports in which the thread that waits is not the one that works. A verdict is written once,
+under one lock. The first failure is the verdict of every work in flight, and of every later one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from .errors import CollectiveError, GroupAborted, fresh_copy
+from .operation import Operation
+from .work import Work
+
+
+class PendingWork(Work):
+    """A work whose verdict (done, failure) another thread writes."""
+
+    def __init__(self, operation: Operation, in_flight: InFlight[Any]) -> None:
+        super().__init__(operation)
+        self.in_flight = in_flight
+        self.done = False
+        self.failure: CollectiveError | None = None
+        self.callbacks: list[Callable[[], None]] = []
+
+    def wait(self) -> None:
+        changed = self.in_flight.changed
+        try:
+            with changed:
+                while not self.done:  # Not for ever: the communicator holds the deadline.
+                    changed.wait()
+        except BaseException as error:  # An interrupt: the others wait for us.
+            self._give_up(f"{type(error).__name__} during {self.operation}")
+            raise
+        if self.failure is not None:
+            raise fresh_copy(self.failure)
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def error(self) -> BaseException | None:
+        return None if self.failure is None else fresh_copy(self.failure)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        with self.in_flight.changed:
+            if not self.done:
+                self.callbacks.append(callback)
+                return
+        callback()
+
+    def call_back(self) -> None:
+        callbacks, self.callbacks = self.callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _abandon(self) -> None:
+        self._give_up(f"the task that awaited {self.operation} was cancelled")
+
+    def _give_up(self, reason: str) -> None:
+        rank = self.in_flight.rank
+        self.in_flight.abort(GroupAborted(self.operation.generation, [rank], reason))
+
+
+AnyWork = TypeVar("AnyWork", bound=PendingWork)
+
+
+class InFlight(Generic[AnyWork]):
+    """The works of one communicator that have no verdict yet, in the order of issue.
+
+    changed: guards everything here; never held while anything waits.
+    failure: what ended the generation. abort: the communicator's, for waiters that give up.
+    last_done: the operation that succeeded last, at settled_at (time.monotonic(), in seconds).
+    """
+
+    def __init__(self, rank: int, abort: Callable[[CollectiveError], None]) -> None:
+        self.rank = rank
+        self.abort = abort
+        self.changed = threading.Condition()
+        self.works: deque[AnyWork] = deque()
+        self.failure: CollectiveError | None = None
+        self.last_done: Operation | None = None
+        self.settled_at = float("-inf")
+
+    def add(self, work: AnyWork) -> None:
+        with self.changed:
+            if self.failure is None:
+                self.works.append(work)
+                self.changed.notify_all()
+            else:
+                work.failure, work.done = self.failure, True
+
+    def head(self) -> AnyWork | None:
+        with self.changed:
+            return self.works[0] if self.works else None
+
+    def settle_head(self) -> None:
+        """With the lock: the first work has succeeded. The caller calls it back, without."""
+        work = self.works.popleft()
+        work.done = True
+        self.last_done = work.operation
+        self.settled_at = time.monotonic()
+        self.changed.notify_all()
+
+    def fail(self, error: CollectiveError) -> bool:
+        """Settle all works with `error`, if it is the first; whether it was."""
+        with self.changed:
+            if self.failure is not None:
+                return False
+            self.failure = error
+            works = list(self.works)
+            self.works.clear()
+            for work in works:
+                work.failure, work.done = error, True
+            self.changed.notify_all()
+        for work in works:
+            work.call_back()
+        return True
+
+    def overdue(self, margin: Callable[[Operation], float]) -> Operation | None:
+        """The first operation that should have ended `margin` seconds ago."""
+        now = time.monotonic()
+        with self.changed:
+            for work in self.works:
+                operation = work.operation
+                if now > operation.issued_at + operation.timeout_s + margin(operation):
+                    return operation
+        return None
+
+    def operations_done(self) -> int:
+        return 0 if self.last_done is None else self.last_done.sequence + 1

@@ -1,0 +1,201 @@
+"""How ranks that share nothing but a store learn who is late, who is gone, and how it ended.
+
+For transports that can neither see their peers nor be told anything by them: NCCL, and Gloo. A
+rank whose operations follow each other and are not held up does not use the store at all; one
+that waits, or has had nothing to do for a while, leaves and looks for these keys:
+
+    position/<rank>   how far a rank has come, and in words what it does
+    abort/error       the error that ended the generation, as JSON. The first one written stands
+    abort/closed      a line "rank operations" for every rank that closed, with the number of
+                      operations it took part in
+    call/asked        somebody's transport broke and does not say why: who lives, answers
+    call/<rank>       the answer
+
+A store that fails must not make anything worse: then each rank has its own deadline left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from typing import NamedTuple
+
+from .errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    GroupAborted,
+    PeerLost,
+    error_from_json,
+    error_to_json,
+)
+from .operation import Operation
+from .store import Store
+
+LOOK_S = 0.5  # between two looks into the store, while an operation is in flight
+
+
+class Position(NamedTuple):
+    """How far a rank has come: the last operation it arrived in, and in words what it does."""
+
+    arrived: int
+    where: str
+
+
+def position_after(last: Operation | None) -> Position:
+    """The position of a rank with nothing in flight; `last` is what it finished last."""
+    if last is None:
+        return Position(-1, "has issued nothing")
+    return Position(last.sequence, f"has finished {last} and issued nothing since")
+
+
+def look_s(operation: Operation) -> float:
+    """Seconds between two looks into the store while `operation` is in flight."""
+    return min(LOOK_S, operation.timeout_s / 4)
+
+
+class RollCall:
+    """One rank's part in it. No method raises, and none blocks longer than the store."""
+
+    def __init__(self, store: Store, rank: int, size: int, generation: int) -> None:
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.generation = generation
+        self._told: Position | None = None
+        self._answered = False
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def publish(self, error: CollectiveError) -> CollectiveError:
+        """Tell the other ranks; the error that stands, which another may have written before."""
+        try:
+            stands = self.store.compare_set("abort/error", "", error_to_json(error))
+            return error_from_json(stands.decode())
+        except Exception:
+            return error
+
+    def publish_meanwhile(self, error: CollectiveError) -> threading.Thread:
+        """`publish` in a thread. No daemon: who aborts and exits must still tell the others."""
+        telling = threading.Thread(target=self.publish, args=(error,), name="chorusline-abort-tell")
+        telling.start()
+        return telling
+
+    def news(self) -> CollectiveError | None:
+        """The error that some rank ended the generation with."""
+        with contextlib.suppress(Exception):
+            if self.store.check(["abort/error"]):
+                return error_from_json(self.store.get("abort/error").decode())
+        return None
+
+    def tell_closed(self, operations: int) -> bool:
+        """Say that this rank closed after `operations` of them; whether that could be said."""
+        with contextlib.suppress(Exception):
+            self.store.append("abort/closed", f"{self.rank} {operations}\n")
+            return True
+        return False
+
+    def all_close(self, patience_s: float) -> bool:
+        """Wait for the others to close; whether all did, and none failed."""
+        give_up_at = time.monotonic() + patience_s
+        with contextlib.suppress(Exception):
+            while len(self._closed()) < self.size:
+                if time.monotonic() > give_up_at or self.store.check(["abort/error"]):
+                    return False
+                time.sleep(0.01)
+            return True
+        return False
+
+    def the_end(self, operation: Operation | None) -> CollectiveError | None:
+        """The error if it is over elsewhere: published, or by a close without `operation`."""
+        news = self.news()
+        if news is not None or operation is None:
+            return news
+        with contextlib.suppress(Exception):
+            gone = sorted(r for r, taken in self._closed().items() if taken <= operation.sequence)
+            if gone:
+                how = "closed the group without taking part"
+                return PeerLost(str(operation), self.generation, gone, how)
+        return None
+
+    def _closed(self) -> dict[int, int]:
+        """The ranks that closed, and the number of operations they took part in."""
+        if not self.store.check(["abort/closed"]):
+            return {}
+        lines = self.store.get("abort/closed").decode().splitlines()
+        return {int(rank): int(operations) for rank, operations in map(str.split, lines)}
+
+    # -- who is late -----------------------------------------------------------------------------
+
+    def is_news(self, position: Position) -> bool:
+        return position != self._told
+
+    def tell(self, position: Position) -> None:
+        if position != self._told:
+            self._told = position
+            with contextlib.suppress(Exception):
+                self.store.set(f"position/{self.rank}", json.dumps(position))
+
+    def timeout(
+        self, operation: Operation, head: Operation, position: Position
+    ) -> CollectiveTimeout:
+        """CollectiveTimeout that names the ranks without which `head` cannot run.
+
+        operation: the one that is overdue. head: the first in flight. position: our own.
+        """
+        missing: list[int] = []
+        whereabouts: list[str] = []
+        for rank in range(self.size):
+            arrived, where = position if rank == self.rank else self._position_of(rank)
+            if arrived < head.sequence:
+                missing.append(rank)
+                whereabouts.append(f"rank {rank} {where}")
+        story = "; ".join(whereabouts) or (
+            "all ranks are in it, so the transfer itself is stuck or slower than the deadline"
+        )
+        return CollectiveTimeout(
+            str(operation), self.generation, missing, operation.timeout_s, story
+        )
+
+    def _position_of(self, rank: int) -> Position:
+        with contextlib.suppress(Exception):
+            if self.store.check([f"position/{rank}"]):
+                return Position(*json.loads(self.store.get(f"position/{rank}")))
+        return Position(-1, "was not heard of in this generation")
+
+    # -- who is gone -----------------------------------------------------------------------------
+
+    def answer(self) -> None:
+        """If somebody calls the roll, say that this rank lives."""
+        with contextlib.suppress(Exception):
+            if not self._answered and self.store.check(["call/asked"]):
+                self.store.set(f"call/{self.rank}", "here")
+                self._answered = True
+
+    def why_broken(
+        self, operation: Operation | str, reason: str, patience_s: float
+    ) -> CollectiveError:
+        """Call the roll: the error for a transport that broke with `reason` during `operation`.
+
+        What another rank has published, if it has; else PeerLost with the ranks that do not
+        answer within `patience_s`, which must be several times the pause between two of their
+        looks; GroupAborted if all do.
+        """
+        issued = operation if isinstance(operation, Operation) else None
+        give_up_at = time.monotonic() + patience_s
+        with contextlib.suppress(Exception):
+            self.store.set("call/asked", "1")
+            self.store.set(f"call/{self.rank}", "here")
+            while True:
+                error = self.the_end(issued)
+                if error is not None:
+                    return error
+                silent = [r for r in range(self.size) if not self.store.check([f"call/{r}"])]
+                if not silent:
+                    break
+                if time.monotonic() > give_up_at:
+                    how = f"no answer for {patience_s:g} s, after {reason}"
+                    return PeerLost(str(operation), self.generation, silent, how)
+                time.sleep(0.02)
+        return GroupAborted(self.generation, [self.rank], f"{operation} failed: {reason}")
