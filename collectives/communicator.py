@@ -43,9 +43,7 @@ class Communicator(ABC):
         """input: (size * n,), left as it is. output: (n,), this rank's part."""
 
     @abstractmethod
-    def all_gather(
-        self, operation: Operation, output: torch.Tensor, input: torch.Tensor
-    ) -> Work:
+    def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
         """input: (n,). output: (size * n,). `input` may be this rank's part of `output`."""
 
     @abstractmethod
