@@ -19,35 +19,58 @@ class Agreement:
     """One step as all ranks know it.
 
     live: ranks that contributed gradients, ascending. may_continue: ranks that may take another
-    step. used: per parameter, whether any rank had a gradient for it.
+    step. used: per parameter, whether any rank had a gradient for it. weight: sum of the weights
+    of the live ranks, or 0 where nobody weighed its loss.
     """
 
     live: tuple[int, ...]
     may_continue: tuple[int, ...]
     used: tuple[bool, ...]
+    weight: float = 0.0
 
 
 def vote_numel(num_ranks: int, num_parameters: int) -> int:
-    return 2 * num_ranks + num_parameters
+    """Weight, how many weighed, then one per rank, one per rank, one per parameter."""
+    return 2 + 2 * num_ranks + num_parameters
 
 
 def write_vote(
-    vote: torch.Tensor, rank: int, num_ranks: int, live: bool, has_next: bool, used: Sequence[bool]
+    vote: torch.Tensor,
+    rank: int,
+    num_ranks: int,
+    *,
+    live: bool,
+    has_next: bool,
+    used: Sequence[bool],
+    weight: float | None,
 ) -> None:
-    """vote: (vote_numel,) float32 or float64, overwritten."""
+    """vote: (vote_numel,) float32 or float64, overwritten. weight: None where nobody weighs."""
     vote.zero_()
     if live:
-        vote[rank] = 1
-        vote[2 * num_ranks :] = torch.tensor(used, dtype=vote.dtype)
+        if weight is not None:
+            vote[0] = weight
+            vote[1] = 1
+        vote[2 + rank] = 1
+        vote[2 + 2 * num_ranks :] = torch.tensor(used, dtype=vote.dtype)
     if has_next:
-        vote[num_ranks + rank] = 1
+        vote[2 + num_ranks + rank] = 1
 
 
 def read_agreement(total: torch.Tensor, num_ranks: int) -> Agreement:
-    """total: (vote_numel,), the sum of all votes."""
-    values = total.tolist()
+    """total: (vote_numel,), the sum of all votes. Raises RuntimeError, on all ranks alike, if some
+    live ranks weighed their loss and others did not, or all weights are zero."""
+    weight, num_weighing, *values = total.tolist()
+    live = tuple(r for r in range(num_ranks) if values[r])
+    if num_weighing not in (0, len(live)):
+        raise RuntimeError(
+            f"{num_weighing:g} of the ranks {list(live)} weighed their loss for this step; either "
+            "all of them call model.weigh(loss, weight), or none"
+        )
+    if num_weighing and not weight > 0:
+        raise RuntimeError(f"the weights of the ranks {list(live)} add up to {weight:g}, not more")
     return Agreement(
-        live=tuple(r for r in range(num_ranks) if values[r]),
+        live=live,
         may_continue=tuple(r for r in range(num_ranks) if values[num_ranks + r]),
         used=tuple(value > 0 for value in values[2 * num_ranks :]),
+        weight=weight,
     )

@@ -96,6 +96,18 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         finally:
             self.reducer.is_syncing = before
 
+    def weigh(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        """`loss * weight`; the sum over all ranks is then divided by the sum of all weights.
+
+        For a loss that is a mean over what differs between ranks: with the number of samples or
+        tokens as weight the gradient is the mean over all samples of all ranks. Every rank that
+        takes the step calls it, for every loss that it runs backward on.
+        """
+        if not weight >= 0:
+            raise ValueError(f"weight must be at least 0, got {weight}")
+        self.reducer.weight = (self.reducer.weight or 0.0) + weight
+        return loss * weight
+
     def sync_buffers(self, live: Sequence[int]) -> None:
         """Take the buffers of one of the ranks that took this step."""
         buffers = list(self.module.buffers())
@@ -118,6 +130,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _carries_agreement(self) -> bool:
         return True
 
+    def _ends_step(self) -> bool:
+        return self.reducer.mode is Mode.ALL_REDUCE
+
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         if self.reducer.mode is Mode.REDUCE_SCATTER and not any(
             getattr(other, "reducer", None) is self.reducer
@@ -132,12 +147,14 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _has_next(self) -> bool:
         return self._join.ledger.has_next if self._join else True
 
-    def _on_agreement(self, agreement: Agreement) -> int:
+    def _on_agreement(self, agreement: Agreement) -> float:
         """A step was reduced in full; what to divide it by."""
         if self._join:
-            self._join.record(agreement)
+            self._join.record(self, agreement)
         self.sync_buffers(agreement.live)
-        return self._join.ledger.divisor(agreement) if self._join else self.group.size
+        if self._join:
+            return self._join.ledger.divisor(agreement)
+        return agreement.weight or self.group.size
 
 
 class _Hook(JoinHook):

@@ -14,6 +14,7 @@ agreement (agreement.py): who took it, and who may take another one.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
@@ -48,26 +49,45 @@ class JoinLedger:
         self.live = True
         self.has_next = True
         self.last_live: tuple[int, ...] = tuple(range(num_ranks))
-        self.somebody_missed_a_step = False
-        self._may_continue = True  # Nobody knows better before the first agreement.
+        self.steps_taken = [0] * num_ranks
+        # Nobody knows better before the first agreement.
+        self._may_continue = tuple(range(num_ranks))
 
     def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
         """The iterator knows how many batches each rank starts with."""
-        self._may_continue = any(batches_per_rank)
+        self._may_continue = tuple(rank for rank, n in enumerate(batches_per_rank) if n)
 
-    def record(self, agreement: Agreement) -> None:
-        self._may_continue = bool(agreement.may_continue)
+    def record(self, agreement: Agreement, *, is_step: bool = True) -> None:
+        """is_step: a step ended with it; a second agreement on the same step is none."""
+        self._may_continue = agreement.may_continue
         if agreement.live:
             self.last_live = agreement.live
-            self.somebody_missed_a_step |= len(agreement.live) < self.num_ranks
+            for rank in agreement.live if is_step else ():
+                self.steps_taken[rank] += 1
+
+    @property
+    def somebody_missed_a_step(self) -> bool:
+        return min(self.steps_taken) < max(self.steps_taken)
+
+    def skew(self) -> float:
+        """The share of the longest rank's steps that the shortest one did not take, in [0, 1]."""
+        longest = max(self.steps_taken)
+        return 1 - min(self.steps_taken) / longest if longest else 0.0
 
     def somebody_may_continue(self) -> bool:
-        return self._may_continue
+        return bool(self._may_continue)
 
-    def divisor(self, agreement: Agreement) -> int:
+    @property
+    def speaker(self) -> int | None:
+        """A rank that is expected to take the coming step, the same one on all ranks."""
+        return max(self._may_continue, default=None)
+
+    def divisor(self, agreement: Agreement) -> float:
         """What the summed gradients of a step are divided by; 0: nothing is to be applied."""
         if not agreement.live:
             return 0
+        if agreement.weight:
+            return agreement.weight
         return self.num_ranks if self.divide_by_initial_world_size else len(agreement.live)
 
 
@@ -91,7 +111,11 @@ class Joinable(ABC):
         """The group of its collectives; one group for all joinables of a Join."""
 
     def _carries_agreement(self) -> bool:
-        """Whether each of its steps ends with an agreement handed to the ledger."""
+        """Whether its steps end with an agreement, of its own or of a joinable beside it."""
+        return False
+
+    def _ends_step(self) -> bool:
+        """Whether it hands that agreement to `Join.record` itself."""
         return False
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
@@ -112,8 +136,13 @@ class Join:
     joinables: in the order in which their hooks run. enable=False makes it do nothing.
     throw_on_early_termination: instead of shadowing, raise RuntimeError on every rank at the first
     step that some rank cannot take.
+    schedulers: learning-rate schedules that the body steps once per step; a joined rank steps its
+    own along, so that they are equal on all ranks at the end.
+    skew_warning: warn on exit, with the numbers of all ranks, if the shortest rank missed more
+    than this share of the longest one's steps. None: never.
     kwargs: handed to every joinable's `join_hook`; ours know `divide_by_initial_world_size`
-    (True: the sum over live ranks is divided by the number of all ranks; False: of live ones).
+    (True: the sum over live ranks is divided by the number of all ranks; False: of live ones;
+    neither where losses are weighed, see `DistributedDataParallel.weigh`).
 
     When the body raises, the peers are released at once with this exception and its traceback;
     the group's generation ends with it. An exception leaves the joinables as they are, and every
@@ -128,6 +157,9 @@ class Join:
         joinables: Sequence[Joinable],
         enable: bool = True,
         throw_on_early_termination: bool = False,
+        *,
+        schedulers: Sequence[torch.optim.lr_scheduler.LRScheduler] = (),
+        skew_warning: float | None = 0.5,
         **kwargs: Any,
     ) -> None:
         if len(joinables) == 0:
@@ -146,7 +178,14 @@ class Join:
         self._device = joinables[0].join_device
         self._enable = enable
         self._throws = throw_on_early_termination
+        self._schedulers = list(schedulers)
+        self._skew_warning = skew_warning
         self._needs_header = not all(joinable._carries_agreement() for joinable in joinables)
+        # With a header, that counts the steps; else the first that knows of each.
+        self._counts_steps = next(
+            (j for j in joinables if j._ends_step() and not self._needs_header), None
+        )
+        self._last_live: tuple[int, ...] = ()
         self.ledger = JoinLedger(
             self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
         )
@@ -174,6 +213,7 @@ class Join:
             is_last_joiner = self._group.rank in self.ledger.last_live
             for hook in self._hooks:
                 hook.post_hook(is_last_joiner)
+            self._warn_of_skew()
         finally:
             _active.remove(self)
             for joinable in self._joinables:
@@ -198,12 +238,16 @@ class Join:
         while self._header() if self._needs_header else ledger.somebody_may_continue():
             for hook in self._hooks:
                 hook.main_hook()
+            if self._last_live:
+                for scheduler in self._schedulers:
+                    scheduler.step()
         ledger.live = True
         ledger.has_next = True
 
-    def record(self, agreement: Agreement) -> None:
+    def record(self, joinable: Joinable, agreement: Agreement) -> None:
         """A step of a joinable ended with this agreement."""
-        self.ledger.record(agreement)
+        self._last_live = agreement.live
+        self.ledger.record(agreement, is_step=joinable is self._counts_steps)
         self._raise_if_exhausted(agreement.live)
 
     @staticmethod
@@ -230,6 +274,7 @@ class Join:
         work = self._group.all_reduce(header)
         work.wait()
         live = tuple(rank for rank, flag in enumerate(header.tolist()) if flag)
+        self._last_live = live
         self.ledger.record(Agreement(live, live, ()))
         self._raise_if_exhausted(live)
         return live, work
@@ -241,3 +286,15 @@ class Join:
                 f"Detected at least one rank that exhausted inputs: ranks {exhausted}. Every rank "
                 "raises this at the same step, because throw_on_early_termination is set"
             )
+
+    def _warn_of_skew(self) -> None:
+        ledger = self.ledger
+        if self._skew_warning is None or ledger.skew() <= self._skew_warning:
+            return
+        by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(ledger.steps_taken))
+        warnings.warn(
+            f"uneven inputs: a rank had no data for {ledger.skew():.0%} of the steps inside Join "
+            f"({by_rank}). Training is exact, but that rank only waited; deal the data out more "
+            "evenly, or raise skew_warning",
+            stacklevel=4,
+        )

@@ -75,7 +75,7 @@ class Reducer:
         group: Group,
         bucket_bytes: int,
         *,
-        on_agreement: Callable[[Agreement], int],
+        on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
     ) -> None:
         self.parameters = list(parameters)
@@ -85,6 +85,8 @@ class Reducer:
         """Whether the coming backward pass launches the buckets; `no_sync` switches it off."""
         self.is_live = False
         """Whether what was launched last held gradients of this rank's own data."""
+        self.weight: float | None = None
+        """Sum of the weights of the losses since the last step; None where nobody weighs."""
         self._on_agreement = on_agreement
         self._has_next = has_next
         plans = plan_buckets(
@@ -190,7 +192,13 @@ class Reducer:
 
     def _write_vote(self, vote: torch.Tensor, has_next: bool) -> None:
         write_vote(
-            vote, self.group.rank, self.group.size, self.is_live, has_next, self.local_usage()
+            vote,
+            self.group.rank,
+            self.group.size,
+            live=self.is_live,
+            has_next=has_next,
+            used=self.local_usage(),
+            weight=self.weight,
         )
 
     def local_usage(self) -> list[bool]:
@@ -202,8 +210,9 @@ class Reducer:
         if self._vote_work is not None:
             self._vote_work.wait()
         agreement = read_agreement(self._vote, self.group.size)
+        self.weight = None
         divisor = self._on_agreement(agreement)
-        if divisor > 1:
+        if divisor not in (0, 1):
             for bucket in self.buckets:
                 bucket.flat[: bucket.plan.content].div_(divisor)
         for number, parameter in enumerate(self.parameters):
@@ -233,6 +242,7 @@ class Reducer:
     def end_step(self) -> None:
         """The optimizer has used what was reduced."""
         self._num_launched = 0
+        self.weight = None
 
     def shadow(self) -> None:
         """Take part in one step of other ranks: with what was accumulated and never sent, then

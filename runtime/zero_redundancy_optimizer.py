@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ _ELEMENTWISE = (
 """Optimizers whose update of an element depends on that element alone, so any cut is exact."""
 
 _BUCKET_BYTES = 25 << 20
-_VOTE_AT = 2  # numbers of the ballot that stand before the vote
+_OPTIONS_AT = 2  # place in the ballot behind the step's number and the norm
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -66,7 +66,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     Parameters in float16 and bfloat16 are stepped as float32 copies of the rank's shard.
 
     Per step and rank it sends 2·P·(N-1)/N elements (P parameters, N ranks), and the ballot: two
-    float64 per rank and one per parameter tensor.
+    float64 per rank, one per parameter tensor, and one per numeric option of a group.
 
     Raises torch's errors for what is no list of parameters; ValueError for an optimizer that
     needs whole parameters.
@@ -125,8 +125,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._shard = ParameterShard(plans, parameters, self.group, reduced)
         self._shard.make_optimizer(optimizer_class, self.param_groups, defaults)
         self._consolidated: dict[str, Any] | None = None
-        numel = _VOTE_AT + vote_numel(self.group.size, len(parameters))
-        self._ballot = torch.zeros(numel, dtype=torch.float64, device=self.group.device)
+        self._vote_at = _OPTIONS_AT + len(self._numbers())
+        self._ballot = torch.zeros(
+            self._vote_at + vote_numel(self.group.size, len(parameters)),
+            dtype=torch.float64,
+            device=self.group.device,
+        )
 
     def _complete_options(
         self, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
@@ -173,13 +177,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _take_step(self, is_live: bool) -> None:
         if self.reducer is not None:
             self.reducer.wait()  # (1)
-        agreement = self._hold_ballot(is_live)  # (3)
-        divisor = self.group.size
+        speaker = self._join.ledger.speaker if self._join else None
+        agreement = self._hold_ballot(is_live, speaker)  # (3)
+        divisor = agreement.weight or self.group.size
         if self._join:
-            self._join.record(agreement)
+            self._join.record(self, agreement)
             divisor = self._join.ledger.divisor(agreement)
         if self.reducer is None:
             divisor = 1  # Whoever made the gradients equal has divided them.
+        self._follow_options(speaker, agreement.live)
         if agreement.live:
             coefficient = self._clip_coefficient(divisor)
             self._shard.apply(self.param_groups, agreement.used, divisor, coefficient)  # (4)
@@ -190,14 +196,27 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self.reducer is not None:
             self.reducer.end_step()
 
-    def _hold_ballot(self, is_live: bool) -> Agreement:
-        """ballot: (_VOTE_AT + vote_numel,) float64: the step's number, the squared norm of the
-        reduced shard (0 if nobody asks), and the vote."""
+    def _hold_ballot(self, is_live: bool, speaker: int | None) -> Agreement:
+        """ballot: (_vote_at + vote_numel,) float64: the step's number, the squared norm of the
+        reduced shard (0 if nobody asks), inside Join the options of `speaker`, and the vote."""
         used = [parameter.grad is not None for parameter in self._parameters]
         has_next = self._join.ledger.has_next if self._join else True
         ballot = self._ballot
-        write_vote(ballot[_VOTE_AT:], self.group.rank, self.group.size, is_live, has_next, used)
+        write_vote(
+            ballot[self._vote_at :],
+            self.group.rank,
+            self.group.size,
+            live=is_live,
+            has_next=has_next,
+            used=used,
+            weight=self.reducer.weight if self.reducer else None,
+        )
         ballot[0] = self.num_steps
+        numbers = ballot[_OPTIONS_AT : self._vote_at]
+        if self.group.rank == speaker:
+            numbers.copy_(self._numbers())
+        else:
+            numbers.zero_()
         ballot[1] = 0.0 if self.max_norm is None else self._shard.squared_norm()
         self.group.all_reduce(ballot).wait()
         if ballot[0].item() != self.num_steps * self.group.size:
@@ -207,9 +226,36 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 [self.group.rank],
                 "the ranks are at different steps; every rank must call step() equally often",
             )
-        return read_agreement(ballot[_VOTE_AT:], self.group.size)
+        return read_agreement(ballot[self._vote_at :], self.group.size)
 
-    def _clip_coefficient(self, divisor: int) -> float:
+    def _follow_options(self, speaker: int | None, live: tuple[int, ...]) -> None:
+        """A rank that has joined runs no schedule of the loop's body: it steps its shard with the
+        options (learning rate and so on) of a rank that does, which the ballot has brought.
+
+        Where nobody could look ahead the speaker itself may have run out of data in this very
+        step; then, and only then, a broadcast brings them.
+        """
+        if not 0 < len(live) < self.group.size:
+            return
+        numbers = self._ballot[_OPTIONS_AT : self._vote_at]
+        if speaker not in live:
+            numbers.copy_(self._numbers())
+            self.group.broadcast(numbers, max(live)).wait()
+        if self.group.rank not in live:
+            values = iter(numbers.tolist())
+            for options in self.param_groups:
+                _set_numbers(options, sorted(self.defaults), values)
+
+    def _numbers(self) -> torch.Tensor:
+        """The numbers among the optimizer's own options (no schedule's notes), of all groups."""
+        numbers = [
+            number
+            for options in self.param_groups
+            for number in _numbers_of(options, sorted(self.defaults))
+        ]
+        return torch.tensor(numbers, dtype=torch.float64, device=self.group.device)
+
+    def _clip_coefficient(self, divisor: float) -> float:
         if self.max_norm is None:
             return 1.0
         self.grad_norm = math.sqrt(self._ballot[1].item()) / divisor
@@ -332,6 +378,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _carries_agreement(self) -> bool:
         return True
 
+    def _ends_step(self) -> bool:
+        return True
+
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         if self._model is not None and self._model not in joinables:
             raise ValueError(
@@ -354,3 +403,27 @@ class _Hook(JoinHook):
             return
         optimizer.reducer.shadow()
         optimizer._take_step(optimizer.reducer.is_live)
+
+
+def _numbers_of(options: dict[str, Any], names: Sequence[str]) -> list[float]:
+    """The numbers among the options of a group; a tuple counts as its entries."""
+    numbers: list[float] = []
+    for name in names:
+        value = options[name]
+        if isinstance(value, tuple):
+            numbers.extend(float(entry) for entry in value)
+        elif isinstance(value, int | float | torch.Tensor):
+            numbers.append(float(value))
+    return numbers
+
+
+def _set_numbers(options: dict[str, Any], names: Sequence[str], values: Iterator[float]) -> None:
+    """Write what `_numbers_of` read on another rank; types stay."""
+    for name in names:
+        value = options[name]
+        if isinstance(value, tuple):
+            options[name] = tuple(type(entry)(next(values)) for entry in value)
+        elif isinstance(value, torch.Tensor):
+            value.fill_(next(values))
+        elif isinstance(value, int | float):
+            options[name] = type(value)(next(values))

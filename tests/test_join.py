@@ -1,6 +1,7 @@
 """Join: uneven inputs are exact, cost nothing, and an exception frees the peers."""
 
 import time
+import warnings
 
 import pytest
 import torch
@@ -312,7 +313,116 @@ def test_the_ledger_follows_the_agreements():
     two = Agreement((0, 2), (), ())
     ledger.record(two)
     assert ledger.divisor(two) == 2 and ledger.somebody_missed_a_step
+    assert ledger.steps_taken == [2, 1, 2] and ledger.skew() == 0.5
     assert ledger.last_live == (0, 2) and not ledger.somebody_may_continue()
     nobody = Agreement((), (), ())
     ledger.record(nobody)
     assert ledger.divisor(nobody) == 0 and ledger.last_live == (0, 2)
+    weighed = Agreement((1,), (1,), (), weight=7.0)
+    assert ledger.divisor(weighed) == 7.0
+
+
+def weighted(group, lengths, sizes, sharded):
+    """Batches of different sizes, each loss a mean over its own samples."""
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    if sharded:
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cl.Join([model, optimizer] if sharded else [model]):
+        for batch in batches_of(group.rank, lengths[group.rank], torch.float64):
+            samples = batch[: sizes[group.rank]]
+            model.weigh(loss_of(model, samples), len(samples)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
+def test_weighed_losses_give_the_mean_over_all_samples_of_all_ranks(ranks_of, sharded):
+    lengths, sizes = (2, 4, 3), (3, 1, 2)
+    model = make_model(torch.float64)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(lengths)]
+    for step in range(4):
+        batches = [d[step][:size] for d, size in zip(data, sizes, strict=True) if step < len(d)]
+        sgd.zero_grad()
+        loss_of(model, torch.cat(batches)).backward()
+        sgd.step()
+    for parameters in ranks_of(3).run(weighted, lengths, sizes, sharded):
+        assert largest_difference(parameters, list(model.parameters())) < 1e-14
+
+
+def weigh_on_one_rank(group):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        loss = loss_of(model, torch.randn(3, 7))
+        try:
+            (model.weigh(loss, 3) if group.rank == 1 else loss).backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_weighing_on_some_ranks_only_is_refused_on_all(ranks_of):
+    for told in ranks_of(2).run(weigh_on_one_rank):
+        assert "1 of the ranks [0, 1] weighed their loss" in told
+
+
+def scheduled(group, lengths):
+    """The rate changes in every step; a rank that has joined steps its shard with it too."""
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    with cl.Join([model, optimizer], schedulers=[scheduler]):
+        for number, batch in enumerate(batches_of(group.rank, lengths[group.rank], torch.float32)):
+            loss_of(model, batch).backward()
+            if number == 3:
+                optimizer.param_groups[0]["weight_decay"] = 0.5  # by hand, in the loop
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    options = optimizer.param_groups[0]
+    told = (options["lr"], options["betas"], options["weight_decay"], scheduler.last_epoch)
+    return [p.detach().clone() for p in model.parameters()], told
+
+
+def test_a_joined_rank_follows_the_schedule_of_the_live_ones(ranks_of):
+    lengths = (2, 6)
+    model = make_model(torch.float32)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(adamw, 0.7)
+    data = [batches_of(rank, n, torch.float32) for rank, n in enumerate(lengths)]
+    for step in range(6):
+        adamw.zero_grad()
+        for batches in data:
+            if step < len(batches):
+                loss_of(model, batches[step]).backward()
+        for parameter in model.parameters():
+            parameter.grad /= 2
+        if step == 3:
+            adamw.param_groups[0]["weight_decay"] = 0.5
+        adamw.step()
+        scheduler.step()
+    expected = list(model.parameters())
+    (first, one), (second, other) = ranks_of(2).run(scheduled, lengths)
+    for parameters in (first, second):
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+    assert one == other == (scheduler.get_last_lr()[0], (0.9, 0.999), 0.5, 6)
+
+
+def warned_of_skew(group, lengths, threshold):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        joinable = CountingJoinable(group)
+        with cl.Join([joinable], skew_warning=threshold):
+            for _ in range(lengths[group.rank]):
+                joinable.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_skew_past_the_threshold_is_told_with_the_numbers_of_all_ranks(ranks_of):
+    for told in ranks_of(2).run(warned_of_skew, (2, 8), 0.5):
+        assert "75%" in told[0] and "rank 0: 2, rank 1: 8" in told[0]
+    assert ranks_of(2).run(warned_of_skew, (5, 8), 0.5) == [[], []]
+    assert ranks_of(2).run(warned_of_skew, (2, 8), None) == [[], []]
