@@ -30,6 +30,25 @@ def padded_numel(content: int, num_ranks: int) -> int:
     return shard_numel(content, num_ranks) * num_ranks
 
 
+def whole_parameter_spans(
+    numels: Sequence[int], num_ranks: int
+) -> tuple[list[tuple[int, int, int]], int]:
+    """Lay parameters out so that no cut between equal shards goes through one.
+
+    The largest goes first, each to the rank that has least so far. Returns the spans, as
+    `pieces_of` takes them, and the content: `num_ranks` times the fullest rank's elements.
+    """
+    load = [0] * num_ranks
+    placed: list[tuple[int, int, int]] = []  # (rank, offset in its shard, parameter)
+    for parameter in sorted(range(len(numels)), key=lambda p: (-numels[p], p)):
+        rank = min(range(num_ranks), key=lambda r: (load[r], r))
+        placed.append((rank, load[rank], parameter))
+        load[rank] += aligned(numels[parameter])
+    length = max(load)
+    spans = [(p, rank * length + offset, numels[p]) for rank, offset, p in sorted(placed)]
+    return spans, num_ranks * length
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The elements of one parameter that lie in one shard.

@@ -18,7 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -122,6 +122,10 @@ class Joinable(ABC):
         """Raise ValueError if it cannot be shadowed without another joinable."""
 
 
+class _Stepping(Protocol):
+    def step(self) -> object: ...
+
+
 _active: list[Join] = []
 
 
@@ -136,8 +140,9 @@ class Join:
     joinables: in the order in which their hooks run. enable=False makes it do nothing.
     throw_on_early_termination: instead of shadowing, raise RuntimeError on every rank at the first
     step that some rank cannot take.
-    schedulers: learning-rate schedules that the body steps once per step; a joined rank steps its
-    own along, so that they are equal on all ranks at the end.
+    step_along: what the body calls `.step()` on once per step besides the joinables: learning-rate
+    schedules, and a plain optimizer of a model that is not sharded. A joined rank calls it in the
+    steps that it shadows, in this order, so that their state stays equal on all ranks.
     skew_warning: warn on exit, with the numbers of all ranks, if the shortest rank missed more
     than this share of the longest one's steps. None: never.
     kwargs: handed to every joinable's `join_hook`; ours know `divide_by_initial_world_size`
@@ -158,7 +163,7 @@ class Join:
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
-        schedulers: Sequence[torch.optim.lr_scheduler.LRScheduler] = (),
+        step_along: Sequence[_Stepping] = (),
         skew_warning: float | None = 0.5,
         **kwargs: Any,
     ) -> None:
@@ -178,7 +183,7 @@ class Join:
         self._device = joinables[0].join_device
         self._enable = enable
         self._throws = throw_on_early_termination
-        self._schedulers = list(schedulers)
+        self._step_along = list(step_along)
         self._skew_warning = skew_warning
         self._needs_header = not all(joinable._carries_agreement() for joinable in joinables)
         # With a header, that counts the steps; else the first that knows of each.
@@ -239,8 +244,8 @@ class Join:
             for hook in self._hooks:
                 hook.main_hook()
             if self._last_live:
-                for scheduler in self._schedulers:
-                    scheduler.step()
+                for follower in self._step_along:
+                    follower.step()
         ledger.live = True
         ledger.has_next = True
 

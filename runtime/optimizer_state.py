@@ -2,8 +2,9 @@
 
 The plain format is torch's: `state` maps the number of a parameter, counted through the groups, to
 its tensors, and `param_groups` holds options and numbers. A shard holds pieces of parameters. A
-tensor of the state either has an element for each of the piece's, or is a scalar that belongs to
-the whole parameter (`step`) and is equal wherever a piece of it lives.
+tensor of the state either has an element for each of the piece's, or belongs to the parameter as
+a whole: a scalar (`step`), equal wherever a piece of it lives, or, where parameters are not cut,
+anything (Adafactor's row and column sums).
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class PieceState:
-    """A piece of a parameter and its optimizer state on this rank. bucket: where it is cut from."""
+    """A piece of a parameter and its optimizer state on this rank.
+
+    bucket: where it is cut from. shape: of the piece; a tensor of this shape has an element for
+    each of the piece's.
+    """
 
     piece: Piece
     bucket: int
+    shape: torch.Size
     state: Mapping[str, Any]
 
 
@@ -50,7 +56,7 @@ def gather_state(
     for mine in pieces:
         told[mine.piece.parameter] = {
             name: ("elements", value.dtype)
-            if _is_per_element(value, mine.piece.numel)
+            if isinstance(value, torch.Tensor) and value.shape == mine.shape and name != "step"
             else ("whole", value.cpu() if isinstance(value, torch.Tensor) else value)
             for name, value in mine.state.items()
         }
@@ -127,17 +133,21 @@ def _place(
 
 
 def slice_state(
-    state: Mapping[str, Any], piece: Piece, shape: torch.Size, name: str
+    state: Mapping[str, Any], piece: Piece, piece_shape: torch.Size, shape: torch.Size, name: str
 ) -> dict[str, Any]:
-    """A piece's part of a parameter's state, in memory of its own. name: for the error."""
+    """A piece's part of the state of a parameter of `shape`, in memory of its own.
+
+    name: for the error. Raises ValueError for a tensor that fits neither parameter nor piece.
+    """
     sliced: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or key == "step":
             sliced[key] = value.clone() if isinstance(value, torch.Tensor) else value
         elif value.shape == shape:
             start = piece.parameter_start
-            sliced[key] = value.reshape(-1)[start : start + piece.numel].clone()
-        elif value.dim() == 0:
+            part = value.reshape(-1)[start : start + piece.numel]
+            sliced[key] = part.clone().view(piece_shape)
+        elif value.dim() == 0 or (piece_shape == shape and _is_a_summary(value, shape)):
             sliced[key] = value.clone()
         else:
             raise ValueError(
@@ -147,5 +157,8 @@ def slice_state(
     return sliced
 
 
-def _is_per_element(value: Any, numel: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
+def _is_a_summary(value: torch.Tensor, shape: torch.Size) -> bool:
+    """Whether a tensor sums a parameter up: its shape, with some lengths made 1."""
+    return value.dim() == len(shape) and all(
+        ours in (1, whole) for ours, whole in zip(value.shape, shape, strict=True)
+    )

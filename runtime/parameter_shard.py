@@ -75,7 +75,10 @@ class ParameterBucket:
 
 @dataclass(frozen=True, slots=True)
 class OwnedPiece:
-    """A piece of a parameter that this rank steps. tensor: (piece.numel,) view of the master."""
+    """A piece of a parameter that this rank steps.
+
+    tensor: view of the master, of shape (piece.numel,), or the parameter's where it is whole.
+    """
 
     tensor: torch.nn.Parameter
     piece: Piece
@@ -86,7 +89,9 @@ class ParameterShard:
     """The buckets of all parameters, and this rank's optimizer over its pieces of them.
 
     parameters: by number, as in the plans. reduced: where the reducer leaves each bucket's sum;
-    empty where gradients are taken from `.grad`. optimizer: None on a rank that owns nothing.
+    empty where gradients are taken from `.grad`. elementwise: pieces are flat and may be cut
+    anywhere; otherwise the plans cut no parameter, and its piece keeps the shape.
+    optimizer: None on a rank that owns nothing.
     """
 
     def __init__(
@@ -95,6 +100,8 @@ class ParameterShard:
         parameters: Sequence[torch.nn.Parameter],
         group: Group,
         reduced: Sequence[torch.Tensor],
+        *,
+        elementwise: bool,
     ) -> None:
         self.group = group
         self.parameters = parameters
@@ -102,19 +109,15 @@ class ParameterShard:
             ParameterBucket(plan, parameters, group, reduced[i] if reduced else None)
             for i, plan in enumerate(plans)
         ]
-        self.pieces = [
-            OwnedPiece(
-                torch.nn.Parameter(
-                    bucket.master[piece.shard_start : piece.shard_start + piece.numel]
-                ),
-                piece,
-                number,
-            )
-            for number, bucket in enumerate(self.buckets)
-            for piece in pieces_of(
-                group.rank, group.size, bucket.plan.content, bucket.plan.spans, _tile_numel(group)
-            )
-        ]
+        tile = _CPU_TILE_NUMEL if elementwise and group.device.type == "cpu" else sys.maxsize
+        self.pieces: list[OwnedPiece] = []
+        for number, bucket in enumerate(self.buckets):
+            plan = bucket.plan
+            for piece in pieces_of(group.rank, group.size, plan.content, plan.spans, tile):
+                tensor = bucket.master[piece.shard_start : piece.shard_start + piece.numel]
+                if not elementwise:
+                    tensor = tensor.view(parameters[piece.parameter].shape)
+                self.pieces.append(OwnedPiece(torch.nn.Parameter(tensor), piece, number))
         self.optimizer: torch.optim.Optimizer | None = None
 
     def make_optimizer(
@@ -190,13 +193,10 @@ class ParameterShard:
         if whole is None:
             return None
         start = piece.parameter_start
-        return whole.reshape(-1)[start : start + piece.numel].to(mine.tensor.dtype)
+        flat = whole.reshape(-1)[start : start + piece.numel].to(mine.tensor.dtype)
+        return flat.view(mine.tensor.shape)
 
     def gather(self) -> None:
         """Bring every rank's part of the parameters to all ranks."""
         for work in [self.group.all_gather(b.flat, b.own) for b in self.buckets]:
             work.wait()
-
-
-def _tile_numel(group: Group) -> int:
-    return _CPU_TILE_NUMEL if group.device.type == "cpu" else sys.maxsize

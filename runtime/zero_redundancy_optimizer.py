@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from collectives import CollectiveMismatch, Group
-from collectives.buckets import plan_buckets
+from collectives.buckets import BucketPlan, plan_buckets
+from collectives.shards import whole_parameter_spans
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
 from .context import current_group
@@ -44,7 +45,16 @@ _ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-"""Optimizers whose update of an element depends on that element alone, so any cut is exact."""
+"""Optimizers whose update of an element depends on that element alone, so any cut is exact.
+Subclasses are taken to keep that; all others get whole parameters."""
+
+_REFUSED = {
+    torch.optim.LBFGS: (
+        "its line search evaluates the closure with all parameters at once, and its directions "
+        "are inner products over all of them"
+    ),
+    torch.optim.SparseAdam: "only dense gradients are reduced; use Adam and dense embeddings",
+}
 
 _BUCKET_BYTES = 25 << 20
 _OPTIONS_AT = 2  # place in the ballot behind the step's number and the norm
@@ -58,7 +68,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     gradients travel once: each rank receives the sum for its own shard, and `.grad` keeps the
     rank's local gradient. With other parameters `.grad` is taken as it is and must be equal on
     all ranks.
-    optimizer_class: an elementwise optimizer of torch.optim. defaults: its arguments.
+    optimizer_class: of torch.optim, or like it. defaults: its arguments. State of elementwise
+    optimizers (SGD, Adam, AdamW, …) is cut anywhere; others (Muon, Adafactor, your own) get whole
+    parameters, dealt out by size, and the model's gradients are all-reduced for them.
     group: of the model, or the session's. max_norm: clip the 2-norm of the whole mean gradient to
     this, as torch.nn.utils.clip_grad_norm_ does (which, on local gradients, would be wrong here);
     the norm goes with the ballot, and `grad_norm` holds it after the step.
@@ -68,8 +80,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     Per step and rank it sends 2·P·(N-1)/N elements (P parameters, N ranks), and the ballot: two
     float64 per rank, one per parameter tensor, and one per numeric option of a group.
 
-    Raises torch's errors for what is no list of parameters; ValueError for an optimizer that
-    needs whole parameters.
+    Raises torch's errors for what is no list of parameters; ValueError for LBFGS and SparseAdam,
+    with the reason.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
     """
 
@@ -84,53 +96,69 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        if not issubclass(optimizer_class, _ELEMENTWISE):
-            known = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
-            raise ValueError(
-                f"{optimizer_class.__name__} is not known to update each element on its own, so "
-                f"its state cannot be cut into flat shards; use one of {known}"
-            )
+        for refused, reason in _REFUSED.items():
+            if issubclass(optimizer_class, refused):
+                raise ValueError(f"{optimizer_class.__name__} cannot be sharded: {reason}")
+        is_elementwise = issubclass(optimizer_class, _ELEMENTWISE)
         if isinstance(params, DistributedDataParallel):
             params = [p for p in params.parameters() if p.requires_grad]
         super().__init__(params, {})
         self._complete_options(optimizer_class, defaults)
         given = [p for options in self.param_groups for p in options["params"]]
-        owner = owner_of(given)
-        self.reducer: Reducer | None = owner.reducer if owner else None
-        self._model = owner
-        if owner and group is not None and group is not owner.group:
+        self._model = owner_of(given)
+        if self._model and group is not None and group is not self._model.group:
             raise ValueError("group must be that of the model whose gradients are reduced")
-        self.group = group or (owner.group if owner else current_group())
+        self.group = group or (self._model.group if self._model else current_group())
         self.num_steps = 0
         """Steps that were applied, equal on all ranks."""
         self.max_norm = max_norm
         self.grad_norm: float | None = None
         """2-norm of the mean gradient of the last step, before clipping; None without max_norm."""
 
-        if owner:
-            owner.reducer.reduce_by_shards()
-            plans = [bucket.plan for bucket in owner.reducer.buckets]
-            parameters = owner.reducer.parameters
-            reduced = [bucket.shard for bucket in owner.reducer.buckets]
+        self.reducer: Reducer | None = None
+        """Of the model whose gradients travel once; None where `.grad` is taken as it is."""
+        self._parameters: list[torch.nn.Parameter] = given
+        reduced: list[torch.Tensor] = []
+        if self._model and is_elementwise:
+            self.reducer = self._model.reducer
+            self.reducer.reduce_by_shards()
+            self._parameters = self.reducer.parameters
+            plans = [bucket.plan for bucket in self.reducer.buckets]
+            reduced = [bucket.shard for bucket in self.reducer.buckets]
         else:
-            plans = plan_buckets(
-                [p.numel() for p in given],
-                [(p.dtype, p.device) for p in given],
-                [p.element_size() for p in given],
-                bucket_bytes=_BUCKET_BYTES,
-                first_bucket_bytes=_BUCKET_BYTES,
-            )
-            parameters, reduced = given, []
-        self._parameters: list[torch.nn.Parameter] = parameters
-        self._shard = ParameterShard(plans, parameters, self.group, reduced)
+            plans = self._plan(is_elementwise)
+        self._shard = ParameterShard(
+            plans, self._parameters, self.group, reduced, elementwise=is_elementwise
+        )
         self._shard.make_optimizer(optimizer_class, self.param_groups, defaults)
         self._consolidated: dict[str, Any] | None = None
         self._vote_at = _OPTIONS_AT + len(self._numbers())
         self._ballot = torch.zeros(
-            self._vote_at + vote_numel(self.group.size, len(parameters)),
+            self._vote_at + vote_numel(self.group.size, len(self._parameters)),
             dtype=torch.float64,
             device=self.group.device,
         )
+
+    def _plan(self, is_elementwise: bool) -> list[BucketPlan]:
+        """Buckets for parameters that no reducer has laid out, one per dtype and device."""
+        parameters = self._parameters
+        if is_elementwise:
+            return plan_buckets(
+                [p.numel() for p in parameters],
+                [(p.dtype, p.device) for p in parameters],
+                [p.element_size() for p in parameters],
+                bucket_bytes=_BUCKET_BYTES,
+                first_bucket_bytes=_BUCKET_BYTES,
+            )
+        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for number, parameter in enumerate(parameters):
+            by_kind.setdefault((parameter.dtype, parameter.device), []).append(number)
+        plans = []
+        for numbers in by_kind.values():
+            numels = [parameters[number].numel() for number in numbers]
+            spans, content = whole_parameter_spans(numels, self.group.size)
+            plans.append(BucketPlan(tuple((numbers[i], at, n) for i, at, n in spans), content))
+        return plans
 
     def _complete_options(
         self, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
@@ -141,7 +169,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             [
                 {
                     **options,
-                    "params": [torch.nn.Parameter(p.new_empty(0)) for p in options["params"]],
+                    "params": [
+                        torch.nn.Parameter(p.new_empty((0,) * max(1, p.dim())))
+                        for p in options["params"]
+                    ],
                 }
                 for options in self.param_groups
             ],
@@ -190,7 +221,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             coefficient = self._clip_coefficient(divisor)
             self._shard.apply(self.param_groups, agreement.used, divisor, coefficient)  # (4)
             self._shard.gather()  # (5)
-            if self._model is not None:
+            if self._model is not None and self.reducer is not None:
                 self._model.sync_buffers(agreement.live)
             self.num_steps += 1
         if self.reducer is not None:
@@ -280,7 +311,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         optimizer = self._shard.optimizer
         gathered = gather_state(
             [
-                PieceState(mine.piece, mine.bucket, optimizer.state.get(mine.tensor, {}))
+                PieceState(
+                    mine.piece,
+                    mine.bucket,
+                    mine.tensor.shape,
+                    optimizer.state.get(mine.tensor, {}),
+                )
                 for mine in self._shard.pieces
                 if optimizer is not None
             ],
@@ -355,7 +391,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             whole = state_dict["state"].get(saved_number[id(parameter)])
             if whole:
                 sliced[index_of[id(mine.tensor)]] = slice_state(
-                    whole, mine.piece, parameter.shape, str(saved_number[id(parameter)])
+                    whole,
+                    mine.piece,
+                    mine.tensor.shape,
+                    parameter.shape,
+                    str(saved_number[id(parameter)]),
                 )
         groups = optimizer.state_dict()["param_groups"]
         for group, ours in zip(groups, self.param_groups, strict=True):
@@ -411,7 +451,7 @@ def _numbers_of(options: dict[str, Any], names: Sequence[str]) -> list[float]:
     for name in names:
         value = options[name]
         if isinstance(value, tuple):
-            numbers.extend(float(entry) for entry in value)
+            numbers.extend(float(entry) for entry in value if entry is not None)
         elif isinstance(value, int | float | torch.Tensor):
             numbers.append(float(value))
     return numbers
@@ -422,7 +462,9 @@ def _set_numbers(options: dict[str, Any], names: Sequence[str], values: Iterator
     for name in names:
         value = options[name]
         if isinstance(value, tuple):
-            options[name] = tuple(type(entry)(next(values)) for entry in value)
+            options[name] = tuple(
+                None if entry is None else type(entry)(next(values)) for entry in value
+            )
         elif isinstance(value, torch.Tensor):
             value.fill_(next(values))
         elif isinstance(value, int | float):

@@ -374,7 +374,7 @@ def scheduled(group, lengths):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-    with cl.Join([model, optimizer], schedulers=[scheduler]):
+    with cl.Join([model, optimizer], step_along=[scheduler]):
         for number, batch in enumerate(batches_of(group.rank, lengths[group.rank], torch.float32)):
             loss_of(model, batch).backward()
             if number == 3:
@@ -426,3 +426,36 @@ def test_skew_past_the_threshold_is_told_with_the_numbers_of_all_ranks(ranks_of)
         assert "75%" in told[0] and "rank 0: 2, rank 1: 8" in told[0]
     assert ranks_of(2).run(warned_of_skew, (5, 8), 0.5) == [[], []]
     assert ranks_of(2).run(warned_of_skew, (2, 8), None) == [[], []]
+
+
+def plain_optimizer_for_two_epochs(group, lengths):
+    """Not sharded: each rank has the whole optimizer, and steps it along while it shadows."""
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        with cl.Join([model], step_along=[optimizer]):
+            for batch in batches_of(group.rank, lengths[group.rank], torch.float32):
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_plain_optimizer_stepped_along_stays_equal_over_epochs(ranks_of):
+    """torch leaves a joined rank's own optimizer behind: from the second epoch on ranks drift."""
+    lengths = (2, 6)
+    model = make_model(torch.float32)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = [batches_of(rank, n, torch.float32) for rank, n in enumerate(lengths)]
+    for _ in range(2):
+        for step in range(6):
+            adamw.zero_grad()
+            for batches in data:
+                if step < len(batches):
+                    loss_of(model, batches[step]).backward()
+            for parameter in model.parameters():
+                parameter.grad /= 2
+            adamw.step()
+    expected = list(model.parameters())
+    for parameters in ranks_of(2).run(plain_optimizer_for_two_epochs, lengths):
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))

@@ -3,7 +3,13 @@
 import pytest
 
 from collectives.buckets import plan_buckets
-from collectives.shards import ALIGNMENT, padded_numel, pieces_of, shard_numel
+from collectives.shards import (
+    ALIGNMENT,
+    padded_numel,
+    pieces_of,
+    shard_numel,
+    whole_parameter_spans,
+)
 
 SIZES = [(1,), (10,), (64,), (65, 1), (7 * 13, 13, 13 * 5, 5), (1000, 1, 1, 3000)]
 
@@ -48,3 +54,17 @@ def test_buckets_follow_the_backward_pass_and_keep_dtypes_apart():
     assert [[number for number, _, _ in plan.spans] for plan in plans] == [[3], [2], [1], [0]]
     together = plans_of([100, 200, 300, 400], kinds=["a", "b", "a", "b"])
     assert [[number for number, _, _ in plan.spans] for plan in together] == [[3, 1], [2, 0]]
+
+
+@pytest.mark.parametrize("numels", SIZES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_no_cut_goes_through_a_whole_parameter(numels, num_ranks):
+    spans, content = whole_parameter_spans(numels, num_ranks)
+    pieces = [p for r in range(num_ranks) for p in pieces_of(r, num_ranks, content, spans)]
+    assert sorted(piece.parameter for piece in pieces) == list(range(len(numels)))
+    assert all(piece.numel == numels[piece.parameter] for piece in pieces)
+    assert content // num_ranks <= max(sum(map(_up, numels)) / num_ranks + _up(max(numels)), 64)
+
+
+def _up(numel):
+    return -(-numel // ALIGNMENT) * ALIGNMENT

@@ -24,6 +24,12 @@ ELEMENTWISE = {
 }
 
 
+WHOLE = {
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "muon": (torch.optim.Muon, {"lr": 1e-2}),
+}
+
+
 def groups_of(model):
     """Two groups, with different decay: biases apart."""
     return [
@@ -319,7 +325,7 @@ def test_unfit_arguments_get_torchs_errors_and_a_mend(ranks_of):
         "empty": ("ValueError", "optimizer got an empty parameter list"),
         "wrong type": ("TypeError", "optimizer can only optimize Tensors"),
         "twice": ("ValueError", "some parameters appear in more than one parameter group"),
-        "not elementwise": ("ValueError", "LBFGS is not known to update each element on its own"),
+        "not elementwise": ("ValueError", "LBFGS cannot be sharded: its line search"),
         "max_norm": ("ValueError", "max_norm must be positive, got -1.0"),
         "step first": ("RuntimeError", "run loss.backward()"),
         "not consolidated": ("RuntimeError", "has not been consolidated on this rank"),
@@ -343,3 +349,84 @@ def test_the_models_parameters_are_recognised_in_any_form(ranks_of):
 
 def test_the_reference_optimizers_are_all_elementwise():
     assert {kind for kind, _ in OPTIMIZERS.values()} <= {kind for kind, _ in ELEMENTWISE.values()}
+
+
+def matrices(model):
+    return [parameter for parameter in model.parameters() if parameter.dim() == 2]
+
+
+def train_whole(group, name, lengths, start=None, first=0):
+    """Biases stay as they are: Muon takes matrices only."""
+    kind, options = WHOLE[name]
+    module = make_model(torch.float32)
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    model = cl.DistributedDataParallel(module, group)
+    if start is not None:
+        with torch.no_grad():
+            for parameter, saved in zip(matrices(model), start[0], strict=True):
+                parameter.copy_(saved)
+    optimizer = cl.ZeroRedundancyOptimizer(matrices(model), kind, **options)
+    if start is not None:
+        optimizer.load_state_dict(start[1])
+    with cl.Join([model, optimizer]):
+        for batch in batches_of(group.rank, lengths[group.rank], torch.float32)[first:]:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    owned = [tuple(p.shape) for g in optimizer.shard_optimizer.param_groups for p in g["params"]]
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict() if group.rank == 0 else None
+    return [p.detach().clone() for p in matrices(model)], state, owned
+
+
+def plain_whole(name, lengths):
+    kind, options = WHOLE[name]
+    model = make_model(torch.float32)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    optimizer = kind(matrices(model), **options)
+    data = [batches_of(rank, n, torch.float32) for rank, n in enumerate(lengths)]
+    for step in range(max(lengths)):
+        total = []
+        for batches in data:
+            if step < len(batches):
+                optimizer.zero_grad()
+                loss_of(model, batches[step]).backward()
+                mine = [p.grad for p in matrices(model)]
+                total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
+        for parameter, gradient in zip(matrices(model), total, strict=True):
+            parameter.grad = gradient / len(lengths)
+        optimizer.step()
+    return [p.detach().clone() for p in matrices(model)], optimizer.state_dict()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_that_need_whole_parameters_get_them(ranks_of, name):
+    lengths = (3, 5)
+    expected, expected_state = plain_whole(name, lengths)
+    results = ranks_of(2).run(train_whole, name, lengths)
+    for parameters, _, _ in results:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+    assert sorted(shape for _, _, owned in results for shape in owned) == [(5, 13), (13, 7)]
+    assert_same_state(results[0][1], expected_state)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_parameter_state_is_loaded_at_another_number_of_ranks(ranks_of, name):
+    saved = ranks_of(2).run(train_whole, name, (2, 2))[0]
+    (once, _, _), *_ = ranks_of(1).run(train_whole, name, (4,), saved[:2], 2)
+    again, _, _ = ranks_of(1).run(train_whole, name, (4,), saved[:2], 2)[0]
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    kind, options = WHOLE[name]
+    model = make_model(torch.float32)
+    with torch.no_grad():
+        for parameter, value in zip(matrices(model), saved[0], strict=True):
+            parameter.copy_(value)
+    plain = kind(matrices(model), **options)
+    plain.load_state_dict(copy.deepcopy(saved[1]))
+    for batch in batches_of(0, 4, torch.float32)[2:]:
+        plain.zero_grad()
+        loss_of(model, batch).backward()
+        plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(once, matrices(model), strict=True))
