@@ -439,7 +439,8 @@ class _Hook(JoinHook):
     def main_hook(self) -> None:
         optimizer = self._optimizer
         if optimizer.reducer is None:
-            optimizer._take_step(is_live=False)
+            assert optimizer._join is not None
+            optimizer._take_step(optimizer._join.ledger.live)
             return
         optimizer.reducer.shadow()
         optimizer._take_step(optimizer.reducer.is_live)
