@@ -47,14 +47,21 @@ from collectives import (  # noqa: E402
     PeerLost,
     PrefixStore,
     ReduceOp,
+    Rendezvous,
+    StaleStore,
     Statistics,
     Store,
+    StoreFromTorch,
+    StoreLost,
     StoreTimeout,
+    TorchStore,
     UnsupportedOperation,
     Work,
+    store_from_url,
 )
 from runtime.context import Context  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
+from runtime.grad_scaler import GradScaler  # noqa: E402
 from runtime.join import Join, Joinable, JoinHook  # noqa: E402
 from runtime.progress import Progress  # noqa: E402
 from runtime.session import Session, SessionSnapshot, run  # noqa: E402
@@ -74,6 +81,7 @@ __all__ = [
     # Training.
     "DistributedDataParallel",
     "ZeroRedundancyOptimizer",
+    "GradScaler",
     "Join",
     "Joinable",
     "JoinHook",
@@ -88,6 +96,10 @@ __all__ = [
     "FileStore",
     "HashStore",
     "PrefixStore",
+    "TorchStore",
+    "StoreFromTorch",
+    "Rendezvous",
+    "store_from_url",
     # Errors.
     "ChoruslineError",
     "CollectiveError",
@@ -98,6 +110,8 @@ __all__ = [
     "GroupClosed",
     "UnsupportedOperation",
     "StoreTimeout",
+    "StoreLost",
+    "StaleStore",
     "WorkerLost",
     "StartupError",
     "RankFailed",

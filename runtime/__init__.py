@@ -2,6 +2,7 @@
 
 from .context import Context
 from .distributed_data_parallel import DistributedDataParallel
+from .grad_scaler import GradScaler
 from .join import Join, Joinable, JoinHook
 from .session import Session, SessionSnapshot, SessionState, run
 from .sharding import Shard, deal
@@ -10,6 +11,7 @@ from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 __all__ = [
     "Context",
     "DistributedDataParallel",
+    "GradScaler",
     "Join",
     "JoinHook",
     "Joinable",

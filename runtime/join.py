@@ -190,7 +190,8 @@ class Join:
         self._counts_steps = next(
             (j for j in joinables if j._ends_step() and not self._needs_header), None
         )
-        self._last_live: tuple[int, ...] = ()
+        self.last_step_live: tuple[int, ...] = ()
+        """Ranks that took the last step; empty for the one that all ranks shadow at the end."""
         self.ledger = JoinLedger(
             self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
         )
@@ -243,7 +244,7 @@ class Join:
         while self._header() if self._needs_header else ledger.somebody_may_continue():
             for hook in self._hooks:
                 hook.main_hook()
-            if self._last_live:
+            if self.last_step_live:
                 for follower in self._step_along:
                     follower.step()
         ledger.live = True
@@ -251,7 +252,7 @@ class Join:
 
     def record(self, joinable: Joinable, agreement: Agreement) -> None:
         """A step of a joinable ended with this agreement."""
-        self._last_live = agreement.live
+        self.last_step_live = agreement.live
         self.ledger.record(agreement, is_step=joinable is self._counts_steps)
         self._raise_if_exhausted(agreement.live)
 
@@ -279,7 +280,7 @@ class Join:
         work = self._group.all_reduce(header)
         work.wait()
         live = tuple(rank for rank, flag in enumerate(header.tolist()) if flag)
-        self._last_live = live
+        self.last_step_live = live
         self.ledger.record(Agreement(live, live, ()))
         self._raise_if_exhausted(live)
         return live, work

@@ -57,7 +57,7 @@ _REFUSED = {
 }
 
 _BUCKET_BYTES = 25 << 20
-_OPTIONS_AT = 2  # place in the ballot behind the step's number and the norm
+_OPTIONS_AT = 3  # place in the ballot behind the step's number, the norm and the loss scale
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -84,6 +84,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     with the reason.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
     """
+
+    _step_supports_amp_scaling = True  # A GradScaler hands us its scale instead of deciding.
 
     def __init__(
         self,
@@ -114,6 +116,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.max_norm = max_norm
         self.grad_norm: float | None = None
         """2-norm of the mean gradient of the last step, before clipping; None without max_norm."""
+
+        self.uses_scaler = False
+        """Whether losses are scaled; set by chorusline.GradScaler, on all ranks."""
+        self.found_overflow = False
+        """Whether the last step was left out because a scaled gradient was not finite."""
+        self._loss_scale: float | None = None
 
         self.reducer: Reducer | None = None
         """Of the model whose gradients travel once; None where `.grad` is taken as it is."""
@@ -194,6 +202,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         Join.notify_join_context(self)
+        self._loss_scale = self._given_scale()
         is_live = self._join.ledger.live if self._join else True
         if self.reducer is not None:
             if not self.reducer.has_launched:
@@ -217,9 +226,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self.reducer is None:
             divisor = 1  # Whoever made the gradients equal has divided them.
         self._follow_options(speaker, agreement.live)
-        if agreement.live:
-            coefficient = self._clip_coefficient(divisor)
-            self._shard.apply(self.param_groups, agreement.used, divisor, coefficient)  # (4)
+        scale = self._agreed_scale(agreement, is_live)
+        self.found_overflow = self.uses_scaler and not math.isfinite(self._ballot[1].item())
+        if agreement.live and not self.found_overflow:
+            coefficient = self._clip_coefficient(divisor * scale)
+            self._shard.apply(  # (4)
+                self.param_groups, agreement.used, divisor, coefficient / scale
+            )
             self._shard.gather()  # (5)
             if self._model is not None and self.reducer is not None:
                 self._model.sync_buffers(agreement.live)
@@ -229,7 +242,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _hold_ballot(self, is_live: bool, speaker: int | None) -> Agreement:
         """ballot: (_vote_at + vote_numel,) float64: the step's number, the squared norm of the
-        reduced shard (0 if nobody asks), inside Join the options of `speaker`, and the vote."""
+        reduced shard (0 if nobody asks), the loss scale of live ranks, inside Join the options of
+        `speaker`, and the vote."""
         used = [parameter.grad is not None for parameter in self._parameters]
         has_next = self._join.ledger.has_next if self._join else True
         ballot = self._ballot
@@ -248,7 +262,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             numbers.copy_(self._numbers())
         else:
             numbers.zero_()
-        ballot[1] = 0.0 if self.max_norm is None else self._shard.squared_norm()
+        needs_norm = self.max_norm is not None or self.uses_scaler
+        ballot[1] = self._shard.squared_norm() if needs_norm else 0.0
+        ballot[2] = self._loss_scale or 0.0 if is_live else 0.0
         self.group.all_reduce(ballot).wait()
         if ballot[0].item() != self.num_steps * self.group.size:
             raise CollectiveMismatch(
@@ -285,6 +301,34 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             for number in _numbers_of(options, sorted(self.defaults))
         ]
         return torch.tensor(numbers, dtype=torch.float64, device=self.group.device)
+
+    def _given_scale(self) -> float | None:
+        """What a GradScaler has left for this step (torch sets these attributes, and takes them
+        off again), None without one."""
+        if not hasattr(self, "found_inf"):
+            return None
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if not self.uses_scaler or scale is None:
+            raise RuntimeError(
+                "a GradScaler decides and unscales by local gradients, which are not what this "
+                "optimizer steps with. Use chorusline.GradScaler(optimizer), leave unscale_ out, "
+                "and clip with max_norm"
+            )
+        return scale.item()
+
+    def _agreed_scale(self, agreement: Agreement, is_live: bool) -> float:
+        """What the losses of this step were multiplied with, on all live ranks."""
+        if not self.uses_scaler or not agreement.live:
+            return 1.0
+        scale = self._ballot[2].item() / len(agreement.live)
+        mine = self._loss_scale if is_live else scale
+        if mine is None or not math.isclose(mine, scale, rel_tol=1e-9):
+            raise RuntimeError(
+                f"the loss scales of the ranks differ: {mine} here, {scale:g} on average; every "
+                "rank must call scaler.step(optimizer) and scaler.update() in each step, and a "
+                "Join of this optimizer lists the scaler: Join([model, optimizer, scaler])"
+            )
+        return scale
 
     def _clip_coefficient(self, divisor: float) -> float:
         if self.max_norm is None:
