@@ -40,8 +40,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     broadcast_buffers: after each step that is synchronised, all ranks take the buffers of one:
     rank 0, or inside Join the largest rank that took the step.
 
-    Parameters that took no part in a rank's forward pass need no flag: they count as zero where
-    other ranks have a gradient, and keep none where nobody has.
+    find_unused_parameters, gradient_as_bucket_view, static_graph: accepted from scripts written
+    for torch, and without effect. Parameters that took no part in a rank's forward pass need no
+    flag (they count as zero where other ranks have a gradient, and keep none where nobody has),
+    `.grad` is always a view of a bucket, and nothing is assumed of the graph.
 
     Raises ValueError for a module without trainable parameters, for parameters on several
     devices, or on another one than the group's; CollectiveMismatch, on all ranks, if the models
@@ -55,6 +57,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         *,
         bucket_cap_mb: float = 25.0,
         broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
     ) -> None:
         super().__init__()
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]

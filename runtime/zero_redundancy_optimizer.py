@@ -168,6 +168,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             plans.append(BucketPlan(tuple((numbers[i], at, n) for i, at, n in spans), content))
         return plans
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only torch's own constructor may: shards are cut once. Raises ValueError afterwards."""
+        if hasattr(self, "_shard"):
+            raise ValueError(
+                "parameters cannot be added to a ZeroRedundancyOptimizer whose shards are cut. "
+                "Make a new one of all parameters: consolidate_state_dict, add the new group to "
+                "the state's param_groups, and load it there"
+            )
+        super().add_param_group(param_group)
+
     def _complete_options(
         self, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
     ) -> None:

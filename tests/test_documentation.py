@@ -1,0 +1,35 @@
+"""The programs in the README and in docs/ run as they stand."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def programs() -> dict[str, str]:
+    return {
+        f"{page.stem}-{number}": program
+        for page in PAGES
+        for number, program in enumerate(
+            re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        )
+    }
+
+
+@pytest.mark.parametrize("name", programs())
+def test_a_program_of_the_documentation_runs(tmp_path, name):
+    script = tmp_path / "program.py"
+    script.write_text(programs()[name])
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr
+    if name == "README-0":
+        assert len(eval(ran.stdout.strip().splitlines()[-1])) == 2, "one result per rank"
