@@ -1,7 +1,7 @@
 """Ray actors: one driver, and workers that own a device each. Nothing of training in here."""
 
 from .actor_store import ActorStore
-from .errors import DriverLost, RankFailed, StartupError, StoreLost, WorkerLost
+from .errors import DriverLost, RankFailed, StartupError, WorkerLost
 from .messages import Report
 
 __all__ = [
@@ -10,6 +10,5 @@ __all__ = [
     "DriverLost",
     "RankFailed",
     "StartupError",
-    "StoreLost",
     "WorkerLost",
 ]

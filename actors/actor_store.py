@@ -15,11 +15,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from collectives.errors import CollectiveError, StoreTimeout, fresh_copy
-from collectives.store import HashStore, Store
+from collectives.errors import CollectiveError, StoreLost, fresh_copy
+from collectives.store import Data, HashStore, Store, encoded, encoded_keys, paired, timed_out
 
 from .calls import Actor, why_gone
-from .errors import StoreLost
 
 STORE_CONCURRENCY = {"store": 10_000}
 """Concurrency group for `ray.remote`: a suspended waiter takes a place, so there are many."""
@@ -36,39 +35,38 @@ class StoreActor:
 
     def __init__(self) -> None:
         self._store = HashStore()
-        self._written: dict[str, asyncio.Event] = {}  # set, and forgotten, when the key is written
+        # By key: set, and forgotten, when it is written.
+        self._written: dict[bytes, asyncio.Event] = {}
 
     @ray.method(concurrency_group="store")
-    async def store_set(self, key: str, value: bytes | str) -> None:
+    async def store_set(self, key: Data, value: Data) -> None:
         self._store.set(key, value)
         self._wake(key)
 
     @ray.method(concurrency_group="store")
-    async def store_check(self, keys: Sequence[str]) -> bool:
+    async def store_check(self, keys: Sequence[Data]) -> bool:
         return self._store.check(keys)
 
     @ray.method(concurrency_group="store")
-    async def store_add(self, key: str, amount: int) -> int:
+    async def store_add(self, key: Data, amount: int) -> int:
         total = self._store.add(key, amount)
         self._wake(key)
         return total
 
     @ray.method(concurrency_group="store")
-    async def store_compare_set(
-        self, key: str, expected: bytes | str, desired: bytes | str
-    ) -> bytes:
+    async def store_compare_set(self, key: Data, expected: Data, desired: Data) -> bytes:
         value = self._store.compare_set(key, expected, desired)
         if self._store.check([key]):
             self._wake(key)
         return value
 
     @ray.method(concurrency_group="store")
-    async def store_append(self, key: str, value: bytes | str) -> None:
+    async def store_append(self, key: Data, value: Data) -> None:
         self._store.append(key, value)
         self._wake(key)
 
     @ray.method(concurrency_group="store")
-    async def store_delete_key(self, key: str) -> bool:
+    async def store_delete_key(self, key: Data) -> bool:
         return self._store.delete_key(key)
 
     @ray.method(concurrency_group="store")
@@ -76,8 +74,25 @@ class StoreActor:
         return self._store.num_keys()
 
     @ray.method(concurrency_group="store")
-    async def store_wait(self, keys: Sequence[str], timeout_s: float) -> list[str]:
+    async def store_multi_set(self, keys: Sequence[Data], values: Sequence[Data]) -> None:
+        self._store.multi_set(keys, values)
+        for key in keys:
+            self._wake(key)
+
+    @ray.method(concurrency_group="store")
+    async def store_wait(self, keys: Sequence[Data], timeout_s: float) -> list[bytes]:
         """Suspend until all keys exist; the keys that are missing after `timeout_s`."""
+        return await self._until_written(encoded_keys(keys), timeout_s)
+
+    @ray.method(concurrency_group="store")
+    async def store_multi_get(
+        self, keys: Sequence[Data], timeout_s: float
+    ) -> tuple[list[bytes], list[bytes]]:
+        """As store_wait; and, with none missing, the values."""
+        missing = await self._until_written(encoded_keys(keys), timeout_s)
+        return missing, [] if missing else self._store.multi_get(keys, 0)
+
+    async def _until_written(self, keys: list[bytes], timeout_s: float) -> list[bytes]:
         try:
             async with asyncio.timeout(timeout_s):
                 while missing := self._missing(keys):
@@ -86,16 +101,11 @@ class StoreActor:
             pass
         return self._missing(keys)
 
-    @ray.method(concurrency_group="store")
-    async def store_read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values now; None where there is no such key."""
-        return [self._store.get(key, 0) if self._store.check([key]) else None for key in keys]
-
-    def _missing(self, keys: Sequence[str]) -> list[str]:
+    def _missing(self, keys: Sequence[bytes]) -> list[bytes]:
         return [key for key in keys if not self._store.check([key])]
 
-    def _wake(self, key: str) -> None:
-        event = self._written.pop(key, None)
+    def _wake(self, key: Data) -> None:
+        event = self._written.pop(encoded(key, "key"), None)
         if event is not None:
             event.set()
 
@@ -122,38 +132,45 @@ class ActorStore(Store):
             for event in self._blocked:
                 event.set()
 
-    def set(self, key: str, value: bytes | str) -> None:
-        self._call("set", key, value)
+    def set(self, key: Data, value: Data) -> None:
+        self._call("set", encoded(key, "key"), encoded(value, "value"))
 
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._call("check", list(keys)))
+    def check(self, keys: Sequence[Data]) -> bool:
+        return bool(self._call("check", encoded_keys(keys)))
 
-    def add(self, key: str, amount: int) -> int:
-        return int(self._call("add", key, amount))
+    def add(self, key: Data, amount: int) -> int:
+        return int(self._call("add", encoded(key, "key"), amount))
 
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return bytes(self._call("compare_set", key, expected, desired))
+    def compare_set(self, key: Data, expected: Data, desired: Data) -> bytes:
+        expected, desired = encoded(expected, "expected"), encoded(desired, "desired")
+        return bytes(self._call("compare_set", encoded(key, "key"), expected, desired))
 
-    def append(self, key: str, value: bytes | str) -> None:
-        self._call("append", key, value)
+    def append(self, key: Data, value: Data) -> None:
+        self._call("append", encoded(key, "key"), encoded(value, "value"))
 
-    def delete_key(self, key: str) -> bool:
-        return bool(self._call("delete_key", key))
+    def delete_key(self, key: Data) -> bool:
+        return bool(self._call("delete_key", encoded(key, "key")))
 
     def num_keys(self) -> int:
         return int(self._call("num_keys"))
 
-    def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        waited_s = self.timeout_s if timeout_s is None else timeout_s
-        missing = self._call("wait", list(keys), waited_s, suspended_s=waited_s)
+    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+        waited_s = self._seconds(timeout_s)
+        missing = self._call("wait", encoded_keys(keys), waited_s, suspended_s=waited_s)
         if missing:
-            raise StoreTimeout(missing, waited_s)
+            raise timed_out(missing, waited_s)
 
-    def _read(self, key: str) -> bytes:
-        (value,) = self._call("read", [key])
-        if value is None:
-            raise StoreTimeout([key], 0.0, "it was deleted by another rank")
-        return bytes(value)
+    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+        waited_s = self._seconds(timeout_s)
+        wanted = encoded_keys(keys)
+        missing, values = self._call("multi_get", wanted, waited_s, suspended_s=waited_s)
+        if missing:
+            raise timed_out(missing, waited_s)
+        return list(values)
+
+    def multi_set(self, keys: Sequence[Data], values: Sequence[Data]) -> None:
+        pairs = paired(keys, values)
+        self._call("multi_set", [key for key, _ in pairs], [value for _, value in pairs])
 
     def _call(self, operation: str, *arguments: object, suspended_s: float = 0.0) -> Any:
         """One remote call from a thread that may block; suspended_s: how long the actor may wait.
@@ -181,13 +198,17 @@ class ActorStore(Store):
         if was_set:
             assert self._cancelled_by is not None
             raise fresh_copy(self._cancelled_by)
-        raise StoreLost(operation, f"did not answer within {limit_s:g} s")
+        raise StoreLost(
+            operation, f"the actor that holds the store did not answer within {limit_s:g} s"
+        )
 
     @staticmethod
     def _result(operation: str, future: Any) -> Any:
         try:
             return future.result()
         except (ActorDiedError, ActorUnavailableError) as error:
-            raise StoreLost(operation, f"is gone: {why_gone(error)}") from None
+            raise StoreLost(
+                operation, f"the actor that holds the store is gone: {why_gone(error)}"
+            ) from None
         except RayTaskError as error:
             raise (error.cause or error) from None

@@ -6,8 +6,7 @@
     │       └── WorkerLost     a worker's process is gone, as the caller of run() sees it
     ├── StartupError           the workers cannot be placed, or did not start
     ├── RankFailed             a rank raised something that cannot be rebuilt in this process
-    ├── DriverLost             the driver actor is gone; the workers may live
-    └── StoreLost              the actor that holds the store is gone, or does not answer
+    └── DriverLost             the driver actor is gone; the workers may live
 
 An ordinary exception of the user's function is none of these: it reaches the caller as itself.
 Fields are positional and the text is made in `__str__`, as in `collectives.errors`.
@@ -72,15 +71,3 @@ class DriverLost(ChoruslineError):
             "The workers were told to stop. Call run() again: it starts a new driver, which asks "
             "the workers that live."
         )
-
-
-class StoreLost(ChoruslineError):
-    """The store's actor is gone or silent; `StoreTimeout` is a key that nobody wrote."""
-
-    def __init__(self, operation: str, detail: str) -> None:
-        super().__init__(operation, detail)
-        self.operation = operation
-        self.detail = detail
-
-    def __str__(self) -> str:
-        return f"{self.operation}: the actor that holds the store {self.detail}"

@@ -8,13 +8,18 @@ from .errors import (
     GroupAborted,
     GroupClosed,
     PeerLost,
+    StaleStore,
+    StoreLost,
     StoreTimeout,
     UnsupportedOperation,
 )
+from .file_store import FileStore
 from .group import Group
 from .reduce_op import ReduceOp
+from .rendezvous import Rendezvous, store_from_url
 from .statistics import Statistics
-from .store import FileStore, HashStore, PrefixStore, Store
+from .store import HashStore, PrefixStore, Store
+from .torch_store import StoreFromTorch, TorchStore
 from .work import Work
 
 __all__ = [
@@ -26,6 +31,10 @@ __all__ = [
     "FileStore",
     "HashStore",
     "PrefixStore",
+    "TorchStore",
+    "StoreFromTorch",
+    "Rendezvous",
+    "store_from_url",
     "ChoruslineError",
     "CollectiveError",
     "CollectiveTimeout",
@@ -35,4 +44,6 @@ __all__ = [
     "GroupClosed",
     "UnsupportedOperation",
     "StoreTimeout",
+    "StoreLost",
+    "StaleStore",
 ]

@@ -2,6 +2,8 @@
 
     ChoruslineError
     ├── StoreTimeout               a key that a rendezvous needs was never written
+    ├── StoreLost                  what holds the store is gone or silent
+    ├── StaleStore                 a store's file was left behind by an earlier run
     └── CollectiveError            a collective, or the group it belongs to
         ├── CollectiveTimeout      a rank did not arrive before the deadline; it may still live
         ├── CollectiveMismatch     ranks met in different operations, shapes or dtypes
@@ -22,6 +24,7 @@ that every rank raises the same one. Therefore every field is positional, handed
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 
 
@@ -44,6 +47,38 @@ class StoreTimeout(ChoruslineError):
     def __str__(self) -> str:
         text = f"{', '.join(self.keys)} did not appear in the store within {self.waited_s:g} s"
         return f"{text}; {self.detail}" if self.detail else text
+
+
+class StoreLost(ChoruslineError):
+    """What holds the store is gone or silent; `StoreTimeout` is a key that nobody wrote."""
+
+    def __init__(self, operation: str, detail: str) -> None:
+        super().__init__(operation, detail)
+        self.operation = operation
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.operation}: {self.detail}"
+
+
+class StaleStore(ChoruslineError):
+    """A store's file was left behind by a run that is over. Nothing in it was used or changed.
+
+    made_by: the process that made it, and when.
+    """
+
+    def __init__(self, path: str, made_by: str) -> None:
+        super().__init__(path, made_by)
+        self.path = path
+        self.made_by = made_by
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} was left behind by an earlier run, made by {self.made_by}: no process "
+            "that used it is alive, and its keys would mislead this run. Remove it "
+            f"(rm {shlex.quote(self.path)}) and start all ranks again, or give every run a path of "
+            "its own"
+        )
 
 
 class CollectiveError(ChoruslineError):

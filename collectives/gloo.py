@@ -28,14 +28,13 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
-from torch.distributed.distributed_c10d import Store as TorchStore
 
 from .arithmetic import reduce_into
 from .communicator import Communicator
@@ -46,6 +45,7 @@ from .reduce_op import ReduceOp
 from .roll_call import Position, RollCall, look_s, position_after
 from .signature import Signature, mismatch
 from .store import PrefixStore, Store
+from .torch_store import TorchStore
 from .work import Work
 
 _TICK_S = 0.1  # between two turns of the watcher, most of which look at nothing
@@ -90,7 +90,7 @@ class GlooCommunicator(Communicator):
         self._tensors = threading.RLock()  # held while tensors of callers are read or written
         self._over = threading.Event()
         self._gloo: Any = None  # None once it was given back; the runner's
-        self._torch_store = _TorchStore(PrefixStore("gloo", store))  # C++ holds only its half
+        self._torch_store = TorchStore(PrefixStore("gloo", store))
         name = f"chorusline-gloo-{generation}-{rank}"
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
         self._runner = threading.Thread(target=self._run, name=name, daemon=True)
@@ -99,6 +99,7 @@ class GlooCommunicator(Communicator):
             self._connect(store)
         except BaseException:
             self._end(GroupClosed("rendezvous", generation))
+            self._torch_store.release()
             raise
         self._runner.start()
         _open.add(self)
@@ -230,6 +231,7 @@ class GlooCommunicator(Communicator):
         except Exception as error:
             broken = f"{type(error).__name__}: {error}"
         self._gloo = None  # Closes the connections, which frees the peers that wait in Gloo.
+        self._torch_store.release()
         head = self._in_flight.head()
         if broken and head is not None:
             self._end_broken(head.operation, broken)
@@ -342,23 +344,6 @@ class GlooCommunicator(Communicator):
             # A look later than the deadline: who arrived in time has said so by then.
             error = self._roll_call.timeout(overdue, head, position)
         return None if error is None else self._roll_call.publish(error)
-
-
-class _TorchStore(TorchStore):
-    """Our store as torch's, as far as Gloo uses one to connect."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self._store = store
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self._store.set(key, value if isinstance(value, str) else bytes(value))
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(key)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(list(keys), None if timeout is None else timeout.total_seconds())
 
 
 def _gloo_timeout(operation: Operation) -> timedelta:

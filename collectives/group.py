@@ -98,6 +98,33 @@ class Group:
             ) from error
         return cls(communicator, generation=generation, timeout_s=timeout_s, name=name)
 
+    @classmethod
+    def from_url(
+        cls,
+        url: str,
+        rank: int | None = None,
+        size: int | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        generation: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        name: str = "default",
+    ) -> Group:
+        """Meet the other ranks at a URL and connect, for processes that are not our actors.
+
+        url: tcp://host:port, file:///path or env://, as in rendezvous.py, which says who listens
+        where. rank, size: what the URL or the environment does not say.
+
+        For several groups or generations, keep what `store_from_url` returns, and `create` them
+        through its store. Raises what `store_from_url` and `create` raise.
+        """
+        from .rendezvous import store_from_url
+
+        store, rank, size = store_from_url(url, rank, size, timeout_s=timeout_s)
+        return cls.create(
+            store, rank, size, device, generation=generation, timeout_s=timeout_s, name=name
+        )
+
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, timeout_s: float | None = None
     ) -> Work:

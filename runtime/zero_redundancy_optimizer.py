@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from collectives import CollectiveMismatch, Group
+from collectives import Group
 from collectives.buckets import BucketPlan, plan_buckets
 from collectives.shards import whole_parameter_spans
 
-from .agreement import Agreement, read_agreement, vote_numel, write_vote
+from .agreement import Agreement
+from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
 from .context import current_group
 from .distributed_data_parallel import DistributedDataParallel, owner_of
 from .join import Join, Joinable, JoinHook
@@ -57,7 +58,6 @@ _REFUSED = {
 }
 
 _BUCKET_BYTES = 25 << 20
-_OPTIONS_AT = 3  # place in the ballot behind the step's number, the norm and the loss scale
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -140,12 +140,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         )
         self._shard.make_optimizer(optimizer_class, self.param_groups, defaults)
         self._consolidated: dict[str, Any] | None = None
-        self._vote_at = _OPTIONS_AT + len(self._numbers())
-        self._ballot = torch.zeros(
-            self._vote_at + vote_numel(self.group.size, len(self._parameters)),
-            dtype=torch.float64,
-            device=self.group.device,
-        )
+        self._ballot = Ballot(self.group, len(self._parameters), len(self._option_numbers()))
 
     def _plan(self, is_elementwise: bool) -> list[BucketPlan]:
         """Buckets for parameters that no reducer has laid out, one per dtype and device."""
@@ -227,90 +222,85 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _take_step(self, is_live: bool) -> None:
         if self.reducer is not None:
             self.reducer.wait()  # (1)
-        speaker = self._join.ledger.speaker if self._join else None
-        agreement = self._hold_ballot(is_live, speaker)  # (3)
-        divisor = agreement.weight or self.group.size
-        if self._join:
-            self._join.record(self, agreement)
-            divisor = self._join.ledger.divisor(agreement)
-        if self.reducer is None:
-            divisor = 1  # Whoever made the gradients equal has divided them.
-        self._follow_options(speaker, agreement.live)
-        scale = self._agreed_scale(agreement, is_live)
-        self.found_overflow = self.uses_scaler and not math.isfinite(self._ballot[1].item())
-        if agreement.live and not self.found_overflow:
-            coefficient = self._clip_coefficient(divisor * scale)
+        outcome = self._hold_ballot(is_live)  # (3)
+        divisor = self._divisor(outcome.agreement)
+        if outcome.agreement.live and not self.found_overflow:
             self._shard.apply(  # (4)
-                self.param_groups, agreement.used, divisor, coefficient / scale
+                self.param_groups,
+                outcome.agreement.used,
+                divisor,
+                self._coefficient(outcome, divisor),
             )
             self._shard.gather()  # (5)
             if self._model is not None and self.reducer is not None:
-                self._model.sync_buffers(agreement.live)
+                self._model.sync_buffers(outcome.agreement.live)
             self.num_steps += 1
         if self.reducer is not None:
             self.reducer.end_step()
 
-    def _hold_ballot(self, is_live: bool, speaker: int | None) -> Agreement:
-        """ballot: (_vote_at + vote_numel,) float64: the step's number, the squared norm of the
-        reduced shard (0 if nobody asks), the loss scale of live ranks, inside Join the options of
-        `speaker`, and the vote."""
-        used = [parameter.grad is not None for parameter in self._parameters]
-        has_next = self._join.ledger.has_next if self._join else True
-        ballot = self._ballot
-        write_vote(
-            ballot[self._vote_at :],
-            self.group.rank,
-            self.group.size,
-            live=is_live,
-            has_next=has_next,
-            used=used,
-            weight=self.reducer.weight if self.reducer else None,
-        )
-        ballot[0] = self.num_steps
-        numbers = ballot[_OPTIONS_AT : self._vote_at]
-        if self.group.rank == speaker:
-            numbers.copy_(self._numbers())
-        else:
-            numbers.zero_()
+    def _hold_ballot(self, is_live: bool) -> Outcome:
+        """Vote, and take over what the others' votes mean for this rank."""
+        join = self._join
+        speaker = join.ledger.speaker if join else None
         needs_norm = self.max_norm is not None or self.uses_scaler
-        ballot[1] = self._shard.squared_norm() if needs_norm else 0.0
-        ballot[2] = self._loss_scale or 0.0 if is_live else 0.0
-        self.group.all_reduce(ballot).wait()
-        if ballot[0].item() != self.num_steps * self.group.size:
-            raise CollectiveMismatch(
-                f"ballot of step {self.num_steps}",
-                self.group.generation,
-                [self.group.rank],
-                "the ranks are at different steps; every rank must call step() equally often",
+        outcome = self._ballot.hold(
+            Vote(
+                step=self.num_steps,
+                live=is_live,
+                has_next=join.ledger.has_next if join else True,
+                used=[parameter.grad is not None for parameter in self._parameters],
+                weight=self.reducer.weight if self.reducer else None,
+                squared_norm=self._shard.squared_norm() if needs_norm else 0.0,
+                loss_scale=(self._loss_scale or 0.0) if is_live else 0.0,
+                options=self._option_numbers() if self.group.rank == speaker else None,
             )
-        return read_agreement(ballot[self._vote_at :], self.group.size)
+        )
+        live = outcome.agreement.live
+        if join:
+            join.record(self, outcome.agreement)
+        if 0 < len(live) < self.group.size:
+            self._follow_options(speaker, outcome)
+        if self.uses_scaler and is_live:
+            self._check_scale(outcome.loss_scale)
+        self.found_overflow = self.uses_scaler and not math.isfinite(outcome.squared_norm)
+        return outcome
 
-    def _follow_options(self, speaker: int | None, live: tuple[int, ...]) -> None:
+    def _divisor(self, agreement: Agreement) -> float:
+        """What the summed gradient is divided by to be the mean."""
+        if self.reducer is None:
+            return 1.0  # Whoever made the gradients equal has divided them.
+        if self._join:
+            return self._join.ledger.divisor(agreement)
+        return agreement.weight or self.group.size
+
+    def _coefficient(self, outcome: Outcome, divisor: float) -> float:
+        """What the mean gradient is multiplied with: it is unscaled, then clipped."""
+        scale = outcome.loss_scale if self.uses_scaler else 1.0
+        if self.max_norm is None:
+            return 1.0 / scale
+        self.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
+        # As torch: never enlarge, and no division by zero.
+        return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) / scale
+
+    def _follow_options(self, speaker: int | None, outcome: Outcome) -> None:
         """A rank that has joined runs no schedule of the loop's body: it steps its shard with the
         options (learning rate and so on) of a rank that does, which the ballot has brought.
 
         Where nobody could look ahead the speaker itself may have run out of data in this very
         step; then, and only then, a broadcast brings them.
         """
-        if not 0 < len(live) < self.group.size:
-            return
-        numbers = self._ballot[_OPTIONS_AT : self._vote_at]
+        live, numbers = outcome.agreement.live, outcome.options
         if speaker not in live:
-            numbers.copy_(self._numbers())
-            self.group.broadcast(numbers, max(live)).wait()
+            ours = torch.tensor(self._option_numbers(), dtype=torch.float64)
+            ours = ours.to(self.group.device)
+            self.group.broadcast(ours, max(live)).wait()
+            numbers = ours.tolist()
         if self.group.rank not in live:
-            values = iter(numbers.tolist())
-            for options in self.param_groups:
-                _set_numbers(options, sorted(self.defaults), values)
+            set_numbers(self.param_groups, sorted(self.defaults), numbers)
 
-    def _numbers(self) -> torch.Tensor:
-        """The numbers among the optimizer's own options (no schedule's notes), of all groups."""
-        numbers = [
-            number
-            for options in self.param_groups
-            for number in _numbers_of(options, sorted(self.defaults))
-        ]
-        return torch.tensor(numbers, dtype=torch.float64, device=self.group.device)
+    def _option_numbers(self) -> list[float]:
+        """The optimizer's own options; a schedule's notes in the groups are none."""
+        return numbers_of(self.param_groups, sorted(self.defaults))
 
     def _given_scale(self) -> float | None:
         """What a GradScaler has left for this step (torch sets these attributes, and takes them
@@ -326,26 +316,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             )
         return scale.item()
 
-    def _agreed_scale(self, agreement: Agreement, is_live: bool) -> float:
-        """What the losses of this step were multiplied with, on all live ranks."""
-        if not self.uses_scaler or not agreement.live:
-            return 1.0
-        scale = self._ballot[2].item() / len(agreement.live)
-        mine = self._loss_scale if is_live else scale
+    def _check_scale(self, scale: float) -> None:
+        mine = self._loss_scale
         if mine is None or not math.isclose(mine, scale, rel_tol=1e-9):
             raise RuntimeError(
                 f"the loss scales of the ranks differ: {mine} here, {scale:g} on average; every "
                 "rank must call scaler.step(optimizer) and scaler.update() in each step, and a "
                 "Join of this optimizer lists the scaler: Join([model, optimizer, scaler])"
             )
-        return scale
-
-    def _clip_coefficient(self, divisor: float) -> float:
-        if self.max_norm is None:
-            return 1.0
-        self.grad_norm = math.sqrt(self._ballot[1].item()) / divisor
-        # As torch: never enlarge, and no division by zero.
-        return min(1.0, self.max_norm / (self.grad_norm + 1e-6))
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -498,29 +476,3 @@ class _Hook(JoinHook):
             return
         optimizer.reducer.shadow()
         optimizer._take_step(optimizer.reducer.is_live)
-
-
-def _numbers_of(options: dict[str, Any], names: Sequence[str]) -> list[float]:
-    """The numbers among the options of a group; a tuple counts as its entries."""
-    numbers: list[float] = []
-    for name in names:
-        value = options[name]
-        if isinstance(value, tuple):
-            numbers.extend(float(entry) for entry in value if entry is not None)
-        elif isinstance(value, int | float | torch.Tensor):
-            numbers.append(float(value))
-    return numbers
-
-
-def _set_numbers(options: dict[str, Any], names: Sequence[str], values: Iterator[float]) -> None:
-    """Write what `_numbers_of` read on another rank; types stay."""
-    for name in names:
-        value = options[name]
-        if isinstance(value, tuple):
-            options[name] = tuple(
-                None if entry is None else type(entry)(next(values)) for entry in value
-            )
-        elif isinstance(value, torch.Tensor):
-            value.fill_(next(values))
-        elif isinstance(value, int | float):
-            options[name] = type(value)(next(values))

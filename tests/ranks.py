@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
+from collectives.file_store import FileStore
 from collectives.group import Group
 from collectives.nccl import load_nccl
-from collectives.store import FileStore
 
 SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
 

@@ -14,6 +14,8 @@ from collectives.errors import (
     GroupAborted,
     GroupClosed,
     PeerLost,
+    StaleStore,
+    StoreLost,
     StoreTimeout,
     UnsupportedOperation,
     error_from_json,
@@ -36,6 +38,8 @@ COLLECTIVE_ERRORS: list[CollectiveError] = [
 ERRORS: list[ChoruslineError] = [
     *COLLECTIVE_ERRORS,
     StoreTimeout(["card/1", "card/2"], 30.0, "ranks [1, 2] did not come"),
+    StoreLost("set", "the actor that holds the store is gone"),
+    StaleStore("/tmp/it's", "process 4 on 2026-11-21"),
 ]
 
 

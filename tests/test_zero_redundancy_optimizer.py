@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from standing_ranks import another_group
 from training_reference import OPTIMIZERS, batches_of, loss_of, make_model
 
 import chorusline as cl
@@ -337,6 +338,25 @@ def test_unfit_arguments_get_torchs_errors_and_a_mend(ranks_of):
     for name, (kind, text) in expected.items():
         assert told[name][0] == kind, name
         assert text in told[name][1], name
+
+
+def step_once_too_often(group):
+    with another_group(group) as own:
+        model = make_model(torch.float32)
+        optimizer = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group=own)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.num_steps = group.rank  # as after calls on some ranks only
+        try:
+            optimizer.step()
+        except cl.CollectiveMismatch as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_at_different_steps_are_told_on_every_rank(ranks_of):
+    for rank, told in enumerate(ranks_of(3).run(step_once_too_often)):
+        assert f"different numbers of steps, this one {rank}" in told
 
 
 def generator_of_parameters(group):

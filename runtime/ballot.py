@@ -1,0 +1,142 @@
+"""The ballot: the one small all-reduce by which all ranks agree on a sharded step.
+
+A rank casts its vote when its own reduction is complete, so who sees the result knows that all
+ranks have finished theirs. The sum is taken in float64 and in rank order: every rank reads the same
+bits, and decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from collectives import CollectiveMismatch, Group
+
+from .agreement import Agreement, read_agreement, vote_numel, write_vote
+
+_STEP, _STEP_SQUARED, _SQUARED_NORM, _LOSS_SCALE, _OPTIONS = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one rank says of a step.
+
+    step: its number. live: the rank took it with data of its own. has_next: it may take another.
+    used: per parameter, whether the rank has a gradient. weight: of its losses; None: not weighed.
+    squared_norm: (), of its reduced shard, or 0.0. loss_scale: of its losses, or 0.0.
+    options: numbers of the optimizer's options, from the rank that speaks for all; else None.
+    """
+
+    step: int
+    live: bool
+    has_next: bool
+    used: Sequence[bool]
+    weight: float | None
+    squared_norm: torch.Tensor | float
+    loss_scale: float
+    options: Sequence[float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What all ranks read. squared_norm: of the whole summed gradient. loss_scale: mean over the
+    live ranks, 0.0 where nobody scales. options: as the speaker gave them; zeros without one."""
+
+    agreement: Agreement
+    squared_norm: float
+    loss_scale: float
+    options: list[float]
+
+
+class Ballot:
+    """The vector of one optimizer: (4 + num_options + vote_numel,) float64."""
+
+    def __init__(self, group: Group, num_parameters: int, num_options: int) -> None:
+        self._group = group
+        self._vote_at = _OPTIONS + num_options
+        numel = self._vote_at + vote_numel(group.size, num_parameters)
+        self._vector = torch.zeros(numel, dtype=torch.float64, device=group.device)
+
+    def hold(self, vote: Vote) -> Outcome:
+        """Cast this rank's vote and read everybody's.
+
+        Raises CollectiveMismatch, on all ranks, if they are not at the same step.
+        """
+        vector, group = self._vector, self._group
+        vector.zero_()
+        vector[_STEP] = vote.step
+        vector[_STEP_SQUARED] = vote.step**2
+        vector[_SQUARED_NORM] = vote.squared_norm
+        vector[_LOSS_SCALE] = vote.loss_scale
+        if vote.options is not None:
+            vector[_OPTIONS : self._vote_at] = torch.tensor(vote.options, dtype=torch.float64)
+        write_vote(
+            vector[self._vote_at :],
+            group.rank,
+            group.size,
+            live=vote.live,
+            has_next=vote.has_next,
+            used=vote.used,
+            weight=vote.weight,
+        )
+        group.all_reduce(vector).wait()
+        total: list[float] = vector[: self._vote_at].tolist()
+        # Equal steps, and only they, have no variance.
+        if group.size * total[_STEP_SQUARED] != total[_STEP] ** 2:
+            raise CollectiveMismatch(
+                "step()",
+                group.generation,
+                list(range(group.size)),
+                f"the ranks have taken different numbers of steps, this one {vote.step}; every "
+                "rank calls step() equally often, and ranks that run out of data use Join",
+            )
+        agreement = read_agreement(vector[self._vote_at :], group.size)
+        return Outcome(
+            agreement,
+            total[_SQUARED_NORM],
+            total[_LOSS_SCALE] / max(1, len(agreement.live)),
+            total[_OPTIONS:],
+        )
+
+
+def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float]:
+    """The numbers among the options `names` of all parameter groups; tuples by their entries."""
+    return [
+        float(entry)
+        for options in groups
+        for name in names
+        for entry in _entries(options[name])
+        if _is_number(entry)
+    ]
+
+
+def set_numbers(
+    groups: Sequence[dict[str, Any]], names: Sequence[str], numbers: Sequence[float]
+) -> None:
+    """Write what `numbers_of` read on another rank; types stay."""
+    values = iter(numbers)
+    for options in groups:
+        for name in names:
+            value = options[name]
+            entries = [
+                _like(entry, next(values)) if _is_number(entry) else entry
+                for entry in _entries(value)
+            ]
+            options[name] = tuple(entries) if isinstance(value, tuple) else entries[0]
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, int | float)
+
+
+def _like(value: Any, number: float) -> Any:
+    return value.fill_(number) if isinstance(value, torch.Tensor) else type(value)(number)
