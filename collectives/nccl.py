@@ -132,10 +132,11 @@ class NcclWork(PendingWork):
         self.ended = torch.cuda.Event()
         self.waited_for = False
 
-    def wait(self) -> None:
+    def _block(self) -> None:
         """Order the current stream behind the work; a barrier blocks the host, as in torch."""
-        if self.operation.kind is Kind.BARRIER:
-            super().wait()
+        # So does a work whose future was asked for: it must be complete when wait() returns.
+        if self.operation.kind is Kind.BARRIER or self._future is not None:
+            super()._block()
             return
         if self.failure is None:
             device = self.communicator.device
