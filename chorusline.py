@@ -39,11 +39,14 @@ from collectives import (  # noqa: E402
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
+    Communicator,
     FileStore,
     Group,
     GroupAborted,
     GroupClosed,
+    GroupDescription,
     HashStore,
+    PayloadUnreadable,
     PeerLost,
     PrefixStore,
     ReduceOp,
@@ -52,6 +55,7 @@ from collectives import (  # noqa: E402
     StoreTimeout,
     UnsupportedOperation,
     Work,
+    register_backend,
 )
 from runtime.context import Context  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
@@ -81,6 +85,9 @@ __all__ = [
     "deal",
     # Collectives.
     "Group",
+    "GroupDescription",
+    "register_backend",
+    "Communicator",
     "Work",
     "ReduceOp",
     "Statistics",
@@ -96,6 +103,7 @@ __all__ = [
     "PeerLost",
     "GroupAborted",
     "GroupClosed",
+    "PayloadUnreadable",
     "UnsupportedOperation",
     "StoreTimeout",
     "WorkerLost",

@@ -1,5 +1,7 @@
 """Groups of ranks that move tensors together: no Ray in here, only tensors, ranks and time."""
 
+from .backends import register_backend
+from .communicator import Communicator
 from .errors import (
     ChoruslineError,
     CollectiveError,
@@ -7,11 +9,12 @@ from .errors import (
     CollectiveTimeout,
     GroupAborted,
     GroupClosed,
+    PayloadUnreadable,
     PeerLost,
     StoreTimeout,
     UnsupportedOperation,
 )
-from .group import Group
+from .group import Group, GroupDescription
 from .reduce_op import ReduceOp
 from .statistics import Statistics
 from .store import FileStore, HashStore, PrefixStore, Store
@@ -19,6 +22,9 @@ from .work import Work
 
 __all__ = [
     "Group",
+    "GroupDescription",
+    "register_backend",
+    "Communicator",
     "Work",
     "ReduceOp",
     "Statistics",
@@ -33,6 +39,7 @@ __all__ = [
     "PeerLost",
     "GroupAborted",
     "GroupClosed",
+    "PayloadUnreadable",
     "UnsupportedOperation",
     "StoreTimeout",
 ]

@@ -43,9 +43,7 @@ class Communicator(ABC):
         """input: (size * n,), left as it is. output: (n,), this rank's part."""
 
     @abstractmethod
-    def all_gather(
-        self, operation: Operation, output: torch.Tensor, input: torch.Tensor
-    ) -> Work:
+    def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
         """input: (n,). output: (size * n,). `input` may be this rank's part of `output`."""
 
     @abstractmethod
@@ -59,6 +57,13 @@ class Communicator(ABC):
     @abstractmethod
     def abort(self, error: CollectiveError) -> None:
         """End the generation with `error`. The first error wins; later ones are ignored."""
+
+    @abstractmethod
+    def failure(self) -> CollectiveError | None:
+        """The error that ended the generation, here or elsewhere; None while it lives.
+
+        Asked some twenty times a second; may be late by half a second where the end was elsewhere.
+        """
 
     @abstractmethod
     def close(self) -> None:

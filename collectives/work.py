@@ -115,7 +115,7 @@ class Work(ABC):
     def _until_done(self) -> Generator[object, None, None]:
         try:
             for _ in range(_LOOKS):
-                yield  # The other tasks run, once each.
+                yield None  # The other tasks run, once each.
                 if self._look():
                     return
             loop = asyncio.get_running_loop()
@@ -154,7 +154,7 @@ class Work(ABC):
             return
         error = self.error()
         if error is not None:
-            future.set_exception(error)  # type: ignore[arg-type]  # torch says T
+            future.set_exception(error)
         else:
             output = self._output
             future.set_result([output] if isinstance(output, torch.Tensor) else output)
