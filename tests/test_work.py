@@ -142,7 +142,7 @@ def alone() -> Iterator[Group]:
 def test_a_closed_group_says_so_at_once(alone: Group) -> None:
     done = alone.all_reduce(torch.ones(2))
     alone.close()
-    with pytest.raises(GroupClosed, match="broadcast: this group .* is closed on this rank; make"):
+    with pytest.raises(GroupClosed, match=r"broadcast: this group .* is closed on this rank; make"):
         alone.broadcast(torch.ones(2))
     with pytest.raises(GroupClosed, match="all_gather_object: this group"):
         alone.all_gather_object(1)
