@@ -1,5 +1,7 @@
 """Groups of ranks that move tensors together: no Ray in here, only tensors, ranks and time."""
 
+from .backends import register_backend
+from .communicator import Communicator
 from .errors import (
     ChoruslineError,
     CollectiveError,
@@ -7,6 +9,7 @@ from .errors import (
     CollectiveTimeout,
     GroupAborted,
     GroupClosed,
+    PayloadUnreadable,
     PeerLost,
     StaleStore,
     StoreLost,
@@ -14,7 +17,7 @@ from .errors import (
     UnsupportedOperation,
 )
 from .file_store import FileStore
-from .group import Group
+from .group import Group, GroupDescription
 from .reduce_op import ReduceOp
 from .rendezvous import Rendezvous, store_from_url
 from .statistics import Statistics
@@ -24,6 +27,9 @@ from .work import Work
 
 __all__ = [
     "Group",
+    "GroupDescription",
+    "register_backend",
+    "Communicator",
     "Work",
     "ReduceOp",
     "Statistics",
@@ -42,6 +48,7 @@ __all__ = [
     "PeerLost",
     "GroupAborted",
     "GroupClosed",
+    "PayloadUnreadable",
     "UnsupportedOperation",
     "StoreTimeout",
     "StoreLost",

@@ -59,5 +59,12 @@ class Communicator(ABC):
         """End the generation with `error`. The first error wins; later ones are ignored."""
 
     @abstractmethod
+    def failure(self) -> CollectiveError | None:
+        """The error that ended the generation, here or elsewhere; None while it lives.
+
+        Asked some twenty times a second; may be late by half a second where the end was elsewhere.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Give everything back. Pending works raise GroupClosed; peers that wait: PeerLost."""

@@ -11,6 +11,7 @@
         ├── GroupAborted           somebody ended the generation on purpose: an exception, a
         │                          cancellation, an interrupt, the driver
         ├── GroupClosed            this rank closed the group itself
+        ├── PayloadUnreadable      what a rank sent could not be unpickled; the group lives on
         └── UnsupportedOperation   the backend lacks the operation or the dtype
 
 A mistake of the caller's on one rank alone (a wrong shape, a root out of range) is a `ValueError`
@@ -189,6 +190,35 @@ class GroupClosed(CollectiveError):
         )
 
 
+class PayloadUnreadable(CollectiveError):
+    """`ranks` could not unpickle what they were sent. Raised on all ranks; the group lives on.
+
+    detail: who could not read whose payload, and why. traceback: of the first of `ranks`.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        generation: int,
+        ranks: Sequence[int],
+        detail: str,
+        traceback: str = "",
+    ) -> None:
+        super().__init__(operation, generation, list(ranks), detail, traceback)
+        self.operation = operation
+        self.generation = generation
+        self.ranks = list(ranks)
+        self.detail = detail
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.operation} in generation {self.generation}: {self.detail}. Send objects whose "
+            "classes every rank can import, in equal versions."
+        )
+        return f"{text}\n\n{self.traceback}" if self.traceback else text
+
+
 class UnsupportedOperation(CollectiveError):
     """The backend has no such operation, or not for this dtype. Raised before anything is sent."""
 
@@ -213,6 +243,7 @@ _BY_NAME: dict[str, type[CollectiveError]] = {
         PeerLost,
         GroupAborted,
         GroupClosed,
+        PayloadUnreadable,
         UnsupportedOperation,
     )
 }

@@ -25,6 +25,7 @@ Therefore three threads:
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -40,6 +41,7 @@ from .arithmetic import reduce_into
 from .communicator import Communicator
 from .errors import CollectiveError, GroupClosed
 from .in_flight import InFlight, PendingWork
+from .interfaces import GLOO_VARIABLE, check_gloo_interfaces
 from .operation import Operation
 from .reduce_op import ReduceOp
 from .roll_call import Position, RollCall, look_s, position_after
@@ -81,6 +83,7 @@ class GlooCommunicator(Communicator):
 
     def __init__(self, store: Store, rank: int, size: int, generation: int) -> None:
         """Blocks until all ranks are connected. Raises CollectiveError, or StoreTimeout."""
+        check_gloo_interfaces()
         self.rank = rank
         self.size = size
         self.device = torch.device("cpu")
@@ -113,7 +116,7 @@ class GlooCommunicator(Communicator):
         except Exception as error:
             broken = (
                 f"{error}. Gloo listens at the address of this host's name; the environment "
-                "variable GLOO_SOCKET_IFNAME names another network interface"
+                f"variable {GLOO_VARIABLE} names another network interface"
             )
         if broken:
             raise self._end_broken("rendezvous", broken)
@@ -184,6 +187,9 @@ class GlooCommunicator(Communicator):
         """End the generation with `error`. Returns at once; the others are told meanwhile."""
         if self._end(error):
             self._roll_call.publish_meanwhile(error)
+
+    def failure(self) -> CollectiveError | None:
+        return self._in_flight.failure
 
     def close(self) -> None:
         """Give the connections and the threads back. A runner stuck in Gloo does so later."""
@@ -354,9 +360,11 @@ def _gloo_timeout(operation: Operation) -> timedelta:
 # A process that ends while Gloo's threads hold tensors of Python may be killed by them: they want
 # the interpreter when it is gone already.
 _open: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
+_pid = os.getpid()
 
 
 @atexit.register
 def _close_all() -> None:
-    for communicator in list(_open):
-        communicator.close()
+    if os.getpid() == _pid:  # A fork must not say that the rank it came from has closed.
+        for communicator in list(_open):
+            communicator.close()

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from .backends import backend_for
 from .communicator import Communicator
-from .errors import CollectiveError, GroupAborted, StoreTimeout, UnsupportedOperation
+from .errors import (
+    CollectiveError,
+    GroupAborted,
+    GroupClosed,
+    StoreTimeout,
+    UnsupportedOperation,
+)
+from .family import Family
+from .interfaces import network_of
+from .monitored_barrier import MonitoredBarrier
+from .object_channel import ObjectChannel
+from .object_collectives import ObjectCollectives
 from .operation import DTYPES, Kind, Operation
 from .reduce_op import ReduceOp
+from .several_devices import not_a_tensor
 from .statistics import Statistics
 from .store import PrefixStore, Store
 from .work import Work
@@ -20,7 +36,28 @@ DEFAULT_TIMEOUT_S = 60.0
 _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 
-class Group:
+@dataclass(frozen=True)
+class GroupDescription:
+    """What a group is, for people and for `doctor`.
+
+    ranks: the root group's number of each rank. network: the interfaces that its transport uses,
+    and what chose them. operations: those issued so far, those of objects left out.
+    """
+
+    name: str
+    generation: int
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    backend: str
+    device: str
+    network: str
+    timeout_s: float
+    operations: int
+    is_open: bool
+
+
+class Group(ObjectCollectives):
     """An immutable membership of `size` ranks that run collectives together.
 
     Make one with `Group.create`; no Ray is needed. Every rank issues the same operations in the
@@ -33,11 +70,23 @@ class Group:
     rank, size: this process and the number of them. generation: number of the membership.
     device: where tensors must live. timeout_s: seconds an operation may take, counted from its
     issue, unless the call says otherwise. statistics: operations and elements so far.
+    ranks: the number of each rank in the root group, from which `new_group` and `split` made this
+    one; of a root group 0, 1, 2… parent: the group it was made of, or None.
+
+    A group belongs to the process that made it; a fork of it may only drop it.
     """
 
     def __init__(
-        self, communicator: Communicator, *, generation: int, timeout_s: float, name: str
+        self,
+        communicator: Communicator,
+        *,
+        generation: int,
+        timeout_s: float,
+        name: str,
+        store: Store,
+        backend: str | None = None,
     ) -> None:
+        """store: where its ranks have met; nobody else uses it. backend: as it was asked for."""
         self._communicator = communicator
         self.rank = communicator.rank
         self.size = communicator.size
@@ -47,7 +96,18 @@ class Group:
         self.timeout_s = timeout_s
         self.name = name
         self.statistics = Statistics()
+        self.ranks: tuple[int, ...] = tuple(range(self.size))
+        self.parent: Group | None = None
         self._next_sequence = 0
+        self._store = store
+        self._asked_backend = backend
+        self._pid = os.getpid()
+        self._closed = False
+        self._children: list[Group] = []
+        self._children_made = itertools.count()  # equal on all ranks: making one is a collective
+        self._family = Family()
+        self._channel: ObjectChannel | None = None
+        self._family.add(self)
 
     @classmethod
     def create(
@@ -60,11 +120,16 @@ class Group:
         generation: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         name: str = "default",
+        backend: str | None = None,
     ) -> Group:
         """Meet the other ranks in `store` and connect. Blocks until all have come.
 
         Ranks pick the same `size`, `generation` and `name`; a second group of the same name and
         generation through the same store is told apart by the order of creation.
+
+        backend: None takes what serves the device: NCCL on CUDA; on CPU shared memory where all
+        ranks are on one host, else Gloo. Or "shared-memory", "gloo", "nccl", or the name of one of
+        your own (`register_backend`); the same on all ranks.
 
         Raises StoreTimeout naming the ranks that did not come within `timeout_s`.
         """
@@ -75,20 +140,27 @@ class Group:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         device = torch.device(device)
+        chosen = backend_for(backend, device)
         round_ = store.add(f"group/{name}/{generation}/created_by/{rank}", 1)
         rendezvous = PrefixStore(f"group/{name}/{generation}/{round_}", store)
         rendezvous.set_timeout(timeout_s)
-        connect: Callable[[Store, int, int, torch.device, int], Communicator]
-        if device.type == "cuda":
-            from .nccl import connect
-        elif device.type == "cpu":
-            from .host import connect
-        else:
-            raise ValueError(f"device must be a cpu or cuda device, got {device}")
+        rendezvous.set(f"backend/{rank}", chosen.name)
         try:
-            communicator = connect(rendezvous, rank, size, device, generation)
+            communicator = chosen.factory(rendezvous, rank, size, device, generation)
         except StoreTimeout as error:
-            absent = sorted({int(key.rsplit("/", 1)[-1]) for key in error.keys})
+            numbers = (key.rsplit("/", 1)[-1] for key in error.keys)
+            absent = sorted({int(number) for number in numbers if number.isdecimal()})
+            others = [
+                f"rank {r} came with {theirs!r}"
+                for r in absent
+                if rendezvous.check([f"backend/{r}"])
+                and (theirs := rendezvous.get(f"backend/{r}").decode()) != chosen.name
+            ]
+            if others:
+                raise ValueError(
+                    f"backend is {chosen.name!r} on rank {rank}, but {', '.join(others)}; choose "
+                    "the same on all ranks"
+                ) from error
             raise StoreTimeout(
                 error.keys,
                 error.waited_s,
@@ -96,7 +168,16 @@ class Group:
                 f"{name!r}. Check that they run, and that all use the same store, size, name and "
                 "generation",
             ) from error
-        return cls(communicator, generation=generation, timeout_s=timeout_s, name=name)
+        return cls(
+            communicator,
+            generation=generation,
+            timeout_s=timeout_s,
+            name=name,
+            store=rendezvous,
+            backend=backend,
+        )
+
+    # -- tensors ---------------------------------------------------------------------------------
 
     @classmethod
     def from_url(
@@ -137,7 +218,7 @@ class Group:
         operation = self._begin(
             Kind.ALL_REDUCE, numel, dtype, op, timeout_s, 2 * numel * (self.size - 1) / self.size
         )
-        return self._communicator.all_reduce(operation, tensor, op)
+        return self._communicator.all_reduce(operation, tensor, op)._giving(tensor)
 
     def reduce_scatter(
         self,
@@ -158,7 +239,7 @@ class Group:
         operation = self._begin(
             Kind.REDUCE_SCATTER, numel, dtype, op, timeout_s, numel - output.numel()
         )
-        return self._communicator.reduce_scatter(operation, output, input, op)
+        return self._communicator.reduce_scatter(operation, output, input, op)._giving(output)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, timeout_s: float | None = None
@@ -173,7 +254,7 @@ class Group:
         numel = output.numel()
         self._check_parts("all_gather", "output", output, "input", input)
         operation = self._begin(Kind.ALL_GATHER, numel, dtype, -1, timeout_s, numel - input.numel())
-        return self._communicator.all_gather(operation, output, input)
+        return self._communicator.all_gather(operation, output, input)._giving(output)
 
     def broadcast(
         self, tensor: torch.Tensor, root: int = 0, *, timeout_s: float | None = None
@@ -182,24 +263,79 @@ class Group:
 
         tensor: any shape, contiguous, same shape and dtype on all ranks.
         """
-        if not 0 <= root < self.size:
-            raise ValueError(f"root must be a rank in [0, {self.size}), got {root}")
+        self._check_root(root)
         tensor, dtype = self._checked(tensor, "tensor")
         numel = tensor.numel()
         operation = self._begin(
             Kind.BROADCAST, numel, dtype, root, timeout_s, numel if root == self.rank else 0
         )
-        return self._communicator.broadcast(operation, tensor, root)
+        return self._communicator.broadcast(operation, tensor, root)._giving(tensor)
 
     def barrier(self, *, timeout_s: float | None = None) -> Work:
         """Done on no rank before every rank has issued it."""
         return self._communicator.barrier(self._begin(Kind.BARRIER, 0, -1, -1, timeout_s, 0))
+
+    def monitored_barrier(
+        self, timeout_s: float | None = None, wait_all_ranks: bool = False
+    ) -> Work:
+        """A barrier to find out who is missing: its CollectiveTimeout names the first rank that is.
+
+        wait_all_ranks: name all that are missing. The error comes to all ranks that are there, and
+        ends the generation, as every timeout does. On every backend; torch's only on Gloo.
+        """
+        return MonitoredBarrier(self.barrier(timeout_s=timeout_s), wait_all_ranks)
+
+    # -- subgroups -------------------------------------------------------------------------------
+
+    def new_group(self, ranks: Sequence[int], name: str | None = None) -> Group | None:
+        """A group of `ranks` of this one, in that order; None on the ranks left out.
+
+        Collective over this group, blocking: all ranks pass the same. In a coroutine, use
+        asyncio.to_thread. It shares this group's generation: if either fails, so does the other.
+        name: for errors and `describe`; by default this group's with a number.
+
+        Raises ValueError for ranks that are out of range or named twice, CollectiveMismatch on all
+        ranks if they pass different lists.
+        """
+        from .subgroups import new_group
+
+        return new_group(self, ranks, name)
+
+    def split(
+        self, color: int | None, key: int | None = None, name: str | None = None
+    ) -> Group | None:
+        """One group for each color, of the ranks that pass it; None where color is None.
+
+        Collective over this group, blocking, as `new_group`; MPI_Comm_split. key: orders the ranks
+        of a group; equal ones, and by default all, keep their order.
+        """
+        from .subgroups import split
+
+        return split(self, color, key, name)
+
+    def global_rank(self, group_rank: int) -> int:
+        """The root group's number of rank `group_rank` of this group."""
+        if not 0 <= group_rank < self.size:
+            raise ValueError(f"group_rank must be a rank in [0, {self.size}), got {group_rank}")
+        return self.ranks[group_rank]
+
+    def group_rank(self, global_rank: int) -> int:
+        """This group's number of rank `global_rank` of the root group."""
+        if global_rank not in self.ranks:
+            raise ValueError(
+                f"global_rank {global_rank} is not in group {self.name!r}, whose global ranks are "
+                f"{list(self.ranks)}"
+            )
+        return self.ranks.index(global_rank)
+
+    # -- the end ---------------------------------------------------------------------------------
 
     def abort(self, reason: str | BaseException | CollectiveError) -> None:
         """End this generation on all ranks; may be called from any thread.
 
         Every pending and later work raises, everywhere: a CollectiveError as it is, anything else
         as GroupAborted by this rank, with the reason (of an exception: its traceback as well).
+        Groups made of this one, and the one it was made of, end as well.
         """
         if isinstance(reason, CollectiveError):
             error = reason
@@ -209,11 +345,53 @@ class Group:
             error = GroupAborted(self.generation, [self.rank], told, trace)
         else:
             error = GroupAborted(self.generation, [self.rank], reason)
+        if os.getpid() != self._pid or self._closed:
+            return
+        self.end_with(error)
+        self._family.end(self, error)
+
+    def end_with(self, error: CollectiveError) -> None:
+        """`abort` of this group alone; its family finds out. For its family, and its channel."""
         self._communicator.abort(error)
+        if self._channel is not None:
+            self._channel.fail(error)
+
+    def failure(self) -> CollectiveError | None:
+        """The error that ended this generation, as far as this rank knows; None while it lives."""
+        return self._communicator.failure()
 
     def close(self) -> None:
-        """Give back memory and threads; peers that still wait for this rank raise PeerLost."""
+        """Give back memory and threads; peers that still wait for this rank raise PeerLost.
+
+        Closes the groups made of this one first.
+        """
+        if self._closed or os.getpid() != self._pid:  # The memory of a fork is that of the rank.
+            return
+        self._closed = True
+        for child in list(self._children):
+            child.close()
+        self._family.remove(self)
+        if self.parent is not None and self in self.parent._children:
+            self.parent._children.remove(self)
+        if self._channel is not None:
+            self._channel.close(GroupClosed("close", self.generation))
         self._communicator.close()
+
+    def describe(self) -> GroupDescription:
+        """What this group is and uses, as a frozen record; needs no other rank."""
+        return GroupDescription(
+            self.name,
+            self.generation,
+            self.rank,
+            self.size,
+            self.ranks,
+            self.backend,
+            str(self.device),
+            network_of(self.backend),
+            self.timeout_s,
+            self._next_sequence,
+            not self._closed and self._communicator.failure() is None,
+        )
 
     def __enter__(self) -> Group:
         return self
@@ -236,18 +414,50 @@ class Group:
         timeout_s: float | None,
         elements: float,
     ) -> Operation:
-        deadline_s = self.timeout_s if timeout_s is None else timeout_s
-        if deadline_s <= 0:
-            raise ValueError(f"timeout_s must be positive, got {deadline_s}")
+        deadline_s = self._deadline_s(kind, timeout_s)
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
         self.statistics.count(kind, elements)
         return Operation(kind, sequence, self.generation, numel, dtype, detail, deadline_s)
 
+    def _deadline_s(self, kind: Kind, timeout_s: float | None) -> float:
+        """The seconds that an operation has, if it may be issued here and now."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{kind.name.lower()}: this group belongs to process {self._pid}, and this is a "
+                f"fork of it, process {os.getpid()}, which is no rank and has none of its threads; "
+                "call Group.create after the fork"
+            )
+        if self._closed:
+            raise GroupClosed(kind.name.lower(), self.generation)
+        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        if deadline_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {deadline_s}")
+        return deadline_s
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise ValueError(f"root must be a rank in [0, {self.size}), got {root}")
+
+    def _count_objects(self, kind: Kind, timeout_s: float | None) -> float:
+        deadline_s = self._deadline_s(kind, timeout_s)
+        self.statistics.count(kind, 0)
+        return deadline_s
+
+    def _objects(self) -> ObjectChannel:
+        if self._channel is None:
+            from .subgroups import channel_group
+
+            self._channel = ObjectChannel(self, lambda limit_s: channel_group(self, limit_s))
+            failure = self.failure()
+            if failure is not None:
+                self._channel.fail(failure)
+        return self._channel
+
     def _checked(self, tensor: torch.Tensor, argument: str) -> tuple[torch.Tensor, int]:
         """The tensor without autograd, and its dtype's number; a sentence where it is unfit."""
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
+            raise not_a_tensor(tensor, argument)
         dtype = _DTYPE_INDEX.get(tensor.dtype)
         if dtype is None:
             raise UnsupportedOperation(

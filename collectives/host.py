@@ -29,9 +29,17 @@ def host_identity() -> str:
 
 
 def connect(
-    store: Store, rank: int, size: int, device: torch.device, generation: int
+    store: Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    generation: int,
+    between_hosts: bool = True,
 ) -> Communicator:
-    """Meet in `store` and choose; every rank chooses the same. Raises StoreTimeout."""
+    """Meet in `store` and choose; every rank chooses the same. Raises StoreTimeout.
+
+    between_hosts: whether ranks on different hosts may meet; ValueError on all of them if not.
+    """
     card: dict[str, str | int] = {"host": host_identity(), "pid": os.getpid()}
     descriptor = -1
     if rank == 0:
@@ -49,6 +57,11 @@ def connect(
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+    if not between_hosts:
+        raise ValueError(
+            "backend 'shared-memory' joins ranks of one host, process namespace and user, but "
+            f"these are by rank {[c['host'] for c in cards]}; choose backend='gloo', or None"
+        )
     from .gloo import GlooCommunicator
 
     return GlooCommunicator(store, rank, size, generation)

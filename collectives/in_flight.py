@@ -27,14 +27,14 @@ class PendingWork(Work):
         self.failure: CollectiveError | None = None
         self.callbacks: list[Callable[[], None]] = []
 
-    def wait(self) -> None:
+    def _block(self) -> None:
         changed = self.in_flight.changed
         try:
             with changed:
                 while not self.done:  # Not for ever: the communicator holds the deadline.
                     changed.wait()
         except BaseException as error:  # An interrupt: the others wait for us.
-            self._give_up(f"{type(error).__name__} during {self.operation}")
+            self._end_generation(f"{type(error).__name__} during {self.operation}")
             raise
         if self.failure is not None:
             raise fresh_copy(self.failure)
@@ -57,10 +57,7 @@ class PendingWork(Work):
         for callback in callbacks:
             callback()
 
-    def _abandon(self) -> None:
-        self._give_up(f"the task that awaited {self.operation} was cancelled")
-
-    def _give_up(self, reason: str) -> None:
+    def _end_generation(self, reason: str) -> None:
         rank = self.in_flight.rank
         self.in_flight.abort(GroupAborted(self.operation.generation, [rank], reason))
 

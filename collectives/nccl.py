@@ -132,10 +132,11 @@ class NcclWork(PendingWork):
         self.ended = torch.cuda.Event()
         self.waited_for = False
 
-    def wait(self) -> None:
+    def _block(self) -> None:
         """Order the current stream behind the work; a barrier blocks the host, as in torch."""
-        if self.operation.kind is Kind.BARRIER:
-            super().wait()
+        # So does a work whose future was asked for: it must be complete when wait() returns.
+        if self.operation.kind is Kind.BARRIER or self._future is not None:
+            super()._block()
             return
         if self.failure is None:
             device = self.communicator.device
@@ -180,6 +181,7 @@ class NcclCommunicator(Communicator):
         self._nccl = threading.Lock()
         self._comm = comm  # None once it was given back
         self._doubtful = False  # after a pause: settle nothing before a look into the store
+        self._asked_at = 0.0  # when somebody asked for the failure, in time.monotonic() seconds
         self._ending: threading.Thread | None = None
         self._barrier_element = torch.zeros(1, dtype=torch.int32, device=device)
         self._watcher = threading.Thread(
@@ -279,6 +281,17 @@ class NcclCommunicator(Communicator):
                 target=self._end_nccl, args=(telling,), name="chorusline-abort-nccl", daemon=True
             )
             self._ending.start()
+
+    def failure(self) -> CollectiveError | None:
+        with self.in_flight.changed:
+            failure = self.in_flight.failure
+        if failure is None and time.monotonic() - self._asked_at >= LOOK_S:
+            # The watcher does not look into the store while nothing is in flight.
+            self._asked_at = time.monotonic()
+            failure = self._roll_call.news()
+            if failure is not None:
+                self.abort(failure)
+        return failure
 
     def close(self) -> None:
         """Give the handle, the stream and the thread back.

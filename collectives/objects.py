@@ -1,4 +1,7 @@
-"""Collectives of Python objects: pickled, and sent as the bits of int64.
+"""Collectives of Python objects that travel among a group's tensors, in the same order.
+
+Blocking, and without a channel of their own: for use where nothing else is in flight. Users take
+those of `Group`, which they can await.
 
 They unpickle what other ranks of the group sent, so they execute what those ranks want executed:
 use them among processes of one user only, as all ranks of a group are.
@@ -11,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .group import Group
+from .object_channel import bytes_of, loads, words_of
 
 
 def broadcast_object(
@@ -27,9 +30,9 @@ def broadcast_object(
     payload = dumps(value) if is_root else b""
     size = torch.tensor([len(payload)], dtype=torch.int64, device=group.device)
     group.broadcast(size, root).wait()
-    words = _words(payload, int(size), group)
+    words = words_of(payload, int(size)).to(group.device)
     group.broadcast(words, root).wait()
-    return value if is_root else _loads(words, int(size))
+    return value if is_root else loads(bytes_of(words.cpu(), int(size)))
 
 
 def all_gather_object(group: Group, value: Any) -> list[Any]:
@@ -39,21 +42,8 @@ def all_gather_object(group: Group, value: Any) -> list[Any]:
     sizes = size.new_empty(group.size)
     group.all_gather(sizes, size).wait()
     largest = int(sizes.max())
-    words = _words(payload, largest, group)
+    words = words_of(payload, largest).to(group.device)
     everybody = words.new_empty(group.size * len(words))
     group.all_gather(everybody, words).wait()
-    rows = everybody.view(group.size, -1)
-    return [_loads(row, int(size)) for row, size in zip(rows, sizes, strict=True)]
-
-
-def _words(payload: bytes, size: int, group: Group) -> Tensor:
-    """`payload` in (ceil(size / 8),) int64: the widest dtype that every backend copies as bits."""
-    words = torch.zeros(-(-size // 8), dtype=torch.int64)
-    if payload:
-        source = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        words.view(torch.uint8)[: len(payload)] = source
-    return words.to(group.device)
-
-
-def _loads(words: Tensor, size: int) -> Any:
-    return pickle.loads(words.cpu().view(torch.uint8)[:size].numpy().tobytes())
+    rows = everybody.cpu().view(group.size, -1)
+    return [loads(bytes_of(row, int(size))) for row, size in zip(rows, sizes, strict=True)]

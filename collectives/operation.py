@@ -17,6 +17,10 @@ class Kind(enum.IntEnum):
     ALL_REDUCE = 3
     REDUCE_SCATTER = 4
     ALL_GATHER = 5
+    BROADCAST_OBJECT_LIST = 65  # Those of objects: each is several of those above.
+    ALL_GATHER_OBJECT = 66
+    GATHER_OBJECT = 67
+    SCATTER_OBJECT_LIST = 68
 
 
 DTYPES: tuple[torch.dtype, ...] = (

@@ -89,6 +89,9 @@ class SharedMemoryCommunicator(Communicator):
         if not self._closed:
             self._lane.abort(error)
 
+    def failure(self) -> CollectiveError | None:
+        return None if self._closed else self._segment.failure()
+
     def close(self) -> None:
         if self._closed:
             return

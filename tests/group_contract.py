@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from handle_contract import *  # noqa: F403  # Ranks look checks up by name, in here.
+from handle_contract import HANDLE_CONTRACT
 from numpy.typing import NDArray
 
 from collectives.group import Group
@@ -282,6 +284,7 @@ CONTRACT = (
     check_asking_is_enough,
     check_a_slow_rank_is_waited_for,
     check_statistics,
+    *HANDLE_CONTRACT,
 )
 """What holds on every transport, on devices of every kind."""
 

@@ -13,6 +13,7 @@ from collectives.errors import (
     CollectiveTimeout,
     GroupAborted,
     GroupClosed,
+    PayloadUnreadable,
     PeerLost,
     StaleStore,
     StoreLost,
@@ -33,6 +34,7 @@ COLLECTIVE_ERRORS: list[CollectiveError] = [
     GroupAborted(5, [1], "ValueError: grüß\n", "Traceback …\n  in explode"),
     GroupAborted(5, [], "the driver said so"),
     GroupClosed("close", 7),
+    PayloadUnreadable("gather_object #2", 1, [2], "rank 2 cannot unpickle", "Traceback …"),
     UnsupportedOperation("tensor of dtype torch.bool", "nccl", "use another"),
 ]
 ERRORS: list[ChoruslineError] = [

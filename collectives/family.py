@@ -1,0 +1,94 @@
+"""A group and the groups made of it: one generation, so one fate.
+
+Whoever waits in one group does not see what happens in another. So one thread per family and
+process asks all of them, and where one has failed it ends the others, which spreads it to their
+other ranks, and so on. A parent ends its children and a child its parent: a rank lost to one is
+lost to all of them, and a rank that stopped halfway in one will not come to the next operation of
+another. For groups of independent fates call `Group.create` once for each.
+
+Closing is not failing: it closes the groups made of the closed one, and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from .errors import CollectiveError, CollectiveTimeout, GroupAborted, GroupClosed, PeerLost
+
+_LOOK_S = 0.05
+
+
+class Member(Protocol):
+    """A group as its family sees it. ranks: the root's number of each of its ranks."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    def failure(self) -> CollectiveError | None: ...
+    def end_with(self, error: CollectiveError) -> None: ...
+
+
+class Family:
+    """The groups of one generation in this process."""
+
+    def __init__(self) -> None:
+        self._members: list[Member] = []
+        self._lock = threading.Lock()
+        self._left = threading.Event()  # fewer than two members: nobody to tell
+        self._watcher: threading.Thread | None = None
+
+    def add(self, member: Member) -> None:
+        with self._lock:
+            self._members.append(member)
+            if len(self._members) == 2:
+                self._left = threading.Event()
+                self._watcher = threading.Thread(
+                    target=self._watch, args=(self._left,), name="chorusline-family", daemon=True
+                )
+                self._watcher.start()
+
+    def remove(self, member: Member) -> None:
+        with self._lock:
+            if member in self._members:
+                self._members.remove(member)
+            if len(self._members) < 2:
+                self._left.set()
+
+    def end(self, source: Member, error: CollectiveError) -> None:
+        """`source` has failed with `error`: so have all others."""
+        with self._lock:
+            others = [member for member in self._members if member is not source]
+        for member in others:
+            member.end_with(as_seen_from(member, source, error))
+
+    def _watch(self, left: threading.Event) -> None:
+        while not left.wait(_LOOK_S):
+            with self._lock:
+                members = list(self._members)
+            for member in members:
+                error = member.failure()
+                if error is not None and not isinstance(error, GroupClosed):
+                    self.end(member, error)
+                    return
+
+
+def as_seen_from(target: Member, source: Member, error: CollectiveError) -> CollectiveError:
+    """The error of `source` with the ranks as `target` counts them, and the group named.
+
+    Where `target` has none of the culprits, it was aborted by nobody of its own.
+    """
+    guilty = [source.ranks[rank] for rank in error.ranks]
+    here = [target.ranks.index(rank) for rank in guilty if rank in target.ranks]
+    if here and isinstance(error, GroupAborted):
+        told = f"{error.reason} (in group {source.name!r})"
+        return GroupAborted(target.generation, here, told, error.traceback)
+    if here and isinstance(error, CollectiveTimeout | PeerLost):
+        _, _, _, *rest = error.args
+        where = f"{error.operation} of group {source.name!r}"
+        return type(error)(where, target.generation, here, *rest)
+    told = f"group {source.name!r}, of global ranks {list(source.ranks)}, ended: {error}"
+    return GroupAborted(target.generation, here, told)
