@@ -1,5 +1,6 @@
 """Groups of ranks that move tensors together: no Ray in here, only tensors, ranks and time."""
 
+from .debug import DebugLevel, get_debug_level, set_debug_level, set_debug_level_from_env
 from .errors import (
     ChoruslineError,
     CollectiveError,
@@ -11,6 +12,7 @@ from .errors import (
     StoreTimeout,
     UnsupportedOperation,
 )
+from .flight_recorder import FlightRecording, RecordedCollective
 from .group import Group
 from .reduce_op import ReduceOp
 from .statistics import Statistics
@@ -22,6 +24,12 @@ __all__ = [
     "Work",
     "ReduceOp",
     "Statistics",
+    "DebugLevel",
+    "get_debug_level",
+    "set_debug_level",
+    "set_debug_level_from_env",
+    "FlightRecording",
+    "RecordedCollective",
     "Store",
     "FileStore",
     "HashStore",

@@ -24,6 +24,9 @@ class Communicator(ABC):
     3. A peer that died, or that does not arrive within `operation.timeout_s`, is an error that
        names it, on every rank.
 
+    For the flight recorder it sets `operation.state` to STARTED when the operation's turn has come,
+    and calls `operation.end` when it is over.
+
     device: where the tensors live. backend: the name that errors use.
     """
 
@@ -43,9 +46,7 @@ class Communicator(ABC):
         """input: (size * n,), left as it is. output: (n,), this rank's part."""
 
     @abstractmethod
-    def all_gather(
-        self, operation: Operation, output: torch.Tensor, input: torch.Tensor
-    ) -> Work:
+    def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
         """input: (n,). output: (size * n,). `input` may be this rank's part of `output`."""
 
     @abstractmethod

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
 
 import torch
+from torch.autograd import profiler
 
 from .communicator import Communicator
+from .debug import DebugLevel, get_debug_level
 from .errors import CollectiveError, GroupAborted, StoreTimeout, UnsupportedOperation
+from .flight_recorder import FlightRecorder, FlightRecording
 from .operation import DTYPES, Kind, Operation
+from .profiling import begin_span
 from .reduce_op import ReduceOp
 from .statistics import Statistics
 from .store import PrefixStore, Store
@@ -47,6 +52,8 @@ class Group:
         self.timeout_s = timeout_s
         self.name = name
         self.statistics = Statistics()
+        self._recorder = FlightRecorder(self.rank, self.size, name, generation)
+        self._has_nvtx = self.device.type == "cuda"
         self._next_sequence = 0
 
     @classmethod
@@ -96,6 +103,10 @@ class Group:
                 f"{name!r}. Check that they run, and that all use the same store, size, name and "
                 "generation",
             ) from error
+        if get_debug_level() >= DebugLevel.DETAIL:
+            from .comparison import comparing
+
+            communicator = comparing(communicator, rendezvous, generation, name)
         return cls(communicator, generation=generation, timeout_s=timeout_s, name=name)
 
     def all_reduce(
@@ -188,6 +199,11 @@ class Group:
         """Give back memory and threads; peers that still wait for this rank raise PeerLost."""
         self._communicator.close()
 
+    @property
+    def flight_recorder(self) -> FlightRecording:
+        """The last collectives of this rank as they stand now; print it when something hangs."""
+        return self._recorder.read()
+
     def __enter__(self) -> Group:
         return self
 
@@ -215,7 +231,11 @@ class Group:
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
         self.statistics.count(kind, elements)
-        return Operation(kind, sequence, self.generation, numel, dtype, detail, deadline_s)
+        operation = Operation(kind, sequence, self.generation, numel, dtype, detail, deadline_s)
+        self._recorder.record(operation, sys._getframe(2))
+        if profiler._is_profiler_enabled or self._has_nvtx:
+            operation.span = begin_span(operation, self._has_nvtx)
+        return operation
 
     def _checked(self, tensor: torch.Tensor, argument: str) -> tuple[torch.Tensor, int]:
         """The tensor without autograd, and its dtype's number; a sentence where it is unfit."""
