@@ -52,13 +52,19 @@ class FlightRecording:
     num_issued: int
     collectives: tuple[RecordedCollective, ...]
 
-    @property
-    def position(self) -> RecordedCollective | None:
-        """The first collective that is not done, else the last one; None before the first."""
+    def position(self, before: float | None = None) -> RecordedCollective | None:
+        """The first collective that is not done, else the last one; None before the first.
+
+        before: seconds since the epoch; what was issued later does not count.
+        """
+        last = None
         for recorded in self.collectives:
+            if before is not None and recorded.issued_at > before:
+                break
+            last = recorded
             if recorded.state is not State.DONE:
-                return recorded
-        return self.collectives[-1] if self.collectives else None
+                break
+        return last
 
     def __str__(self) -> str:
         lines = [

@@ -179,7 +179,7 @@ def read_in_flight(rank: Rank) -> Any:
     group.abort("enough")
     error_of(lambda: group.barrier().wait())
     states.append([c.state for c in group.flight_recorder.collectives])
-    position = group.flight_recorder.position
+    position = group.flight_recorder.position()
     group.close()
     return states, position and position.place.partition(",")[0]
 
