@@ -149,10 +149,22 @@ class SharedSegment:
     @staticmethod
     def make_memory(size: int, slot_bytes: int) -> int:
         """A new, zeroed, nameless file for `size` ranks; its descriptor."""
-        descriptor = os.memfd_create("chorusline", os.MFD_CLOEXEC)
-        os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, SharedSegment.bytes_needed(size, slot_bytes))
-        os.pwrite(descriptor, _MAGIC.to_bytes(8, "little"), 0)
+        nbytes = SharedSegment.bytes_needed(size, slot_bytes)
+        descriptor = -1
+        try:
+            descriptor = os.memfd_create("chorusline", os.MFD_CLOEXEC)
+            os.fchmod(descriptor, 0o600)
+            os.ftruncate(descriptor, nbytes)
+            os.pwrite(descriptor, _MAGIC.to_bytes(8, "little"), 0)
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise OSError(
+                error.errno,
+                f"no memory of {nbytes} bytes to share between the {size} ranks of this host: "
+                f"{error.strerror}. See the limits on the size of files and on their number "
+                "(ulimit -f, ulimit -n), and on this container's memory",
+            ) from error
         return descriptor
 
     @staticmethod
