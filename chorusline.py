@@ -40,7 +40,9 @@ from collectives import (  # noqa: E402
     CollectiveMismatch,
     CollectiveTimeout,
     Communicator,
+    DebugLevel,
     FileStore,
+    FlightRecording,
     Group,
     GroupAborted,
     GroupClosed,
@@ -49,6 +51,7 @@ from collectives import (  # noqa: E402
     PayloadUnreadable,
     PeerLost,
     PrefixStore,
+    RecordedCollective,
     ReduceOp,
     Rendezvous,
     StaleStore,
@@ -60,7 +63,10 @@ from collectives import (  # noqa: E402
     TorchStore,
     UnsupportedOperation,
     Work,
+    get_debug_level,
     register_backend,
+    set_debug_level,
+    set_debug_level_from_env,
     store_from_url,
 )
 from runtime.context import Context  # noqa: E402
@@ -107,6 +113,13 @@ __all__ = [
     "StoreFromTorch",
     "Rendezvous",
     "store_from_url",
+    # Diagnosis.
+    "DebugLevel",
+    "get_debug_level",
+    "set_debug_level",
+    "set_debug_level_from_env",
+    "FlightRecording",
+    "RecordedCollective",
     # Errors.
     "ChoruslineError",
     "CollectiveError",

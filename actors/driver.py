@@ -23,12 +23,14 @@ from .actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
 from .calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers
 from .membership import (
     AbortRank,
+    AskRanks,
     EndRun,
     Event,
     GraceEnded,
     Instruction,
     Membership,
     RankEnded,
+    RanksTold,
     RunCancelled,
     RunStarted,
     StartGrace,
@@ -40,6 +42,9 @@ from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, Worke
 
 GRACE_S = 5.0
 """Seconds that ranks have to stop after they were told to; who still runs then is stuck."""
+
+_TESTIMONY_S = 2.0
+"""Seconds for a control loop to answer; who is silent that long is stopped, and told as such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,8 @@ class _Errands:
             match instruction:
                 case StartRank(worker_id, assignment):
                     self._start(self._run_rank(instruction), f"rank-{assignment.rank}")
+                case AskRanks():
+                    self._start(self._ask_ranks(instruction), "ask-ranks")
                 case AbortRank(worker_id):
                     self._start(self._abort_rank(instruction), f"abort-{worker_id}")
                 case StartGrace():
@@ -184,6 +191,21 @@ class _Errands:
         # Whether it died is told by its run call; whether it hangs, by the grace period.
         with contextlib.suppress(ActorGone, NoAnswer):
             await answer(worker.abort.remote(self._request.run, abort.error), GRACE_S)
+
+    async def _ask_ranks(self, ask: AskRanks) -> None:
+        calls = {
+            rank: self._driver.worker(worker_id).testify.remote()
+            for rank, worker_id in enumerate(ask.worker_ids)
+        }
+        said = await answers(calls, _TESTIMONY_S)
+        self._events.put_nowait(
+            RanksTold(
+                {
+                    rank: word.detail if isinstance(word, ActorGone | NoAnswer) else word
+                    for rank, word in said.items()
+                }
+            )
+        )
 
     async def _end_grace(self) -> None:
         await asyncio.sleep(GRACE_S)

@@ -19,7 +19,7 @@ The rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -37,6 +37,7 @@ from .messages import (
     Success,
     WorkerInfo,
 )
+from .testimony import Testimony, tell
 
 # ── Events: what has happened ────────────────────────────────────────────────────────────────────
 
@@ -65,6 +66,13 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksTold:
+    """Where the ranks are; by rank, a text says why one said nothing."""
+
+    testimonies: Mapping[int, Testimony | str]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerDied:
     worker_id: str
     detail: str
@@ -81,7 +89,7 @@ class GraceEnded:
 
 
 Event: TypeAlias = (
-    WorkerRegistered | RunStarted | RankEnded | WorkerDied | RunCancelled | GraceEnded
+    WorkerRegistered | RunStarted | RankEnded | RanksTold | WorkerDied | RunCancelled | GraceEnded
 )
 
 # ── Instructions: what to do about it ────────────────────────────────────────────────────────────
@@ -91,6 +99,16 @@ Event: TypeAlias = (
 class StartRank:
     worker_id: str
     assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class AskRanks:
+    """Ask all ranks what they do, before anything stops them; they answer within a deadline.
+
+    worker_ids: by rank.
+    """
+
+    worker_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +131,7 @@ class EndRun:
     outcome: RunSucceeded | RunFailed
 
 
-Instruction: TypeAlias = StartRank | AbortRank | StartGrace | EndRun
+Instruction: TypeAlias = StartRank | AskRanks | AbortRank | StartGrace | EndRun
 
 # ── The state machine ────────────────────────────────────────────────────────────────────────────
 
@@ -126,7 +144,11 @@ class _Member:
 
 @dataclass(slots=True)
 class _Run:
-    """A run in progress. running: ranks that have not stopped. cause: rule 2, as known so far."""
+    """A run in progress. running: ranks that have not stopped. cause: rule 2, as known so far.
+
+    is_asking: the ranks were asked what they do, and the answers are still to come. story: what
+    follows from the answers; None before anybody was asked.
+    """
 
     number: int
     members: tuple[_Member, ...]  # by rank
@@ -134,6 +156,8 @@ class _Run:
     returned: dict[int, Success] = field(default_factory=dict)
     cause: Failure | Loss | Cancellation | None = None
     is_stopping: bool = False
+    is_asking: bool = False
+    story: str | None = None
 
 
 class Membership:
@@ -153,12 +177,23 @@ class Membership:
                 return self._start(run)
             case RankEnded(ending):
                 return self._rank_ended(ending)
+            case RanksTold(testimonies):
+                return self._ranks_told(testimonies)
             case WorkerDied(worker_id, detail):
                 return self._worker_died(worker_id, detail)
             case RunCancelled(reason):
                 return self._stop(Cancellation(reason)) if self._run else []
             case GraceEnded():
                 return self._end() if self._run and self._run.is_stopping else []
+
+    def _ranks_told(self, testimonies: Mapping[int, Testimony | str]) -> list[Instruction]:
+        run = self._run
+        if run is None or not run.is_asking:
+            return []
+        run.is_asking = False
+        late = run.cause.culprits if isinstance(run.cause, Failure) else ()
+        run.story = tell(testimonies, late)
+        return [] if run.running else self._end()
 
     def snapshot(self, incarnation: int) -> DriverSnapshot:
         return DriverSnapshot(
@@ -205,7 +240,7 @@ class Membership:
         if isinstance(ending, Failure):
             return self._stop(ending)
         run.returned[ending.rank] = ending
-        return [] if run.running else self._end()
+        return [] if run.running or run.is_asking else self._end()
 
     def _worker_died(self, worker_id: str, detail: str) -> list[Instruction]:
         for member in self._members.values():
@@ -228,16 +263,20 @@ class Membership:
         if run.cause is None or (_is_echo(run.cause) and not _is_echo(cause)):
             run.cause = cause
         self._formed = ()
+        ask: list[Instruction] = []
+        if isinstance(cause, Failure) and cause.asks_all and run.story is None:
+            run.is_asking, run.story = True, ""
+            ask.append(AskRanks(tuple(member.info.worker_id for member in run.members)))
         if not run.running:
-            return self._end()
+            return ask if run.is_asking else self._end()
         if run.is_stopping:
-            return []
+            return ask
         run.is_stopping = True
         error = stop_error(cause, self._generation)
         aborts = [
             AbortRank(run.members[rank].info.worker_id, error) for rank in sorted(run.running)
         ]
-        return [*aborts, StartGrace()]
+        return [*ask, *aborts, StartGrace()]
 
     def _end(self) -> list[Instruction]:
         run = self._run
@@ -253,7 +292,9 @@ class Membership:
             run.members[rank].state = MemberState.STUCK
         infos = tuple(member.info for member in run.members)
         returned, stuck = tuple(sorted(run.returned)), tuple(sorted(run.running))
-        return [EndRun(RunFailed(self._generation, run.cause, infos, returned, stuck))]
+        return [
+            EndRun(RunFailed(self._generation, run.cause, infos, returned, stuck, run.story or ""))
+        ]
 
 
 def in_rank_order(members: Iterable[_Member]) -> list[_Member]:

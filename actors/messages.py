@@ -128,6 +128,7 @@ class Failure:
     exception: pickled, None where that is impossible. reason: type and text in one line.
     culprits: the ranks to blame, this one unless a CollectiveError named others.
     is_echo: raised because another rank failed first; it never explains a run alone.
+    asks_all: the ranks did not meet, so that what every one of them does belongs to the story.
     """
 
     rank: int
@@ -136,6 +137,7 @@ class Failure:
     traceback: str
     culprits: tuple[int, ...]
     is_echo: bool
+    asks_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ class RunFailed:
 
     workers: by rank. returned: ranks whose function had returned before that. stuck: ranks that
     did not stop within the grace period; their workers are replaced before the next run.
+    story: where each rank was, if ranks did not meet (testimony.py).
     """
 
     generation: int
@@ -178,6 +181,7 @@ class RunFailed:
     workers: tuple[WorkerInfo, ...]
     returned: tuple[int, ...]
     stuck: tuple[int, ...]
+    story: str = ""
 
 
 # ── What each says about itself ──────────────────────────────────────────────────────────────────

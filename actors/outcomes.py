@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -75,22 +76,31 @@ def failure(rank: int, error: BaseException, *, was_told_to_stop: bool = False) 
             exception = cloudpickle.dumps(error)
         except Exception:
             exception = None  # `reason` and `traceback` still tell the story, as RankFailed.
-    return Failure(rank, exception, reason, text, culprits, is_echo)
+    asks_all = any(
+        isinstance(link, CollectiveTimeout | CollectiveMismatch) for link in _chain(error)
+    )
+    return Failure(rank, exception, reason, text, culprits, is_echo, asks_all)
 
 
 def _told_by(error: BaseException, rank: int) -> CollectiveError | None:
     """The group's error that began this one, also if the user's code wrapped it in its own."""
-    link: BaseException | None = error
-    seen = set()
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    for link in _chain(error):
         if (
             isinstance(link, CollectiveTimeout | CollectiveMismatch | GroupAborted | PeerLost)
             and rank not in link.ranks
         ):
             return link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it was raised from or during."""
+    link: BaseException | None = error
+    seen = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
 def _users_part(error: BaseException) -> TracebackType | None:
@@ -119,6 +129,8 @@ def raise_failure(failed: RunFailed) -> NoReturn:
                 f"raised by rank {cause.rank} of {len(failed.workers)} in generation "
                 f"{failed.generation}, {failed.workers[cause.rank]}"
             )
+    if failed.story:
+        error.add_note(failed.story)
     if failed.returned:
         error.add_note(f"ranks {list(failed.returned)} had returned from the function by then")
     if failed.stuck:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
-from collections.abc import Awaitable, Callable
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from types import FrameType
 from typing import Generic, TypeVar
 
 import torch
+
+from .testimony import users_stack
 
 Outcome = TypeVar("Outcome")
 
@@ -62,6 +67,22 @@ class TrainingThread(Generic[Outcome]):
         """Block until the function is over; whether it is."""
         return self._has_ended.wait(timeout_s)
 
+    def stack(self) -> str:
+        """Where the user's function is now, as text; empty if it is over. From any thread."""
+        if self._has_ended.is_set():
+            return ""
+        with self._lock:
+            task = self._task
+        if task is not None:
+            coroutine = task.get_coro()
+            if not getattr(coroutine, "cr_running", True):
+                # Suspended: the thread's own frames are those of an idle event loop.
+                return users_stack(_suspended(coroutine))
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return ""
+        return users_stack(reversed(list(traceback.walk_stack(frame))))
+
     def _main(self) -> None:
         torch.set_num_threads(self._num_threads)
         value: object = None
@@ -103,3 +124,12 @@ class TrainingThread(Generic[Outcome]):
             self._delivered.set_exception(outcome)
         else:
             self._delivered.set_result(outcome)
+
+
+def _suspended(awaited: object) -> Iterator[tuple[FrameType, int]]:
+    """The frames of a coroutine that is suspended, and of those that it awaits."""
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+        if frame is not None:
+            yield frame, frame.f_lineno
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)

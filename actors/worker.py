@@ -39,6 +39,7 @@ from .messages import (
     WorkerSnapshot,
     WorkerState,
 )
+from .testimony import Testimony
 from .training_thread import TrainingThread
 
 COROUTINE_GRACE_S = 1.0
@@ -143,6 +144,17 @@ class Worker:
             running_s=time.monotonic() - run.began_at if run else None,
             collectives=dict(group.statistics.operations) if group else {},
             last_report=self._last[1].last,
+        )
+
+    @ray.method(concurrency_group="control")
+    async def testify(self) -> Testimony:
+        """What this rank has done last, and where its training thread is now."""
+        with self._lock:
+            run, group = self._run, self._group
+        return Testimony(
+            recording=group.flight_recorder if group else None,
+            stack=run.thread.stack() if run and run.thread else "",
+            is_over=run is None or run.thread is None or run.thread.wait_ended(0),
         )
 
     @ray.method(concurrency_group="control")

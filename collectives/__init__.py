@@ -2,6 +2,7 @@
 
 from .backends import register_backend
 from .communicator import Communicator
+from .debug import DebugLevel, get_debug_level, set_debug_level, set_debug_level_from_env
 from .errors import (
     ChoruslineError,
     CollectiveError,
@@ -17,6 +18,7 @@ from .errors import (
     UnsupportedOperation,
 )
 from .file_store import FileStore
+from .flight_recorder import FlightRecording, RecordedCollective
 from .group import Group, GroupDescription
 from .reduce_op import ReduceOp
 from .rendezvous import Rendezvous, store_from_url
@@ -33,6 +35,12 @@ __all__ = [
     "Work",
     "ReduceOp",
     "Statistics",
+    "DebugLevel",
+    "get_debug_level",
+    "set_debug_level",
+    "set_debug_level_from_env",
+    "FlightRecording",
+    "RecordedCollective",
     "Store",
     "FileStore",
     "HashStore",

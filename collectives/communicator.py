@@ -24,6 +24,9 @@ class Communicator(ABC):
     3. A peer that died, or that does not arrive within `operation.timeout_s`, is an error that
        names it, on every rank.
 
+    For the flight recorder it sets `operation.state` to STARTED when the operation's turn has come,
+    and calls `operation.end` when it is over.
+
     device: where the tensors live. backend: the name that errors use.
     """
 

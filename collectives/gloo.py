@@ -42,7 +42,7 @@ from .communicator import Communicator
 from .errors import CollectiveError, GroupClosed
 from .in_flight import InFlight, PendingWork
 from .interfaces import GLOO_VARIABLE, check_gloo_interfaces
-from .operation import Operation
+from .operation import STARTED, Operation
 from .reduce_op import ReduceOp
 from .roll_call import Position, RollCall, look_s, position_after
 from .signature import Signature, mismatch
@@ -257,6 +257,7 @@ class GlooCommunicator(Communicator):
             if error is not None:
                 self._end(error)
                 raise _Over
+        work.operation.state = STARTED
         self._compare_signatures(work.operation)
         if work.body is not None:
             work.body()
@@ -341,7 +342,7 @@ class GlooCommunicator(Communicator):
         if head is None:
             position = position_after(self._in_flight.last_done)
         else:
-            position = Position(head.sequence, f"is in {head}")
+            position = Position(head.sequence, f"is at {head.place()}")
         self._roll_call.tell(position)
         self._roll_call.answer()
         error = self._roll_call.the_end(head)

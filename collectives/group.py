@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import profiler
 
 from .backends import backend_for
 from .communicator import Communicator
+from .debug import DebugLevel, get_debug_level
 from .errors import (
     CollectiveError,
     GroupAborted,
@@ -20,11 +23,13 @@ from .errors import (
     UnsupportedOperation,
 )
 from .family import Family
+from .flight_recorder import FlightRecorder, FlightRecording
 from .interfaces import network_of
 from .monitored_barrier import MonitoredBarrier
 from .object_channel import ObjectChannel
 from .object_collectives import ObjectCollectives
 from .operation import DTYPES, Kind, Operation
+from .profiling import begin_span
 from .reduce_op import ReduceOp
 from .several_devices import not_a_tensor
 from .statistics import Statistics
@@ -98,6 +103,8 @@ class Group(ObjectCollectives):
         self.statistics = Statistics()
         self.ranks: tuple[int, ...] = tuple(range(self.size))
         self.parent: Group | None = None
+        self._recorder = FlightRecorder(self.rank, self.size, name, generation)
+        self._has_nvtx = self.device.type == "cuda"
         self._next_sequence = 0
         self._store = store
         self._asked_backend = backend
@@ -168,6 +175,10 @@ class Group(ObjectCollectives):
                 f"{name!r}. Check that they run, and that all use the same store, size, name and "
                 "generation",
             ) from error
+        if get_debug_level() >= DebugLevel.DETAIL:
+            from .comparison import comparing
+
+            communicator = comparing(communicator, rendezvous, generation, name)
         return cls(
             communicator,
             generation=generation,
@@ -176,8 +187,6 @@ class Group(ObjectCollectives):
             store=rendezvous,
             backend=backend,
         )
-
-    # -- tensors ---------------------------------------------------------------------------------
 
     @classmethod
     def from_url(
@@ -205,6 +214,8 @@ class Group(ObjectCollectives):
         return cls.create(
             store, rank, size, device, generation=generation, timeout_s=timeout_s, name=name
         )
+
+    # -- tensors ---------------------------------------------------------------------------------
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, timeout_s: float | None = None
@@ -393,6 +404,11 @@ class Group(ObjectCollectives):
             not self._closed and self._communicator.failure() is None,
         )
 
+    @property
+    def flight_recorder(self) -> FlightRecording:
+        """The last collectives of this rank as they stand now; print it when something hangs."""
+        return self._recorder.read()
+
     def __enter__(self) -> Group:
         return self
 
@@ -418,7 +434,11 @@ class Group(ObjectCollectives):
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
         self.statistics.count(kind, elements)
-        return Operation(kind, sequence, self.generation, numel, dtype, detail, deadline_s)
+        operation = Operation(kind, sequence, self.generation, numel, dtype, detail, deadline_s)
+        self._recorder.record(operation, sys._getframe(2))
+        if profiler._is_profiler_enabled or self._has_nvtx:
+            operation.span = begin_span(operation, self._has_nvtx)
+        return operation
 
     def _deadline_s(self, kind: Kind, timeout_s: float | None) -> float:
         """The seconds that an operation has, if it may be issued here and now."""

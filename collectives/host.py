@@ -43,11 +43,18 @@ def connect(
     card: dict[str, str | int] = {"host": host_identity(), "pid": os.getpid()}
     descriptor = -1
     if rank == 0:
-        descriptor = SharedSegment.make_memory(size, SLOT_BYTES)
+        try:
+            descriptor = SharedSegment.make_memory(size, SLOT_BYTES)
+        except OSError as error:
+            # The others are on their way to a rank that will not come: they must not wait for it.
+            store.set("card/0", json.dumps({**card, "failed": str(error)}))
+            raise
         card["descriptor"] = descriptor
     try:
         store.set(f"card/{rank}", json.dumps(card))
         cards = [json.loads(c) for c in store.multi_get([f"card/{r}" for r in range(size)])]
+        if "failed" in cards[0]:
+            raise PeerLost("rendezvous", generation, [0], cards[0]["failed"])
         if len({c["host"] for c in cards}) == 1:
             if rank != 0:
                 descriptor = _open_memory(cards[0]["pid"], cards[0]["descriptor"], generation)

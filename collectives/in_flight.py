@@ -88,6 +88,7 @@ class InFlight(Generic[AnyWork]):
                 self.works.append(work)
                 self.changed.notify_all()
             else:
+                work.operation.end(self.failure)
                 work.failure, work.done = self.failure, True
 
     def head(self) -> AnyWork | None:
@@ -97,6 +98,7 @@ class InFlight(Generic[AnyWork]):
     def settle_head(self) -> None:
         """With the lock: the first work has succeeded. The caller calls it back, without."""
         work = self.works.popleft()
+        work.operation.end(None)
         work.done = True
         self.last_done = work.operation
         self.settled_at = time.monotonic()
@@ -111,6 +113,7 @@ class InFlight(Generic[AnyWork]):
             works = list(self.works)
             self.works.clear()
             for work in works:
+                work.operation.end(error)
                 work.failure, work.done = error, True
             self.changed.notify_all()
         for work in works:

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 
 from .errors import CollectiveError, GroupAborted, GroupClosed, PeerLost, fresh_copy
-from .operation import Operation
+from .operation import STARTED, Operation
 from .shared_segment import SharedSegment
 from .wake_timer import WakeTimer
 from .work import Work
@@ -99,6 +99,7 @@ class Lane:
             with self._lock:
                 if self._end is not None:
                     work.failure, work.done = self._end, True
+                    work.operation.end(self._end)
                     return
                 self._queue.append(work)
                 mine = not self._driven
@@ -232,6 +233,7 @@ class Lane:
                     failure = segment.failure()
                     if failure is not None:
                         raise failure
+                    work.operation.state = STARTED
                     segment.sign(work.operation)
                 elif tick == work.first_tick:
                     segment.check_signatures(work.operation)
@@ -258,6 +260,7 @@ class Lane:
     def _finish(self, work: LaneWork, failure: CollectiveError | None) -> LaneWork:
         """Settle `work`; whoever does owes it its callbacks, after the lock."""
         work.failure = failure
+        work.operation.end(failure)
         work.done = True
         work.body.close()
         self._turn.notify_all()

@@ -445,6 +445,6 @@ class NcclCommunicator(Communicator):
             return position_after(last)
         operation = head.operation
         if head.started.query():
-            return Position(operation.sequence, f"is in {operation}")
-        where = f"has issued {operation}, but its GPU is busy with earlier kernels"
+            return Position(operation.sequence, f"is at {operation.place()}")
+        where = f"has issued {operation.place()}, but its GPU is busy with earlier kernels"
         return Position(operation.sequence - 1, where)

@@ -47,7 +47,7 @@ def position_after(last: Operation | None) -> Position:
     """The position of a rank with nothing in flight; `last` is what it finished last."""
     if last is None:
         return Position(-1, "has issued nothing")
-    return Position(last.sequence, f"has finished {last} and issued nothing since")
+    return Position(last.sequence, f"has finished {last.place()} and issued nothing since")
 
 
 def look_s(operation: Operation) -> float:
@@ -151,6 +151,8 @@ class RollCall:
             if arrived < head.sequence:
                 missing.append(rank)
                 whereabouts.append(f"rank {rank} {where}")
+        if len(missing) < self.size and whereabouts:
+            whereabouts.append(f"the others are at {head.place()}, as rank {self.rank} sees it")
         story = "; ".join(whereabouts) or (
             "all ranks are in it, so the transfer itself is stuck or slower than the deadline"
         )

@@ -6,6 +6,7 @@ even when all of them are killed. It is laid out as
 
     header     magic, and the abort word
     ranks      one block each: tick, whom it sleeps on, state, what it is doing (twice)
+    sites      the lines of users' code that began that, as text (two per rank)
     record     the error that ended the generation, as JSON
     slots      two per rank, for data; which one a tick uses is the tick's parity
 
@@ -41,6 +42,7 @@ import time
 
 import torch
 
+from .call_site import SITE_BYTES
 from .errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -48,7 +50,8 @@ from .errors import (
     error_from_json,
     error_to_json,
 )
-from .operation import Operation
+from .flight_recorder import tell_positions
+from .operation import Kind, Operation
 from .signature import Signature, mismatch
 
 _MAGIC = 0x43484F5255534C31  # "CHORUSL1"
@@ -105,7 +108,8 @@ class SharedSegment:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         control_bytes = 8 * (_HEADER_WORDS + _BLOCK_WORDS * self.size)
         self._words = memoryview(self._map)[:control_bytes].cast("Q")
-        self._record_at = _page_aligned(control_bytes)
+        self._sites_at = control_bytes
+        self._record_at = self._record_start(self.size)
         self._slots_at = self._record_at + _RECORD_BYTES
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
@@ -136,16 +140,31 @@ class SharedSegment:
 
     @staticmethod
     def bytes_needed(size: int, slot_bytes: int) -> int:
-        control = _page_aligned(8 * (_HEADER_WORDS + _BLOCK_WORDS * size))
-        return control + _RECORD_BYTES + size * 2 * slot_bytes
+        return SharedSegment._record_start(size) + _RECORD_BYTES + size * 2 * slot_bytes
+
+    @staticmethod
+    def _record_start(size: int) -> int:
+        return _page_aligned(8 * (_HEADER_WORDS + _BLOCK_WORDS * size) + 2 * SITE_BYTES * size)
 
     @staticmethod
     def make_memory(size: int, slot_bytes: int) -> int:
         """A new, zeroed, nameless file for `size` ranks; its descriptor."""
-        descriptor = os.memfd_create("chorusline", os.MFD_CLOEXEC)
-        os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, SharedSegment.bytes_needed(size, slot_bytes))
-        os.pwrite(descriptor, _MAGIC.to_bytes(8, "little"), 0)
+        nbytes = SharedSegment.bytes_needed(size, slot_bytes)
+        descriptor = -1
+        try:
+            descriptor = os.memfd_create("chorusline", os.MFD_CLOEXEC)
+            os.fchmod(descriptor, 0o600)
+            os.ftruncate(descriptor, nbytes)
+            os.pwrite(descriptor, _MAGIC.to_bytes(8, "little"), 0)
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise OSError(
+                error.errno,
+                f"no memory of {nbytes} bytes to share between the {size} ranks of this host: "
+                f"{error.strerror}. See the limits on the size of files and on their number "
+                "(ulimit -f, ulimit -n), and on this container's memory",
+            ) from error
         return descriptor
 
     @staticmethod
@@ -301,7 +320,7 @@ class SharedSegment:
                     self.generation,
                     late,
                     timeout_s,
-                    "; ".join(map(self._whereabouts, late)),
+                    self._whereabouts(late),
                 )
             )
 
@@ -317,6 +336,8 @@ class SharedSegment:
         words[at] = operation.sequence
         words[at + 1] = operation.kind | (operation.dtype + 1) << 8 | (operation.detail + 1) << 16
         words[at + 2] = operation.numel
+        site = self._sites_at + (2 * self.rank + (operation.sequence & 1)) * SITE_BYTES
+        self._map[site : site + SITE_BYTES] = operation.padded_site()
 
     def check_signatures(self, operation: Operation) -> None:
         """Raise CollectiveMismatch, on all ranks, unless all do the same.
@@ -344,10 +365,20 @@ class SharedSegment:
         sequence, what, numel = self._words[at], self._words[at + 1], self._words[at + 2]
         return Signature(sequence, what & 0xFF, (what >> 8 & 0xFF) - 1, (what >> 16) - 1, numel)
 
-    def _whereabouts(self, rank: int) -> str:
-        """What a rank that is late did last, in words."""
+    def _whereabouts(self, late: list[int]) -> str:
+        """What every rank did last, in words; those that are late first."""
+        return tell_positions({rank: self._place(rank) for rank in range(self.size)}, late)
+
+    def _place(self, rank: int) -> str:
         last = max(self._signature(rank, parity) for parity in range(2))
-        return f"rank {rank} is at {last}" if last.kind else f"rank {rank} has done nothing yet"
+        if not last.kind:
+            return "nothing yet"
+        at = self._sites_at + (2 * rank + (last.sequence & 1)) * SITE_BYTES
+        site = self._map[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace")
+        if last.kind == Kind.COMPARISON:
+            return site  # It stands for another operation, which is told there.
+        name = f"{Kind(last.kind).name.lower()} #{last.sequence}"
+        return f"{name}, {site}" if site else name
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .errors import CollectiveMismatch
-from .operation import Kind, Operation, describe
-from .reduce_op import ReduceOp
+from .operation import Operation, describe, with_detail
 
 
 class Signature(NamedTuple):
@@ -27,11 +26,7 @@ class Signature(NamedTuple):
     def __str__(self) -> str:
         """`all_reduce #118 (1048576 float32) with SUM`"""
         told = describe(self.kind, self.sequence, self.numel, self.dtype)
-        if self.detail < 0:
-            return told
-        if self.kind == Kind.BROADCAST:
-            return f"{told} from rank {self.detail}"
-        return f"{told} with {ReduceOp(self.detail).name}"
+        return with_detail(told, self.kind, self.detail)
 
 
 def mismatch(generation: int, signatures: Sequence[Signature]) -> CollectiveMismatch | None:

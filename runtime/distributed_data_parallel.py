@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import CollectiveMismatch, Group
+from collectives.debug import is_informing
 
 from .agreement import Agreement
 from .context import current_group
 from .join import Join, Joinable, JoinHook
 from .reducer import Mode, Reducer
 from .replication import broadcast_tensors
+from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its model
 
@@ -84,12 +87,35 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             on_agreement=self._on_agreement,
             has_next=self._has_next,
         )
+        if is_informing():
+            names = [name for name, _ in named]
+            self.reducer.clock = StepClock()
+            self.reducer.unused = UnusedParameters(self.group.rank, names)
+            tell_choice(self.reducer, names)
         for _, parameter in named:
             _owners[parameter] = weakref.ref(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         Join.notify_join_context(self)
-        return self.module(*inputs, **kwargs)
+        clock = self.reducer.clock
+        if clock is None:
+            return self.module(*inputs, **kwargs)
+        began_at = time.monotonic()
+        output = self.module(*inputs, **kwargs)
+        clock.forward_ran(began_at)
+        return output
+
+    def statistics(self) -> StepStatistics:
+        """Where the time of the last hundred steps went, on average, on this rank.
+
+        Raises RuntimeError if the model was made below debug level INFO: then nothing is timed.
+        """
+        if self.reducer.clock is None:
+            raise RuntimeError(
+                "steps are timed at debug level INFO and above; set CHORUSLINE_DEBUG=INFO, or call "
+                "set_debug_level(DebugLevel.INFO) before the model is wrapped"
+            )
+        return self.reducer.clock.average(self.reducer.buckets)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ if that is float32 or float64, and goes on its own otherwise.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,6 +26,7 @@ from collectives.buckets import BucketPlan, plan_buckets
 from collectives.shards import padded_numel, shard_numel
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
+from .step_statistics import StepClock, UnusedParameters
 
 FIRST_BUCKET_BYTES = 1 << 20
 
@@ -87,6 +89,9 @@ class Reducer:
         """Whether what was launched last held gradients of this rank's own data."""
         self.weight: float | None = None
         """Sum of the weights of the losses since the last step; None where nobody weighs."""
+        self.clock: StepClock | None = None
+        """Times the steps and tells what has no gradient; there at debug level INFO and above."""
+        self.unused: UnusedParameters | None = None
         self._on_agreement = on_agreement
         self._has_next = has_next
         plans = plan_buckets(
@@ -157,6 +162,10 @@ class Reducer:
         """Send what is left; parameters outside this backward pass contribute what they hold."""
         self._in_backward = False
         self.is_live = True
+        if self.clock is not None:
+            self.clock.backward_ended()
+        if self.unused is not None:
+            self.unused.tell([number in self._arrived for number in range(len(self.parameters))])
         for number, parameter in enumerate(self.parameters):
             if number not in self._arrived and parameter.grad is None:
                 self._home[number][1].zero_()
@@ -221,10 +230,14 @@ class Reducer:
 
     def wait(self) -> None:
         """Block until all launched buckets are reduced."""
+        operations = [bucket.work.operation for bucket in self.buckets if bucket.work is not None]
+        began_at = time.monotonic()
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
+        if self.clock is not None and operations:
+            self.clock.buckets_are_reduced(operations, time.monotonic() - began_at)
 
     # -- other ways through a step -------------------------------------------------------------
 

@@ -1,0 +1,462 @@
+"""Ranks that are killed, stopped, cancelled and aborted at random instants: who hangs, who errs.
+
+    python benchmarks/faults.py [--json] [--seeds 200] [--first 0] [--transport both]
+
+Each seed draws a number of ranks, a sequence of operations, a fault, its victim and its instant.
+All ranks that live must end with the same typed error, which names the victim, within the deadline
+and two seconds (Gloo: eight, since its ranks ask each other through the store); or with right
+results, where the fault came too late to matter. Then the same processes form the next generation
+and reduce once more. Counted: hangs, late errors, wrong results and wrong errors, leaked
+descriptors, mappings and threads of the ranks, leaked processes, leaked files in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from benchmarks.alternation import finish, parser, table
+from collectives import (
+    CollectiveError,
+    CollectiveTimeout,
+    FileStore,
+    Group,
+    GroupAborted,
+    PeerLost,
+    Work,
+)
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "collectives.gloo", "collectives.shared_memory"])
+
+FAULTS = ("kill", "stop", "raise", "cancel", "abort", "none")
+TIMEOUT_S = {"stop": 1.0}  # short where it is what ends the generation
+LONG_S = 30.0
+SLACK_S = {"shared-memory": 2.0, "gloo": 8.0}
+HANG_S = 60.0  # after which a rank that has not ended never will
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation. way: how it is waited for; "later" leaves it in flight. pauses_s: by rank,
+    before it is issued."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    root: int
+    way: str
+    pauses_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """at_step: of faults that the victim itself commits. delay_s: of the others, from the start,
+    and from the step on."""
+
+    seed: int
+    transport: str
+    size: int
+    fault: str
+    victim: int
+    at_step: int
+    delay_s: float
+    steps: tuple[Step, ...]
+
+    @property
+    def timeout_s(self) -> float:
+        return TIMEOUT_S.get(self.fault, LONG_S)
+
+
+@dataclass
+class Report:
+    """What a rank found. late_s: seconds from the issue of what failed to the error."""
+
+    rank: int
+    done: int = 0
+    error: CollectiveError | None = None
+    late_s: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+
+
+def draw(seed: int, transport: str) -> Plan:
+    rng = random.Random(seed)
+    size = rng.choice((2, 3, 4))
+    if transport == "both":
+        transport = "gloo" if seed % 10 == 9 else "shared-memory"
+    steps = []
+    num_steps = rng.randint(5, 40)
+    for _ in range(num_steps):
+        steps.append(
+            Step(
+                rng.choice(tuple(OPERATIONS)),
+                rng.choice((0, 1, 7, 1000, 70_001, 600_001)),
+                rng.choice((torch.float32, torch.int64, torch.bfloat16)),
+                rng.randrange(size),
+                rng.choice(("wait", "wait", "await", "poll", "later")),
+                tuple(rng.choice((0, 0, 0, 0.003 * rng.random())) for _ in range(size)),
+            )
+        )
+    return Plan(
+        seed,
+        transport,
+        size,
+        rng.choice(FAULTS),
+        rng.randrange(size),
+        rng.randrange(num_steps),
+        0.05 * rng.random() ** 2,
+        tuple(steps),
+    )
+
+
+# -- the operations: what to issue, and what every rank must hold afterwards -----------------------
+
+
+def _part(number: int, rank: int, step: Step) -> torch.Tensor:
+    """Small whole numbers, so that sums are exact in every dtype."""
+    start = (number + 3 * rank) % 5
+    return ((torch.arange(step.numel) + start) % 5).to(step.dtype)
+
+
+def _all_reduce(group: Group, number: int, step: Step) -> tuple[Work, Callable[[], bool]]:
+    tensor = _part(number, group.rank, step)
+    expected = sum((_part(number, r, step) for r in range(group.size)), torch.zeros_like(tensor))
+    return group.all_reduce(tensor), lambda: torch.equal(tensor, expected)
+
+
+def _reduce_scatter(group: Group, number: int, step: Step) -> tuple[Work, Callable[[], bool]]:
+    output = _part(0, 0, step)
+    expected = sum(
+        (_part(number + group.rank, r, step) for r in range(group.size)), torch.zeros_like(output)
+    )
+    whole = torch.cat([_part(number + r, group.rank, step) for r in range(group.size)])
+    return group.reduce_scatter(output, whole), lambda: torch.equal(output, expected)
+
+
+def _all_gather(group: Group, number: int, step: Step) -> tuple[Work, Callable[[], bool]]:
+    expected = torch.cat([_part(number, r, step) for r in range(group.size)])
+    output = torch.zeros_like(expected)
+    work = group.all_gather(output, _part(number, group.rank, step))
+    return work, lambda: torch.equal(output, expected)
+
+
+def _broadcast(group: Group, number: int, step: Step) -> tuple[Work, Callable[[], bool]]:
+    tensor = _part(number, group.rank, step)
+    expected = _part(number, step.root, step)
+    return group.broadcast(tensor, step.root), lambda: torch.equal(tensor, expected)
+
+
+def _barrier(group: Group, number: int, step: Step) -> tuple[Work, Callable[[], bool]]:
+    return group.barrier(), lambda: True
+
+
+OPERATIONS = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "broadcast": _broadcast,
+    "barrier": _barrier,
+}
+
+
+# -- one rank --------------------------------------------------------------------------------------
+
+
+def run_rank(plan: Plan, rank: int, path: str) -> Report:
+    store = FileStore(path)
+    # Modules and pools that stay are not leaks: have them first.
+    with Group.create(store, rank, plan.size, name="warm-up", timeout_s=30) as group:
+        group.all_reduce(torch.ones(3)).wait()
+        asyncio.run(_awaited(group.barrier()))
+    before = _held(plan)
+    report = Report(rank)
+    _first_generation(plan, rank, store, report)
+    is_victim = rank == plan.victim
+    gone = plan.fault in ("kill", "stop")
+    if is_victim and gone:
+        time.sleep(HANG_S)
+    alive = [r for r in range(plan.size) if not (gone and r == plan.victim)]
+    with Group.create(store, alive.index(rank), len(alive), generation=1, timeout_s=30) as group:
+        tensor = torch.full((1001,), float(rank + 1))
+        group.all_reduce(tensor).wait()
+        if not torch.equal(tensor, torch.full_like(tensor, float(sum(r + 1 for r in alive)))):
+            report.wrong.append("the all_reduce of the next generation")
+        group.barrier().wait()
+    del group
+    give_up_at = time.monotonic() + (1 if plan.transport == "shared-memory" else 10)
+    while True:
+        gc.collect()
+        report.leaks = sorted((_held(plan) - before).elements())
+        if not report.leaks or time.monotonic() > give_up_at:
+            return report
+        time.sleep(0.02)
+
+
+def _first_generation(plan: Plan, rank: int, store: FileStore, report: Report) -> None:
+    group = Group.create(store, rank, plan.size, timeout_s=plan.timeout_s)
+    assert group.backend == plan.transport
+    store.set(f"ready/{rank}", "")
+    store.wait([f"ready/{r}" for r in range(plan.size)], 30)
+    in_flight: list[tuple[Work, Callable[[], bool], str]] = []
+    thread: threading.Thread | None = None
+    issued_at = time.monotonic()
+    try:
+        for number, step in enumerate(plan.steps):
+            time.sleep(step.pauses_s[rank])
+            commits = rank == plan.victim and number == plan.at_step
+            if commits and plan.fault == "raise":
+                try:
+                    raise ValueError(f"of seed {plan.seed}")
+                except ValueError as error:
+                    group.abort(error)
+            if commits and plan.fault == "abort":
+                thread = threading.Timer(plan.delay_s / 10, group.abort, ("on purpose",))
+                thread.start()
+            issued_at = time.monotonic()
+            work, is_right = OPERATIONS[step.name](group, number, step)
+            in_flight.append((work, is_right, f"{work.operation}"))
+            if step.way == "later" and number < len(plan.steps) - 1 and not commits:
+                continue
+            if commits and plan.fault == "cancel":
+                with contextlib.suppress(TimeoutError):
+                    asyncio.run(_awaited(work, plan.delay_s / 10))
+            else:
+                _wait(work, step.way)
+            for earlier, is_right, told in in_flight:
+                earlier.wait()
+                if not is_right():
+                    report.wrong.append(f"the result of {told}")
+            in_flight.clear()
+            report.done = number + 1
+    except CollectiveError as error:
+        report.late_s = time.monotonic() - issued_at
+        report.error = error
+    if thread is not None:
+        thread.join()
+    store.set(f"over/{rank}", "")
+    gone = plan.fault in ("kill", "stop")
+    if not gone:  # Nobody leaves before all have seen the end: leaving is a fault of its own.
+        store.wait([f"over/{r}" for r in range(plan.size)], HANG_S)
+    elif rank != plan.victim:
+        others = [r for r in range(plan.size) if r != plan.victim]
+        store.wait([f"over/{r}" for r in others], HANG_S)
+    else:
+        return  # Stopped or killed when all was done; the group must not close on the others.
+    group.close()
+
+
+def _wait(work: Work, way: str) -> None:
+    if way == "await":
+        asyncio.run(_awaited(work))
+    elif way == "poll":
+        while not work.is_completed():
+            time.sleep(0.0002)
+    work.wait()
+
+
+async def _awaited(work: Work, within_s: float | None = None) -> None:
+    async with asyncio.timeout(within_s):
+        await work
+
+
+def _held(plan: Plan) -> Counter[str]:
+    """Descriptors, mappings of shared memory and threads of this process, by what they are."""
+    held: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except OSError:
+            continue
+        held[f"descriptor of {target.split(':')[0] if ':[' in target else target}"] += 1
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:chorusline" in line:
+            held["mapping of shared memory"] += 1
+    for thread in threading.enumerate():
+        if thread.name.startswith("chorusline"):
+            held[f"thread {thread.name.rstrip('0123456789-')}"] += 1
+    return held
+
+
+def _main(plan: Plan, rank: int, path: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    if plan.transport == "gloo":
+        os.environ["CHORUSLINE_HOST_ID"] = f"host {rank % 2}"
+    try:
+        pipe.send(run_rank(plan, rank, path))
+    except BaseException as error:
+        report = Report(rank)
+        report.wrong.append(f"{type(error).__name__}: {error}")
+        pipe.send(report)
+
+
+# -- one seed --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What went wrong with a seed, in words; empty lists are what we want."""
+
+    plan: Plan
+    struck: bool = False
+    hangs: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+    slowest_s: float = 0.0
+
+
+def run_seed(plan: Plan) -> Outcome:
+    outcome = Outcome(plan)
+    shm_before = _shared_files()
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "store")
+        store = FileStore(path)
+        pipes, processes = [], []
+        for rank in range(plan.size):
+            here, there = FORKS.Pipe(duplex=False)
+            process = FORKS.Process(target=_main, args=(plan, rank, path, there), daemon=True)
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        if plan.fault in ("kill", "stop"):
+            store.wait([f"ready/{rank}" for rank in range(plan.size)], HANG_S)
+            time.sleep(plan.delay_s)
+            number = signal.SIGKILL if plan.fault == "kill" else signal.SIGSTOP
+            pid = processes[plan.victim].pid
+            assert pid is not None
+            os.kill(pid, number)
+        reports = []
+        give_up_at = time.monotonic() + HANG_S
+        for rank, pipe in enumerate(pipes):
+            if plan.fault in ("kill", "stop") and rank == plan.victim:
+                continue
+            try:
+                if pipe.poll(max(0.0, give_up_at - time.monotonic())):
+                    reports.append(pipe.recv())
+                else:
+                    outcome.hangs.append(f"rank {rank} did not end")
+            except EOFError:
+                outcome.wrong.append(f"the process of rank {rank} ended")
+        for process in processes:
+            process.join(0.1 if process is processes[plan.victim] else 10)
+            if process.is_alive() and process is not processes[plan.victim]:
+                outcome.leaks.append(f"process {process.pid}")
+            process.kill()
+        for process, pipe in zip(processes, pipes, strict=True):
+            process.join()
+            process.close()
+            pipe.close()
+        store.close()
+    outcome.leaks += sorted(_shared_files() - shm_before)
+    judge(outcome, reports)
+    return outcome
+
+
+def _shared_files() -> set[str]:
+    """Files that a rank could have left behind; others on this machine write there, too."""
+    ours = ("chorusline", "torch", "gloo", "psm_", "sem.mp")
+    return {str(path) for path in Path("/dev/shm").iterdir() if path.name.startswith(ours)}
+
+
+def judge(outcome: Outcome, reports: list[Report]) -> None:
+    """Hold the reports against what the fault must lead to."""
+    plan = outcome.plan
+    expected = {
+        "kill": PeerLost,
+        "stop": CollectiveTimeout,
+        "raise": GroupAborted,
+        "cancel": GroupAborted,
+        "abort": GroupAborted,
+        "none": (),
+    }[plan.fault]
+    errors = {report.rank: report.error for report in reports if report.error is not None}
+    outcome.struck = bool(errors)
+    for report in reports:
+        who = f"rank {report.rank}"
+        outcome.wrong += [f"{who}: {text}" for text in report.wrong]
+        outcome.leaks += [f"{who}: {text}" for text in report.leaks]
+        if report.error is None:
+            if report.done < len(plan.steps) and not report.wrong:
+                outcome.wrong.append(f"{who} ended after {report.done} steps without an error")
+            continue
+        if not isinstance(report.error, expected) or report.error.ranks != [plan.victim]:
+            outcome.wrong.append(f"{who} raised {report.error!r}")
+        limit_s = SLACK_S[plan.transport] + (plan.timeout_s if plan.fault == "stop" else 0)
+        outcome.slowest_s = max(outcome.slowest_s, report.late_s)
+        if report.late_s > limit_s:
+            outcome.late.append(f"{who} knew after {report.late_s:.1f} s")
+    if len({repr(error) for error in errors.values()}) > 1:
+        outcome.wrong.append(f"the ranks disagree: {errors}")
+
+
+def main() -> None:
+    flags = parser(__doc__.splitlines()[0])
+    flags.add_argument("--seeds", type=int, default=200)
+    flags.add_argument("--first", type=int, default=0)
+    flags.add_argument("--transport", default="both", choices=("both", "shared-memory", "gloo"))
+    args = flags.parse_args()
+    began_at = time.monotonic()
+    outcomes = []
+    for seed in range(args.first, args.first + args.seeds):
+        outcome = run_seed(draw(seed, args.transport))
+        outcomes.append(outcome)
+        for kind in ("hangs", "late", "wrong", "leaks"):
+            for text in getattr(outcome, kind):
+                p = outcome.plan
+                print(f"seed {seed} ({p.transport}, {p.size} ranks, {p.fault}): {kind}: {text}")
+                sys.stdout.flush()
+    rows = []
+    for fault in FAULTS:
+        of = [outcome for outcome in outcomes if outcome.plan.fault == fault]
+        counts = [sum(len(getattr(o, kind)) for o in of) for kind in KINDS]
+        slowest = max((o.slowest_s for o in of), default=0.0)
+        struck = sum(o.struck for o in of)
+        rows.append((fault, str(len(of)), str(struck), *map(str, counts), f"{slowest:.2f}"))
+    totals = {kind: sum(len(getattr(o, kind)) for o in outcomes) for kind in KINDS}
+    struck = sum(o.struck for o in outcomes)
+    slowest = max((o.slowest_s for o in outcomes), default=0.0)
+    rows.append(
+        ("all", str(len(outcomes)), str(struck), *map(str, totals.values()), f"{slowest:.2f}")
+    )
+    table(
+        f"faults at random instants, {time.monotonic() - began_at:.0f} s",
+        ("fault", "seeds", "struck", *KINDS, "slowest error, s"),
+        rows,
+    )
+    figures = {
+        "seeds": len(outcomes),
+        "struck": struck,
+        **totals,
+        "slowest_s": slowest,
+        "operations": sum(len(o.plan.steps) for o in outcomes),
+        "transports": Counter(o.plan.transport for o in outcomes),
+    }
+    finish(args, {}, figures)
+    if any(totals.values()):
+        sys.exit(1)
+
+
+KINDS = ("hangs", "late", "wrong", "leaks")
+
+if __name__ == "__main__":
+    main()

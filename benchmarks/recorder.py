@@ -1,0 +1,92 @@
+"""What the flight recorder costs: one operation with it and without, in alternation.
+
+    python benchmarks/recorder.py [--json] [--rounds 200]
+
+Two ranks, all_reduce of 4 bytes. Without: the call that records does nothing, and no site of the
+caller is written into shared memory. The part of it that is ours alone is timed on its own, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.alternation import alternate, finish, parser, spawn, table
+from collectives import FileStore, Group
+from collectives.call_site import padded_site
+from collectives.flight_recorder import FlightRecorder
+from collectives.operation import Kind, Operation
+
+
+class _NoRecorder(FlightRecorder):
+    def record(self, operation: Operation, frame: FrameType) -> None:
+        pass
+
+
+def measure(rank: int, num_ranks: int, store_path: str, rounds: int) -> dict[str, float]:
+    """Seconds: an all_reduce with and without, and the recorder's own part."""
+    torch.set_num_threads(1)
+    group = Group.create(FileStore(store_path), rank, num_ranks)
+    tensor = torch.ones(1)
+    recorder = group._recorder
+    absent = _NoRecorder(rank, num_ranks, "default", 0)
+
+    def with_recorder() -> None:
+        group._recorder = recorder
+        group.all_reduce(tensor).wait()
+
+    def without() -> None:
+        group._recorder = absent
+        group.all_reduce(tensor).wait()
+
+    medians = alternate({"with": with_recorder, "without": without}, rounds=rounds, calls=100)
+    group.barrier().wait()
+    group.close()
+
+    operation = Operation(Kind.ALL_REDUCE, 0, 0, 1, 0, 0, 60.0)
+    region = memoryview(bytearray(64))
+
+    def call() -> None:  # Stands for Group.all_reduce: one frame of ours below the user's.
+        recorder.record(operation, sys._getframe(1))
+        region[:] = padded_site(operation.caller, operation.caller_at)
+        operation.end(None)
+
+    def nothing() -> None:
+        pass
+
+    own = []
+    for function in (call, nothing):
+        started_at = time.perf_counter()
+        for _ in range(100_000):
+            function()
+        own.append((time.perf_counter() - started_at) / 100_000)
+    return {**medians, "own": own[0] - own[1]}
+
+
+def main() -> None:
+    flags = parser(__doc__.splitlines()[0])
+    flags.add_argument("--rounds", type=int, default=200)
+    args = flags.parse_args()
+    by_rank = spawn(measure, 2, args.rounds)
+    figures = {name: max(one[name] for one in by_rank) for name in by_rank[0]}
+    table(
+        "the flight recorder, 2 ranks, microseconds",
+        ("case", "median"),
+        [
+            ("all_reduce 4 B with it", f"{figures['with'] * 1e6:.2f}"),
+            ("all_reduce 4 B without", f"{figures['without'] * 1e6:.2f}"),
+            ("its own work per operation", f"{figures['own'] * 1e6:.2f}"),
+        ],
+    )
+    ratio = figures["with"] / figures["without"]
+    finish(args, {"all_reduce/2/4B": ratio}, {"seconds": figures, "torch": torch.__version__})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The line of the user's code that began a collective, found cheaply and put into words late.
+
+A hot path keeps a code object and an instruction's offset; which line that is, is worked out when
+somebody asks. Code of ours, of torch and of the standard library is passed over, so a bucket that
+the backward pass launches is found at the user's `loss.backward()`.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+_HOME = Path(__file__).resolve().parent.parent
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_PASSED_OVER = (
+    *(str(_HOME / package) + os.sep for package in ("collectives", "actors", "runtime")),
+    str(Path(torch.__file__).parent) + os.sep,
+    "<frozen ",
+)
+
+
+class _UsersFiles(dict[str, bool]):
+    """By file name, whether the user wrote it. Decided once for each."""
+
+    def __missing__(self, filename: str) -> bool:
+        installed = "-packages" + os.sep in filename
+        decided = self[filename] = not filename.startswith(_PASSED_OVER) and (
+            installed or not filename.startswith(_STANDARD_LIBRARY)
+        )
+        return decided
+
+
+is_users_file = _UsersFiles()
+
+
+def users_frame(frame: FrameType) -> FrameType:
+    """The innermost frame of the user's, from `frame` outwards; `frame` where there is none."""
+    found: FrameType | None = frame
+    while found is not None:
+        if is_users_file[found.f_code.co_filename]:
+            return found
+        found = found.f_back
+    return frame
+
+
+def line_of(code: CodeType, offset: int) -> int:
+    """The line of the instruction at `offset`; 0 if the code does not say."""
+    for start, end, line in code.co_lines():
+        if start <= offset < end and line is not None:
+            return line
+    return 0
+
+
+SITE_BYTES = 64
+"""Of a place's text where memory is shared; a longer one loses its beginning."""
+
+_known: dict[tuple[int, int], tuple[CodeType, str, bytes]] = {}  # by id of the code, and offset
+
+
+def short_site(code: CodeType | None, offset: int) -> str:
+    """`train.py:41`; empty without a code."""
+    return "" if code is None else _texts(code, offset)[1]
+
+
+def padded_site(code: CodeType | None, offset: int) -> bytes:
+    """The same in SITE_BYTES bytes, zeros behind."""
+    if code is None:
+        return bytes(SITE_BYTES)
+    known = _known.get((id(code), offset))
+    return (known or _texts(code, offset))[2]
+
+
+def _texts(code: CodeType, offset: int) -> tuple[CodeType, str, bytes]:
+    known = _known.get((id(code), offset))
+    if known is None:
+        if len(_known) > 4096:  # Functions that are made without end must not pile up.
+            _known.clear()
+        text = f"{Path(code.co_filename).name}:{line_of(code, offset)}"
+        padded = text.encode()[-SITE_BYTES:].ljust(SITE_BYTES, b"\0")
+        # The code itself is kept, so that no other can take its id.
+        known = _known[(id(code), offset)] = (code, text, padded)
+    return known

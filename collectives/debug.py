@@ -1,0 +1,79 @@
+"""How much the collectives look after themselves, and say.
+
+    OFF      the flight recorder, and the comparison of operation, size and dtype: always on.
+    INFO     also: what the reducer chose, parameters without gradients, averages of its times,
+             through `logging`, logger "chorusline".
+    DETAIL   also: before each collective all ranks compare shapes, devices, group names and the
+             rest, and an error gives the line on both sides. It costs a barrier each.
+
+CHORUSLINE_DEBUG names the level; where it is not set, TORCH_DISTRIBUTED_DEBUG does, so that who
+debugs a program of torch's finds what they expect. `set_debug_level` overrides both, in this
+process. DETAIL concerns groups that are made from then on, and must be set on all ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+
+_VARIABLES = ("CHORUSLINE_DEBUG", "TORCH_DISTRIBUTED_DEBUG")
+
+logger = logging.getLogger("chorusline")
+
+
+class DebugLevel(enum.IntEnum):
+    """OFF: errors only. INFO: what was chosen, and what takes how long. DETAIL: every collective
+    is compared in full before it touches a tensor."""
+
+    OFF = 0
+    INFO = 1
+    DETAIL = 2
+
+
+_level: DebugLevel | None = None  # None until somebody asks
+
+
+def get_debug_level() -> DebugLevel:
+    """The level of this process; at first, that of the environment."""
+    if _level is None:
+        set_debug_level_from_env()
+        assert _level is not None
+    return _level
+
+
+def set_debug_level(level: DebugLevel) -> None:
+    global _level
+    if not isinstance(level, DebugLevel):
+        raise TypeError(
+            f"level must be a DebugLevel, such as DebugLevel.INFO, got {type(level).__name__}"
+        )
+    _level = level
+
+
+def set_debug_level_from_env() -> None:
+    """Read the environment anew. Raises ValueError for a level that does not exist."""
+    for variable in _VARIABLES:
+        name = os.environ.get(variable, "")
+        if name:
+            if name.upper() not in DebugLevel.__members__:
+                raise ValueError(
+                    f"{variable} must be one of {', '.join(DebugLevel.__members__)}, got {name!r}"
+                )
+            set_debug_level(DebugLevel[name.upper()])
+            return
+    set_debug_level(DebugLevel.OFF)
+
+
+def is_informing() -> bool:
+    """Whether the level is INFO or above."""
+    return get_debug_level() >= DebugLevel.INFO
+
+
+def inform(text: str, *arguments: object) -> None:
+    """Log at INFO. Who asked for it by the level sees it, also where nobody set up logging."""
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    logger.info(text, *arguments)

@@ -1,0 +1,153 @@
+"""The last collectives of one group on one rank, for the moment when something hangs.
+
+Always on. Recording is one append to a ring of operations, which the transports then keep up to
+date themselves; lines, words and wall-clock times are made only when somebody looks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from .call_site import is_users_file, line_of, users_frame
+from .operation import Operation, State, named
+
+CAPACITY = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCollective:
+    """One collective as it stood when the recorder was read.
+
+    told: operation, sequence, size, dtype, and reduce op or root. place: `all_gather #117,
+    train.py:41`. file, line: the caller's, outside of our packages and torch. issued_at, ended_at:
+    seconds since the epoch, by this rank's clock; ended_at is None while it is in flight.
+    """
+
+    sequence: int
+    told: str
+    place: str
+    file: str
+    line: int
+    state: State
+    issued_at: float
+    ended_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FlightRecording:
+    """What a group's flight recorder held at `read_at` (seconds since the epoch).
+
+    collectives: the last ones, oldest first. num_issued: all that the group has issued.
+    """
+
+    rank: int
+    size: int
+    name: str
+    generation: int
+    read_at: float
+    num_issued: int
+    collectives: tuple[RecordedCollective, ...]
+
+    def position(self, before: float | None = None) -> RecordedCollective | None:
+        """The first collective that is not done, else the last one; None before the first.
+
+        before: seconds since the epoch; what was issued later does not count.
+        """
+        last = None
+        for recorded in self.collectives:
+            if before is not None and recorded.issued_at > before:
+                break
+            last = recorded
+            if recorded.state is not State.DONE:
+                break
+        return last
+
+    def __str__(self) -> str:
+        lines = [
+            f"flight recorder of group {self.name!r}, generation {self.generation}, rank "
+            f"{self.rank} of {self.size}: the last {len(self.collectives)} of "
+            f"{self.num_issued} collectives"
+        ]
+        for c in self.collectives:
+            if c.ended_at is None:
+                took = f"for {self.read_at - c.issued_at:.1f} s"
+            else:
+                took = f"{(c.ended_at - c.issued_at) * 1e3:.2f} ms"
+            lines.append(f"  {c.told:<56} {c.state.value:<8}{took:>12}  {c.file}:{c.line}")
+        return "\n".join(lines)
+
+
+class FlightRecorder:
+    """The ring itself. One thread at a time issues in a group, so nothing is locked."""
+
+    def __init__(self, rank: int, size: int, name: str, generation: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._name = name
+        self._generation = generation
+        self._operations: deque[Operation] = deque(maxlen=CAPACITY)
+
+    def record(self, operation: Operation, frame: FrameType) -> None:
+        """operation: just issued. frame: whose caller is looked for, from there outwards."""
+        if not is_users_file[frame.f_code.co_filename]:
+            frame = users_frame(frame)
+        operation.caller = frame.f_code
+        operation.caller_at = frame.f_lasti
+        self._operations.append(operation)
+
+    def read(self) -> FlightRecording:
+        """From any thread."""
+        operations = self._operations.copy()
+        now = time.time()
+        epoch = now - time.monotonic()
+        return FlightRecording(
+            self._rank,
+            self._size,
+            self._name,
+            self._generation,
+            now,
+            operations[-1].sequence + 1 if operations else 0,
+            tuple(_recorded(operation, epoch) for operation in operations),
+        )
+
+
+def _recorded(operation: Operation, epoch: float) -> RecordedCollective:
+    caller = operation.caller
+    return RecordedCollective(
+        sequence=operation.sequence,
+        told=named(operation),
+        place=operation.place(),
+        file=caller.co_filename if caller else "",
+        line=line_of(caller, operation.caller_at) if caller else 0,
+        state=operation.state,
+        issued_at=operation.issued_at + epoch,
+        ended_at=None if operation.ended_at is None else operation.ended_at + epoch,
+    )
+
+
+def tell_positions(places: Mapping[int, str], late: Sequence[int]) -> str:
+    """`rank 2 is at all_gather #117, train.py:41, the others at all_reduce #118, train.py:57`
+
+    places: by rank, `is at` not included; all ranks. late: those to name first.
+    """
+    ranks_at: dict[str, list[int]] = {}
+    for rank in (*late, *(r for r in places if r not in late)):
+        ranks_at.setdefault(places[rank], []).append(rank)
+    told = []
+    left = len(places)
+    for number, (place, ranks) in enumerate(ranks_at.items()):
+        left -= len(ranks)
+        last = number > 0 and left == 0
+        if len(ranks) == 1:
+            who = "the other" if last and len(places) == 2 else f"rank {ranks[0]}"
+        elif len(ranks) == len(places):
+            who = "all ranks"
+        else:
+            who = "the others" if last else f"ranks {ranks}"
+        verb = "" if number else " is" if len(ranks) == 1 else " are"
+        told.append(f"{who}{verb} at {place}")
+    return ", ".join(told)

@@ -1,0 +1,124 @@
+"""What a model's steps consist of: averages over the last ones, and what the reducer chose.
+
+Collected at debug level INFO and above. Times are the host's: on a GPU they say when work was
+queued, not when it was done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from collectives.debug import inform
+from collectives.operation import Operation
+
+if TYPE_CHECKING:
+    from .reducer import GradientBucket, Reducer
+
+_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatistics:
+    """Averages over the last `steps` backward passes that were synchronised; seconds.
+
+    forward_s: inside the model's forward. backward_s: from its end until the last gradient is
+    there. wait_s: for buckets, after that. communication_s: from the first launch of a bucket to
+    the end of the last bucket. overlap_s: the part of it in which the backward pass still ran.
+    buckets: bytes of each, in the order in which they are sent.
+    """
+
+    steps: int
+    forward_s: float
+    backward_s: float
+    wait_s: float
+    communication_s: float
+    overlap_s: float
+    buckets: tuple[int, ...]
+
+    def __str__(self) -> str:
+        hidden = self.overlap_s / self.communication_s if self.communication_s else 0.0
+        return (
+            f"{self.steps} steps on average: forward {self.forward_s * 1e3:.2f} ms, backward "
+            f"{self.backward_s * 1e3:.2f} ms, communication {self.communication_s * 1e3:.2f} ms, "
+            f"{hidden:.0%} of it during the backward pass, wait {self.wait_s * 1e3:.2f} ms; "
+            f"{len(self.buckets)} buckets of {sum(self.buckets)} bytes"
+        )
+
+
+class StepClock:
+    """Stamps of one model's steps, by time.monotonic(); the model and its reducer call it."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float, float, float, float]] = deque(maxlen=_STEPS)
+        self._forward_s = 0.0
+        self._forward_ended_at = 0.0
+        self._backward_ended_at = 0.0
+
+    def forward_ran(self, began_at: float) -> None:
+        self._forward_ended_at = time.monotonic()
+        self._forward_s += self._forward_ended_at - began_at
+
+    def backward_ended(self) -> None:
+        self._backward_ended_at = time.monotonic()
+
+    def buckets_are_reduced(self, operations: Sequence[Operation], wait_s: float) -> None:
+        """operations: of the buckets, in the order of issue."""
+        ends = [operation.ended_at for operation in operations if operation.ended_at is not None]
+        if not ends or not self._forward_ended_at:
+            return
+        began_at, ended_at = operations[0].issued_at, max(ends)
+        backward_s = max(0.0, self._backward_ended_at - self._forward_ended_at)
+        overlap_s = max(0.0, min(ended_at, self._backward_ended_at) - began_at)
+        self._steps.append(
+            (self._forward_s, backward_s, wait_s, max(0.0, ended_at - began_at), overlap_s)
+        )
+        self._forward_s = 0.0
+        self._forward_ended_at = 0.0
+
+    def average(self, buckets: Sequence[GradientBucket]) -> StepStatistics:
+        count = len(self._steps)
+        sums = [sum(column) for column in zip(*self._steps, strict=True)] or [0.0] * 5
+        forward, backward, wait, communication, overlap = (total / max(count, 1) for total in sums)
+        return StepStatistics(
+            count, forward, backward, wait, communication, overlap, bucket_bytes(buckets)
+        )
+
+
+def bucket_bytes(buckets: Sequence[GradientBucket]) -> tuple[int, ...]:
+    return tuple(b.plan.content * b.flat.element_size() for b in buckets)
+
+
+def tell_choice(reducer: Reducer, names: Sequence[str]) -> None:
+    """Log the buckets of a model, once. names: of its parameters, as the reducer numbers them."""
+    nbytes = bucket_bytes(reducer.buckets)
+    lines = [
+        f"rank {reducer.group.rank}: {len(names)} parameters in {len(nbytes)} buckets of "
+        f"{sum(nbytes)} bytes, in the order in which they are sent:"
+    ]
+    for number, (bucket, size) in enumerate(zip(reducer.buckets, nbytes, strict=True)):
+        first, last = bucket.plan.spans[0][0], bucket.plan.spans[-1][0]
+        lines.append(
+            f"  bucket {number}: {size} bytes, {len(bucket.plan.spans)} parameters, from "
+            f"{names[first]} to {names[last]}"
+        )
+    inform("%s", "\n".join(lines))
+
+
+class UnusedParameters:
+    """Tells which parameters got no gradient on this rank, whenever that changes."""
+
+    def __init__(self, rank: int, names: Sequence[str]) -> None:
+        self._rank = rank
+        self._names = names
+        self._told: list[str] = []
+
+    def tell(self, usage: Sequence[bool]) -> None:
+        unused = [name for name, is_used in zip(self._names, usage, strict=True) if not is_used]
+        if unused != self._told:
+            self._told = unused
+            told = ", ".join(unused) if unused else "all have one again"
+            inform("rank %d: parameters without a gradient in this step: %s", self._rank, told)

@@ -1,0 +1,189 @@
+"""The driver's story of a timeout: pure, then from real workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+
+from actors.membership import (
+    AbortRank,
+    AskRanks,
+    EndRun,
+    Membership,
+    RankEnded,
+    RanksTold,
+    RunStarted,
+    StartGrace,
+    WorkerRegistered,
+)
+from actors.messages import Failure, RunFailed, WorkerInfo
+from actors.testimony import Testimony, tell
+from collectives import CollectiveMismatch, CollectiveTimeout, FlightRecording, RecordedCollective
+from collectives.operation import State
+from runtime.context import Context
+from runtime.session import Session
+
+DONE, FAILED, STARTED = State.DONE, State.FAILED, State.STARTED
+
+
+def recording(*collectives: tuple[str, State, float]) -> FlightRecording:
+    """(place, state, issued_at); what failed, failed at 130."""
+    recorded = tuple(
+        RecordedCollective(
+            sequence=115 + i,
+            told=place,
+            place=place,
+            file="train.py",
+            line=1,
+            state=state,
+            issued_at=at,
+            ended_at=None if state is STARTED else 130.0 if state is FAILED else at + 0.1,
+        )
+        for i, (place, state, at) in enumerate(collectives)
+    )
+    return FlightRecording(0, 3, "default", 0, 131.0, 118, recorded)
+
+
+GATHER, REDUCE = "all_gather #117, train.py:41", "all_reduce #118, train.py:57"
+WAITING = Testimony(recording((GATHER, DONE, 99), (REDUCE, FAILED, 100)), "", False)
+STACK = '  File "train.py", line 44, in load\n    time.sleep(9)\n'
+
+
+def test_the_sentence_names_the_rank_that_is_behind_and_its_stack() -> None:
+    late = Testimony(recording((GATHER, STARTED, 99)), STACK, False)
+    assert tell({0: WAITING, 1: WAITING, 2: late}, [2]) == (
+        f"rank 2 is at {GATHER}, the others at {REDUCE}\n"
+        f"rank 2 is in {GATHER}; its Python stack:\n" + STACK.rstrip()
+    )
+
+
+def test_what_a_rank_issued_after_the_end_does_not_hide_where_it_was() -> None:
+    late = Testimony(recording((GATHER, DONE, 99), (REDUCE, FAILED, 130.5)), "", True)
+    assert tell({0: WAITING, 1: WAITING, 2: late}, [2]) == (
+        f"rank 2 is at {GATHER}, the others at {REDUCE}\n"
+        f"rank 2 has finished {GATHER}, and issued nothing since; its function is over"
+    )
+
+
+def test_a_rank_that_says_nothing_is_told_with_the_others() -> None:
+    new = Testimony(None, STACK, False)
+    told = tell({0: WAITING, 1: "did not answer within 2 s", 2: new}, [1, 2])
+    assert told.splitlines()[:3] == [
+        f"rank 0 is at {REDUCE}",
+        "rank 1 did not answer within 2 s; its process may be stopped, or busy without end",
+        "rank 2 has not met the other ranks; its Python stack:",
+    ]
+
+
+def test_all_are_asked_before_any_is_stopped_and_the_run_waits_for_the_answers() -> None:
+    membership = Membership()
+    for seat in range(2):
+        info = WorkerInfo(f"worker-{seat}", seat, "node", "host", 100 + seat, "cpu", 1.0)
+        membership.handle(WorkerRegistered(info))
+    membership.handle(RunStarted(0))
+    late = Failure(0, None, "CollectiveTimeout", "", (1,), False, asks_all=True)
+    ask, abort, grace = membership.handle(RankEnded(late))
+    assert ask == AskRanks(("worker-0", "worker-1"))
+    assert isinstance(abort, AbortRank) and isinstance(grace, StartGrace)
+    echo = Failure(1, None, "CollectiveTimeout", "", (1,), False, asks_all=True)
+    assert membership.handle(RankEnded(echo)) == [], "asked once; the answers are on their way"
+    (end,) = membership.handle(RanksTold({0: WAITING, 1: "is gone"}))
+    assert isinstance(end, EndRun) and isinstance(end.outcome, RunFailed)
+    assert end.outcome.story.startswith(f"rank 0 is at {REDUCE}")
+    assert membership.handle(RanksTold({})) == []
+
+
+# -- with real workers -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+async def session(cluster: None) -> AsyncIterator[Session]:
+    async with Session(num_workers=3, timeout_s=30, resources_per_worker={"CPU": 0.5}) as session:
+        yield session
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(error.__notes__)
+
+
+async def test_run_says_who_is_behind_at_which_line_with_its_stack(session: Session) -> None:
+    def load() -> None:
+        time.sleep(1.5)
+
+    def train(ctx: Context) -> None:
+        part, whole = torch.ones(2), torch.ones(6)
+        ctx.group.all_gather(whole, part).wait()
+        if ctx.rank == 2:
+            load()
+        ctx.group.all_reduce(part, timeout_s=0.5).wait()
+
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[2\] did not arrive") as caught:
+        await session.run(train)
+    first = train.__code__.co_firstlineno
+    gather, reduce = (
+        f"all_gather #0, test_testimony.py:{first + 2}",
+        f"all_reduce #1, test_testimony.py:{first + 5}",
+    )
+    assert f"rank 2 is at {gather}, the others at {reduce}" in str(caught.value)
+    told = notes_of(caught.value)
+    assert f"rank 2 is at {gather}, the others at {reduce}" in told
+    assert f"rank 2 has finished {gather}, and issued nothing since; its Python stack:" in told
+    assert f"line {first + 4}, in train" in told
+    assert "in load\n    time.sleep(1.5)" in told
+    assert "training_thread.py" not in told
+
+
+async def test_a_suspended_coroutine_has_a_stack_too(session: Session) -> None:
+    async def fetch() -> None:
+        await asyncio.sleep(600)
+
+    async def train(ctx: Context) -> None:
+        if ctx.rank == 1:
+            await fetch()
+        await ctx.group.barrier(timeout_s=0.5)
+
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] did not arrive") as caught:
+        await session.run(train)
+    told = notes_of(caught.value)
+    assert "rank 1 has issued nothing; its Python stack:" in told
+    assert "in train\n    await fetch()" in told
+    assert "in fetch\n    await asyncio.sleep(600)" in told
+
+
+async def test_a_mismatch_is_told_with_the_lines_of_both_sides(session: Session) -> None:
+    def train(ctx: Context) -> None:
+        if ctx.rank == 1:
+            ctx.group.broadcast(torch.ones(3)).wait()
+        ctx.group.all_reduce(torch.ones(3)).wait()
+
+    with pytest.raises(CollectiveMismatch) as caught:
+        await session.run(train)
+    first = train.__code__.co_firstlineno
+    there = f"broadcast #0, test_testimony.py:{first + 2}"
+    here = f"all_reduce #0, test_testimony.py:{first + 3}"
+    assert f"rank 1 is at {there}, the others at {here}" in notes_of(caught.value)
+
+
+async def test_a_stopped_process_is_told_as_silent(cluster: None) -> None:
+    def train(ctx: Context) -> None:
+        ctx.group.barrier().wait()
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1)  # Another thread may be the one that takes the signal.
+        ctx.group.all_reduce(torch.ones(3), timeout_s=0.5).wait()
+
+    async with Session(num_workers=2, timeout_s=30) as session:
+        pids: list[Any] = await session.run(lambda ctx: os.getpid())
+        try:
+            with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] did not arrive") as caught:
+                await session.run(train)
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+    assert "rank 1 did not answer within 2 s; its process may be stopped" in notes_of(caught.value)
