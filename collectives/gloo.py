@@ -97,6 +97,7 @@ class GlooCommunicator(Communicator):
         name = f"chorusline-gloo-{generation}-{rank}"
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
         self._runner = threading.Thread(target=self._run, name=name, daemon=True)
+        self._in_flight.worker = self._runner
         self._watcher.start()
         try:
             self._connect(store)

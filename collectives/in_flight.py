@@ -29,6 +29,11 @@ class PendingWork(Work):
 
     def _block(self) -> None:
         changed = self.in_flight.changed
+        if threading.current_thread() is self.in_flight.worker and not self.done:
+            raise RuntimeError(
+                f"a callback waits for {self.operation} in the thread that would have to end it; "
+                "wait in another thread, or give that work a callback of its own"
+            )
         try:
             with changed:
                 while not self.done:  # Not for ever: the communicator holds the deadline.
@@ -69,6 +74,7 @@ class InFlight(Generic[AnyWork]):
     """The works of one communicator that have no verdict yet, in the order of issue.
 
     changed: guards everything here; never held while anything waits.
+    worker: the thread that ends works, and runs callbacks; it can wait for none.
     failure: what ended the generation. abort: the communicator's, for waiters that give up.
     last_done: the operation that succeeded last, at settled_at (time.monotonic(), in seconds).
     """
@@ -78,6 +84,7 @@ class InFlight(Generic[AnyWork]):
         self.abort = abort
         self.changed = threading.Condition()
         self.works: deque[AnyWork] = deque()
+        self.worker: threading.Thread | None = None
         self.failure: CollectiveError | None = None
         self.last_done: Operation | None = None
         self.settled_at = float("-inf")

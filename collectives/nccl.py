@@ -187,6 +187,7 @@ class NcclCommunicator(Communicator):
         self._watcher = threading.Thread(
             target=self._watch, name=f"chorusline-nccl-{generation}-{rank}", daemon=True
         )
+        self.in_flight.worker = self._watcher
         self._watcher.start()
 
     # -- operations ------------------------------------------------------------------------------

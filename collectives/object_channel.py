@@ -76,6 +76,7 @@ class ObjectChannel:
         self._next_sequence = 0
         self._group: Group | None = None  # the thread's, which makes it
         self._thread = threading.Thread(target=self._run, name="chorusline-objects", daemon=True)
+        self._in_flight.worker = self._thread
         self._thread.start()
 
     def issue(

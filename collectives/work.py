@@ -54,9 +54,12 @@ class Work(ABC):
 
         Raises CollectiveTimeout, CollectiveMismatch, PeerLost, GroupAborted or GroupClosed.
         """
-        self._block()
-        if self._future is not None:
-            self._settle_future()
+        try:
+            self._block()
+        finally:
+            # Whoever ended the work may not have come to call back yet.
+            if self._future is not None and self.is_completed():
+                self._settle_future()
         return self._output
 
     def result(self) -> Any:
@@ -82,7 +85,7 @@ class Work(ABC):
         with _futures:
             made = self._future is None
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._future = torch.futures.Future(devices=_cuda_devices())
             future = self._future
         if made:
             self.add_done_callback(self._settle_future)
@@ -190,3 +193,10 @@ class Work(ABC):
     def _look(self) -> bool:
         """`is_completed()` for somebody who will ask again at once, or wait."""
         return self.is_completed()
+
+
+def _cuda_devices() -> list[torch.device] | None:
+    """A future refuses tensors on a device that it was not told of."""
+    if not torch.cuda.is_initialized():
+        return None
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

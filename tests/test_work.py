@@ -96,6 +96,27 @@ def test_a_callback_may_wait_for_another_work_of_the_group(tmp_path: Path) -> No
     assert run_ranks(wait_in_a_callback, 3, tmp_path) == [[3.0, 3.0]] * 3
 
 
+def wait_in_a_callback_of_gloo(rank: Rank) -> str:
+    group = rank.group()
+    tensor = torch.ones(3)
+
+    def callback(_: object) -> None:
+        group.all_reduce(tensor).wait()
+
+    chained = group.all_reduce(torch.ones(5)).get_future().then(callback)
+    try:
+        chained.wait()
+    except RuntimeError as error:
+        group.barrier().wait()
+        return str(error)
+    return ""
+
+
+def test_where_a_callback_cannot_wait_it_is_told_instead_of_hanging(tmp_path: Path) -> None:
+    for told in run_ranks(wait_in_a_callback_of_gloo, 2, tmp_path, GLOO):
+        assert "a callback waits for all_reduce #1 (3 float32) in the thread that" in told
+
+
 def await_a_late_rank(rank: Rank) -> tuple[float, int]:
     """CPU seconds and turns of the loop while a peer lets it wait for half a second."""
     group = rank.group()
