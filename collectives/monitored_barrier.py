@@ -35,7 +35,7 @@ class MonitoredBarrier(Work):
                 # "rank 1 is at …; rank 2 is at …", one clause per missing rank
                 clauses = error.whereabouts.split("; ")
                 mine = [told for told in clauses if told.startswith(f"rank {first} ")]
-                where = "; ".join(mine) or error.whereabouts
+                where = "; ".join(mine)
                 return CollectiveTimeout(
                     error.operation, error.generation, [first], error.timeout_s, where
                 )
