@@ -374,7 +374,7 @@ def run_seed(plan: Plan) -> Outcome:
 
 def _shared_files() -> set[str]:
     """Files that a rank could have left behind; others on this machine write there, too."""
-    ours = ("chorusline", "torch", "gloo", "psm_", "sem.mp")
+    ours = ("chorusline", "torch", "gloo")
     return {str(path) for path in Path("/dev/shm").iterdir() if path.name.startswith(ours)}
 
 
