@@ -16,6 +16,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from collectives.debug import DebugLevel
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
@@ -78,11 +80,13 @@ class RunRequest:
 
     run: its number in the session, from 0. timeout_s: deadline of rendezvous and of each
     collective. keep_reports: whether somebody will pull the reports; if not, only the last stays.
+    debug_level: of the session's process; a worker whose own is higher keeps that.
     """
 
     run: int
     timeout_s: float
     keep_reports: bool
+    debug_level: DebugLevel = DebugLevel.OFF
 
     def __post_init__(self) -> None:
         if self.run < 0:

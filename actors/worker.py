@@ -22,6 +22,7 @@ import ray
 import torch
 from ray import cloudpickle
 
+from collectives.debug import get_debug_level, set_debug_level
 from collectives.errors import CollectiveError, GroupAborted, fresh_copy
 from collectives.group import Group
 
@@ -209,6 +210,7 @@ class Worker:
     def _train(self, run: _Run, payload: bytes) -> object:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        set_debug_level(max(run.request.debug_level, get_debug_level()))
         program: Program = cloudpickle.loads(payload)
         group = self._meet(run)
         return program(run.assignment, group, run.journal)

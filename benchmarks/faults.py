@@ -326,7 +326,6 @@ class Outcome:
 
 def run_seed(plan: Plan) -> Outcome:
     outcome = Outcome(plan)
-    shm_before = _shared_files()
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store")
         store = FileStore(path)
@@ -362,20 +361,21 @@ def run_seed(plan: Plan) -> Outcome:
             if process.is_alive() and process is not processes[plan.victim]:
                 outcome.leaks.append(f"process {process.pid}")
             process.kill()
+        pids = [process.pid for process in processes]
         for process, pipe in zip(processes, pipes, strict=True):
             process.join()
             process.close()
             pipe.close()
         store.close()
-    outcome.leaks += sorted(_shared_files() - shm_before)
+    outcome.leaks += sorted(_shared_files(pids))
     judge(outcome, reports)
     return outcome
 
 
-def _shared_files() -> set[str]:
-    """Files that a rank could have left behind; others on this machine write there, too."""
-    ours = ("chorusline", "torch", "gloo", "psm_", "sem.mp")
-    return {str(path) for path in Path("/dev/shm").iterdir() if path.name.startswith(ours)}
+def _shared_files(pids: list[int | None]) -> list[str]:
+    """Files that ranks have left behind; others on this machine write there, too."""
+    ours = ("chorusline", *(f"torch_{pid}_" for pid in pids))
+    return [str(path) for path in Path("/dev/shm").iterdir() if path.name.startswith(ours)]
 
 
 def judge(outcome: Outcome, reports: list[Report]) -> None:

@@ -30,6 +30,8 @@ class Communicator(ABC):
     device: where the tensors live. backend: the name that errors use.
     """
 
+    compares = False
+    """Whether it compares the shapes of the caller's tensors (comparison.py)."""
     backend: str
     rank: int
     size: int

@@ -28,7 +28,7 @@ _WORDS = 128  # int64 that a description fills; a longer one is cut
 _BETWEEN_TWO = {"send", "recv"}
 """Not compared: the other ranks have no part in them."""
 
-_SAME_SHAPES = {"BROADCAST", "ALL_REDUCE", "REDUCE", "REDUCE_SCATTER", "ALL_GATHER"}
+_SAME_SHAPES = {"broadcast", "all_reduce", "reduce", "reduce_scatter", "all_gather"}
 """In the others ranks may bring tensors of different shapes, or none."""
 
 
@@ -38,6 +38,10 @@ class ComparingCommunicator(Communicator):
     def __init__(self, inner: Communicator, store: Store, generation: int, name: str) -> None:
         """Blocks until all ranks have come; `inner` is given back if one does not."""
         self.inner = inner
+        for name_, value in vars(Communicator).items():  # What a transport can and cannot do.
+            if not name_.startswith("_") and not callable(value):
+                setattr(self, name_, getattr(inner, name_))
+        self.compares = True
         self.rank = inner.rank
         self.size = inner.size
         self.device = inner.device
@@ -73,12 +77,10 @@ class ComparingCommunicator(Communicator):
         self.inner.close()
         self._side.close()
 
-    def _compare(self, operation: Operation, arguments: Sequence[object]) -> None:
+    def _compare(self, operation: Operation, has_same_shapes: bool) -> None:
         """Return when all ranks do the same; else end the generation, so that the work that is
         issued next raises the error."""
-        shapes = None
-        if operation.kind.name in _SAME_SHAPES:
-            shapes = [list(a.shape) for a in arguments if isinstance(a, torch.Tensor)]
+        shapes = [list(shape) for shape in operation.shapes] if has_same_shapes else None
         mine = Description(
             named(operation),
             shapes,
@@ -120,7 +122,7 @@ def _compared(name: str) -> Callable[..., Work]:
     def issue(
         self: ComparingCommunicator, operation: Operation, *arguments: Any, **named_: Any
     ) -> Work:
-        self._compare(operation, [*arguments, *named_.values()])
+        self._compare(operation, name in _SAME_SHAPES)
         work: Work = getattr(self.inner, name)(operation, *arguments, **named_)
         return work
 

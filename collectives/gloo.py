@@ -343,7 +343,7 @@ class GlooCommunicator(Communicator):
         if head is None:
             position = position_after(self._in_flight.last_done)
         else:
-            position = Position(head.sequence, f"is at {head.place()}")
+            position = Position(head.sequence, f"is at {head.place()}", waits=True)
         self._roll_call.tell(position)
         self._roll_call.answer()
         error = self._roll_call.the_end(head)

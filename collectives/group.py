@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch.autograd import profiler
@@ -104,6 +105,9 @@ class Group(ObjectCollectives):
         self.ranks: tuple[int, ...] = tuple(range(self.size))
         self.parent: Group | None = None
         self._recorder = FlightRecorder(self.rank, self.size, name, generation)
+        # At DETAIL: shapes that were checked, and the frame of the operation they belong to.
+        self._shapes: list[tuple[FrameType, tuple[int, ...]]] = []
+        self._notes_shapes = communicator.compares
         self._has_nvtx = self.device.type == "cuda"
         self._next_sequence = 0
         self._store = store
@@ -436,6 +440,10 @@ class Group(ObjectCollectives):
         self.statistics.count(kind, elements)
         operation = Operation(kind, sequence, self.generation, numel, dtype, detail, deadline_s)
         self._recorder.record(operation, sys._getframe(2))
+        if self._notes_shapes:
+            issuing = sys._getframe(1)
+            operation.shapes = tuple(shape for frame, shape in self._shapes if frame is issuing)
+            self._shapes.clear()  # Also what an operation left behind that was refused.
         if profiler._is_profiler_enabled or self._has_nvtx:
             operation.span = begin_span(operation, self._has_nvtx)
         return operation
@@ -495,6 +503,8 @@ class Group(ObjectCollectives):
                 f"{argument} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
                 "contiguous; pass .contiguous()"
             )
+        if self._notes_shapes:
+            self._shapes.append((sys._getframe(1), tuple(tensor.shape)))
         return (tensor.detach() if tensor.requires_grad else tensor), dtype
 
     def _check_parts(

@@ -29,7 +29,7 @@ import torch
 from .communicator import Communicator
 from .errors import CollectiveError, GroupAborted, GroupClosed, fresh_copy
 from .in_flight import InFlight, PendingWork
-from .operation import Kind, Operation
+from .operation import STARTED, Kind, Operation
 from .reduce_op import ReduceOp
 from .roll_call import LOOK_S, Position, RollCall, look_s, position_after
 from .store import Store
@@ -446,6 +446,7 @@ class NcclCommunicator(Communicator):
             return position_after(last)
         operation = head.operation
         if head.started.query():
-            return Position(operation.sequence, f"is at {operation.place()}")
+            operation.state = STARTED
+            return Position(operation.sequence, f"is at {operation.place()}", waits=True)
         where = f"has issued {operation.place()}, but its GPU is busy with earlier kernels"
         return Position(operation.sequence - 1, where)

@@ -72,7 +72,8 @@ class Operation:
     numel: elements of the whole problem (of the larger buffer): what must agree between ranks.
     dtype: position in DTYPES; -1 without data. detail: reduce op, or root rank; -1 without.
     issued_at, ended_at: time.monotonic() in seconds. caller, caller_at: the user's code that
-    issued it, and the offset in it. span: its range in a profiler, if one runs.
+    issued it, and the offset in it. span: its range in a profiler, if one runs. shapes: of the
+    caller's tensors, at debug level DETAIL.
     """
 
     kind: Kind
@@ -88,6 +89,7 @@ class Operation:
     caller: CodeType | None = None
     caller_at: int = -1
     span: Span | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def end(self, failure: object | None) -> None:
         """Note the end; the transport calls it once, with the error if there is one."""

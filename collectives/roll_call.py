@@ -20,6 +20,7 @@ import contextlib
 import json
 import threading
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from .errors import (
@@ -37,10 +38,14 @@ LOOK_S = 0.5  # between two looks into the store, while an operation is in fligh
 
 
 class Position(NamedTuple):
-    """How far a rank has come: the last operation it arrived in, and in words what it does."""
+    """How far a rank has come: the last operation it arrived in, and in words what it does.
+
+    waits: whether it is in that operation, so that others may be what keeps it there.
+    """
 
     arrived: int
     where: str
+    waits: bool = False
 
 
 def position_after(last: Operation | None) -> Position:
@@ -53,6 +58,16 @@ def position_after(last: Operation | None) -> Position:
 def look_s(operation: Operation) -> float:
     """Seconds between two looks into the store while `operation` is in flight."""
     return min(LOOK_S, operation.timeout_s / 4)
+
+
+def culprits(behind: Mapping[int, Position]) -> list[int]:
+    """Of the ranks that are behind, those to blame.
+
+    A rank that was stopped while it sent has served some of the others and not all: who still
+    waits in an earlier operation, for somebody who is even further behind, is innocent.
+    """
+    furthest = min((at.arrived for at in behind.values()), default=0)
+    return [rank for rank, at in behind.items() if at.arrived == furthest or not at.waits]
 
 
 class RollCall:
@@ -144,14 +159,12 @@ class RollCall:
 
         operation: the one that is overdue. head: the first in flight. position: our own.
         """
-        missing: list[int] = []
-        whereabouts: list[str] = []
-        for rank in range(self.size):
-            arrived, where = position if rank == self.rank else self._position_of(rank)
-            if arrived < head.sequence:
-                missing.append(rank)
-                whereabouts.append(f"rank {rank} {where}")
-        if len(missing) < self.size and whereabouts:
+        behind = {rank: self._position_of(rank) for rank in range(self.size) if rank != self.rank}
+        behind[self.rank] = position
+        behind = {r: at for r, at in sorted(behind.items()) if at.arrived < head.sequence}
+        missing = culprits(behind)
+        whereabouts = [f"rank {rank} {at.where}" for rank, at in behind.items()]
+        if len(behind) < self.size and whereabouts:
             whereabouts.append(f"the others are at {head.place()}, as rank {self.rank} sees it")
         story = "; ".join(whereabouts) or (
             "all ranks are in it, so the transfer itself is stuck or slower than the deadline"

@@ -18,6 +18,7 @@ from actors.crew import Crew
 from actors.journal import JournalReader
 from actors.messages import DriverSnapshot, Report, RunFailed, RunRequest, WorkerSnapshot
 from actors.outcomes import raise_failure
+from collectives.debug import get_debug_level
 
 from . import placement
 from .program import pickled
@@ -220,7 +221,9 @@ class Session:
         if crew is None or self._state is not SessionState.READY:
             raise RuntimeError(_REMEDIES[self._state])
         self._state = SessionState.RUNNING
-        request = RunRequest(self._next_run, self._timeout_s, self._on_report is not None)
+        request = RunRequest(
+            self._next_run, self._timeout_s, self._on_report is not None, get_debug_level()
+        )
         self._next_run += 1
         try:
             await crew.assemble(self._startup_timeout_s)

@@ -29,6 +29,7 @@ from collectives.debug import inform
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, StoreTimeout
 from collectives.flight_recorder import CAPACITY, tell_positions
 from collectives.operation import State
+from collectives.roll_call import Position, culprits
 
 transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
 
@@ -228,6 +229,14 @@ def fall_behind(rank: Rank) -> Any:
     error = error_of(lambda: group.all_reduce(part).wait())
     rank.say("over")
     return error, reduced_at
+
+
+def test_who_waits_for_somebody_further_behind_is_not_to_blame() -> None:
+    inside, idle = Position(1, "is at", waits=True), Position(1, "has finished")
+    assert culprits({1: Position(-1, "was not heard of"), 2: inside}) == [1]
+    assert culprits({1: Position(0, "has finished"), 2: idle}) == [1, 2]
+    assert culprits({1: inside, 2: inside}) == [1, 2]
+    assert culprits({}) == []
 
 
 @transports

@@ -25,7 +25,15 @@ from actors.membership import (
 )
 from actors.messages import Failure, RunFailed, WorkerInfo
 from actors.testimony import Testimony, tell
-from collectives import CollectiveMismatch, CollectiveTimeout, FlightRecording, RecordedCollective
+from collectives import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    DebugLevel,
+    FlightRecording,
+    RecordedCollective,
+    get_debug_level,
+    set_debug_level,
+)
 from collectives.operation import State
 from runtime.context import Context
 from runtime.session import Session
@@ -169,6 +177,27 @@ async def test_a_mismatch_is_told_with_the_lines_of_both_sides(session: Session)
     there = f"broadcast #0, test_testimony.py:{first + 2}"
     here = f"all_reduce #0, test_testimony.py:{first + 3}"
     assert f"rank 1 is at {there}, the others at {here}" in notes_of(caught.value)
+
+
+async def test_the_sessions_debug_level_holds_in_the_workers(cluster: None) -> None:
+    before = get_debug_level()
+    set_debug_level(DebugLevel.DETAIL)
+
+    def train(ctx: Context) -> DebugLevel:
+        ctx.group.barrier().wait()
+        ctx.group.all_reduce(torch.ones((2, 3) if ctx.rank else 6), timeout_s=5).wait()
+        return get_debug_level()
+
+    try:
+        async with Session(num_workers=2, resources_per_worker={"CPU": 0.5}) as session:
+            with pytest.raises(CollectiveMismatch) as caught:
+                await session.run(train)
+    finally:
+        set_debug_level(before)
+    line = train.__code__.co_firstlineno + 2
+    for shape in ("(2, 3)", "(6,)"):
+        told = f"with SUM of shape {shape} on cpu in group 'default' at test_testimony.py:{line}"
+        assert told in str(caught.value)
 
 
 async def test_a_stopped_process_is_told_as_silent(cluster: None) -> None:
