@@ -30,7 +30,7 @@ from .errors import (
     error_from_json,
     error_to_json,
 )
-from .operation import Operation
+from .operation import ANY_RANK, Operation
 from .store import Store
 
 LOOK_S = 0.5  # between two looks into the store, while an operation is in flight
@@ -113,7 +113,10 @@ class RollCall:
         if news is not None or operation is None:
             return news
         with contextlib.suppress(Exception):
-            gone = sorted(r for r, taken in self._closed().items() if taken <= operation.sequence)
+            closed = self._closed()
+            gone = sorted(r for r, taken in closed.items() if taken <= operation.sequence)
+            if operation.is_between_two and closed.keys() >= set(self._peers(operation)):
+                gone = self._peers(operation)
             if gone:
                 how = "closed the group without taking part"
                 return PeerLost(str(operation), self.generation, gone, how)
@@ -146,9 +149,10 @@ class RollCall:
         """
         missing: list[int] = []
         whereabouts: list[str] = []
-        for rank in range(self.size):
+        between_two = head.is_between_two
+        for rank in self._peers(head) if between_two else range(self.size):
             arrived, where = position if rank == self.rank else self._position_of(rank)
-            if arrived < head.sequence:
+            if between_two or arrived < head.sequence:
                 missing.append(rank)
                 whereabouts.append(f"rank {rank} {where}")
         story = "; ".join(whereabouts) or (
@@ -157,6 +161,12 @@ class RollCall:
         return CollectiveTimeout(
             str(operation), self.generation, missing, operation.timeout_s, story
         )
+
+    def _peers(self, operation: Operation) -> list[int]:
+        """Whom a send or recv needs: its peer, or somebody of these."""
+        if operation.peer != ANY_RANK:
+            return [operation.peer]
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     def _position_of(self, rank: int) -> Position:
         with contextlib.suppress(Exception):

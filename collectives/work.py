@@ -7,7 +7,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 
-from .operation import Operation
+from .operation import Kind, Operation
 
 
 class Work(ABC):
@@ -23,6 +23,11 @@ class Work(ABC):
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
+
+    @property
+    def source_rank(self) -> int:
+        """The rank that a recv got its data from; -1 before it is known, and otherwise."""
+        return self.operation.peer if self.operation.kind is Kind.RECV else -1
 
     @abstractmethod
     def wait(self) -> None:
