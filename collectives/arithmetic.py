@@ -14,9 +14,13 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
 }
 
 _HALF = (torch.float16, torch.bfloat16)
+_NARROW = (torch.int8, torch.uint8, torch.int16)
 
 
 def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
@@ -37,6 +41,10 @@ def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceO
         if op is ReduceOp.AVG:
             total.div_(len(parts))
         output.copy_(total)
+        return
+    if op is ReduceOp.AVG and output.dtype in _NARROW:  # The sum may overflow, the average not.
+        total = torch.stack(tuple(parts)).sum(0, dtype=torch.int64)
+        output.copy_(total.div_(len(parts), rounding_mode="trunc"))
         return
     combine(parts[0], parts[1], out=output)
     for part in parts[2:]:

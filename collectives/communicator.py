@@ -15,10 +15,11 @@ from .work import Work
 class Communicator(ABC):
     """Moves tensors between `size` ranks; `Group` is its only caller.
 
-    Group has checked ranks, roots, dtypes, sizes, devices and contiguity, and counts; a
-    communicator trusts that, moves the bytes, and keeps three promises:
+    Group has checked ranks, roots, dtypes, sizes, devices and contiguity, and counts. All tensors
+    are flat and contiguous, of the real dtypes of the contract without bool. A communicator trusts
+    that, moves the bytes, and keeps three promises:
 
-    1. Operations run in the order of issue and make progress without being waited for.
+    1. Collectives run in the order of issue and make progress without being waited for.
     2. `abort` may be called from any thread at any time and frees every waiter, here and, where
        the transport can, on all ranks. From then on every operation raises that error.
     3. A peer that died, or that does not arrive within `operation.timeout_s`, is an error that
@@ -26,6 +27,8 @@ class Communicator(ABC):
 
     For the flight recorder it sets `operation.state` to STARTED when the operation's turn has come,
     and calls `operation.end` when it is over.
+    When the data of an operation has arrived, and before its work is done, it calls
+    `operation.finish`, if there is one.
 
     device: where the tensors live. backend: the name that errors use.
     """
@@ -36,10 +39,20 @@ class Communicator(ABC):
     rank: int
     size: int
     device: torch.device
+    receives_from_any = True
+    has_tags = True
+
+    def lacks(self, op: ReduceOp, dtype: torch.dtype) -> str:
+        """What to do instead, if this transport cannot reduce `dtype` with `op`; else nothing."""
+        return ""
 
     @abstractmethod
     def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: ReduceOp) -> Work:
-        """tensor: any shape, contiguous, reduced in place."""
+        """tensor: (n,), reduced in place."""
+
+    @abstractmethod
+    def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
+        """tensor: (n,), reduced in place on `root`, left as it is elsewhere."""
 
     @abstractmethod
     def reduce_scatter(
@@ -53,7 +66,31 @@ class Communicator(ABC):
 
     @abstractmethod
     def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
-        """tensor: any shape, contiguous; read on `root`, written elsewhere."""
+        """tensor: (n,), read on `root`, written elsewhere."""
+
+    @abstractmethod
+    def exchange(
+        self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> Work:
+        """inputs[r] goes to rank r; outputs[r] gets what rank r sends. (n,) of any n, also 0.
+
+        Where a rank sends another number of elements than the other one expects, it is a
+        CollectiveMismatch, if the transport can see it.
+        """
+
+    @abstractmethod
+    def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        """tensor: (n,), to operation.peer, with operation.tag."""
+
+    @abstractmethod
+    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        """tensor: (n,), from operation.peer, which is set if it is ANY_RANK; operation.tag."""
+
+    def begin_together(self) -> None:
+        """What is issued from here on may wait for `end_together`, to be one launch."""
+
+    def end_together(self) -> None:
+        """Launch it."""
 
     @abstractmethod
     def barrier(self, operation: Operation) -> Work:

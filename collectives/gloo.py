@@ -8,7 +8,7 @@ an allreduce.
 
 Gloo trusts its callers, so each operation starts with an exchange of signatures: where ranks
 disagree, Gloo leaves wrong data in silence, or kills the process. And Gloo cannot be aborted.
-Therefore three threads:
+Therefore three threads, besides those of gloo_messages.py:
 
 - Whoever waits, waits for the verdict on a work and never for Gloo.
 - The **runner**, one daemon thread, runs the operations in order and waits for Gloo. After an abort
@@ -29,7 +29,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,12 +40,13 @@ from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 from .arithmetic import reduce_into
 from .communicator import Communicator
 from .errors import CollectiveError, GroupClosed
+from .gloo_messages import GlooMessages
 from .in_flight import InFlight, PendingWork
 from .interfaces import GLOO_VARIABLE, check_gloo_interfaces
 from .operation import STARTED, Operation
 from .reduce_op import ReduceOp
 from .roll_call import Position, RollCall, look_s, position_after
-from .signature import Signature, mismatch
+from .signature import Signature, mismatch, pair_mismatch
 from .store import PrefixStore, Store
 from .torch_store import TorchStore
 from .work import Work
@@ -64,16 +65,19 @@ class _Over(Exception):
 
 
 class GlooWork(PendingWork):
-    """body: moves the data, in the runner; None where the signatures are all there is to it."""
+    """body: moves the data, in the runner; None where the signatures are all there is to it.
+    counts: of an exchange, elements to each rank, then from each rank."""
 
     def __init__(
         self,
         operation: Operation,
         in_flight: InFlight[GlooWork],
         body: Callable[[], None] | None,
+        counts: Sequence[int] = (),
     ) -> None:
         super().__init__(operation, in_flight)
         self.body = body
+        self.counts = counts
 
 
 class GlooCommunicator(Communicator):
@@ -95,6 +99,7 @@ class GlooCommunicator(Communicator):
         self._gloo: Any = None  # None once it was given back; the runner's
         self._torch_store = TorchStore(PrefixStore("gloo", store))
         name = f"chorusline-gloo-{generation}-{rank}"
+        self._messages: GlooMessages | None = None
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
         self._runner = threading.Thread(target=self._run, name=name, daemon=True)
         self._in_flight.worker = self._runner
@@ -121,6 +126,14 @@ class GlooCommunicator(Communicator):
             )
         if broken:
             raise self._end_broken("rendezvous", broken)
+        self._messages = GlooMessages(
+            self._gloo,
+            self.rank,
+            self.size,
+            InFlight(self.rank, self.abort),
+            self._message_failed,
+            self._give,
+        )
         store.set(f"connected/{self.rank}", "1")
         store.wait([f"connected/{rank}" for rank in range(self.size)])
 
@@ -131,7 +144,7 @@ class GlooCommunicator(Communicator):
 
         def directly() -> None:
             parts = self._exchange(operation, self._taken(flat).expand(self.size, -1))
-            self._give(flat, lambda: reduce_into(flat, parts.unbind(), op))
+            self._give(lambda: reduce_into(flat, parts.unbind(), op))
 
         def in_parts() -> None:
             """Each rank reduces one part, padded so that all are of one length."""
@@ -142,7 +155,7 @@ class GlooCommunicator(Communicator):
             reduced = flat.new_empty(count)
             reduce_into(reduced, parts.unbind(), op)
             whole = self._exchange(operation, reduced.expand(self.size, -1)).view(-1)
-            self._give(flat, lambda: flat.copy_(whole[: flat.numel()]))
+            self._give(lambda: flat.copy_(whole[: flat.numel()]))
 
         return self._issue(operation, flat, directly if flat.nbytes <= _DIRECT_BYTES else in_parts)
 
@@ -153,7 +166,7 @@ class GlooCommunicator(Communicator):
 
         def body() -> None:
             parts = self._exchange(operation, self._taken(rows))
-            self._give(output, lambda: reduce_into(output, parts.unbind(), op))
+            self._give(lambda: reduce_into(output, parts.unbind(), op))
 
         return self._issue(operation, input, body)
 
@@ -162,7 +175,7 @@ class GlooCommunicator(Communicator):
 
         def body() -> None:
             gathered = self._exchange(operation, self._taken(flat).expand(self.size, -1))
-            self._give(rows, lambda: rows.copy_(gathered))
+            self._give(lambda: rows.copy_(gathered))
 
         return self._issue(operation, input, body)
 
@@ -177,9 +190,47 @@ class GlooCommunicator(Communicator):
             moved = staged.view(torch.uint8)
             self._see_through(self._gloo.broadcast([moved], options), moved)
             if self.rank != root:
-                self._give(flat, lambda: flat.copy_(staged))
+                self._give(lambda: flat.copy_(staged))
 
         return self._issue(operation, flat, body)
+
+    def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
+        def body() -> None:
+            nothing = tensor.new_empty(0)
+            sent = [nothing] * self.size
+            sent[root] = self._taken(tensor)
+            count = len(tensor) if self.rank == root else 0
+            parts = self._exchange_parts(operation, sent, [count] * self.size)
+            if self.rank == root:
+                self._give(lambda: reduce_into(tensor, parts, op))
+
+        return self._issue(operation, tensor, body)
+
+    def exchange(
+        self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> Work:
+        def body() -> None:
+            sent = [self._taken(part) for part in inputs]
+            parts = self._exchange_parts(operation, sent, [len(part) for part in outputs])
+
+            def write() -> None:
+                for output, part in zip(outputs, parts, strict=True):
+                    output.copy_(part)
+
+            self._give(write)
+
+        counts = [len(part) for part in (*inputs, *outputs)]
+        work = GlooWork(operation, self._in_flight, body, counts)
+        self._in_flight.add(work)
+        return work
+
+    def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        assert self._messages is not None
+        return self._messages.send(operation, tensor)
+
+    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        assert self._messages is not None
+        return self._messages.recv(operation, tensor)
 
     def barrier(self, operation: Operation) -> Work:
         return self._issue(operation, None, None)  # The exchange of signatures is a barrier.
@@ -216,7 +267,17 @@ class GlooCommunicator(Communicator):
         """Settle everything with `error` if nothing has ended the generation before."""
         with self._tensors:
             self._over.set()
-            return self._in_flight.fail(error)
+            first = self._in_flight.fail(error)
+            if self._messages is not None:
+                self._messages.in_flight.fail(error)
+            return first
+
+    def _message_failed(self, operation: Operation, error: Exception) -> None:
+        """End the generation from a thread of the messages."""
+        if isinstance(error, CollectiveError):
+            self._end(self._roll_call.publish(error))
+        else:
+            self._end_broken(operation, f"{type(error).__name__}: {error}")
 
     def _end_broken(self, operation: Operation | str, reason: str) -> CollectiveError:
         """End the generation after Gloo failed. Returns why it did."""
@@ -259,20 +320,32 @@ class GlooCommunicator(Communicator):
                 self._end(error)
                 raise _Over
         work.operation.state = STARTED
-        self._compare_signatures(work.operation)
+        self._compare_signatures(work)
         if work.body is not None:
             work.body()
+        if work.operation.finish is not None:
+            self._give(work.operation.finish)
         with self._in_flight.changed:
             if self._in_flight.failure is not None:
                 raise _Over
             self._in_flight.settle_head()
         work.call_back()
 
-    def _compare_signatures(self, operation: Operation) -> None:
+    def _compare_signatures(self, work: GlooWork) -> None:
         """Return when all ranks are here and do the same; else end the generation."""
-        mine = torch.tensor(Signature.of(operation))
-        table = self._exchange(operation, mine.expand(self.size, -1)).tolist()
-        error = mismatch(self.generation, [Signature(*row) for row in table])
+        operation, size = work.operation, self.size
+        counts = list(work.counts) or [0] * 2 * size
+        signature = Signature.of(operation)
+        mine = torch.tensor([[*signature, counts[r], counts[size + r]] for r in range(size)])
+        rows = self._exchange(operation, mine).tolist()
+        error = mismatch(self.generation, [Signature(*row[:-2]) for row in rows])
+        if error is None and work.counts:
+            # Of the others, this rank knows only what is between them and itself.
+            tables = [[0] * 2 * size for _ in range(size)]
+            for r, row in enumerate(rows):
+                tables[r][self.rank], tables[r][size + self.rank] = row[-2:]
+            tables[self.rank] = counts
+            error = pair_mismatch(operation, self.generation, tables)
         if error is not None:
             self._end(self._roll_call.publish(error))
             raise _Over
@@ -287,6 +360,26 @@ class GlooCommunicator(Communicator):
         work = self._gloo.alltoall_base(into, sent, [], [], options)
         self._see_through(work, sent, into)
         return received
+
+    def _exchange_parts(
+        self, operation: Operation, parts: list[torch.Tensor], counts: list[int]
+    ) -> list[torch.Tensor]:
+        """Send part r to rank r. counts: elements that each rank sends here. Returns those."""
+        width = parts[0].element_size()
+        sent = torch.cat(parts)
+        received = sent.new_empty(sum(counts))
+        options = AllToAllOptions()
+        options.timeout = _gloo_timeout(operation)
+        out_bytes, in_bytes = sent.view(torch.uint8), received.view(torch.uint8)
+        work = self._gloo.alltoall_base(
+            in_bytes,
+            out_bytes,
+            [count * width for count in counts],
+            [len(part) * width for part in parts],
+            options,
+        )
+        self._see_through(work, out_bytes, in_bytes)
+        return list(received.split(counts))
 
     def _see_through(self, work: Any, *tensors: torch.Tensor) -> None:
         """Return when Gloo is done with `work`. If the generation ends first, _Over, but later.
@@ -315,8 +408,8 @@ class GlooCommunicator(Communicator):
                 raise _Over
             return tensor.clone(memory_format=torch.contiguous_format)
 
-    def _give(self, tensor: torch.Tensor, write: Callable[[], object]) -> None:
-        """Let `write` change a caller's tensor."""
+    def _give(self, write: Callable[[], object]) -> None:
+        """Let `write` change callers' tensors."""
         with self._tensors:
             if self._over.is_set():
                 raise _Over
@@ -327,16 +420,20 @@ class GlooCommunicator(Communicator):
     def _watch(self) -> None:
         looked_at = time.monotonic()
         while not self._over.wait(_TICK_S):
-            work = self._in_flight.head()
-            if work is None:
+            head: PendingWork | None = self._in_flight.head()
+            if head is None and self._messages is not None:
+                head = self._messages.in_flight.head()
+            if head is None:
                 since, pause_s = self._in_flight.settled_at, _IDLE_LOOK_S
             else:
-                since, pause_s = work.operation.issued_at, look_s(work.operation)
+                since, pause_s = head.operation.issued_at, look_s(head.operation)
             if time.monotonic() - max(looked_at, since) >= pause_s:
                 looked_at = time.monotonic()
-                error = self._look(None if work is None else work.operation)
+                error = self._look(None if head is None else head.operation)
                 if error is not None:
                     self._end(error)
+        if self._messages is not None:
+            self._messages.free(_CLOSE_S)
 
     def _look(self, head: Operation | None) -> CollectiveError | None:
         """Say where this rank is; the error if it is over elsewhere, or overdue here."""
@@ -348,6 +445,9 @@ class GlooCommunicator(Communicator):
         self._roll_call.answer()
         error = self._roll_call.the_end(head)
         overdue = self._in_flight.overdue(look_s) if error is None else None
+        if error is None and overdue is None and self._messages is not None:
+            overdue = self._messages.in_flight.overdue(look_s)
+            head = overdue or head
         if head is not None and overdue is not None:
             # A look later than the deadline: who arrived in time has said so by then.
             error = self._roll_call.timeout(overdue, head, position)

@@ -1,4 +1,4 @@
-"""`Group`: the ranks of one generation, and everything they can do together."""
+"""`Group`: the ranks of one generation. What they can do together is in operations.py."""
 
 from __future__ import annotations
 
@@ -6,40 +6,33 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch
 from torch.autograd import profiler
 
 from .backends import backend_for
+from .coalesce import Coalesced
 from .communicator import Communicator
 from .debug import DebugLevel, get_debug_level
-from .errors import (
-    CollectiveError,
-    GroupAborted,
-    GroupClosed,
-    StoreTimeout,
-    UnsupportedOperation,
-)
+from .errors import CollectiveError, GroupAborted, GroupClosed, StoreTimeout
 from .family import Family
 from .flight_recorder import FlightRecorder, FlightRecording
 from .interfaces import network_of
 from .monitored_barrier import MonitoredBarrier
 from .object_channel import ObjectChannel
 from .object_collectives import ObjectCollectives
-from .operation import DTYPES, Kind, Operation
+from .operation import Kind, Operation
+from .operations import Operations
 from .profiling import begin_span
-from .reduce_op import ReduceOp
-from .several_devices import not_a_tensor
 from .statistics import Statistics
 from .store import PrefixStore, Store
 from .work import Work
 
 DEFAULT_TIMEOUT_S = 60.0
-
-_DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ class GroupDescription:
     is_open: bool
 
 
-class Group(ObjectCollectives):
+class Group(Operations, ObjectCollectives):
     """An immutable membership of `size` ranks that run collectives together.
 
     Make one with `Group.create`; no Ray is needed. Every rank issues the same operations in the
@@ -119,6 +112,8 @@ class Group(ObjectCollectives):
         self._family = Family()
         self._channel: ObjectChannel | None = None
         self._family.add(self)
+        self._coalesced: Coalesced | None = None  # the block that is open
+        self._wire_ops = {}
 
     @classmethod
     def create(
@@ -221,74 +216,35 @@ class Group(ObjectCollectives):
 
     # -- tensors ---------------------------------------------------------------------------------
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, timeout_s: float | None = None
-    ) -> Work:
-        """Reduce `tensor` over all ranks, in place, to the same bits on every rank.
+    def coalesce(self, *, timeout_s: float | None = None) -> Coalesced:
+        """A block whose operations are one work: `with group.coalesce() as work:`.
 
-        tensor: any shape, contiguous, same shape and dtype on all ranks.
+        `with` launches at its end, and `work.wait()` or `await work` comes after it; `async with`
+        awaits at its end as well. Every rank puts the same operations into its block. On NCCL it
+        is one group call. timeout_s: seconds, of operations that do not say their own.
+
+        ::
+
+            async with group.coalesce():  # no order is wrong here, on any backend
+                group.send(mine, dst=right)
+                group.recv(theirs, src=left)
+
+        Raises RuntimeError inside another such block.
         """
-        tensor, dtype = self._checked(tensor, "tensor")
-        numel = tensor.numel()
-        operation = self._begin(
-            Kind.ALL_REDUCE, numel, dtype, op, timeout_s, 2 * numel * (self.size - 1) / self.size
+        if self._coalesced is not None:
+            raise RuntimeError("coalesce() inside coalesce(): end the outer block first")
+        deadline_s = self._deadline_s(Kind.COALESCED, timeout_s)
+        operation = Operation(
+            Kind.COALESCED, self._next_sequence, self.generation, 0, -1, -1, deadline_s
         )
-        return self._communicator.all_reduce(operation, tensor, op)._giving(tensor)
 
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        timeout_s: float | None = None,
-    ) -> Work:
-        """Reduce `input` over all ranks and leave this rank's part in `output`.
+        def end() -> None:
+            self._coalesced = None
+            self._communicator.end_together()
 
-        input: (size * n,) contiguous, left as it is. output: (n,) same dtype.
-        """
-        output, dtype = self._checked(output, "output")
-        input, _ = self._checked(input, "input")
-        numel = input.numel()
-        self._check_parts("reduce_scatter", "input", input, "output", output)
-        operation = self._begin(
-            Kind.REDUCE_SCATTER, numel, dtype, op, timeout_s, numel - output.numel()
-        )
-        return self._communicator.reduce_scatter(operation, output, input, op)._giving(output)
-
-    def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, timeout_s: float | None = None
-    ) -> Work:
-        """Put the `input` of all ranks, in rank order, into `output` on every rank.
-
-        input: (n,) contiguous; it may be this rank's part of `output` itself.
-        output: (size * n,) same dtype.
-        """
-        output, dtype = self._checked(output, "output")
-        input, _ = self._checked(input, "input")
-        numel = output.numel()
-        self._check_parts("all_gather", "output", output, "input", input)
-        operation = self._begin(Kind.ALL_GATHER, numel, dtype, -1, timeout_s, numel - input.numel())
-        return self._communicator.all_gather(operation, output, input)._giving(output)
-
-    def broadcast(
-        self, tensor: torch.Tensor, root: int = 0, *, timeout_s: float | None = None
-    ) -> Work:
-        """Copy `tensor` of rank `root` into `tensor` of every other rank.
-
-        tensor: any shape, contiguous, same shape and dtype on all ranks.
-        """
-        self._check_root(root)
-        tensor, dtype = self._checked(tensor, "tensor")
-        numel = tensor.numel()
-        operation = self._begin(
-            Kind.BROADCAST, numel, dtype, root, timeout_s, numel if root == self.rank else 0
-        )
-        return self._communicator.broadcast(operation, tensor, root)._giving(tensor)
-
-    def barrier(self, *, timeout_s: float | None = None) -> Work:
-        """Done on no rank before every rank has issued it."""
-        return self._communicator.barrier(self._begin(Kind.BARRIER, 0, -1, -1, timeout_s, 0))
+        self._communicator.begin_together()
+        self._coalesced = Coalesced(operation, end)
+        return self._coalesced
 
     def monitored_barrier(
         self, timeout_s: float | None = None, wait_all_ranks: bool = False
@@ -433,17 +389,35 @@ class Group(ObjectCollectives):
         detail: int,
         timeout_s: float | None,
         elements: float,
+        finish: Callable[[], None] | None = None,
     ) -> Operation:
         deadline_s = self._deadline_s(kind, timeout_s)
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
         self.statistics.count(kind, elements)
-        operation = Operation(kind, sequence, self.generation, numel, dtype, detail, deadline_s)
+        operation = Operation(
+            kind, sequence, self.generation, numel, dtype, detail, deadline_s, finish=finish
+        )
         self._recorder.record(operation, sys._getframe(2))
         if self._notes_shapes:
             issuing = sys._getframe(1)
             operation.shapes = tuple(shape for frame, shape in self._shapes if frame is issuing)
             self._shapes.clear()  # Also what an operation left behind that was refused.
+        if profiler._is_profiler_enabled or self._has_nvtx:
+            operation.span = begin_span(operation, self._has_nvtx)
+        return operation
+
+    def _begin_between_two(
+        self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: float | None
+    ) -> Operation:
+        deadline_s = self._deadline_s(kind, timeout_s)
+        self.statistics.count(kind, numel if kind is Kind.SEND else 0)
+        last = self._next_sequence - 1
+        operation = Operation(
+            kind, last, self.generation, numel, dtype, -1, deadline_s, peer=peer, tag=tag
+        )
+        self._recorder.record(operation, sys._getframe(2))
+        self._shapes.clear()
         if profiler._is_profiler_enabled or self._has_nvtx:
             operation.span = begin_span(operation, self._has_nvtx)
         return operation
@@ -458,7 +432,8 @@ class Group(ObjectCollectives):
             )
         if self._closed:
             raise GroupClosed(kind.name.lower(), self.generation)
-        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        usual_s = self.timeout_s if self._coalesced is None else self._coalesced.operation.timeout_s
+        deadline_s = usual_s if timeout_s is None else timeout_s
         if deadline_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {deadline_s}")
         return deadline_s
@@ -482,41 +457,8 @@ class Group(ObjectCollectives):
                 self._channel.fail(failure)
         return self._channel
 
-    def _checked(self, tensor: torch.Tensor, argument: str) -> tuple[torch.Tensor, int]:
-        """The tensor without autograd, and its dtype's number; a sentence where it is unfit."""
-        if not isinstance(tensor, torch.Tensor):
-            raise not_a_tensor(tensor, argument)
-        dtype = _DTYPE_INDEX.get(tensor.dtype)
-        if dtype is None:
-            raise UnsupportedOperation(
-                f"{argument} of dtype {tensor.dtype}",
-                self.backend,
-                f"use one of {', '.join(map(str, DTYPES))}",
-            )
-        if tensor.device != self.device:
-            raise ValueError(
-                f"{argument} is on {tensor.device}, but this group moves tensors on {self.device}; "
-                f"call .to({str(self.device)!r}) first"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{argument} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
-                "contiguous; pass .contiguous()"
-            )
-        if self._notes_shapes:
-            self._shapes.append((sys._getframe(1), tuple(tensor.shape)))
-        return (tensor.detach() if tensor.requires_grad else tensor), dtype
-
-    def _check_parts(
-        self, name: str, whole_name: str, whole: torch.Tensor, part_name: str, part: torch.Tensor
-    ) -> None:
-        if whole.dtype != part.dtype:
-            raise ValueError(
-                f"{name}: {whole_name} is {whole.dtype} but {part_name} is {part.dtype}"
-            )
-        if whole.numel() != self.size * part.numel():
-            raise ValueError(
-                f"{name}: {whole_name} has {whole.numel()} elements, {part_name} "
-                f"{part.numel()}; with {self.size} ranks {whole_name} must have "
-                f"{self.size} * {part.numel()} = {self.size * part.numel()}"
-            )
+    def _issued(self, work: Work, output: Any = None) -> Work:
+        if self._coalesced is None:
+            return work._giving(output)
+        self._coalesced.add(work)
+        return self._coalesced

@@ -107,9 +107,21 @@ class InFlight(Generic[AnyWork]):
         work = self.works.popleft()
         work.operation.end(None)
         work.done = True
-        self.last_done = work.operation
+        if work.operation.sequence >= 0:  # Else a message before the first collective.
+            self.last_done = work.operation
         self.settled_at = time.monotonic()
         self.changed.notify_all()
+
+    def settle(self, work: AnyWork) -> None:
+        """`work` has succeeded, whatever its place; calls it back."""
+        with self.changed:
+            if work.done:
+                return  # The generation ended first.
+            self.works.remove(work)
+            work.done = True
+            self.settled_at = time.monotonic()
+            self.changed.notify_all()
+        work.call_back()
 
     def fail(self, error: CollectiveError) -> bool:
         """Settle all works with `error`, if it is the first; whether it was."""

@@ -33,25 +33,40 @@ from .work import Work
 _WAKE_DELAY_S = 0.0001
 _LOOK_YIELDS = 8  # of the core, in one look; 0.4 us each on an idle one
 _LOOK_TICKS = 4  # works with more of them are large: their copying would hold up an event loop
+FIRST_TICK = 2  # SharedSegment.meet used 1
 
 Body = Generator[int, None, None]
 
 
 class LaneWork(Work):
-    """An operation in a lane. first_tick, last_tick: those that its body publishes."""
+    """An operation in a lane.
+
+    make_body: makes the body, given its first tick, when all before it have ended. num_ticks: how
+    many it publishes; 0 if that is not known before, for only then is it known who comes when.
+    """
 
     def __init__(
-        self, lane: Lane, operation: Operation, body: Body, first_tick: int, last_tick: int
+        self, lane: Lane, operation: Operation, make_body: Callable[[int], Body], num_ticks: int
     ) -> None:
         super().__init__(operation)
         self.lane = lane
-        self.body = body
-        self.first_tick = first_tick
-        self.last_tick = last_tick
-        self.awaited_tick = first_tick - 1  # goes on when all ranks have published this
+        self.make_body = make_body
+        self.num_ticks = num_ticks
+        self.body: Body | None = None
+        self.first_tick = 0
+        self.awaited_tick = 0  # goes on when all ranks have published this
         self.done = False
         self.failure: CollectiveError | None = None
         self.callbacks: list[Callable[[], None]] = []
+
+    def start(self, first_tick: int) -> None:
+        self.first_tick = first_tick
+        self.awaited_tick = first_tick - 1
+        self.body = self.make_body(first_tick)
+
+    def has_said_all(self) -> bool:
+        """Whether it only waits for the others, none of whom waits for it."""
+        return self.num_ticks > 0 and self.awaited_tick == self.first_tick + self.num_ticks - 1
 
     def _block(self) -> None:
         if not self.done:
@@ -91,6 +106,7 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._wake_up = WakeTimer()
         self._end: CollectiveError | None = None
+        self._next_tick = FIRST_TICK  # of whoever drives
 
     def submit(self, work: LaneWork) -> None:
         """Put `work` at the end and run what can run at once."""
@@ -111,7 +127,7 @@ class Lane:
             if mine:
                 self._release()
         # A work that has published all it has to say holds nobody up; it may wait to be waited for.
-        if not work.done and work.awaited_tick != work.last_tick:
+        if not work.done and not work.has_said_all():
             with self._lock:
                 self._call_background(_WAKE_DELAY_S)
 
@@ -151,7 +167,7 @@ class Lane:
 
     def look(self, work: LaneWork) -> bool:
         """`poll` with a little patience, for somebody who will call again, or wait."""
-        if work.last_tick - work.first_tick < _LOOK_TICKS:
+        if work.num_ticks <= _LOOK_TICKS:  # 0: not known before it has begun
             for _ in range(_LOOK_YIELDS):
                 self._run_what_can()
                 if work.done:
@@ -216,6 +232,11 @@ class Lane:
     def _run(self, work: LaneWork, block: bool, spin: bool) -> bool:
         """Run `work` to its end, or to where it would have to wait; whether it ended."""
         segment = self.segment
+        body = work.body
+        if body is None:
+            work.start(self._next_tick)
+            body = work.body
+            assert body is not None
         try:
             while True:
                 tick = work.awaited_tick
@@ -237,8 +258,9 @@ class Lane:
                     segment.sign(work.operation)
                 elif tick == work.first_tick:
                     segment.check_signatures(work.operation)
-                work.awaited_tick = next(work.body)
+                work.awaited_tick = next(body)
         except StopIteration:
+            self._next_tick = work.awaited_tick + 1
             with self._lock:
                 self._queue.popleft()
                 ended = [self._finish(work, None)]
@@ -262,7 +284,8 @@ class Lane:
         work.failure = failure
         work.operation.end(failure)
         work.done = True
-        work.body.close()
+        if work.body is not None:
+            work.body.close()
         self._turn.notify_all()
         return work
 

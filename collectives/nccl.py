@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,8 @@ from .work import Work
 
 # The numbers of nccl.h, which never change: CuPy's names for them came one release at a time.
 DTYPE_CODES: dict[torch.dtype, int] = {
+    torch.int8: 0,
+    torch.uint8: 1,
     torch.int32: 2,
     torch.int64: 4,
     torch.float16: 6,
@@ -118,11 +120,37 @@ def connect(
     return NcclCommunicator(comm, stream, store, rank, size, device, generation)
 
 
+def lacks(op: ReduceOp, dtype: torch.dtype) -> str:
+    """What to do instead, if NCCL cannot reduce `dtype` with `op`; else nothing."""
+    if op not in REDUCE_OP_CODES:
+        return "NCCL has no bitwise operations; use all_gather and combine, or a group on cpu"
+    if dtype not in DTYPE_CODES:
+        return f"NCCL does not add {dtype}; convert to torch.int32 (moving it works)"
+    return ""
+
+
+def as_moved(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Address, count and NCCL's dtype to move (n,) as bits: what NCCL has no name for, as bytes."""
+    code = DTYPE_CODES.get(tensor.dtype)
+    if code is None:
+        return tensor.data_ptr(), tensor.nbytes, DTYPE_CODES[torch.uint8]
+    return tensor.data_ptr(), tensor.numel(), code
+
+
+class _Launch(NamedTuple):
+    """One operation on its way to the GPU. start: NCCL's calls, given the stream's address."""
+
+    operation: Operation
+    tensors: list[torch.Tensor]
+    start: Callable[[int], None]
+
+
 class NcclWork(PendingWork):
-    """A collective on the communicator's stream.
+    """An operation, or a coalesced block of them, on the communicator's stream.
 
     started: this rank's GPU has come to it. ended: it is over, or NCCL was aborted.
     waited_for: a stream was told to go on behind it, so `close` lets it finish.
+    blocks_host: it holds a barrier.
     """
 
     def __init__(self, communicator: NcclCommunicator, operation: Operation) -> None:
@@ -131,11 +159,12 @@ class NcclWork(PendingWork):
         self.started = torch.cuda.Event()
         self.ended = torch.cuda.Event()
         self.waited_for = False
+        self.blocks_host = operation.kind is Kind.BARRIER
 
     def _block(self) -> None:
         """Order the current stream behind the work; a barrier blocks the host, as in torch."""
         # So does a work whose future was asked for: it must be complete when wait() returns.
-        if self.operation.kind is Kind.BARRIER or self._future is not None:
+        if self.blocks_host or self._future is not None:
             super()._block()
             return
         if self.failure is None:
@@ -160,6 +189,8 @@ class NcclCommunicator(Communicator):
     """
 
     backend = "nccl"
+    receives_from_any = False
+    has_tags = False
 
     def __init__(
         self,
@@ -183,6 +214,9 @@ class NcclCommunicator(Communicator):
         self._doubtful = False  # after a pause: settle nothing before a look into the store
         self._asked_at = 0.0  # when somebody asked for the failure, in time.monotonic() seconds
         self._ending: threading.Thread | None = None
+        self._library = load_nccl()
+        self._together: list[_Launch] | None = None  # what a coalesced block has issued so far
+        self._work_together: NcclWork | None = None
         self._barrier_element = torch.zeros(1, dtype=torch.int32, device=device)
         self._watcher = threading.Thread(
             target=self._watch, name=f"chorusline-nccl-{generation}-{rank}", daemon=True
@@ -216,54 +250,131 @@ class NcclCommunicator(Communicator):
 
     def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
         def launch(stream: int) -> None:
-            self._comm.allGather(
-                input.data_ptr(),
-                output.data_ptr(),
-                input.numel(),
-                DTYPE_CODES[input.dtype],
-                stream,
-            )
+            at, count, dtype = as_moved(input)
+            self._comm.allGather(at, output.data_ptr(), count, dtype, stream)
 
         return self._issue(operation, [output, input], launch)
 
     def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
         def launch(stream: int) -> None:
-            at, dtype = tensor.data_ptr(), DTYPE_CODES[tensor.dtype]
-            self._comm.broadcast(at, at, tensor.numel(), dtype, root, stream)
+            at, count, dtype = as_moved(tensor)
+            self._comm.broadcast(at, at, count, dtype, root, stream)
 
         return self._issue(operation, [tensor], launch)
+
+    def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
+        def launch(stream: int) -> None:
+            at, dtype = tensor.data_ptr(), DTYPE_CODES[tensor.dtype]
+            # Written on the root only.
+            self._comm.reduce(at, at, tensor.numel(), dtype, REDUCE_OP_CODES[op], root, stream)
+
+        return self._issue(operation, [tensor], launch)
+
+    def exchange(
+        self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> Work:
+        """Grouped, for no rank could send before it receives. The own part is a copy of torch's."""
+
+        def launch(stream: int) -> None:
+            self._library.groupStart()
+            try:
+                for peer, (output, input) in enumerate(zip(outputs, inputs, strict=True)):
+                    if peer == self.rank:
+                        continue
+                    if input.numel():
+                        self._comm.send(*as_moved(input), peer, stream)
+                    if output.numel():
+                        self._comm.recv(*as_moved(output), peer, stream)
+            finally:
+                self._library.groupEnd()
+
+        def copy_own_part() -> None:
+            outputs[self.rank].copy_(inputs[self.rank])
+            if finish is not None:
+                finish()
+
+        finish, operation.finish = operation.finish, copy_own_part
+        return self._issue(operation, [*outputs, *inputs], launch)
+
+    def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        def launch(stream: int) -> None:
+            self._comm.send(*as_moved(tensor), operation.peer, stream)
+
+        return self._issue(operation, [tensor], launch)
+
+    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        def launch(stream: int) -> None:
+            self._comm.recv(*as_moved(tensor), operation.peer, stream)
+
+        return self._issue(operation, [tensor], launch)
+
+    def lacks(self, op: ReduceOp, dtype: torch.dtype) -> str:
+        return lacks(op, dtype)
+
+    def begin_together(self) -> None:
+        self._together, self._work_together = [], None
+
+    def end_together(self) -> None:
+        launches, self._together = self._together, None
+        work, self._work_together = self._work_together, None
+        if work is not None and launches:
+            # In the roll call it stands where its last collective does.
+            work.operation = launches[-1].operation
+            work.blocks_host = any(one.operation.kind is Kind.BARRIER for one in launches)
+            self._launch(work, launches)
 
     def barrier(self, operation: Operation) -> Work:
         return self.all_reduce(operation, self._barrier_element, ReduceOp.MAX)
 
     def _issue(
-        self, operation: Operation, tensors: list[torch.Tensor], launch: Callable[[int], None]
+        self, operation: Operation, tensors: list[torch.Tensor], start: Callable[[int], None]
     ) -> Work:
+        launch = _Launch(operation, tensors, start)
+        if self._together is not None:
+            self._together.append(launch)
+            if self._work_together is None:
+                self._work_together = NcclWork(self, operation)
+            return self._work_together
         work = NcclWork(self, operation)
+        self._launch(work, [launch])
+        return work
+
+    def _launch(self, work: NcclWork, launches: list[_Launch]) -> None:
         # Held until the work is queued, so that the queue has the order of the stream.
         with self._nccl:
             if self.in_flight.failure is None:
                 try:
-                    self._enqueue(work, tensors, launch)
+                    self._enqueue(work, launches)
                 except Exception as error:
-                    self.abort(self._broken(f"{operation} could not be launched", error))
+                    self.abort(self._broken(f"{work.operation} could not be launched", error))
             with self.in_flight.changed:
                 if not self.in_flight.works:
                     self._doubtful = time.monotonic() - self.in_flight.settled_at >= LOOK_S
                 self.in_flight.add(work)
-        return work
 
-    def _enqueue(
-        self, work: NcclWork, tensors: list[torch.Tensor], launch: Callable[[int], None]
-    ) -> None:
+    def _enqueue(self, work: NcclWork, launches: list[_Launch]) -> None:
+        # Zero elements: nothing to send, and no address to send from.
+        real = [one for one in launches if any(tensor.numel() for tensor in one.tensors)]
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             work.started.record(self._stream)
-            if tensors[0].numel():  # Zero elements: nothing to send, and no address to send from.
-                launch(self._stream.cuda_stream)
+            if len(real) == 1:
+                real[0].start(self._stream.cuda_stream)
+            elif real:
+                self._library.groupStart()
+                try:
+                    for one in real:
+                        one.start(self._stream.cuda_stream)
+                finally:
+                    self._library.groupEnd()
+            with torch.cuda.stream(self._stream):
+                for one in launches:
+                    if one.operation.finish is not None:
+                        one.operation.finish()
             work.ended.record(self._stream)
-            for tensor in tensors:
-                tensor.record_stream(self._stream)
+            for one in launches:
+                for tensor in one.tensors:
+                    tensor.record_stream(self._stream)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -449,4 +560,5 @@ class NcclCommunicator(Communicator):
             operation.state = STARTED
             return Position(operation.sequence, f"is at {operation.place()}", waits=True)
         where = f"has issued {operation.place()}, but its GPU is busy with earlier kernels"
-        return Position(operation.sequence - 1, where)
+        # A message stands where the collective before it does, and that has ended.
+        return Position(operation.sequence - (not operation.is_between_two), where)

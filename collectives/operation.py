@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Protocol
@@ -22,6 +23,13 @@ class Kind(enum.IntEnum):
     ALL_REDUCE = 3
     REDUCE_SCATTER = 4
     ALL_GATHER = 5
+    REDUCE = 6
+    GATHER = 7
+    SCATTER = 8
+    ALL_TO_ALL = 9
+    SEND = 10
+    RECV = 11
+    COALESCED = 12
     BROADCAST_OBJECT_LIST = 65  # Those of objects: each is several of those above.
     ALL_GATHER_OBJECT = 66
     GATHER_OBJECT = 67
@@ -37,6 +45,12 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.bfloat16,
     torch.int32,
     torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
 )
 """The dtypes of the contract. The position travels between ranks: append only."""
 
@@ -64,16 +78,29 @@ class Span(Protocol):
     def end(self) -> None: ...
 
 
+UNEVEN = 16
+"""Added to the detail of an all_gather or a reduce_scatter whose parts differ in size."""
+
+ANY_RANK = -1
+
+
 @dataclass(slots=True)
 class Operation:
     """A collective as it was issued, and how far it has come.
 
-    sequence: position in its group, from 0, equal on all ranks.
-    numel: elements of the whole problem (of the larger buffer): what must agree between ranks.
-    dtype: position in DTYPES; -1 without data. detail: reduce op, or root rank; -1 without.
+    sequence: position in its group, from 0, equal on all ranks; of a send or recv, which only two
+    ranks know of, the position of the collective issued before it, or -1.
+    numel: elements of the whole problem (of the larger buffer): what must agree between ranks. -1
+    where every pair of ranks agrees for itself: gather, scatter, all_to_all.
+    dtype: position in DTYPES, as the caller has it; complex and bool travel as reals and uint8.
+    -1 without data. detail: reduce op, or root rank, or both (`root_and_op`); -1 without.
     issued_at, ended_at: time.monotonic() in seconds. caller, caller_at: the user's code that
     issued it, and the offset in it. span: its range in a profiler, if one runs. shapes: of the
     caller's tensors, at debug level DETAIL.
+    peer, tag: of a send or recv. A recv from any source has ANY_RANK until the source is known.
+    finish: what the transport calls when the data has arrived, before the work is done: it copies
+    from staging memory to tensors that could not be used as they are. On CUDA, with the
+    communicator's stream current.
     """
 
     kind: Kind
@@ -91,6 +118,10 @@ class Operation:
     span: Span | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
 
+    peer: int = ANY_RANK
+    tag: int = 0
+    finish: Callable[[], None] | None = None
+
     def end(self, failure: object | None) -> None:
         """Note the end; the transport calls it once, with the error if there is one."""
         self.state = _DONE if failure is None else _FAILED
@@ -99,8 +130,18 @@ class Operation:
             self.span.end()
             self.span = None
 
+    @property
+    def is_between_two(self) -> bool:
+        """Whether it is a send or a recv, which other ranks do not see."""
+        return self.kind in (Kind.SEND, Kind.RECV)
+
     def __str__(self) -> str:
-        return describe(self.kind, self.sequence, self.numel, self.dtype)
+        if not self.is_between_two:
+            return describe(self.kind, self.sequence, self.numel, self.dtype)
+        way = "send to" if self.kind is Kind.SEND else "recv from"
+        whom = "any rank" if self.peer == ANY_RANK else f"rank {self.peer}"
+        tag = f", tag {self.tag}" if self.tag else ""
+        return f"{way} {whom}{tag} ({self.numel} {_DTYPE_NAMES[self.dtype]})"
 
     def site(self) -> str:
         """`train.py:41`; empty if it is not known."""
@@ -120,7 +161,9 @@ class Operation:
 def describe(kind: int, sequence: int, numel: int, dtype: int) -> str:
     """`all_reduce #118 (1048576 float32)`"""
     name = f"{Kind(kind).name.lower()} #{sequence}"
-    return name if dtype < 0 else f"{name} ({numel} {_DTYPE_NAMES[dtype]})"
+    if dtype < 0:
+        return name
+    return f"{name} ({_DTYPE_NAMES[dtype]})" if numel < 0 else f"{name} ({elements(numel, dtype)})"
 
 
 def named(operation: Operation) -> str:
@@ -132,6 +175,23 @@ def with_detail(told: str, kind: int, detail: int) -> str:
     """`told`, and the reduce op or the root if there is one."""
     if detail < 0:
         return told
-    if kind == Kind.BROADCAST:
+    if kind in (Kind.BROADCAST, Kind.SCATTER):
         return f"{told} from rank {detail}"
-    return f"{told} with {ReduceOp(detail).name}"
+    if kind == Kind.GATHER:
+        return f"{told} to rank {detail}"
+    if kind == Kind.REDUCE:
+        return f"{told} with {ReduceOp(detail % 16).name} to rank {detail // 16}"
+    if kind == Kind.ALL_GATHER:
+        return f"{told} in parts of different sizes"
+    uneven = " in parts of different sizes" if detail & UNEVEN else ""
+    return f"{told} with {ReduceOp(detail % UNEVEN).name}{uneven}"
+
+
+def elements(numel: int, dtype: int) -> str:
+    """`1048576 float32`"""
+    return f"{numel} {_DTYPE_NAMES[dtype]}"
+
+
+def root_and_op(root: int, op: int) -> int:
+    """The detail of a reduce."""
+    return 16 * root + op

@@ -31,7 +31,7 @@ from .errors import (
     error_from_json,
     error_to_json,
 )
-from .operation import Operation
+from .operation import ANY_RANK, Operation
 from .store import Store
 
 LOOK_S = 0.5  # between two looks into the store, while an operation is in flight
@@ -128,7 +128,10 @@ class RollCall:
         if news is not None or operation is None:
             return news
         with contextlib.suppress(Exception):
-            gone = sorted(r for r, taken in self._closed().items() if taken <= operation.sequence)
+            closed = self._closed()
+            gone = sorted(r for r, taken in closed.items() if taken <= operation.sequence)
+            if operation.is_between_two and closed.keys() >= set(self._peers(operation)):
+                gone = self._peers(operation)
             if gone:
                 how = "closed the group without taking part"
                 return PeerLost(str(operation), self.generation, gone, how)
@@ -159,19 +162,32 @@ class RollCall:
 
         operation: the one that is overdue. head: the first in flight. position: our own.
         """
-        behind = {rank: self._position_of(rank) for rank in range(self.size) if rank != self.rank}
-        behind[self.rank] = position
-        behind = {r: at for r, at in sorted(behind.items()) if at.arrived < head.sequence}
-        missing = culprits(behind)
-        whereabouts = [f"rank {rank} {at.where}" for rank, at in behind.items()]
-        if len(behind) < self.size and whereabouts:
-            whereabouts.append(f"the others are at {head.place()}, as rank {self.rank} sees it")
+        whereabouts: list[str]
+        if head.is_between_two:
+            missing = list(self._peers(head))
+            whereabouts = [f"rank {rank} {self._position_of(rank).where}" for rank in missing]
+        else:
+            asked = [rank for rank in range(self.size) if rank != self.rank]
+            behind = {rank: self._position_of(rank) for rank in asked}
+            behind[self.rank] = position
+            behind = {r: at for r, at in sorted(behind.items()) if at.arrived < head.sequence}
+            missing = culprits(behind)
+            whereabouts = [f"rank {rank} {at.where}" for rank, at in behind.items()]
+            if len(behind) < self.size and whereabouts:
+                others = f"the others are at {head.place()}, as rank {self.rank} sees it"
+                whereabouts.append(others)
         story = "; ".join(whereabouts) or (
             "all ranks are in it, so the transfer itself is stuck or slower than the deadline"
         )
         return CollectiveTimeout(
             str(operation), self.generation, missing, operation.timeout_s, story
         )
+
+    def _peers(self, operation: Operation) -> list[int]:
+        """Whom a send or recv needs: its peer, or somebody of these."""
+        if operation.peer != ANY_RANK:
+            return [operation.peer]
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     def _position_of(self, rank: int) -> Position:
         with contextlib.suppress(Exception):

@@ -19,7 +19,9 @@ from .errors import CollectiveError, GroupClosed, PeerLost
 from .lane import Body, Lane, LaneWork
 from .operation import Operation
 from .reduce_op import ReduceOp
+from .shared_messages import Messages
 from .shared_segment import SharedSegment
+from .signature import pair_mismatch
 from .work import Work
 
 SLOT_BYTES = 2 << 20
@@ -47,19 +49,18 @@ class SharedMemoryCommunicator(Communicator):
         except BaseException:
             segment.leave()
             raise
-        self._next_tick = 2  # meet() used 1
         self._lane = Lane(segment)
+        self._messages = Messages(segment)
         self._closed = False
 
     # -- the contract --------------------------------------------------------------------------
 
     def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: ReduceOp) -> Work:
-        flat = tensor.view(-1)
-        if flat.nbytes <= _DIRECT_BYTES:
-            return self._issue(operation, 1, self._all_reduce_directly, flat, op)
-        part = self._chunk_elements(flat, self._segment.slot_bytes // 2 // self.size)
-        chunks = -(-flat.numel() // (part * self.size))
-        return self._issue(operation, chunks + 1, self._all_reduce_in_parts, flat, op, part)
+        if tensor.nbytes <= _DIRECT_BYTES:
+            return self._issue(operation, 1, self._all_reduce_directly, tensor, op)
+        part = self._chunk_elements(tensor, self._segment.slot_bytes // 2 // self.size)
+        chunks = -(-tensor.numel() // (part * self.size))
+        return self._issue(operation, chunks + 1, self._all_reduce_in_parts, tensor, op, part)
 
     def reduce_scatter(
         self, operation: Operation, output: torch.Tensor, input: torch.Tensor, op: ReduceOp
@@ -67,27 +68,42 @@ class SharedMemoryCommunicator(Communicator):
         chunk = self._chunk_elements(input, self._segment.slot_bytes // self.size)
         chunks = max(1, -(-output.numel() // chunk))
         rows = input.view(self.size, -1)
-        return self._issue(
-            operation, chunks, self._reduce_scatter, output.view(-1), rows, op, chunk
-        )
+        return self._issue(operation, chunks, self._reduce_scatter, output, rows, op, chunk)
 
     def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
         chunk = self._chunk_elements(input, self._segment.slot_bytes)
         chunks = max(1, -(-input.numel() // chunk))
         rows = output.view(self.size, -1)
-        return self._issue(operation, chunks, self._all_gather, rows, input.view(-1), chunk)
+        return self._issue(operation, chunks, self._all_gather, rows, input, chunk)
 
     def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
         chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
         chunks = max(1, -(-tensor.numel() // chunk))
-        return self._issue(operation, chunks, self._broadcast, tensor.view(-1), root, chunk)
+        return self._issue(operation, chunks, self._broadcast, tensor, root, chunk)
+
+    def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
+        chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
+        chunks = max(1, -(-tensor.numel() // chunk))
+        return self._issue(operation, chunks, self._reduce, tensor, root, op, chunk)
+
+    def exchange(
+        self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> Work:
+        return self._issue(operation, 0, self._exchange, operation, outputs, inputs)
 
     def barrier(self, operation: Operation) -> Work:
         return self._issue(operation, 1, self._barrier)
 
+    def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        return self._messages.send(operation, tensor)
+
+    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        return self._messages.recv(operation, tensor)
+
     def abort(self, error: CollectiveError) -> None:
         if not self._closed:
             self._lane.abort(error)
+            self._messages.end(self._segment.failure() or error)
 
     def failure(self) -> CollectiveError | None:
         return None if self._closed else self._segment.failure()
@@ -102,6 +118,7 @@ class SharedMemoryCommunicator(Communicator):
             how = "closed the group with this operation still to do"
             return PeerLost(str(operation), generation, [self.rank], how)
 
+        self._messages.close(GroupClosed("close", generation))
         self._lane.close(GroupClosed("close", generation), lost)
         self._segment.leave()
 
@@ -200,20 +217,88 @@ class SharedMemoryCommunicator(Communicator):
                 piece.copy_(slot)
             tick += 1
 
+    def _reduce(self, tick: int, flat: torch.Tensor, root: int, op: ReduceOp, chunk: int) -> Body:
+        """All lay out a chunk; the root adds."""
+        segment = self._segment
+        for start in range(0, max(1, flat.numel()), chunk):
+            piece = flat[start : start + chunk]
+            slots = segment.slots(tick, 0, piece.numel(), flat.dtype)
+            slots[self.rank].copy_(piece)
+            segment.publish(tick)
+            yield tick
+            if self.rank == root:
+                reduce_into(piece, slots, op)
+            tick += 1
+
+    def _exchange(
+        self,
+        tick: int,
+        operation: Operation,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+    ) -> Body:
+        """A slot holds a table, and a region for each rank. Chunk by chunk:
+
+        1. copy a piece for each other rank into its region, the first time also the own table:
+           what goes to each rank, and what is expected of each;
+        2. publish, wait for all; the first time compare the tables, which also say how many
+           chunks there are;
+        3. copy the pieces for this rank out of the others' slots.
+        """
+        segment, rank, size = self._segment, self.rank, self.size
+        dtype = outputs[rank].dtype
+        table = [len(part) for part in (*inputs, *outputs)]
+        table_bytes = -(-8 * len(table) // _ALIGNMENT) * _ALIGNMENT
+        chunk = self._chunk_elements(outputs[rank], (segment.slot_bytes - table_bytes) // size)
+        at = [table_bytes + r * chunk * dtype.itemsize for r in range(size)]
+        segment.slots(tick, 0, len(table), torch.int64)[rank].copy_(torch.tensor(table))
+        start = longest = 0
+        while start == 0 or start < longest:
+            for r, part in enumerate(inputs):  # 1
+                piece = part[start : start + chunk]
+                if r != rank and len(piece):
+                    segment.slots(tick, at[r], len(piece), dtype)[rank].copy_(piece)
+            segment.publish(tick)  # 2
+            yield tick
+            if start == 0:
+                tables = [t.tolist() for t in segment.slots(tick, 0, len(table), torch.int64)]
+                error = pair_mismatch(operation, segment.generation, tables)
+                if error is not None:
+                    raise segment.abort(error)
+                longest = max(max(sent[:size]) for sent in tables)
+            for r, part in enumerate(outputs):  # 3
+                piece = part[start : start + chunk]
+                if r != rank and len(piece):
+                    piece.copy_(segment.slots(tick, at[rank], len(piece), dtype)[r])
+            start += chunk
+            tick += 1
+        if outputs[rank].data_ptr() != inputs[rank].data_ptr():
+            outputs[rank].copy_(inputs[rank])
+
     # ------------------------------------------------------------------------------------------
 
     def _issue(
         self, operation: Operation, num_ticks: int, body: Callable[..., Body], *args: Any
     ) -> Work:
-        first = self._next_tick
-        self._next_tick = first + num_ticks
-        work = LaneWork(self._lane, operation, body(first, *args), first, first + num_ticks - 1)
+        finish = operation.finish
+
+        def make(first_tick: int) -> Body:
+            if finish is None:
+                return body(first_tick, *args)
+            return _and_then(body(first_tick, *args), finish)
+
+        work = LaneWork(self._lane, operation, make, num_ticks)
         self._lane.submit(work)
         return work
 
     def _chunk_elements(self, tensor: torch.Tensor, nbytes: int) -> int:
         """Elements that fit into `nbytes`, a whole number of cache lines."""
         return max(1, nbytes // tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _and_then(body: Body, finish: Callable[[], None]) -> Body:
+    yield from body
+    finish()
 
 
 def connect_shared_memory(

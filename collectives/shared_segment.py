@@ -5,10 +5,12 @@ from then on it lives exactly as long as the processes that map it: nothing is l
 even when all of them are killed. It is laid out as
 
     header     magic, and the abort word
-    ranks      one block each: tick, whom it sleeps on, state, what it is doing (twice)
+    ranks      one block each: tick, whom it sleeps on, state, what it is doing (twice), bell
+    channels   two words per ordered pair of ranks, for messages (shared_messages.py)
     sites      the lines of users' code that began that, as text (two per rank)
     record     the error that ended the generation, as JSON
     slots      two per rank, for data; which one a tick uses is the tick's parity
+    rings      one per ordered pair, for messages
 
 **Ticks.** Every collective is a sequence of ticks, counted alike on all ranks. A rank *publishes*
 tick t by storing t in its block. One rule makes all of it safe:
@@ -56,11 +58,14 @@ from .signature import Signature, mismatch
 
 _MAGIC = 0x43484F5255534C31  # "CHORUSL1"
 _HEADER_WORDS = 8
-_BLOCK_WORDS = 32  # 256 bytes: words that different ranks write never share a cache line
+_BLOCK_WORDS = 48  # 384 bytes: words that different ranks write never share a cache line
 _TICK, _SLEEPS_ON, _STATE, _SIGNATURE = 0, 8, 16, 24  # words from the start of a rank's block
+_BELL, _ASLEEP = 32, 40
+_CHANNEL_WORDS = 16
 _ABSENT, _OPEN, _CLOSED = 0, 1, 2
 _ABORT_WORD = 1
 _RECORD_BYTES = 64 * 1024
+RING_BYTES = 256 * 1024  # of which no page takes memory before a message needs it
 _RECORD_LOCK_S = 1.0  # it is held for microseconds
 
 _SPINS_WITH_CORES = 200  # sched_yield is about 0.4 us on an idle core
@@ -106,11 +111,12 @@ class SharedSegment:
         self._pids = pids
         self._map = mmap.mmap(descriptor, self.bytes_needed(self.size, slot_bytes))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        control_bytes = 8 * (_HEADER_WORDS + _BLOCK_WORDS * self.size)
+        control_bytes = self._control_bytes(self.size)
         self._words = memoryview(self._map)[:control_bytes].cast("Q")
         self._sites_at = control_bytes
         self._record_at = self._record_start(self.size)
         self._slots_at = self._record_at + _RECORD_BYTES
+        self._rings_at = self._slots_at + self.size * 2 * slot_bytes
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
         blocks = [_HEADER_WORDS + _BLOCK_WORDS * r for r in range(self.size)]
@@ -121,7 +127,8 @@ class SharedSegment:
         self._peer_ticks = tuple(at for _, at in self._peers)
         self._peer_sleeps = tuple(b + _SLEEPS_ON for r, b in enumerate(blocks) if r != rank)
         self._blocks = blocks
-        self._spins = (
+        self._bells_rung = 0
+        self.spins = (
             _SPINS_WITH_CORES if self.size <= (os.cpu_count() or 1) else _SPINS_OVERCOMMITTED
         )
         self._timespec = _Timespec()
@@ -140,11 +147,20 @@ class SharedSegment:
 
     @staticmethod
     def bytes_needed(size: int, slot_bytes: int) -> int:
-        return SharedSegment._record_start(size) + _RECORD_BYTES + size * 2 * slot_bytes
+        return (
+            SharedSegment._record_start(size)
+            + _RECORD_BYTES
+            + size * 2 * slot_bytes
+            + size * size * RING_BYTES
+        )
+
+    @staticmethod
+    def _control_bytes(size: int) -> int:
+        return 8 * (_HEADER_WORDS + _BLOCK_WORDS * size + _CHANNEL_WORDS * size * size)
 
     @staticmethod
     def _record_start(size: int) -> int:
-        return _page_aligned(8 * (_HEADER_WORDS + _BLOCK_WORDS * size) + 2 * SITE_BYTES * size)
+        return _page_aligned(SharedSegment._control_bytes(size) + 2 * SITE_BYTES * size)
 
     @staticmethod
     def make_memory(size: int, slot_bytes: int) -> int:
@@ -238,7 +254,7 @@ class SharedSegment:
         after telling it to all ranks.
         """
         words = self._words
-        spins = self._spins if spin else 1
+        spins = self.spins if spin else 1
         for peer, at in self._peers:
             if words[at] >= tick:
                 continue
@@ -283,9 +299,12 @@ class SharedSegment:
             words[mine] = 0
 
     def _wake(self, rank: int) -> None:
+        self._wake_address(self._tick_addresses[rank])
+
+    def _wake_address(self, address: int) -> None:
         _libc_with_lock.syscall(
             _SYS_FUTEX,
-            ctypes.c_void_p(self._tick_addresses[rank]),
+            ctypes.c_void_p(address),
             _FUTEX_WAKE,
             0x7FFFFFFF,
             None,
@@ -327,6 +346,63 @@ class SharedSegment:
     def _dead_ranks(self) -> list[int]:
         return [self._rank_of_pidfd[descriptor] for descriptor, _ in self._exits.poll(0)]
 
+    # -- messages ------------------------------------------------------------------------------
+
+    def channel(self, sender: int, receiver: int) -> tuple[memoryview, int, torch.Tensor]:
+        """The words of all channels, the first one of this, and its ring, (RING_BYTES,) uint8."""
+        index = sender * self.size + receiver
+        word = _HEADER_WORDS + _BLOCK_WORDS * self.size + _CHANNEL_WORDS * index
+        at = self._rings_at + index * RING_BYTES
+        return self._words, word, self._bytes[at : at + RING_BYTES]
+
+    def fence(self) -> None:
+        """Order what was written before it, or read, against what comes after."""
+        if _WEAKLY_ORDERED:
+            _fence()
+
+    def ring_bell(self, rank: int) -> None:
+        """Wake `rank` if it sleeps on its bell. All ranks write it; no two write equal values, so
+        whoever has seen an older one does not fall asleep."""
+        self._bells_rung += 1
+        at = self._blocks[rank]
+        self._words[at + _BELL] = (self._bells_rung * self.size + self.rank) & 0xFFFFFFFF
+        if self._words[at + _ASLEEP]:
+            self._wake_address(self._address + 8 * (at + _BELL))
+
+    def bell(self) -> int:
+        return self._words[self._block + _BELL]
+
+    def sleep_on_bell(self, seen: int, slice_s: float) -> None:
+        """Return when the bell is not `seen` any more, or after `slice_s` seconds."""
+        words = self._words
+        words[self._block + _ASLEEP] = 1
+        try:
+            if words[self._block + _BELL] != seen:
+                return
+            timespec = _Timespec(0, int(slice_s * 1e9))
+            _libc.syscall(
+                _SYS_FUTEX,
+                ctypes.c_void_p(self._address + 8 * (self._block + _BELL)),
+                _FUTEX_WAIT,
+                ctypes.c_uint32(seen),
+                ctypes.byref(timespec),
+                None,
+                0,
+            )
+        finally:
+            words[self._block + _ASLEEP] = 0
+
+    def gone(self) -> dict[int, str]:
+        """The ranks that will not come again, and how they went."""
+        how = {
+            rank: "closed the group while others still used it"
+            for rank, _ in self._peers
+            if self._words[self._blocks[rank] + _STATE] == _CLOSED
+        }
+        for rank in self._dead_ranks():
+            how[rank] = f"process {self._pids[rank]} ended"
+        return how
+
     # -- who does what -------------------------------------------------------------------------
 
     def sign(self, operation: Operation) -> None:
@@ -335,7 +411,7 @@ class SharedSegment:
         words = self._words
         words[at] = operation.sequence
         words[at + 1] = operation.kind | (operation.dtype + 1) << 8 | (operation.detail + 1) << 16
-        words[at + 2] = operation.numel
+        words[at + 2] = operation.numel + 1  # Unsigned words; numel may be -1.
         site = self._sites_at + (2 * self.rank + (operation.sequence & 1)) * SITE_BYTES
         self._map[site : site + SITE_BYTES] = operation.padded_site()
 
@@ -363,7 +439,11 @@ class SharedSegment:
     def _signature(self, rank: int, parity: int) -> Signature:
         at = self._blocks[rank] + _SIGNATURE + 4 * parity
         sequence, what, numel = self._words[at], self._words[at + 1], self._words[at + 2]
-        return Signature(sequence, what & 0xFF, (what >> 8 & 0xFF) - 1, (what >> 16) - 1, numel)
+        return Signature(sequence, what & 0xFF, (what >> 8 & 0xFF) - 1, (what >> 16) - 1, numel - 1)
+
+    def whereabouts(self, rank: int) -> str:
+        """What a rank that is late did last, in words."""
+        return f"rank {rank} is at {self._place(rank)}"
 
     def _whereabouts(self, late: list[int]) -> str:
         """What every rank did last, in words; those that are late first."""
@@ -411,6 +491,7 @@ class SharedSegment:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         for rank in range(self.size):
             self._wake(rank)
+            self.ring_bell(rank)
         failure = self.failure()
         assert failure is not None
         return failure

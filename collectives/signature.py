@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .errors import CollectiveMismatch
-from .operation import Operation, describe, with_detail
+from .operation import Operation, describe, elements, with_detail
 
 
 class Signature(NamedTuple):
@@ -46,3 +46,41 @@ def mismatch(generation: int, signatures: Sequence[Signature]) -> CollectiveMism
     told = ", ".join(f"ranks {ranks} issued {s}" for s, ranks in ranks_of.items())
     operation = describe(usual.kind, usual.sequence, usual.numel, usual.dtype)
     return CollectiveMismatch(operation, generation, blamed, told)
+
+
+def pair_mismatch(
+    operation: Operation, generation: int, tables: Sequence[Sequence[int]]
+) -> CollectiveMismatch | None:
+    """The error if a rank sends another one something else than that one expects.
+
+    tables: by rank, what it sends to each rank, then what it expects from each: 2 * size numbers
+    of elements as they travel.
+    """
+    size = len(tables)
+    wrong = [
+        (sender, receiver, tables[sender][receiver], tables[receiver][size + sender])
+        for sender in range(size)
+        for receiver in range(size)
+        if tables[sender][receiver] != tables[receiver][size + sender]
+    ]
+    if not wrong:
+        return None
+    told = "; ".join(
+        f"rank {sender} sends {sent} elements to rank {receiver}, which expects {expected}"
+        for sender, receiver, sent, expected in wrong
+    )
+    blamed = sorted({rank for pair in wrong for rank in pair[:2]})
+    return CollectiveMismatch(str(operation), generation, blamed, told)
+
+
+def message_mismatch(
+    operation: Operation, generation: int, rank: int, numel: int, dtype: int
+) -> CollectiveMismatch | None:
+    """The error if `operation`, a recv on `rank`, gets a message of other elements."""
+    if (numel, dtype) == (operation.numel, operation.dtype):
+        return None
+    told = (
+        f"rank {operation.peer} sent {elements(numel, dtype)} and rank {rank} expects "
+        f"{elements(operation.numel, operation.dtype)}"
+    )
+    return CollectiveMismatch(str(operation), generation, sorted({rank, operation.peer}), told)

@@ -12,11 +12,13 @@ from .operation import Kind
 class Statistics:
     """Counts of one group on one rank.
 
-    operations: collectives issued, by kind.
+    operations: operations issued, by kind; coalesced ones one by one.
     elements_sent: elements that a bandwidth-optimal algorithm sends from this rank, by kind. With
     n elements in the whole problem and N ranks: all_reduce 2n(N-1)/N, reduce_scatter and
-    all_gather n(N-1)/N, broadcast n on the root and 0 elsewhere. It says what the caller asks of
-    the network, not what a transport happens to copy.
+    all_gather n(N-1)/N, broadcast n on the root and 0 elsewhere, reduce 0 on the root and n
+    elsewhere. gather, scatter, all_to_all, send, and an all_gather or reduce_scatter in parts of
+    different sizes: what this rank hands to others. It says what the caller asks of the network,
+    not what a transport happens to copy. A complex number is one element.
     """
 
     operations: Counter[str] = field(default_factory=Counter)

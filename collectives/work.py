@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .operation import Operation
+from .operation import Kind, Operation
 
 _LOOKS = 4
 """Turns of the event loop in which an awaited work is looked at before its task goes to sleep.
@@ -51,6 +51,11 @@ class Work(ABC):
         self._output: Any = None
         self._future: torch.futures.Future[Any] | None = None
         self._future_taken = False  # somebody settles it, or has
+
+    @property
+    def source_rank(self) -> int:
+        """The rank that a recv got its data from; -1 before it is known, and otherwise."""
+        return self.operation.peer if self.operation.kind is Kind.RECV else -1
 
     def wait(self) -> Any:
         """Block until done; the result. The deadline is the operation's own, from its issue.

@@ -16,7 +16,13 @@ import torch
 
 from collectives.arithmetic import reduce_into
 from collectives.communicator import Communicator
-from collectives.errors import CollectiveError, CollectiveTimeout, GroupClosed, PeerLost
+from collectives.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    GroupClosed,
+    PeerLost,
+    UnsupportedOperation,
+)
 from collectives.in_flight import InFlight, PendingWork
 from collectives.operation import Operation
 from collectives.reduce_op import ReduceOp
@@ -45,6 +51,7 @@ class Room:
         self.lock = threading.RLock()
         self.deposits: dict[int, dict[int, Deposit]] = {}  # by sequence, then rank
         self.ranks: dict[int, InProcessCommunicator] = {}
+        self.sizes: dict[tuple[int, int], list[int]] = {}  # of an exchange, by sequence and rank
         self.size = size
         self.error: CollectiveError | None = None
 
@@ -103,6 +110,33 @@ class InProcessCommunicator(Communicator):
         flat = tensor.view(-1)
         return self._deposit(operation, tensor, lambda parts: flat.copy_(parts[root]))
 
+    def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
+        def finish(parts: Parts) -> None:
+            if self.rank == root:
+                _reduce(tensor, parts, op)
+
+        return self._deposit(operation, tensor, finish)
+
+    def exchange(
+        self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> Work:
+        sizes = [len(part) for part in inputs]
+        room, key = self.room, (operation.sequence, self.rank)
+        room.sizes[key] = sizes
+
+        def finish(parts: Parts) -> None:
+            for sender, part in enumerate(parts):
+                pieces = part.split(room.sizes[operation.sequence, sender])
+                outputs[sender].copy_(pieces[self.rank])
+
+        return self._deposit(operation, torch.cat(inputs), finish)
+
+    def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        raise UnsupportedOperation("send", IN_PROCESS, "this backend moves collectives only")
+
+    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        raise UnsupportedOperation("recv", IN_PROCESS, "this backend moves collectives only")
+
     def barrier(self, operation: Operation) -> Work:
         return self._deposit(operation, torch.empty(0), lambda _: None)
 
@@ -142,6 +176,8 @@ class InProcessCommunicator(Communicator):
         ended: list[PendingWork] = []
         for rank, deposit in enumerate(deposits):
             deposit.finish([d.part for d in deposits])
+            if deposit.operation.finish is not None:
+                deposit.operation.finish()
             in_flight = self.room.ranks[rank].in_flight
             with in_flight.changed:
                 head = in_flight.head()

@@ -5,6 +5,7 @@ For tests that leave their group whole. Tests that kill ranks take fresh ones, o
 
 from __future__ import annotations
 
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import FORKS
+from ranks import FORKS, GLOO, SHARED_MEMORY
 
 from collectives import FileStore, Group
 
@@ -23,8 +24,9 @@ _PATIENCE_S = 60.0
 class StandingRanks:
     """`size` processes with one group. After an error the next call starts new processes."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, transport: str = SHARED_MEMORY) -> None:
         self.size = size
+        self.transport = transport
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -53,7 +55,9 @@ class StandingRanks:
         path = str(Path(self._folder.name) / "store")
         for rank in range(self.size):
             ours, theirs = FORKS.Pipe()
-            process = FORKS.Process(target=_serve, args=(theirs, path, rank, self.size))
+            process = FORKS.Process(
+                target=_serve, args=(theirs, path, rank, self.size, self.transport)
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -82,11 +86,14 @@ def another_group(group: Group, timeout_s: float = 20.0) -> Group:
     return Group.create(_store, group.rank, group.size, name="another", timeout_s=timeout_s)
 
 
-def _serve(pipe: Connection, path: str, rank: int, size: int) -> None:
+def _serve(pipe: Connection, path: str, rank: int, size: int, transport: str) -> None:
     global _store
     torch.set_num_threads(1)
     _store = FileStore(path)
+    if transport == GLOO:
+        os.environ["CHORUSLINE_HOST_ID"] = f"host {rank % 2}"  # Two hosts, as far as we know.
     group = Group.create(_store, rank, size, timeout_s=30)
+    assert group.backend == transport
     while True:
         try:
             function, args = pipe.recv()

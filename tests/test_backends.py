@@ -49,8 +49,12 @@ def _name(check: Any) -> str:
     return check.__name__.removeprefix("check_") if callable(check) else str(check)
 
 
+# This backend moves collectives only; what it lacks it refuses, as the contract has it.
+COLLECTIVES = [check for check in HOST_CONTRACT if "messages" not in _name(check)]
+
+
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("check", HOST_CONTRACT, ids=_name)
+@pytest.mark.parametrize("check", COLLECTIVES, ids=_name)
 def test_a_registered_backend_keeps_the_contract(check: Callable[[Group], Any], size: int) -> None:
     results = run_threads(check, size, timeout_s=30)
     assert results == [results[0]] * size, "the ranks have different bits"

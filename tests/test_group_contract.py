@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from group_contract import CONTRACT, HOST_CONTRACT, check_all_reduce, check_barrier, check_bits
 from ranks import GLOO, NCCL, SHARED_MEMORY, Rank, on_gpus, run_ranks
+from standing_ranks import StandingRanks
 
 from collectives.group import Group
 from collectives.store import HashStore
@@ -28,6 +29,19 @@ def run_checks(rank: Rank, names: list[str]) -> list[Any]:
         return [getattr(group_contract, name)(group) for name in names]
 
 
+@pytest.fixture(scope="module")
+def standing() -> Iterator[Callable[[str, int], StandingRanks]]:
+    """standing(transport, size): processes with one group, kept from one check to the next."""
+    started: dict[tuple[str, int], StandingRanks] = {}
+
+    def of(transport: str, size: int) -> StandingRanks:
+        return started.setdefault((transport, size), StandingRanks(size, transport))
+
+    yield of
+    for ranks in started.values():
+        ranks.stop()
+
+
 def _name(check: object) -> str:
     return check.__name__.removeprefix("check_") if callable(check) else str(check)
 
@@ -35,9 +49,9 @@ def _name(check: object) -> str:
 @pytest.mark.parametrize(("transport", "size"), HOST_TRANSPORTS)
 @pytest.mark.parametrize("check", HOST_CONTRACT, ids=_name)
 def test_host_transports_keep_the_contract(
-    check: Check, transport: str, size: int, tmp_path: Path
+    check: Check, transport: str, size: int, standing: Callable[[str, int], StandingRanks]
 ) -> None:
-    results = run_ranks(run_checks, size, tmp_path, transport, [check.__name__])
+    results = standing(transport, size).run(check)
     assert results == [results[0]] * size, "the ranks have different bits"
 
 

@@ -588,21 +588,21 @@ def test_a_tensor_on_another_device_is_refused_with_the_remedy(alone: Group) -> 
         alone.all_reduce(torch.ones(3, device="meta"))
 
 
-def test_a_tensor_with_gaps_is_refused_with_the_remedy(alone: Group) -> None:
-    text = r"tensor of shape \(3, 2\) and strides \(1, 3\) is not contiguous; pass .contiguous\(\)"
+def test_a_result_with_several_elements_in_one_place_is_refused(alone: Group) -> None:
+    text = r"tensor of shape \(3,\) and strides \(0,\) has several elements in one place.*\.clone"
     with pytest.raises(ValueError, match=text):
-        alone.broadcast(torch.ones(2, 3).t())
+        alone.all_reduce(torch.ones(()).expand(3))
 
 
 def test_a_dtype_outside_the_contract_is_refused_with_the_list(alone: Group) -> None:
-    text = r"tensor of dtype torch.bool is not supported by the shared-memory backend: use one of"
+    text = r"tensor of dtype torch.uint16 is not supported by the shared-memory backend: use one of"
     with pytest.raises(UnsupportedOperation, match=text):
-        alone.all_reduce(torch.ones(3, dtype=torch.bool))
+        alone.all_reduce(torch.ones(3, dtype=torch.uint16))
 
 
 def test_something_else_than_a_tensor_is_refused(alone: Group) -> None:
-    with pytest.raises(TypeError, match=r"tensor must be a torch.Tensor, got list"):
-        alone.all_reduce([1.0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"tensor must be a torch.Tensor, a numpy.*, got list"):
+        alone.all_reduce([1.0])
 
 
 @pytest.mark.parametrize("root", [-1, 1])

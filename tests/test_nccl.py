@@ -15,8 +15,16 @@ import torch
 from group_contract import assert_equal, finish
 from ranks import NCCL, Body, Rank, on_gpus, run_ranks
 
+from collectives.arguments import travelling_dtype
 from collectives.errors import CollectiveError, CollectiveTimeout, GroupAborted
-from collectives.nccl import DTYPE_CODES, REDUCE_OP_CODES, connect, load_nccl
+from collectives.nccl import (
+    DTYPE_CODES,
+    REDUCE_OP_CODES,
+    as_moved,
+    connect,
+    lacks,
+    load_nccl,
+)
 from collectives.operation import DTYPES
 from collectives.reduce_op import ReduceOp
 from collectives.store import HashStore
@@ -26,16 +34,40 @@ HAS_CUPY = importlib.util.find_spec("cupy") is not None
 
 def test_every_dtype_of_the_contract_has_the_number_of_nccl_h() -> None:
     # enum ncclDataType_t of nccl.h, 2.32.
-    header = {"int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+    header = {
+        "int8": 0,
+        "uint8": 1,
+        "int32": 2,
+        "int64": 4,
+        "float16": 6,
+        "float32": 7,
+        "float64": 8,
+        "bfloat16": 9,
+    }
     assert {str(d).removeprefix("torch."): code for d, code in DTYPE_CODES.items()} == header
-    assert set(DTYPE_CODES) == set(DTYPES)
+    travelling = {travelling_dtype(dtype) for dtype in DTYPES}
+    assert set(DTYPE_CODES) == travelling - {torch.int16}  # which travels as bytes
+
+
+def test_what_nccl_has_no_name_for_is_moved_as_bytes() -> None:
+    shorts, halves = torch.zeros(5, dtype=torch.int16), torch.zeros(5, dtype=torch.float16)
+    assert as_moved(shorts) == (shorts.data_ptr(), 10, DTYPE_CODES[torch.uint8])
+    assert as_moved(halves) == (halves.data_ptr(), 5, DTYPE_CODES[torch.float16])
+
+
+def test_what_nccl_cannot_reduce_is_said_with_a_way_out() -> None:
+    assert "all_gather" in lacks(ReduceOp.BAND, torch.int32)
+    assert "torch.int32" in lacks(ReduceOp.SUM, torch.int16)
+    assert lacks(ReduceOp.AVG, torch.bfloat16) == ""
 
 
 def test_every_reduce_op_has_the_number_of_nccl_h() -> None:
     # enum ncclRedOp_t of nccl.h, 2.32: ncclMax comes before ncclMin.
     header = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
     assert {op.name: code for op, code in REDUCE_OP_CODES.items()} == header
-    assert set(REDUCE_OP_CODES) == set(ReduceOp)
+    # PREMUL_SUM is a SUM of what was multiplied before.
+    lacking = {ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.PREMUL_SUM}
+    assert set(REDUCE_OP_CODES) == set(ReduceOp) - lacking
 
 
 @pytest.mark.skipif(HAS_CUPY, reason="CuPy is installed here")
