@@ -20,6 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from .errors import UnsupportedOperation
 from .operation import DTYPES
 from .reduce_op import ReduceOp
+from .several_devices import not_a_tensor
 
 DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
@@ -113,10 +114,7 @@ def _foreign(value: Any, name: str, written: bool) -> torch.Tensor:
             raise TypeError(
                 f"{name}, a {type(value).__name__}, cannot be shared through DLPack: {error}"
             ) from error
-    raise TypeError(
-        f"{name} must be a torch.Tensor, a numpy array or something with __dlpack__, got "
-        f"{type(value).__name__}"
-    )
+    raise not_a_tensor(value, name)
 
 
 # -- how tensors travel --------------------------------------------------------------------------

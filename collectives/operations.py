@@ -43,7 +43,6 @@ from .communicator import Communicator
 from .errors import UnsupportedOperation
 from .operation import ANY_RANK, UNEVEN, Kind, Operation, root_and_op
 from .reduce_op import ReduceOp
-from .several_devices import not_a_tensor
 from .work import Work
 
 Array = Any
@@ -474,8 +473,6 @@ class Operations(ABC):
         return self._issued(self._communicator.exchange(operation, outputs, inputs), given)
 
     def _checked(self, value: Array, name: str, written: bool) -> torch.Tensor:
-        if isinstance(value, list | tuple):
-            raise not_a_tensor(value, name)
         tensor = checked(value, name, self.device, self.backend, written)
         if self._notes_shapes:
             self._shapes.append((sys._getframe(1), tuple(tensor.shape)))

@@ -19,4 +19,7 @@ def not_a_tensor(given: object, argument: str) -> Exception:
                 "Start one rank per device and pass each its own tensor: docs/collectives.md, "
                 "'One rank, one device'"
             )
-    return TypeError(f"{argument} must be a torch.Tensor, got {type(given).__name__}")
+    return TypeError(
+        f"{argument} must be a torch.Tensor, a numpy array or something with __dlpack__, got "
+        f"{type(given).__name__}"
+    )
