@@ -70,6 +70,9 @@ _RECORD_LOCK_S = 1.0  # it is held for microseconds
 
 _SPINS_WITH_CORES = 200  # sched_yield is about 0.4 us on an idle core
 _SPINS_OVERCOMMITTED = 50  # more ranks than cores: somebody else needs the core to arrive
+# On a busy core each yield lasts a time slice of somebody else's: 200 of them took two seconds, in
+# which nobody looked whether the generation had ended.
+_SPIN_S = 0.0003
 _SLICES_S = (0.002, 0.005, 0.02)
 
 _WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64")
@@ -258,11 +261,12 @@ class SharedSegment:
         for peer, at in self._peers:
             if words[at] >= tick:
                 continue
+            spin_until = time.monotonic() + _SPIN_S
             for _ in range(spins):
                 os.sched_yield()
-                if words[at] >= tick:
+                if words[at] >= tick or time.monotonic() > spin_until:
                     break
-            else:
+            if words[at] < tick:
                 self._sleep(peer, at, tick, operation, give_up_at)
         if _WEAKLY_ORDERED:
             _fence()
