@@ -23,6 +23,8 @@ check: $(INSTALLED)  ## lint, format and types
 bench: $(INSTALLED)  ## every benchmark, as tables
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/join.py
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/recorder.py
 
 clean:
 	rm -rf .venv out .mypy_cache .ruff_cache .pytest_cache *.egg-info
