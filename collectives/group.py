@@ -438,10 +438,6 @@ class Group(Operations, ObjectCollectives):
             raise ValueError(f"timeout_s must be positive, got {deadline_s}")
         return deadline_s
 
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise ValueError(f"root must be a rank in [0, {self.size}), got {root}")
-
     def _count_objects(self, kind: Kind, timeout_s: float | None) -> float:
         deadline_s = self._deadline_s(kind, timeout_s)
         self.statistics.count(kind, 0)

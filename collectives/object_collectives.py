@@ -45,7 +45,7 @@ class ObjectCollectives(ABC):
         """Check that the group is open, count, and give the seconds until the deadline."""
 
     @abstractmethod
-    def _check_root(self, root: int) -> None: ...
+    def _check_rank(self, rank: int, name: str) -> None: ...
 
     def broadcast_object_list(
         self,
@@ -60,7 +60,7 @@ class ObjectCollectives(ABC):
         objects: a list of the same length on all ranks; on `root` it is left as it is.
         Unpickles what rank `root` sent.
         """
-        self._check_root(root)
+        self._check_rank(root, "root")
         if not isinstance(objects, list):
             raise TypeError(f"objects must be a list, got {type(objects).__name__}")
         is_root = self.rank == root
@@ -116,7 +116,7 @@ class ObjectCollectives(ABC):
 
         Rank `root` unpickles what all ranks sent.
         """
-        self._check_root(root)
+        self._check_rank(root, "root")
         payload = dumps(value, "value")
         is_root = self.rank == root
 
@@ -145,7 +145,7 @@ class ObjectCollectives(ABC):
         objects: one per rank on `root`; ignored elsewhere.
         Unpickles what rank `root` sent to this rank.
         """
-        self._check_root(root)
+        self._check_rank(root, "root")
         parts: list[bytes] = []
         if self.rank == root:
             if objects is None or len(objects) != self.size:
