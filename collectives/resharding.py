@@ -114,7 +114,10 @@ def _by_holders(
     """Cut a range where the set of ranks that hold it changes."""
     cuts = {wanted.start, wanted.stop}
     of_bucket = [
-        (rank, mine) for rank, ranges in held.items() for mine in ranges if mine.bucket == wanted.bucket
+        (rank, mine)
+        for rank, ranges in held.items()
+        for mine in ranges
+        if mine.bucket == wanted.bucket
     ]
     for _, mine in of_bucket:
         cuts.update(at for at in (mine.start, mine.stop) if wanted.start < at < wanted.stop)
