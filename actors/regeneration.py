@@ -9,7 +9,7 @@ seen the last one, some not. Then
    ballots it has seen, and what the last one said (`Frozen`);
 2. who says nothing is killed (*fenced*), so that it can neither see nor apply anything later;
 3. when all who live are frozen, and not before, it is decided (`decide`): a ballot that anybody
-   has seen counts for all. Nobody has seen a later one, and nobody ever will: all are frozen or dead;
+   has seen counts for all. Nobody has seen a later one, and nobody will: all are frozen or dead;
 4. the survivors form the next generation, and each does what it lacks.
 
 The number of the generation numbers the rounds. A word about an earlier generation is too late:

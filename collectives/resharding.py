@@ -11,6 +11,7 @@ a failure in the middle of a move, some hold the old ranges and some the new.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -121,9 +122,8 @@ def _by_holders(
     ]
     for _, mine in of_bucket:
         cuts.update(at for at in (mine.start, mine.stop) if wanted.start < at < wanted.stop)
-    edges = sorted(cuts)
     parts: list[tuple[Range, frozenset[int]]] = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(sorted(cuts)):
         holders = frozenset(
             rank for rank, mine in of_bucket if mine.start <= start and stop <= mine.stop
         )

@@ -49,7 +49,7 @@ def test_any_membership_is_reached_from_any_other(before: int, after: int, repli
     held = {r: kept(r, before, replicas, CONTENTS) if r < before else [] for r in range(after)}
     missing = set(range(after, before))
     if any(
-        not set(r for r in range(before) if owner in guarded_ranks(r, before, replicas)) - missing
+        not {r for r in range(before) if owner in guarded_ranks(r, before, replicas)} - missing
         for owner in range(before)
     ):
         with pytest.raises(RangesLost):
