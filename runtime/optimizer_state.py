@@ -9,6 +9,7 @@ anything (Adafactor's row and column sums).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,41 +20,49 @@ from collectives import Group
 from collectives.objects import all_gather_object
 from collectives.shards import Piece, shard_numel
 
-_CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
+"""Of all ranks together, while state is gathered."""
+
+
+MASTER = "master"
+"""The state's name for the float32 copy of a parameter in half precision. Plain optimizers carry
+it along and do not look at it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceState:
     """A piece of a parameter and its optimizer state on this rank.
 
-    bucket: where it is cut from. shape: of the piece; a tensor of this shape has an element for
-    each of the piece's.
+    shape: of the piece; a tensor of this shape has an element for each of the piece's.
     """
 
     piece: Piece
-    bucket: int
     shape: torch.Size
     state: Mapping[str, Any]
 
 
-def gather_state(
-    pieces: Sequence[PieceState],
-    spans: Sequence[Sequence[tuple[int, int, int]]],
-    contents: Sequence[int],
-    shapes: Sequence[torch.Size],
-    group: Group,
-    to: int,
-) -> dict[int, dict[str, Any]]:
-    """The state of all parameters on rank `to`, on the CPU; empty on the others.
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """A bucket, as in `BucketPlan`, and what this rank has of it."""
 
-    spans, contents: of the buckets, as in `BucketPlan`. shapes: of the parameters.
+    content: int
+    spans: Sequence[tuple[int, int, int]]
+    pieces: Sequence[PieceState]
+
+
+def gather_state(
+    buckets: Sequence[BucketLayout], shapes: Sequence[torch.Size], group: Group, to: int
+) -> dict[int, dict[str, Any]]:
+    """The state of all parameters on rank `to`, by number, on the CPU; empty on the others.
+
+    shapes: of the parameters.
 
     1. Ranks tell each other which tensors their pieces have; scalars travel with that.
-    2. For each bucket and name, the shards are gathered chunk by chunk, so that other ranks than
-       `to` never hold more than a chunk of each.
+    2. For each bucket and name, the shards are gathered chunk by chunk, so that besides its shard
+       and the result no rank holds more than a chunk, and rank `to` one from all.
     """
     told: dict[int, dict[str, Any]] = {}
-    for mine in pieces:
+    for mine in (mine for bucket in buckets for mine in bucket.pieces):
         told[mine.piece.parameter] = {
             name: ("elements", value.dtype)
             if isinstance(value, torch.Tensor) and value.shape == mine.shape and name != "step"
@@ -72,49 +81,46 @@ def gather_state(
                 name: torch.empty(shapes[parameter], dtype=what) if kind == "elements" else what
                 for name, (kind, what) in described.items()
             }
-    for bucket, content in enumerate(contents):  # 2
+    for bucket in buckets:  # 2
         named = sorted(
             {
                 (name, str(what), what)
-                for parameter, _, _ in spans[bucket]
+                for parameter, _, _ in bucket.spans
                 for name, (kind, what) in found.get(parameter, {}).items()
                 if kind == "elements"
             },
             key=lambda entry: entry[:2],
         )
-        here = [mine for mine in pieces if mine.bucket == bucket]
         for name, _, dtype in named:
-            _gather_bucket(name, dtype, here, content, spans[bucket], result, group, to)
+            _gather_bucket(name, dtype, bucket, result, group, to)
     return result
 
 
 def _gather_bucket(
     name: str,
     dtype: torch.dtype,
-    pieces: Sequence[PieceState],
-    content: int,
-    spans: Sequence[tuple[int, int, int]],
+    bucket: BucketLayout,
     result: dict[int, dict[str, Any]],
     group: Group,
     to: int,
 ) -> None:
     """Gather one tensor of the state for all parameters of one bucket into `result` on `to`."""
-    length = shard_numel(content, group.size)
-    own = torch.zeros(length, dtype=dtype, device=group.device)
-    for mine in pieces:
-        value = mine.state.get(name)
-        if isinstance(value, torch.Tensor) and value.dtype == dtype:
-            start = mine.piece.shard_start
-            own[start : start + mine.piece.numel] = value.reshape(-1)
-    chunk = max(1, _CHUNK_BYTES // dtype.itemsize)
+    length = shard_numel(bucket.content, group.size)
+    chunk = max(1, CHUNK_BYTES // dtype.itemsize // group.size)
+    own = torch.zeros(min(chunk, length), dtype=dtype, device=group.device)
+    everybody = own.new_empty(group.size * len(own)) if group.rank == to else None
     for start in range(0, length, chunk):
-        part = own[start : start + chunk]
-        everybody = part.new_empty(group.size * len(part))
-        group.all_gather(everybody, part).wait()
-        if group.rank != to:
-            continue
-        for rank, row in enumerate(everybody.view(group.size, -1).cpu()):
-            _place(row, rank * length + start, name, spans, result)
+        part = own[: min(chunk, length - start)]
+        for mine in bucket.pieces:
+            value, at = mine.state.get(name), mine.piece.shard_start
+            first, last = max(start, at), min(start + len(part), at + mine.piece.numel)
+            if first < last and isinstance(value, torch.Tensor) and value.dtype == dtype:
+                part[first - start : last - start] = value.reshape(-1)[first - at : last - at]
+        parts = None if everybody is None else everybody[: group.size * len(part)]
+        group.gather(part, parts, to).wait()
+        if parts is not None:
+            for rank, row in enumerate(parts.view(group.size, -1).cpu()):
+                _place(row, rank * length + start, name, bucket.spans, result)
 
 
 def _place(
@@ -162,3 +168,43 @@ def _is_a_summary(value: torch.Tensor, shape: torch.Size) -> bool:
     return value.dim() == len(shape) and all(
         ours in (1, whole) for ours, whole in zip(value.shape, shape, strict=True)
     )
+
+
+def plain_state(
+    gathered: Mapping[int, dict[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A state dictionary of the plain optimizer. gathered: by id() of a parameter its state."""
+    state: dict[int, dict[str, Any]] = {}
+    plain, number = [], 0
+    for options in groups:
+        first = number
+        for parameter in options["params"]:
+            if id(parameter) in gathered:
+                state[number] = gathered[id(parameter)]
+            number += 1
+        plain.append({**options, "params": list(range(first, number))})
+    return {"state": state, "param_groups": plain}
+
+
+def match_groups(
+    state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]]
+) -> dict[int, tuple[str, Mapping[str, Any]]]:
+    """Take over the options of a saved state into `groups`; returns by id() of a parameter its
+    name in that state, and its state. Nothing that was passed is changed or kept.
+
+    Raises ValueError, before anything is taken over, where the groups differ.
+    """
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of "
+            "optimizer's group"
+        )
+    found = {}
+    for ours, theirs in zip(groups, saved, strict=True):
+        for parameter, number in zip(ours["params"], theirs["params"], strict=True):
+            found[id(parameter)] = (str(number), state_dict["state"].get(number, {}))
+        ours.update({k: copy.deepcopy(v) for k, v in theirs.items() if k != "params"})
+    return found

@@ -80,7 +80,7 @@ class Reducer:
         on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
     ) -> None:
-        self.parameters = list(parameters)
+        self.parameters: list[torch.nn.Parameter] = []
         self.group = group
         self.mode = Mode.ALL_REDUCE
         self.is_syncing = True
@@ -94,34 +94,62 @@ class Reducer:
         self.unused: UnusedParameters | None = None
         self._on_agreement = on_agreement
         self._has_next = has_next
+        self._bucket_bytes = bucket_bytes
+        self.buckets: list[GradientBucket] = []
+        self._home: dict[int, tuple[GradientBucket, torch.Tensor]] = {}
+        self._vote_work: Work | None = None
+        self._in_backward = False
+        self._num_launched = 0
+        self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
+        self._arrived: set[int] = set()
+        self.add_parameters(parameters)
+
+    def add_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
+        """Reduce these too, from now on; called alike on all ranks. Returns their buckets.
+
+        Those go behind the others: what is made trainable later is mostly what lies deeper. Between
+        a backward pass and the sharded step that it is for, what the parameters hold is sent too.
+        """
+        is_in_step = bool(self.buckets) and self.has_launched and self.mode is Mode.REDUCE_SCATTER
+        before = len(self.parameters)
+        self.parameters += parameters
         plans = plan_buckets(
-            [p.numel() for p in self.parameters],
-            [(p.dtype, p.device) for p in self.parameters],
-            [p.element_size() for p in self.parameters],
-            bucket_bytes=bucket_bytes,
-            first_bucket_bytes=min(FIRST_BUCKET_BYTES, bucket_bytes),
+            [p.numel() for p in parameters],
+            [(p.dtype, p.device) for p in parameters],
+            [p.element_size() for p in parameters],
+            bucket_bytes=self._bucket_bytes,
+            first_bucket_bytes=min(FIRST_BUCKET_BYTES, self._bucket_bytes),
         )
-        self.buckets = [GradientBucket(plan, self.parameters, group) for plan in plans]
-        self._home = {
-            number: (bucket, bucket.views[number])
-            for bucket in self.buckets
-            for number in bucket.views
-        }
+        fresh = [
+            GradientBucket(plan.numbered_from(before), self.parameters, self.group)
+            for plan in plans
+        ]
+        self.buckets += fresh
+        for bucket in fresh:
+            if self.mode is Mode.REDUCE_SCATTER:
+                bucket.prepare_shard(self.group)
+            for number, view in bucket.views.items():
+                self._home[number] = (bucket, view)
+                parameter = self.parameters[number]
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
+                    parameter.grad = view
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
+        self._place_vote()
+        if is_in_step:
+            for bucket in fresh:
+                self._launch(bucket)
+        return fresh
+
+    def _place_vote(self) -> None:
         last = self.buckets[-1]
-        numel = vote_numel(group.size, len(self.parameters))
+        numel = vote_numel(self.group.size, len(self.parameters))
         self._vote_rides = last.flat.dtype in (torch.float32, torch.float64)
         self._vote = (
             last.flat[last.plan.content : last.plan.content + numel]
             if self._vote_rides
             else torch.zeros(numel, dtype=torch.float32, device=last.flat.device)
         )
-        self._vote_work: Work | None = None
-        self._in_backward = False
-        self._num_launched = 0
-        self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
-        self._arrived: set[int] = set()
-        for number, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
 
     # -- the backward pass ---------------------------------------------------------------------
 

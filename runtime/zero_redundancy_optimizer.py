@@ -13,51 +13,30 @@ A step has the phases below; the numbers stand again where they happen.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from collectives import Group
-from collectives.buckets import BucketPlan, plan_buckets
-from collectives.shards import whole_parameter_spans
+from collectives import CollectiveMismatch, Group, Work
 
 from .agreement import Agreement
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
 from .context import current_group
 from .distributed_data_parallel import DistributedDataParallel, owner_of
 from .join import Join, Joinable, JoinHook
-from .optimizer_state import PieceState, gather_state, slice_state
+from .loss_scale import check_scale, given_scale
+from .optimizer_state import match_groups, plain_state
 from .parameter_shard import ParameterShard
-from .reducer import Reducer
-
-_ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
+from .reducer import GradientBucket, Reducer
+from .same_model import check_same_parameters
+from .shardable_optimizers import (
+    ELEMENTWISE,
+    check_shardable,
+    complete_options,
+    describe_parameters,
 )
-"""Optimizers whose update of an element depends on that element alone, so any cut is exact.
-Subclasses are taken to keep that; all others get whole parameters."""
-
-_REFUSED = {
-    torch.optim.LBFGS: (
-        "its line search evaluates the closure with all parameters at once, and its directions "
-        "are inner products over all of them"
-    ),
-    torch.optim.SparseAdam: "only dense gradients are reduced; use Adam and dense embeddings",
-}
-
-_BUCKET_BYTES = 25 << 20
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -98,14 +77,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        for refused, reason in _REFUSED.items():
-            if issubclass(optimizer_class, refused):
-                raise ValueError(f"{optimizer_class.__name__} cannot be sharded: {reason}")
-        is_elementwise = issubclass(optimizer_class, _ELEMENTWISE)
+        check_shardable(optimizer_class)
+        is_elementwise = issubclass(optimizer_class, ELEMENTWISE)
         if isinstance(params, DistributedDataParallel):
             params = [p for p in params.parameters() if p.requires_grad]
         super().__init__(params, {})
-        self._complete_options(optimizer_class, defaults)
+        self.defaults = complete_options(optimizer_class, self.param_groups, defaults)
         given = [p for options in self.param_groups for p in options["params"]]
         self._model = owner_of(given)
         if self._model and group is not None and group is not self._model.group:
@@ -125,76 +102,77 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         self.reducer: Reducer | None = None
         """Of the model whose gradients travel once; None where `.grad` is taken as it is."""
-        self._parameters: list[torch.nn.Parameter] = given
-        reduced: list[torch.Tensor] = []
+        self._consolidated: dict[str, Any] | None = None
+        told = describe_parameters(self.param_groups, 0, self.defaults)
+        check_same_parameters("ZeroRedundancyOptimizer", told, self.group)
+        self._shard = ParameterShard(
+            optimizer_class, defaults, self.group, elementwise=is_elementwise
+        )
+        self._waiting: list[torch.nn.Parameter] = []
+        """In the groups, but frozen since they came: no shard has them."""
         if self._model and is_elementwise:
             self.reducer = self._model.reducer
             self.reducer.reduce_by_shards()
-            self._parameters = self.reducer.parameters
-            plans = [bucket.plan for bucket in self.reducer.buckets]
-            reduced = [bucket.shard for bucket in self.reducer.buckets]
-        else:
-            plans = self._plan(is_elementwise)
-        self._shard = ParameterShard(
-            plans, self._parameters, self.group, reduced, elementwise=is_elementwise
-        )
-        self._shard.make_optimizer(optimizer_class, self.param_groups, defaults)
-        self._consolidated: dict[str, Any] | None = None
-        self._ballot = Ballot(self.group, len(self._parameters), len(self._option_numbers()))
-
-    def _plan(self, is_elementwise: bool) -> list[BucketPlan]:
-        """Buckets for parameters that no reducer has laid out, one per dtype and device."""
-        parameters = self._parameters
-        if is_elementwise:
-            return plan_buckets(
-                [p.numel() for p in parameters],
-                [(p.dtype, p.device) for p in parameters],
-                [p.element_size() for p in parameters],
-                bucket_bytes=_BUCKET_BYTES,
-                first_bucket_bytes=_BUCKET_BYTES,
-            )
-        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for number, parameter in enumerate(parameters):
-            by_kind.setdefault((parameter.dtype, parameter.device), []).append(number)
-        plans = []
-        for numbers in by_kind.values():
-            numels = [parameters[number].numel() for number in numbers]
-            spans, content = whole_parameter_spans(numels, self.group.size)
-            plans.append(BucketPlan(tuple((numbers[i], at, n) for i, at, n in spans), content))
-        return plans
+            self._own(self.reducer.parameters, self.reducer.buckets)
+        laid_out = {id(p) for p in self._shard.parameters}
+        self._waiting += [p for p in dict.fromkeys(given) if id(p) not in laid_out]
+        self._take_up_trainable()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only torch's own constructor may: shards are cut once. Raises ValueError afterwards."""
-        if hasattr(self, "_shard"):
-            raise ValueError(
-                "parameters cannot be added to a ZeroRedundancyOptimizer whose shards are cut. "
-                "Make a new one of all parameters: consolidate_state_dict, add the new group to "
-                "the state's param_groups, and load it there"
-            )
-        super().add_param_group(param_group)
+        """As torch's; every rank calls it, with the same group, between two steps.
 
-    def _complete_options(
-        self, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+        Shards of the other groups stay as they are; the new group's are cut and dealt out on their
+        own. With a model, parameters have to be the module's; those that were frozen when it was
+        wrapped, or registered since, are reduced from now on and start from rank 0's values.
+
+        Raises torch's errors, ValueError for parameters that are not the model's, and
+        CollectiveMismatch, on all ranks, if the groups differ; nothing is added then.
+        """
+        super().add_param_group(param_group)
+        if not hasattr(self, "_shard"):
+            return  # torch's constructor hands over its groups one by one.
+        group = self.param_groups[-1]
+        fresh = list(dict.fromkeys(group["params"]))
+        try:
+            complete_options(self._shard.optimizer_class, [group], self._shard.defaults)
+            if self._model is not None:
+                self._model.check_has(fresh)
+            told = describe_parameters([group], len(self.param_groups) - 1, self.defaults)
+            check_same_parameters("add_param_group()", told, self.group)
+        except BaseException as error:
+            self.param_groups.pop()
+            if isinstance(error, CollectiveMismatch):
+                error.add_note(
+                    "Every rank calls add_param_group(), with the same group and between the same "
+                    "two steps."
+                )
+            raise
+        self._waiting += fresh
+        self._take_up_trainable()
+
+    def _take_up_trainable(self) -> None:
+        """Cut shards of parameters in the groups that are not frozen (any more); alike on all
+        ranks. Who is frozen later keeps shard and state: without a gradient it is not stepped."""
+        fresh = [
+            p
+            for p in self._waiting
+            # Like a plain optimizer, take what has a gradient, wherever it is from.
+            if p.requires_grad or (self._model is None and p.grad is not None)
+        ]
+        if not fresh and self._shard.num_groups == len(self.param_groups):
+            return
+        taken = {id(p) for p in fresh}
+        self._waiting = [p for p in self._waiting if id(p) not in taken]
+        buckets = self._model.reduce_also(fresh) if self._model is not None else []
+        self._own(fresh, buckets if self.reducer is not None else None)
+
+    def _own(
+        self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[GradientBucket] | None
     ) -> None:
-        """Give the groups the optimizer's own defaults, so that schedulers find what they look
-        for. An optimizer over empty tensors knows them, and makes no state."""
-        probe = optimizer_class(
-            [
-                {
-                    **options,
-                    "params": [
-                        torch.nn.Parameter(p.new_empty((0,) * max(1, p.dim())))
-                        for p in options["params"]
-                    ],
-                }
-                for options in self.param_groups
-            ],
-            **defaults,
-        )
-        self.defaults = probe.defaults
-        for options, complete in zip(self.param_groups, probe.param_groups, strict=True):
-            for name, value in complete.items():
-                options.setdefault(name, value)
+        """Lay out shards of `parameters`. buckets: of the reducer, if it has them."""
+        self._shard.add(parameters, self.param_groups, buckets)
+        num_options = len(self._option_numbers())
+        self._ballot = Ballot(self.group, len(self._shard.parameters), num_options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -207,7 +185,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         Join.notify_join_context(self)
-        self._loss_scale = self._given_scale()
+        self._loss_scale = given_scale(self, self.uses_scaler)
         is_live = self._join.ledger.live if self._join else True
         if self.reducer is not None:
             if not self.reducer.has_launched:
@@ -220,18 +198,21 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return loss
 
     def _take_step(self, is_live: bool) -> None:
+        if self._waiting:
+            self._take_up_trainable()
         if self.reducer is not None:
             self.reducer.wait()  # (1)
         outcome = self._hold_ballot(is_live)  # (3)
         divisor = self._divisor(outcome.agreement)
         if outcome.agreement.live and not self.found_overflow:
-            self._shard.apply(  # (4)
-                self.param_groups,
-                outcome.agreement.used,
-                divisor,
-                self._coefficient(outcome, divisor),
-            )
-            self._shard.gather()  # (5)
+            coefficient = self._coefficient(outcome, divisor)
+            gathers: list[Work] = []
+            for portion in self._shard.portions:
+                used = outcome.agreement.used
+                self._shard.apply(portion, self.param_groups, used, divisor, coefficient)  # (4)
+                gathers += self._shard.start_gather(portion)  # (5)
+            for gather in gathers:
+                gather.wait()
             if self._model is not None and self.reducer is not None:
                 self._model.sync_buffers(outcome.agreement.live)
             self.num_steps += 1
@@ -248,7 +229,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 step=self.num_steps,
                 live=is_live,
                 has_next=join.ledger.has_next if join else True,
-                used=[parameter.grad is not None for parameter in self._parameters],
+                used=[parameter.grad is not None for parameter in self._shard.parameters],
                 weight=self.reducer.weight if self.reducer else None,
                 squared_norm=self._shard.squared_norm() if needs_norm else 0.0,
                 loss_scale=(self._loss_scale or 0.0) if is_live else 0.0,
@@ -261,7 +242,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if 0 < len(live) < self.group.size:
             self._follow_options(speaker, outcome)
         if self.uses_scaler and is_live:
-            self._check_scale(outcome.loss_scale)
+            check_scale(self._loss_scale, outcome.loss_scale)
         self.found_overflow = self.uses_scaler and not math.isfinite(outcome.squared_norm)
         return outcome
 
@@ -302,29 +283,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """The optimizer's own options; a schedule's notes in the groups are none."""
         return numbers_of(self.param_groups, sorted(self.defaults))
 
-    def _given_scale(self) -> float | None:
-        """What a GradScaler has left for this step (torch sets these attributes, and takes them
-        off again), None without one."""
-        if not hasattr(self, "found_inf"):
-            return None
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        if not self.uses_scaler or scale is None:
-            raise RuntimeError(
-                "a GradScaler decides and unscales by local gradients, which are not what this "
-                "optimizer steps with. Use chorusline.GradScaler(optimizer), leave unscale_ out, "
-                "and clip with max_norm"
-            )
-        return scale.item()
-
-    def _check_scale(self, scale: float) -> None:
-        mine = self._loss_scale
-        if mine is None or not math.isclose(mine, scale, rel_tol=1e-9):
-            raise RuntimeError(
-                f"the loss scales of the ranks differ: {mine} here, {scale:g} on average; every "
-                "rank must call scaler.step(optimizer) and scaler.update() in each step, and a "
-                "Join of this optimizer lists the scaler: Join([model, optimizer, scaler])"
-            )
-
     # -- state ---------------------------------------------------------------------------------
 
     @property
@@ -340,38 +298,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """
         if not 0 <= to < self.group.size:
             raise ValueError(f"to must be a rank in [0, {self.group.size}), got {to}")
-        optimizer = self._shard.optimizer
-        gathered = gather_state(
-            [
-                PieceState(
-                    mine.piece,
-                    mine.bucket,
-                    mine.tensor.shape,
-                    optimizer.state.get(mine.tensor, {}),
-                )
-                for mine in self._shard.pieces
-                if optimizer is not None
-            ],
-            [bucket.plan.spans for bucket in self._shard.buckets],
-            [bucket.plan.content for bucket in self._shard.buckets],
-            [parameter.shape for parameter in self._parameters],
-            self.group,
-            to,
-        )
+        gathered = self._shard.gather_state(to)
         self._consolidated = None
         if self.group.rank == to:
-            number_of = {id(parameter): n for n, parameter in enumerate(self._parameters)}
-            state, groups, index = {}, [], 0
-            for options in self.param_groups:
-                numbers = []
-                for parameter in options["params"]:
-                    of_parameter = gathered.get(number_of[id(parameter)])
-                    if of_parameter:
-                        state[index] = of_parameter
-                    numbers.append(index)
-                    index += 1
-                groups.append({**options, "params": numbers})
-            self._consolidated = {"state": state, "param_groups": groups}
+            self._consolidated = plain_state(gathered, self.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         """The last consolidated state, in the format of the plain optimizer.
@@ -395,44 +325,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Raises ValueError where groups, parameters or shapes differ, naming the parameter.
         """
-        saved = state_dict["param_groups"]
-        if len(saved) != len(self.param_groups):
-            raise ValueError("loaded state dict has a different number of parameter groups")
-        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError(
-                "loaded state dict contains a parameter group that doesn't match the size of "
-                "optimizer's group"
-            )
-        saved_number = {
-            id(parameter): number
-            for ours, theirs in zip(self.param_groups, saved, strict=True)
-            for parameter, number in zip(ours["params"], theirs["params"], strict=True)
-        }
-        for ours, theirs in zip(self.param_groups, saved, strict=True):
-            ours.update({k: copy.deepcopy(v) for k, v in theirs.items() if k != "params"})
-        optimizer = self._shard.optimizer
-        if optimizer is None:
-            return
-        index_of = {
-            id(tensor): index
-            for index, tensor in enumerate(p for g in optimizer.param_groups for p in g["params"])
-        }
-        sliced = {}
-        for mine in self._shard.pieces:
-            parameter = self._parameters[mine.piece.parameter]
-            whole = state_dict["state"].get(saved_number[id(parameter)])
-            if whole:
-                sliced[index_of[id(mine.tensor)]] = slice_state(
-                    whole,
-                    mine.piece,
-                    mine.tensor.shape,
-                    parameter.shape,
-                    str(saved_number[id(parameter)]),
-                )
-        groups = optimizer.state_dict()["param_groups"]
-        for group, ours in zip(groups, self.param_groups, strict=True):
-            group.update({k: v for k, v in ours.items() if k != "params"})
-        optimizer.load_state_dict({"state": sliced, "param_groups": groups})
+        saved = match_groups(state_dict, self.param_groups)
+        self._shard.load_state(saved, self.param_groups)
 
     # -- Join ----------------------------------------------------------------------------------
 

@@ -308,7 +308,6 @@ def refusals(group):
         "step first": optimizer.step,
         "not consolidated": optimizer.state_dict,
         "shape": lambda: optimizer.load_state_dict(wrong),
-        "later group": lambda: optimizer.add_param_group({"params": parameters}),
         "groups": lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
     }
     told = {}
@@ -332,7 +331,6 @@ def test_unfit_arguments_get_torchs_errors_and_a_mend(ranks_of):
         "step first": ("RuntimeError", "run loss.backward()"),
         "not consolidated": ("RuntimeError", "has not been consolidated on this rank"),
         "shape": ("ValueError", "parameter 0 has shape (3, 3), but the parameter has (13, 7)"),
-        "later group": ("ValueError", "whose shards are cut. Make a new one"),
         "groups": ("ValueError", "a different number of parameter groups"),
     }
     for name, (kind, text) in expected.items():
