@@ -17,10 +17,12 @@ import torch
 
 from collectives import Group, Work
 from collectives.buckets import BucketPlan, plan_buckets
+from collectives.resharding import guarded_ranks
 from collectives.shards import (
     Piece,
     padded_numel,
     pieces_of,
+    room_for,
     shard_numel,
     whole_parameter_spans,
 )
@@ -37,40 +39,25 @@ ten times or more. AdamW over 6.3 M elements took 37 ms as one tensor, 12 ms in 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class ParameterBucket:
-    """Parameters that travel together, as views of one flat tensor.
+class ShardRange:
+    """One shard's part of a bucket, kept on this rank: its own, or a replica of another rank's.
 
-    flat: (padded,) all parameters of the plan. own: (n,) this rank's range of it. master: (n,)
-    what is stepped: `own` itself, or its float32 copy. gradient: (n,) in the master's dtype, or
-    None where gradients stay with the parameters. reduced: (n,) where the reducer leaves the sum.
+    owner: whose shard it is. values: (n,) its part of the bucket's `flat`. master: (n,) what is
+    stepped: `values` itself, or its float32 copy. reduced: (n,) where the sum of the gradients
+    arrives, or None where gradients stay with the parameters. gradient: (n,) the mean, in the
+    master's dtype.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: Sequence[torch.nn.Parameter],
-        group: Group,
-        reduced: torch.Tensor | None,
-    ) -> None:
-        first = parameters[plan.spans[0][0]]
-        length = shard_numel(plan.content, group.size)
-        self.plan = plan
-        self.flat = torch.zeros(
-            padded_numel(plan.content, group.size), dtype=first.dtype, device=first.device
-        )
-        for number, offset, numel in plan.spans:
-            parameter = parameters[number]
-            view = self.flat[offset : offset + numel].view(parameter.shape)
-            view.copy_(parameter.detach())
-            parameter.data = view
-        self.own = self.flat[group.rank * length : (group.rank + 1) * length]
-        self.has_master = first.dtype in _HALF
-        self.master = self.own.float() if self.has_master else self.own
+    def __init__(self, owner: int, values: torch.Tensor, reduced: torch.Tensor | None) -> None:
+        self.owner = owner
+        self.values = values
+        self.has_master = values.dtype in _HALF
+        self.master = values.float() if self.has_master else values
         self.reduced = reduced
         self.gradient = reduced.float() if self.has_master and reduced is not None else reduced
 
     def take_gradient(self, divisor: float) -> None:
-        """Make `gradient` of what the reducer left: the sum over the ranks, over `divisor`."""
+        """Make `gradient` of what arrived: the sum over the ranks, over `divisor`."""
         if self.gradient is None or self.reduced is None:
             return
         if self.gradient is not self.reduced:
@@ -82,36 +69,80 @@ class ParameterBucket:
         """Where somebody wrote to the parameters (a loaded checkpoint, an average), the master
         does not round to them any more, and takes their value; elsewhere it keeps its own."""
         if self.has_master:
-            is_ours = self.master.to(self.own.dtype) == self.own
-            self.master.copy_(torch.where(is_ours, self.master, self.own.float()))
+            is_ours = self.master.to(self.values.dtype) == self.values
+            self.master.copy_(torch.where(is_ours, self.master, self.values.float()))
 
     def publish_master(self) -> None:
         """Round the stepped values to what is gathered."""
         if self.has_master:
-            self.own.copy_(self.master)
+            self.values.copy_(self.master)
+
+
+class ParameterBucket:
+    """Parameters that travel together, as views of one flat tensor.
+
+    flat: all parameters of the plan, and room behind them for the slack of any number of ranks.
+    ranges: what this rank keeps of it: its own shard first, then replicas.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[torch.nn.Parameter],
+        group: Group,
+        reduced: torch.Tensor | None,
+        replicas: int,
+    ) -> None:
+        first = parameters[plan.spans[0][0]]
+        self.plan = plan
+        self.flat = torch.zeros(
+            room_for(plan.content, group.size), dtype=first.dtype, device=first.device
+        )
+        for number, offset, numel in plan.spans:
+            parameter = parameters[number]
+            view = self.flat[offset : offset + numel].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.cut(group, reduced, replicas)
+
+    def cut(self, group: Group, reduced: torch.Tensor | None, replicas: int) -> None:
+        """Lay out the ranges that this rank keeps, anew."""
+        length = shard_numel(self.plan.content, group.size)
+        self.ranges = []
+        for owner in guarded_ranks(group.rank, group.size, replicas):
+            values = self.flat[owner * length : (owner + 1) * length]
+            if self.ranges and reduced is not None:
+                reduced = torch.zeros_like(reduced)
+            self.ranges.append(ShardRange(owner, values, reduced))
+
+    @property
+    def own(self) -> ShardRange:
+        return self.ranges[0]
 
     def start_gather(self, group: Group) -> Work:
         """Begin to bring all ranks' ranges of `flat` to all ranks."""
-        return group.all_gather(self.flat, self.own)
+        padded = padded_numel(self.plan.content, group.size)
+        return group.all_gather(self.flat[:padded], self.own.values)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedPiece:
-    """A piece of a parameter that this rank steps.
+class KeptPiece:
+    """A piece of a parameter that this rank steps, as part of its own shard or of a replica.
 
     tensor: view of the master, of shape (piece.numel,), or the parameter's where it is whole.
     """
 
     tensor: torch.nn.Parameter
     piece: Piece
-    bucket: ParameterBucket
+    range: ShardRange
+    is_own: bool
 
 
 class ParameterShard:
     """The buckets of all parameters, and this rank's optimizer over its pieces of them.
 
     elementwise: pieces are flat and may be cut anywhere; otherwise no parameter is cut, and its
-    piece keeps the shape.
+    piece keeps the shape. replicas: ranks that keep each shard; the owner is one of them.
     parameters: by number, as in the plans. optimizer: None on a rank that owns nothing.
     """
 
@@ -122,6 +153,7 @@ class ParameterShard:
         group: Group,
         *,
         elementwise: bool,
+        replicas: int = 1,
     ) -> None:
         self.optimizer_class = optimizer_class
         self.defaults = defaults
@@ -129,8 +161,9 @@ class ParameterShard:
         self.optimizer: torch.optim.Optimizer | None = None
         self.parameters: list[torch.nn.Parameter] = []
         self.buckets: list[ParameterBucket] = []
-        self.pieces: list[list[OwnedPiece]] = []  # by bucket
+        self.pieces: list[list[KeptPiece]] = []  # by bucket
         self.num_groups = 0
+        self.replicas = replicas
         self._elementwise = elementwise
         self._load = [0] * group.size  # elements per rank, where parameters are not cut
 
@@ -152,17 +185,24 @@ class ParameterShard:
             if reduced_in is None
             else [bucket.plan for bucket in reduced_in]
         )
-        tile = _CPU_TILE_NUMEL if self._elementwise and _is_on_cpu(self.group) else sys.maxsize
-        fresh: list[OwnedPiece] = []
+        fresh: list[KeptPiece] = []
         for number, plan in enumerate(plans):
             reduced = None if reduced_in is None else reduced_in[number].shard
-            bucket = ParameterBucket(plan, self.parameters, self.group, reduced)
-            pieces = pieces_of(self.group.rank, self.group.size, plan.content, plan.spans, tile)
-            owned = [self._own(bucket, piece) for piece in pieces]
+            bucket = ParameterBucket(plan, self.parameters, self.group, reduced, self.replicas)
+            pieces = self._pieces_of(bucket)
             self.buckets.append(bucket)
-            self.pieces.append(owned)
-            fresh += owned
+            self.pieces.append(pieces)
+            fresh += pieces
         self._admit(fresh, groups)
+
+    def _pieces_of(self, bucket: ParameterBucket) -> list[KeptPiece]:
+        tile = _CPU_TILE_NUMEL if self._elementwise and _is_on_cpu(self.group) else sys.maxsize
+        plan, size = bucket.plan, self.group.size
+        return [
+            self._keep(kept, piece, kept is bucket.own)
+            for kept in bucket.ranges
+            for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile)
+        ]
 
     def _plan(
         self, parameters: Sequence[torch.nn.Parameter], first_number: int
@@ -189,13 +229,13 @@ class ParameterShard:
             plans.append(plan.numbered_from(first_number))
         return plans
 
-    def _own(self, bucket: ParameterBucket, piece: Piece) -> OwnedPiece:
-        tensor = bucket.master[piece.shard_start : piece.shard_start + piece.numel]
+    def _keep(self, kept: ShardRange, piece: Piece, is_own: bool) -> KeptPiece:
+        tensor = kept.master[piece.shard_start : piece.shard_start + piece.numel]
         if not self._elementwise:
             tensor = tensor.view(self.parameters[piece.parameter].shape)
-        return OwnedPiece(torch.nn.Parameter(tensor), piece, bucket)
+        return KeptPiece(torch.nn.Parameter(tensor), piece, kept, is_own)
 
-    def _admit(self, pieces: Sequence[OwnedPiece], groups: Sequence[Mapping[str, Any]]) -> None:
+    def _admit(self, pieces: Sequence[KeptPiece], groups: Sequence[Mapping[str, Any]]) -> None:
         """Give the optimizer new pieces, each in the group that its parameter is in."""
         self.num_groups = len(groups)
         number_of = {id(parameter): n for n, parameter in enumerate(self.parameters)}
@@ -240,8 +280,9 @@ class ParameterShard:
         """The squared 2-norm of the reduced, undivided gradient of this shard: (), float64."""
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         for bucket, pieces in zip(self.buckets, self.pieces, strict=True):
-            reduced = bucket.reduced
-            local = map(self._gradient_of, pieces) if reduced is None else [reduced]
+            reduced = bucket.own.reduced
+            own = [mine for mine in pieces if mine.is_own]
+            local = map(self._gradient_of, own) if reduced is None else [reduced]
             for gradient in local:
                 if gradient is not None:
                     norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
@@ -264,9 +305,10 @@ class ParameterShard:
         if self.optimizer is None:
             return
         pieces = [mine for number in portion for mine in self.pieces[number]]
-        for number in portion:
-            self.buckets[number].take_parameters()
-            self.buckets[number].take_gradient(divisor)
+        kept = [kept for number in portion for kept in self.buckets[number].ranges]
+        for part in kept:
+            part.take_parameters()
+            part.take_gradient(divisor)
         for mine in pieces:
             gradient = self._gradient_of(mine) if used[mine.piece.parameter] else None
             if coefficient != 1 and gradient is not None:
@@ -278,11 +320,11 @@ class ParameterShard:
         self.optimizer.step()
         for mine in pieces:
             mine.tensor.grad = None
-        for number in portion:
-            self.buckets[number].publish_master()
+        for part in kept:
+            part.publish_master()
 
-    def _gradient_of(self, mine: OwnedPiece) -> torch.Tensor | None:
-        piece, gradient = mine.piece, mine.bucket.gradient
+    def _gradient_of(self, mine: KeptPiece) -> torch.Tensor | None:
+        piece, gradient = mine.piece, mine.range.gradient
         if gradient is not None:
             reduced = gradient[piece.shard_start : piece.shard_start + piece.numel]
             return reduced.view(mine.tensor.shape)
@@ -305,7 +347,11 @@ class ParameterShard:
             BucketLayout(
                 bucket.plan.content,
                 bucket.plan.spans,
-                [PieceState(m.piece, m.tensor.shape, self._state_of(m)) for m in pieces],
+                [
+                    PieceState(mine.piece, mine.tensor.shape, self._state_of(mine))
+                    for mine in pieces
+                    if mine.is_own
+                ],
             )
             for bucket, pieces in zip(self.buckets, self.pieces, strict=True)
         ]
@@ -313,10 +359,10 @@ class ParameterShard:
         gathered = gather_state(layouts, shapes, self.group, to)
         return {id(self.parameters[number]): state for number, state in gathered.items()}
 
-    def _state_of(self, mine: OwnedPiece) -> dict[str, Any]:
+    def _state_of(self, mine: KeptPiece) -> dict[str, Any]:
         assert self.optimizer is not None
         state = dict(self.optimizer.state.get(mine.tensor, {}))
-        if mine.bucket.has_master:
+        if mine.range.has_master:
             state[MASTER] = mine.tensor.detach()
         return state
 
@@ -333,7 +379,7 @@ class ParameterShard:
             for number, tensor in enumerate(p for g in optimizer.param_groups for p in g["params"])
         }
         sliced: dict[int, dict[str, Any]] = {}
-        masters: list[tuple[OwnedPiece, torch.Tensor]] = []
+        masters: list[tuple[KeptPiece, torch.Tensor]] = []
         for mine in (mine for pieces in self.pieces for mine in pieces):
             parameter = self.parameters[mine.piece.parameter]
             name, whole = saved.get(id(parameter), ("", {}))
@@ -341,7 +387,7 @@ class ParameterShard:
                 continue
             state = slice_state(whole, mine.piece, mine.tensor.shape, parameter.shape, name)
             master = state.pop(MASTER, None)
-            if master is not None and mine.bucket.has_master:
+            if master is not None and mine.range.has_master:
                 masters.append((mine, master))
             if state:
                 sliced[place[id(mine.tensor)]] = state

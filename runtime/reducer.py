@@ -23,7 +23,7 @@ import torch
 
 from collectives import Group, Work
 from collectives.buckets import BucketPlan, plan_buckets
-from collectives.shards import padded_numel, shard_numel
+from collectives.shards import padded_numel, room_for, shard_numel
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
 from .step_statistics import StepClock, UnusedParameters
@@ -39,8 +39,9 @@ class Mode(enum.Enum):
 class GradientBucket:
     """Gradients that travel together. The work and the memory that it uses live side by side.
 
-    flat: (padded content or content + vote,) local gradients. shard: (n,) reduced, this rank's
-    part, in REDUCE_SCATTER mode. missing: gradients that this backward pass still owes.
+    flat: local gradients, and room behind them. padded: elements of it that a reduce-scatter takes.
+    shard: (n,) reduced, this rank's part, in REDUCE_SCATTER mode. missing: gradients that this
+    backward pass still owes.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class GradientBucket:
         first = parameters[plan.spans[0][0]]
         self.plan = plan
         self.padded = padded_numel(plan.content, group.size)
-        room = max(self.padded, plan.content + vote_numel(group.size, len(parameters)))
+        vote = plan.content + vote_numel(group.size, len(parameters))
+        room = max(room_for(plan.content, group.size), vote)
         self.flat = torch.zeros(room, dtype=first.dtype, device=first.device)
         self.views = {
             number: self.flat[offset : offset + numel].view_as(parameters[number])
