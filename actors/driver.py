@@ -136,7 +136,7 @@ class Driver(StoreActor):
             self._early_cancels.add(run)
 
     async def froze(self, run: int, frozen: Frozen) -> None:
-        """A rank of the run in progress has frozen itself; `Worker.resume` tells it how to go on."""
+        """A rank of the run has frozen itself; `Worker.resume` will tell it how to go on."""
         self._tell(run, RankFroze(frozen))
 
     async def finished(self, run: int, rank: int, generation: int) -> None:

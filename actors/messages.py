@@ -137,6 +137,10 @@ class Progress:
     payload: tuple[float, ...] = ()
 
 
+DROPPED = Progress(-1)
+"""Of an optimizer that the function has let go of: nobody waits for it any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Frozen:
     """A rank has ended `generation` for itself and waits for the next one.

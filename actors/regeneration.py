@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from .messages import Frozen, Progress
+from .messages import DROPPED, Frozen, Progress
 
 
 class Regeneration:
@@ -76,7 +76,14 @@ def decide(frozen: Mapping[int, Frozen]) -> tuple[Progress, ...]:
         )
     decided = []
     for number in range(min(counts.values(), default=0)):
-        by_rank = {rank: word.progress[number] for rank, word in frozen.items()}
+        by_rank = {
+            rank: word.progress[number]
+            for rank, word in frozen.items()
+            if word.progress[number] != DROPPED
+        }
+        if not by_rank:
+            decided.append(DROPPED)
+            continue
         last = max(by_rank.values(), key=lambda progress: progress.ballots)
         behind = {rank: p.ballots for rank, p in by_rank.items() if p.ballots < last.ballots - 1}
         if behind:

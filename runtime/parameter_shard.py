@@ -17,7 +17,7 @@ import torch
 
 from collectives import Group, Work
 from collectives.buckets import BucketPlan, plan_buckets
-from collectives.resharding import guarded_ranks
+from collectives.resharding import Range, guarded_ranks
 from collectives.shards import (
     Piece,
     padded_numel,
@@ -27,6 +27,7 @@ from collectives.shards import (
     whole_parameter_spans,
 )
 
+from .held_state import VALUES, Description, HeldState, Part
 from .optimizer_state import MASTER, BucketLayout, PieceState, gather_state, slice_state
 from .reducer import GradientBucket
 from .shardable_optimizers import ELEMENTWISE
@@ -108,7 +109,7 @@ class ParameterBucket:
     def cut(self, group: Group, reduced: torch.Tensor | None, replicas: int) -> None:
         """Lay out the ranges that this rank keeps, anew."""
         length = shard_numel(self.plan.content, group.size)
-        self.ranges = []
+        self.ranges: list[ShardRange] = []
         for owner in guarded_ranks(group.rank, group.size, replicas):
             values = self.flat[owner * length : (owner + 1) * length]
             if self.ranges and reduced is not None:
@@ -118,6 +119,23 @@ class ParameterBucket:
     @property
     def own(self) -> ShardRange:
         return self.ranges[0]
+
+    def start_replicating(self, group: Group) -> Work | None:
+        """Begin to send the own reduced gradient to those that keep its replicas, and to receive
+        theirs; None where nobody keeps any."""
+        replicas = self.ranges[1:]
+        if not replicas or self.own.reduced is None:
+            return None
+        nothing = self.own.reduced.new_empty(0)
+        distances = [(rank - group.rank) % group.size for rank in range(group.size)]
+        mine = [
+            self.own.reduced if 0 < distance <= len(replicas) else nothing for distance in distances
+        ]
+        theirs = [nothing] * group.size
+        for replica in replicas:
+            assert replica.reduced is not None
+            theirs[replica.owner] = replica.reduced
+        return group.all_to_all(theirs, mine)
 
     def start_gather(self, group: Group) -> Work:
         """Begin to bring all ranks' ranges of `flat` to all ranks."""
@@ -335,9 +353,99 @@ class ParameterShard:
         flat = whole.reshape(-1)[start : start + piece.numel].to(mine.tensor.dtype)
         return flat.view(mine.tensor.shape)
 
+    def gather(self) -> None:
+        """Bring all parameters to all ranks."""
+        for work in self.start_gather(range(len(self.buckets))):
+            work.wait()
+
     def start_gather(self, portion: Sequence[int]) -> list[Work]:
         """Begin to bring every rank's part of the parameters to all ranks."""
         return [self.buckets[number].start_gather(self.group) for number in portion]
+
+    def start_replicating(self) -> list[Work]:
+        """Begin to send this rank's reduced gradients to those that keep replicas of its shard."""
+        return [work for bucket in self.buckets if (work := bucket.start_replicating(self.group))]
+
+    # -- another group ---------------------------------------------------------------------------
+
+    def recut(
+        self,
+        group: Group,
+        reduced: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        held: HeldState,
+    ) -> None:
+        """Keep what a rank of `group` keeps. reduced: where each bucket's sum arrives there.
+        held: values and state of all that, at least."""
+        self.group = group
+        self.pieces = []
+        for number, (bucket, arrives_in) in enumerate(zip(self.buckets, reduced, strict=True)):
+            bucket.cut(group, arrives_in, self.replicas)
+            for kept in bucket.ranges:
+                wanted = self._range_of(number, kept)
+                if wanted is not None:
+                    held.cut(wanted, VALUES, kept.master[: wanted.numel])
+                kept.publish_master()
+            self.pieces.append(self._pieces_of(bucket))
+        self.optimizer = None
+        self._admit([mine for pieces in self.pieces for mine in pieces], groups)
+        optimizer: torch.optim.Optimizer | None = self.optimizer
+        for number, pieces in enumerate(self.pieces if optimizer else ()):
+            for mine in pieces:
+                wanted = self._range_of_piece(number, mine)
+                state = held.state_of(mine.piece.parameter, wanted, mine.tensor.device)
+                if state and optimizer is not None:
+                    optimizer.state[mine.tensor] = state
+
+    def held(self) -> HeldState:
+        """All that this rank keeps, for `recut`; the tensors are the very ones that are stepped."""
+        ranges, parts, described = [], [], {}
+        for number, (bucket, pieces) in enumerate(zip(self.buckets, self.pieces, strict=True)):
+            for kept in bucket.ranges:
+                whole = self._range_of(number, kept)
+                if whole is not None:
+                    ranges.append(whole)
+            for mine in pieces:
+                assert self.optimizer is not None
+                state = self.optimizer.state.get(mine.tensor, {})
+                elements = {
+                    name: value
+                    for name, value in state.items()
+                    if isinstance(value, torch.Tensor)
+                    and value.shape == mine.tensor.shape
+                    and name != "step"
+                }
+                if state:
+                    described[mine.piece.parameter] = Description(
+                        {name: value.dtype for name, value in elements.items()},
+                        {name: value for name, value in state.items() if name not in elements},
+                    )
+                tensors = {VALUES: mine.tensor.detach(), **elements}
+                parts.append(Part(self._range_of_piece(number, mine), tensors))
+        return HeldState(ranges, parts, described)
+
+    def travelling(self, described: Mapping[int, Description]) -> list[dict[str, torch.dtype]]:
+        """Names and dtypes of the tensors that go with a range, by bucket."""
+        by_bucket = []
+        for bucket in self.buckets:
+            names = {VALUES: bucket.own.master.dtype}
+            for parameter, _, _ in bucket.plan.spans:
+                if parameter in described:
+                    names.update(described[parameter].elements)
+            by_bucket.append(names)
+        return by_bucket
+
+    def _range_of(self, number: int, kept: ShardRange) -> Range | None:
+        """Without the slack; None if there is nothing else."""
+        content = self.buckets[number].plan.content
+        length = shard_numel(content, self.group.size)
+        start, stop = kept.owner * length, min((kept.owner + 1) * length, content)
+        return Range(number, start, stop) if start < stop else None
+
+    def _range_of_piece(self, number: int, mine: KeptPiece) -> Range:
+        content = self.buckets[number].plan.content
+        start = mine.range.owner * shard_numel(content, self.group.size) + mine.piece.shard_start
+        return Range(number, start, start + mine.piece.numel)
 
     # -- state ---------------------------------------------------------------------------------
 

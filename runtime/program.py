@@ -32,13 +32,13 @@ class Program:
             # A coroutine has not begun yet; the training thread awaits it on its own loop.
             if inspect.isawaitable(result):
                 return self._awaited(context, result)
-            context.recovery.finish()
+            context.finish()
             return result
 
     async def _awaited(self, context: Context, awaitable: Awaitable[object]) -> object:
         with running(context):
             result = await awaitable
-            context.recovery.finish()
+            context.finish()
             return result
 
 

@@ -21,7 +21,8 @@ from functools import partial
 
 import torch
 
-from collectives import Group, Work
+from actors.lifeline import ends_a_generation
+from collectives import CollectiveError, Group, Work
 from collectives.buckets import BucketPlan, plan_buckets
 from collectives.shards import padded_numel, room_for, shard_numel
 
@@ -91,6 +92,9 @@ class Reducer:
         """Whether what was launched last held gradients of this rank's own data."""
         self.weight: float | None = None
         """Sum of the weights of the losses since the last step; None where nobody weighs."""
+        self.parks = False
+        """Whether a launch that fails because the generation is over is kept for `wait` to raise:
+        then the optimizer's step can begin again in the next generation."""
         self.clock: StepClock | None = None
         """Times the steps and tells what has no gradient; there at debug level INFO and above."""
         self.unused: UnusedParameters | None = None
@@ -100,6 +104,7 @@ class Reducer:
         self.buckets: list[GradientBucket] = []
         self._home: dict[int, tuple[GradientBucket, torch.Tensor]] = {}
         self._vote_work: Work | None = None
+        self._failure: CollectiveError | None = None
         self._in_backward = False
         self._num_launched = 0
         self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
@@ -224,7 +229,12 @@ class Reducer:
     def _launch(self, bucket: GradientBucket) -> None:
         self._num_launched += 1
         if self.mode is Mode.REDUCE_SCATTER:
-            bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
+            try:
+                bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
+            except CollectiveError as error:
+                if not self.parks or not ends_a_generation(error):
+                    raise
+                self._failure = error
         else:
             rider = len(self._vote) if self._vote_rides and bucket is self.buckets[-1] else 0
             bucket.work = self.group.all_reduce(bucket.flat[: bucket.plan.content + rider])
@@ -248,7 +258,7 @@ class Reducer:
         self.wait()
         if self._vote_work is not None:
             self._vote_work.wait()
-        agreement = read_agreement(self._vote, self.group.size)
+        agreement = read_agreement(self._vote.tolist(), self.group.size)
         self.weight = None
         divisor = self._on_agreement(agreement)
         if divisor not in (0, 1):
@@ -260,6 +270,8 @@ class Reducer:
 
     def wait(self) -> None:
         """Block until all launched buckets are reduced."""
+        if self._failure is not None:
+            raise self._failure
         operations = [bucket.work.operation for bucket in self.buckets if bucket.work is not None]
         began_at = time.monotonic()
         for bucket in self.buckets:
@@ -276,6 +288,24 @@ class Reducer:
         self.mode = Mode.REDUCE_SCATTER
         for bucket in self.buckets:
             bucket.prepare_shard(self.group)
+
+    def change_group(self, group: Group) -> None:
+        """The buckets stay as they are, also if they were launched; see `launch_again`."""
+        self.group = group
+        self._failure = None
+        for bucket in self.buckets:
+            bucket.work = None
+            bucket.padded = padded_numel(bucket.plan.content, group.size)
+            assert bucket.padded <= bucket.flat.numel()
+            bucket.flat[bucket.plan.content :] = 0
+            bucket.prepare_shard(group)
+        self._place_vote()
+
+    def launch_again(self) -> None:
+        """Reduce all kept buckets once more, in the group that is there now."""
+        for bucket in self.buckets:
+            self._launch(bucket)
+        self._num_launched = len(self.buckets)
 
     @property
     def has_launched(self) -> bool:
