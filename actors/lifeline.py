@@ -74,8 +74,6 @@ class Lifeline:
         if not self.group.failure():
             self.group.abort(met)  # 1
         frozen = Frozen(self.rank, self.generation, progress(), met)
-        with self._changed:
-            self._freeze_error = None
         # That the driver lives is watched by the session, which stops the workers if it does not.
         self._driver.froze.remote(self._request.run, frozen)  # 2
         with self._changed:
@@ -86,6 +84,7 @@ class Lifeline:
             assert resumption is not None
             self.rank = resumption.assignment.rank  # 3
             self.generation = resumption.assignment.generation
+            self._freeze_error = None
         return resumption
 
     def connect(self, resumption: Resumption) -> Group:
