@@ -25,7 +25,7 @@ from collectives.shards import (
     whole_parameter_spans,
 )
 
-from .optimizer_state import MASTER, BucketLayout, PieceState, gather_state, slice_state
+from .optimizer_state import MASTER, BucketLayout, PieceState, check_fits, gather_state, slice_state
 from .reducer import GradientBucket
 from .shardable_optimizers import ELEMENTWISE
 
@@ -320,11 +320,18 @@ class ParameterShard:
             state[MASTER] = mine.tensor.detach()
         return state
 
+    def check_fits(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> None:
+        """Raises ValueError for state that does not fit its parameter, whoever owns it. saved: as
+        in `load_state`."""
+        for parameter in self.parameters:
+            name, state = saved.get(id(parameter), ("", {}))
+            check_fits(state, parameter.shape, name, may_be_cut=self._elementwise)
+
     def load_state(
         self, saved: Mapping[int, tuple[str, Mapping[str, Any]]], groups: Sequence[dict[str, Any]]
     ) -> None:
-        """Take this rank's part. saved: by id() of a parameter its name, for errors, and its state.
-        groups: the user's, with the options as they were loaded."""
+        """Take this rank's part of what fits. saved: by id() of a parameter its name, for errors,
+        and its state. groups: the user's, with the options as they were loaded."""
         optimizer = self.optimizer
         if optimizer is None:
             return
@@ -336,10 +343,10 @@ class ParameterShard:
         masters: list[tuple[OwnedPiece, torch.Tensor]] = []
         for mine in (mine for pieces in self.pieces for mine in pieces):
             parameter = self.parameters[mine.piece.parameter]
-            name, whole = saved.get(id(parameter), ("", {}))
+            _, whole = saved.get(id(parameter), ("", {}))
             if not whole:
                 continue
-            state = slice_state(whole, mine.piece, mine.tensor.shape, parameter.shape, name)
+            state = slice_state(whole, mine.piece, mine.tensor.shape, parameter.shape)
             master = state.pop(MASTER, None)
             if master is not None and mine.bucket.has_master:
                 masters.append((mine, master))

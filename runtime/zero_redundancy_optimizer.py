@@ -24,11 +24,11 @@ from collectives import CollectiveMismatch, Group, Work
 from .agreement import Agreement
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
 from .context import current_group
-from .distributed_data_parallel import DistributedDataParallel, owner_of
+from .distributed_data_parallel import DistributedDataParallel, names_of, owner_of
 from .join import Join, Joinable, JoinHook
 from .loss_scale import check_scale, given_scale
-from .optimizer_state import match_groups, plain_state
 from .parameter_shard import ParameterShard
+from .plain_state import match_state, parameter_name, plain_state, with_names
 from .reducer import GradientBucket, Reducer
 from .same_model import check_same_parameters
 from .shardable_optimizers import (
@@ -294,7 +294,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to`, on the CPU, for `state_dict()` there.
 
-        Every rank calls it. The others hold a chunk of 4 MiB per rank at most.
+        Every rank calls it. Besides the result, ranks need 4 MiB more than they have.
         """
         if not 0 <= to < self.group.size:
             raise ValueError(f"to must be a rank in [0, {self.group.size}), got {to}")
@@ -303,8 +303,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self.group.rank == to:
             self._consolidated = plain_state(gathered, self.param_groups)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, by_name: bool = False) -> dict[str, Any]:
         """The last consolidated state, in the format of the plain optimizer.
+
+        by_name: in that of torch.distributed.checkpoint's `get_optimizer_state_dict`, with names
+        for numbers; the names are the module's, or those of `named_parameters()`.
 
         Raises RuntimeError on a rank to which nothing was consolidated.
         """
@@ -314,19 +317,37 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 f"`consolidate_state_dict(to={self.group.rank})` on all ranks beforehand if you "
                 "meant to save the global state."
             )
-        return self._consolidated
+        if not by_name:
+            return self._consolidated
+        names, given = self._names(), [p for g in self.param_groups for p in g["params"]]
+        return with_names(self._consolidated, [parameter_name(p, names) for p in given])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state: of ours, or of a plain torch optimizer.
 
-        state_dict: the same on all ranks, by parameter number; it is not changed, and nothing of
-        it is kept. Saved with any number of ranks.
+        state_dict: the same on all ranks, by number or by name of the parameters; it is not
+        changed, and nothing of it is kept. Saved with any number of ranks.
 
-        Raises ValueError where groups, parameters or shapes differ, naming the parameter.
+        Raises ValueError where groups, parameters or shapes differ, naming the parameter, on all
+        ranks and before anything is taken over.
         """
-        saved = match_groups(state_dict, self.param_groups)
+        saved, options = match_state(state_dict, self.param_groups, self._names())
+        self._shard.check_fits(saved)
+        for ours, theirs in zip(self.param_groups, options, strict=True):
+            ours.update(theirs)
         self._shard.load_state(saved, self.param_groups)
+
+    def _names(self) -> dict[int, str]:
+        """What is known of the parameters' names, by id()."""
+        names = {
+            id(parameter): name
+            for options in self.param_groups
+            for name, parameter in zip(
+                options.get("param_names", ()), options["params"], strict=False
+            )
+        }
+        return names or names_of([p for g in self.param_groups for p in g["params"]])
 
     # -- Join ----------------------------------------------------------------------------------
 

@@ -4,93 +4,16 @@ import copy
 
 import pytest
 import torch
+from sharded_training import ELEMENTWISE, assert_same_state, plain_run, sharded_run
 from standing_ranks import another_group
 from training_reference import OPTIMIZERS, batches_of, loss_of, make_model
 
 import chorusline as cl
 
-ELEMENTWISE = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
-    "adamw_fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
-    "adamw_foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
-    "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
-    "radam": (torch.optim.RAdam, {"lr": 1e-2}),
-    "adamax": (torch.optim.Adamax, {"lr": 1e-2}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.5, "centered": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
-    "adadelta": (torch.optim.Adadelta, {}),
-    "asgd": (torch.optim.ASGD, {"lr": 1e-2}),
-    "rprop": (torch.optim.Rprop, {"lr": 1e-2}),
-}
-
-
 WHOLE = {
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
     "muon": (torch.optim.Muon, {"lr": 1e-2}),
 }
-
-
-def groups_of(model):
-    """Two groups, with different decay: biases apart."""
-    return [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-
-
-def plain_run(size, kind, options, steps, *, start=None, first=0):
-    """One process that sums the ranks' gradients in rank order; parameters and state."""
-    model = make_model(torch.float32)
-    optimizer = kind(groups_of(model), **options)
-    if start is not None:
-        with torch.no_grad():
-            for parameter, saved in zip(model.parameters(), start[0], strict=True):
-                parameter.copy_(saved)
-        optimizer.load_state_dict(copy.deepcopy(start[1]))  # torch goes on in the very tensors
-    data = [batches_of(rank, steps, torch.float32) for rank in range(size)]
-    for step in range(first, steps):
-        total = []
-        for rank in range(size):
-            optimizer.zero_grad()
-            loss_of(model, data[rank][step]).backward()
-            mine = [parameter.grad for parameter in model.parameters()]
-            total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
-        for parameter, gradient in zip(model.parameters(), total, strict=True):
-            parameter.grad = gradient / size
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
-
-
-def sharded_run(group, kind, options, steps, start=None, first=0, ranks_of_data=None):
-    model = cl.DistributedDataParallel(make_model(torch.float32), group)
-    if start is not None:
-        with torch.no_grad():
-            for parameter, saved in zip(model.parameters(), start[0], strict=True):
-                parameter.copy_(saved)
-    optimizer = cl.ZeroRedundancyOptimizer(groups_of(model), kind, **options)
-    if start is not None:
-        given = copy.deepcopy(start[1])
-        optimizer.load_state_dict(given)
-        assert_same_state(given, start[1])
-    for batch in batches_of(group.rank, steps, torch.float32)[first:]:
-        loss_of(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.consolidate_state_dict(to=group.size - 1)
-    state = optimizer.state_dict() if group.rank == group.size - 1 else None
-    return [p.detach().clone() for p in model.parameters()], state
-
-
-def assert_same_state(ours, theirs):
-    assert ours["param_groups"] == theirs["param_groups"]
-    assert ours["state"].keys() == theirs["state"].keys()
-    for number, expected in theirs["state"].items():
-        assert ours["state"][number].keys() == expected.keys()
-        for name, value in expected.items():
-            mine = ours["state"][number][name]
-            same = torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value
-            assert same, f"{name} of parameter {number}"
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -101,26 +24,6 @@ def test_parameters_and_state_equal_the_plain_optimizers_bit_by_bit(ranks_of, na
     for parameters, _ in results:
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
     assert_same_state(results[-1][1], expected_state)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw_fused"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_state_of_a_plain_optimizer_goes_on_at_any_number_of_ranks(ranks_of, name, size):
-    kind, options = ELEMENTWISE[name]
-    half_way = plain_run(size, kind, options, 2)
-    expected, expected_state = plain_run(size, kind, options, 5, start=half_way, first=2)
-    results = ranks_of(size).run(sharded_run, kind, options, 5, half_way, 2)
-    for parameters, _ in results:
-        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
-    assert_same_state(results[-1][1], expected_state)
-
-
-def test_state_saved_by_three_ranks_is_loaded_by_two(ranks_of):
-    kind, options = ELEMENTWISE["adamw_foreach"]
-    saved = ranks_of(3).run(sharded_run, kind, options, 2)[-1]
-    expected, _ = plain_run(2, kind, options, 5, start=saved, first=2)
-    for parameters, _ in ranks_of(2).run(sharded_run, kind, options, 5, saved, 2):
-        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
 def traffic_and_memory(group):
@@ -290,10 +193,6 @@ def refusals(group):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     parameters = list(make_model(torch.float32).parameters())
     optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
-    plain = torch.optim.AdamW(make_model(torch.float32).parameters())
-    loss_of(make_model(torch.float32), torch.randn(2, 7))
-    wrong = plain.state_dict()
-    wrong["state"] = {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3, 3)}}
 
     def zero(params, kind=torch.optim.SGD, **options):
         return lambda: cl.ZeroRedundancyOptimizer(params, kind, group=group, **options)
@@ -306,9 +205,6 @@ def refusals(group):
         "not elementwise": zero(parameters, torch.optim.LBFGS),
         "max_norm": zero(parameters, max_norm=-1.0),
         "step first": optimizer.step,
-        "not consolidated": optimizer.state_dict,
-        "shape": lambda: optimizer.load_state_dict(wrong),
-        "groups": lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
     }
     told = {}
     for name, call in calls.items():
@@ -329,9 +225,6 @@ def test_unfit_arguments_get_torchs_errors_and_a_mend(ranks_of):
         "not elementwise": ("ValueError", "LBFGS cannot be sharded: its line search"),
         "max_norm": ("ValueError", "max_norm must be positive, got -1.0"),
         "step first": ("RuntimeError", "run loss.backward()"),
-        "not consolidated": ("RuntimeError", "has not been consolidated on this rank"),
-        "shape": ("ValueError", "parameter 0 has shape (3, 3), but the parameter has (13, 7)"),
-        "groups": ("ValueError", "a different number of parameter groups"),
     }
     for name, (kind, text) in expected.items():
         assert told[name][0] == kind, name
