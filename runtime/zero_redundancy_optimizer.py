@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from collectives import CollectiveMismatch, Group, Work
+from collectives import CollectiveMismatch, Group
 
 from .agreement import Agreement
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
 from .context import current_group
 from .distributed_data_parallel import DistributedDataParallel, names_of, owner_of
+from .early_update import EarlyUpdate
 from .join import Join, Joinable, JoinHook
 from .loss_scale import check_scale, given_scale
 from .parameter_shard import ParameterShard
@@ -54,6 +55,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     this, as torch.nn.utils.clip_grad_norm_ does (which, on local gradients, would be wrong here);
     the norm goes with the ballot, and `grad_norm` holds it after the step.
 
+    overlap_with_ddp: the backward pass steps each bucket's shard as soon as the bucket is reduced,
+    from the first step on; `step()`, which follows it as ever, finishes. So options are to be
+    changed before the backward pass, and there is no max_norm and no GradScaler.
+    parameters_as_bucket_view: accepted from scripts written for torch, and without effect:
+    parameters always are views of their buckets.
+
     Parameters in float16 and bfloat16 are stepped as float32 copies of the rank's shard.
 
     Per step and rank it sends 2·P·(N-1)/N elements (P parameters, N ranks), and the ballot: two
@@ -73,6 +80,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         *,
         group: Group | None = None,
         max_norm: float | None = None,
+        overlap_with_ddp: bool = False,
+        parameters_as_bucket_view: bool = True,
         **defaults: Any,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
@@ -94,6 +103,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.grad_norm: float | None = None
         """2-norm of the mean gradient of the last step, before clipping; None without max_norm."""
 
+        self.overlap_with_ddp = overlap_with_ddp
         self.uses_scaler = False
         """Whether losses are scaled; set by chorusline.GradScaler, on all ranks."""
         self.found_overflow = False
@@ -117,6 +127,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         laid_out = {id(p) for p in self._shard.parameters}
         self._waiting += [p for p in dict.fromkeys(given) if id(p) not in laid_out]
         self._take_up_trainable()
+        self._early: EarlyUpdate | None = None
+        if overlap_with_ddp:
+            self._early = self._overlap()
+
+    def _overlap(self) -> EarlyUpdate:
+        if self.max_norm is not None:
+            raise ValueError(
+                "overlap_with_ddp steps parameters before the norm of the whole gradient is known; "
+                "leave out max_norm, or overlap_with_ddp"
+            )
+        if self.reducer is None or self._shard.optimizer_class not in ELEMENTWISE:
+            raise ValueError(
+                "overlap_with_ddp steps the parameters of one of our DistributedDataParallel, all "
+                "that it reduces, with one of torch's elementwise optimizers (SGD, Adam, AdamW, …)"
+            )
+        return EarlyUpdate(self.reducer, self._shard, self.param_groups, self._divisor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; every rank calls it, with the same group, between two steps.
@@ -206,8 +232,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         divisor = self._divisor(outcome.agreement)
         if outcome.agreement.live and not self.found_overflow:
             coefficient = self._coefficient(outcome, divisor)
-            gathers: list[Work] = []
-            for portion in self._shard.portions:
+            gathers = self._early.end_step() if self._early is not None else []
+            for portion in self._shard.portions[len(gathers) :]:
                 used = outcome.agreement.used
                 self._shard.apply(portion, self.param_groups, used, divisor, coefficient)  # (4)
                 gathers += self._shard.start_gather(portion)  # (5)
@@ -216,6 +242,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             if self._model is not None and self.reducer is not None:
                 self._model.sync_buffers(outcome.agreement.live)
             self.num_steps += 1
+        if self._early is not None:
+            self._early.end_step()
         if self.reducer is not None:
             self.reducer.end_step()
 
