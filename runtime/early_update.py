@@ -28,7 +28,7 @@ import torch
 from collectives import Work
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
-from .parameter_shard import ParameterShard
+from .parameter_shard import Gather, ParameterShard
 from .reducer import Reducer
 
 
@@ -50,7 +50,7 @@ class EarlyUpdate:
         self._groups = groups
         self._divisor_of = divisor_of
         self._votes: list[tuple[torch.Tensor, Work]] = []  # by bucket
-        self._gathers: list[Work] = []  # by bucket; as many as were stepped
+        self._gathers: list[Gather] = []  # by bucket; as many as were stepped
         device = reducer.group.device
         # The backward pass must not wait for the network: there, updates have their own stream.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -107,8 +107,8 @@ class EarlyUpdate:
     def _aside(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
 
-    def end_step(self) -> list[Work]:
-        """Works that bring the parameters of the first buckets, which have been stepped."""
+    def end_step(self) -> list[Gather]:
+        """What brings the parameters of the first buckets, which have been stepped."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         gathers, self._gathers, self._votes = self._gathers, [], []

@@ -230,8 +230,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self.reducer.wait()  # (1)
         outcome = self._hold_ballot(is_live)  # (3)
         divisor = self._divisor(outcome.agreement)
+        if outcome.agreement.live and self.max_norm is not None:
+            scale = outcome.loss_scale if self.uses_scaler else 1.0
+            self.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
         if outcome.agreement.live and not self.found_overflow:
-            coefficient = self._coefficient(outcome, divisor)
+            coefficient = self._coefficient(outcome)
             gathers = self._early.end_step() if self._early is not None else []
             for portion in self._shard.portions[len(gathers) :]:
                 used = outcome.agreement.used
@@ -282,14 +285,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             return self._join.ledger.divisor(agreement)
         return agreement.weight or self.group.size
 
-    def _coefficient(self, outcome: Outcome, divisor: float) -> float:
+    def _coefficient(self, outcome: Outcome) -> float:
         """What the mean gradient is multiplied with: it is unscaled, then clipped."""
         scale = outcome.loss_scale if self.uses_scaler else 1.0
-        if self.max_norm is None:
+        if self.max_norm is None or self.grad_norm is None:
             return 1.0 / scale
-        self.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
-        # As torch: never enlarge, and no division by zero.
-        return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) / scale
+        # As torch: never enlarge, no division by zero, and a norm that is no number spoils all.
+        clipped = self.max_norm / (self.grad_norm + 1e-6)
+        return (1.0 if clipped > 1 else clipped) / scale
 
     def _follow_options(self, speaker: int | None, outcome: Outcome) -> None:
         """A rank that has joined runs no schedule of the loop's body: it steps its shard with the

@@ -1,6 +1,7 @@
 """ZeRO: sharded state gives the plain optimizer's bits, for a fraction of its memory."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -153,6 +154,32 @@ def test_clipping_takes_the_norm_of_the_whole_mean_gradient(ranks_of, max_norm):
             assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
 
 
+def spoiled_loss(model, rank, bad):
+    """On rank 1 some gradients are no numbers."""
+    output = model(batches_of(rank, 1, torch.float32)[0])
+    return output[:, 0].sum() + (output[:, 1] * (bad if rank == 1 else 1.0)).sum()
+
+
+def clip_what_is_no_number(group, bad):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.5, max_norm=1.0)
+    spoiled_loss(model, group.rank, bad).backward()
+    optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], optimizer.grad_norm
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_clipping_what_is_no_number_gives_what_torchs_clipping_gives(ranks_of, bad):
+    model = make_model(torch.float32)
+    (sum(spoiled_loss(model, rank, bad) for rank in range(2)) / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    for parameters, ours in ranks_of(2).run(clip_what_is_no_number, bad):
+        assert str(ours) == str(norm.item())
+        for mine, expected in zip(parameters, model.parameters(), strict=True):
+            assert torch.allclose(mine, expected, equal_nan=True)
+
+
 def train_in_bfloat16(group):
     torch.manual_seed(0)
     model = cl.DistributedDataParallel(torch.nn.Linear(8, 8, bias=False).bfloat16(), group)
@@ -197,7 +224,18 @@ def refusals(group):
     def zero(params, kind=torch.optim.SGD, **options):
         return lambda: cl.ZeroRedundancyOptimizer(params, kind, group=group, **options)
 
+    vectors = iter(parameters)
     calls = {
+        "set": zero([{"params": set(parameters)}]),
+        "mixed": zero([parameters[0], 3.0]),
+        "no leaf": zero([parameters[0] * 2]),
+        "no groups": zero(iter([])),
+        "empty group": lambda: cl.ZeroRedundancyOptimizer(
+            [{"params": []}, {"params": vectors}], torch.optim.SGD, group=group
+        ).add_param_group({"params": []}),
+        "option": zero(parameters, torch.optim.AdamW, lr=-1.0),
+        "unknown option": zero(parameters, torch.optim.SGD, beta=0.1),
+        "sparse": zero(parameters, torch.optim.SparseAdam),
         "tensor": zero(parameters[0]),
         "empty": zero([]),
         "wrong type": zero(["weights"]),
@@ -217,7 +255,15 @@ def refusals(group):
 
 def test_unfit_arguments_get_torchs_errors_and_a_mend(ranks_of):
     told = ranks_of(1).run(refusals)[0]
+    assert "empty group" not in told, "torch takes it, and so do we"
     expected = {
+        "set": ("TypeError", "the ordering of tensors in sets will change between runs"),
+        "mixed": ("TypeError", "optimizer can only optimize Tensors"),
+        "no leaf": ("ValueError", "can't optimize a non-leaf Tensor"),
+        "no groups": ("ValueError", "optimizer got an empty parameter list"),
+        "option": ("ValueError", "Invalid learning rate: -1.0"),
+        "unknown option": ("TypeError", "unexpected keyword argument 'beta'"),
+        "sparse": ("ValueError", "SparseAdam cannot be sharded: only dense gradients"),
         "tensor": ("TypeError", "iterable of Tensors or dicts"),
         "empty": ("ValueError", "optimizer got an empty parameter list"),
         "wrong type": ("TypeError", "optimizer can only optimize Tensors"),
@@ -229,6 +275,93 @@ def test_unfit_arguments_get_torchs_errors_and_a_mend(ranks_of):
     for name, (kind, text) in expected.items():
         assert told[name][0] == kind, name
         assert text in told[name][1], name
+
+
+def duplicates(group):
+    """torch warns, and so do we; the parameter is stepped once."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
+        zero = cl.ZeroRedundancyOptimizer([parameter] * 2, torch.optim.SGD, lr=0.5, group=group)
+    parameter.grad = torch.ones(3)
+    zero.step()
+    return parameter.detach().clone()
+
+
+def test_a_parameter_twice_in_a_group_is_warned_of(ranks_of):
+    for parameter in ranks_of(2).run(duplicates):
+        assert torch.equal(parameter, torch.full((3,), 0.5))
+
+
+def different_models(group):
+    told = []
+    for parameters, options in (
+        ([torch.nn.Parameter(torch.zeros(2 + group.rank))], {}),
+        ([torch.nn.Parameter(torch.zeros(2)) for _ in range(2 + group.rank)], {}),
+        ([torch.nn.Parameter(torch.zeros(2))], {"lr": 0.1 + group.rank}),
+    ):
+        try:
+            cl.ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, group=group, **options)
+        except cl.CollectiveMismatch as error:
+            told.append((error.ranks, str(error)))
+    return told
+
+
+def test_what_differs_between_the_ranks_is_found_at_construction_and_named(ranks_of):
+    for rank, told in enumerate(ranks_of(3).run(different_models)):
+        shape, number, option = told
+        assert shape[0] == [1, 2] and "parameter 0 differs from rank 0's" in shape[1]
+        assert f"on rank {rank} it is ({2 + rank},) torch.float32, trainable" in shape[1]
+        assert number[0] == [1, 2] and "by rank: {0: 2, 1: 3, 2: 4}" in number[1]
+        assert option[0] == [1, 2] and f"lr {0.1 + rank}" in option[1]
+
+
+def train_among_some_ranks(group):
+    """Ranks 0 and 2 of four train one model, ranks 1 and 3 another, with other data."""
+    with another_group(group) as whole:
+        own = whole.split(whole.rank % 2)
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        for batch in batches_of(whole.rank, 3, torch.float32):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.consolidate_state_dict(to=1)
+        whole.barrier().wait()
+        return [p.detach().clone() for p in model.parameters()], own.rank
+
+
+def test_a_group_of_some_ranks_trains_on_its_own(ranks_of):
+    results = ranks_of(4).run(train_among_some_ranks)
+    assert [own_rank for _, own_rank in results] == [0, 0, 1, 1]
+    for color in range(2):
+        model = make_model(torch.float32)
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        data = [batches_of(rank, 3, torch.float32) for rank in (color, color + 2)]
+        for both in zip(*data, strict=True):
+            plain.zero_grad()
+            for batch in both:
+                (loss_of(model, batch) / 2).backward()
+            plain.step()
+        for parameters, _ in results[color::2]:
+            for ours, theirs in zip(parameters, model.parameters(), strict=True):
+                assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def capturable_on_a_cpu(group):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, capturable=True)
+        loss_of(model, torch.ones(3, 7)).backward()
+        try:
+            optimizer.step()
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+def test_capturable_optimizers_are_refused_on_a_cpu_in_torchs_words(ranks_of):
+    for told in ranks_of(2).run(capturable_on_a_cpu):
+        assert "If capturable=True, params and state_steps must be on supported devices" in told
 
 
 def step_once_too_often(group):
