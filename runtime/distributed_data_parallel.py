@@ -36,6 +36,17 @@ def owner_of(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | No
     return owner if reduced <= given <= {id(p) for p in owner.parameters()} else None
 
 
+def names_of(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
+    """By id() what their modules call them, for those that are in one of ours."""
+    models = {id(r): r() for p in parameters if (r := _owners.get(p))}
+    return {
+        id(parameter): name
+        for model in models.values()
+        if model is not None
+        for name, parameter in model.module.named_parameters()
+    }
+
+
 class DistributedDataParallel(torch.nn.Module, Joinable):
     """A module whose gradients are the mean over all ranks, as in torch.nn.parallel.
 

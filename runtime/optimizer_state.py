@@ -1,15 +1,12 @@
-"""Moves optimizer state between one rank's shard and the format of the plain optimizer.
+"""Moves optimizer state between the ranks' shards and whole parameters.
 
-The plain format is torch's: `state` maps the number of a parameter, counted through the groups, to
-its tensors, and `param_groups` holds options and numbers. A shard holds pieces of parameters. A
-tensor of the state either has an element for each of the piece's, or belongs to the parameter as
-a whole: a scalar (`step`), equal wherever a piece of it lives, or, where parameters are not cut,
-anything (Adafactor's row and column sums).
+A shard holds pieces of parameters. A tensor of the state either has an element for each of the
+piece's, or belongs to the parameter as a whole: a scalar (`step`), equal wherever a piece of it
+lives, or, where parameters are not cut, anything (Adafactor's row and column sums).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,28 +136,35 @@ def _place(
 
 
 def slice_state(
-    state: Mapping[str, Any], piece: Piece, piece_shape: torch.Size, shape: torch.Size, name: str
+    state: Mapping[str, Any], piece: Piece, piece_shape: torch.Size, shape: torch.Size
 ) -> dict[str, Any]:
-    """A piece's part of the state of a parameter of `shape`, in memory of its own.
-
-    name: for the error. Raises ValueError for a tensor that fits neither parameter nor piece.
-    """
+    """A piece's part of the state of a parameter of `shape`, in memory of its own."""
     sliced: dict[str, Any] = {}
     for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or key == "step":
-            sliced[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        elif value.shape == shape:
+        if not isinstance(value, torch.Tensor):
+            sliced[key] = value
+        elif value.shape == shape and key != "step":
             start = piece.parameter_start
             part = value.reshape(-1)[start : start + piece.numel]
             sliced[key] = part.clone().view(piece_shape)
-        elif value.dim() == 0 or (piece_shape == shape and _is_a_summary(value, shape)):
-            sliced[key] = value.clone()
         else:
+            sliced[key] = value.clone()
+    return sliced
+
+
+def check_fits(state: Mapping[str, Any], shape: torch.Size, name: str, *, may_be_cut: bool) -> None:
+    """Raises ValueError for a tensor that is none of a parameter of `shape`.
+
+    name: of the parameter. may_be_cut: what is kept for a parameter as a whole is a scalar then.
+    """
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.shape == shape or value.dim() == 0:
+            continue
+        if may_be_cut or not _is_a_summary(value, shape):
             raise ValueError(
                 f"the state {key!r} of parameter {name} has shape {tuple(value.shape)}, but the "
                 f"parameter has {tuple(shape)}; was this state saved for another model?"
             )
-    return sliced
 
 
 def _is_a_summary(value: torch.Tensor, shape: torch.Size) -> bool:
@@ -168,43 +172,3 @@ def _is_a_summary(value: torch.Tensor, shape: torch.Size) -> bool:
     return value.dim() == len(shape) and all(
         ours in (1, whole) for ours, whole in zip(value.shape, shape, strict=True)
     )
-
-
-def plain_state(
-    gathered: Mapping[int, dict[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """A state dictionary of the plain optimizer. gathered: by id() of a parameter its state."""
-    state: dict[int, dict[str, Any]] = {}
-    plain, number = [], 0
-    for options in groups:
-        first = number
-        for parameter in options["params"]:
-            if id(parameter) in gathered:
-                state[number] = gathered[id(parameter)]
-            number += 1
-        plain.append({**options, "params": list(range(first, number))})
-    return {"state": state, "param_groups": plain}
-
-
-def match_groups(
-    state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]]
-) -> dict[int, tuple[str, Mapping[str, Any]]]:
-    """Take over the options of a saved state into `groups`; returns by id() of a parameter its
-    name in that state, and its state. Nothing that was passed is changed or kept.
-
-    Raises ValueError, before anything is taken over, where the groups differ.
-    """
-    saved = state_dict["param_groups"]
-    if len(saved) != len(groups):
-        raise ValueError("loaded state dict has a different number of parameter groups")
-    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
-        raise ValueError(
-            "loaded state dict contains a parameter group that doesn't match the size of "
-            "optimizer's group"
-        )
-    found = {}
-    for ours, theirs in zip(groups, saved, strict=True):
-        for parameter, number in zip(ours["params"], theirs["params"], strict=True):
-            found[id(parameter)] = (str(number), state_dict["state"].get(number, {}))
-        ours.update({k: copy.deepcopy(v) for k, v in theirs.items() if k != "params"})
-    return found

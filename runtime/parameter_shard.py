@@ -28,7 +28,7 @@ from collectives.shards import (
 )
 
 from .held_state import VALUES, Description, HeldState, Part
-from .optimizer_state import MASTER, BucketLayout, PieceState, gather_state, slice_state
+from .optimizer_state import MASTER, BucketLayout, PieceState, check_fits, gather_state, slice_state
 from .reducer import GradientBucket
 from .shardable_optimizers import ELEMENTWISE
 
@@ -38,6 +38,20 @@ _CPU_TILE_NUMEL = 1 << 18
 ten times or more. AdamW over 6.3 M elements took 37 ms as one tensor, 12 ms in these tiles."""
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Parameters on their way to this rank; by way of `staged`, if that is given, to `target`."""
+
+    work: Work
+    staged: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.staged is not None and self.target is not None:
+            self.target.copy_(self.staged)
 
 
 class ShardRange:
@@ -104,6 +118,8 @@ class ParameterBucket:
             view = self.flat[offset : offset + numel].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
+        self.version = 0
+        """Steps that this rank has taken with what it keeps since the bucket was laid out."""
         self.cut(group, reduced, replicas)
 
     def cut(self, group: Group, reduced: torch.Tensor | None, replicas: int) -> None:
@@ -137,10 +153,16 @@ class ParameterBucket:
             theirs[replica.owner] = replica.reduced
         return group.all_to_all(theirs, mine)
 
-    def start_gather(self, group: Group) -> Work:
+    def start_gather(self, group: Group) -> Gather:
         """Begin to bring all ranks' ranges of `flat` to all ranks."""
         padded = padded_numel(self.plan.content, group.size)
-        return group.all_gather(self.flat[:padded], self.own.values)
+        flat, own = self.flat[:padded], self.own.values
+        if flat.device == group.device:
+            return Gather(group.all_gather(flat, own))
+        # A group's operations take tensors of its device. Parameters of a model that is spread
+        # over several travel by way of it.
+        staged = torch.empty_like(flat, device=group.device)
+        return Gather(group.all_gather(staged, own.to(group.device)), staged, flat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +342,8 @@ class ParameterShard:
         portion: numbers of the buckets. groups: the user's, whose options count. used: per
         parameter. The summed gradient is divided by `divisor`, then multiplied with `coefficient`.
         """
+        for number in portion:
+            self.buckets[number].version += 1
         if self.optimizer is None:
             return
         pieces = [mine for number in portion for mine in self.pieces[number]]
@@ -355,10 +379,10 @@ class ParameterShard:
 
     def gather(self) -> None:
         """Bring all parameters to all ranks."""
-        for work in self.start_gather(range(len(self.buckets))):
-            work.wait()
+        for gather in self.start_gather(range(len(self.buckets))):
+            gather.wait()
 
-    def start_gather(self, portion: Sequence[int]) -> list[Work]:
+    def start_gather(self, portion: Sequence[int]) -> list[Gather]:
         """Begin to bring every rank's part of the parameters to all ranks."""
         return [self.buckets[number].start_gather(self.group) for number in portion]
 
@@ -474,11 +498,18 @@ class ParameterShard:
             state[MASTER] = mine.tensor.detach()
         return state
 
+    def check_fits(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> None:
+        """Raises ValueError for state that does not fit its parameter, whoever owns it. saved: as
+        in `load_state`."""
+        for parameter in self.parameters:
+            name, state = saved.get(id(parameter), ("", {}))
+            check_fits(state, parameter.shape, name, may_be_cut=self._elementwise)
+
     def load_state(
         self, saved: Mapping[int, tuple[str, Mapping[str, Any]]], groups: Sequence[dict[str, Any]]
     ) -> None:
-        """Take this rank's part. saved: by id() of a parameter its name, for errors, and its state.
-        groups: the user's, with the options as they were loaded."""
+        """Take this rank's part of what fits. saved: by id() of a parameter its name, for errors,
+        and its state. groups: the user's, with the options as they were loaded."""
         optimizer = self.optimizer
         if optimizer is None:
             return
@@ -490,10 +521,10 @@ class ParameterShard:
         masters: list[tuple[KeptPiece, torch.Tensor]] = []
         for mine in (mine for pieces in self.pieces for mine in pieces):
             parameter = self.parameters[mine.piece.parameter]
-            name, whole = saved.get(id(parameter), ("", {}))
+            _, whole = saved.get(id(parameter), ("", {}))
             if not whole:
                 continue
-            state = slice_state(whole, mine.piece, mine.tensor.shape, parameter.shape, name)
+            state = slice_state(whole, mine.piece, mine.tensor.shape, parameter.shape)
             master = state.pop(MASTER, None)
             if master is not None and mine.range.has_master:
                 masters.append((mine, master))

@@ -98,6 +98,8 @@ class Reducer:
         self.clock: StepClock | None = None
         """Times the steps and tells what has no gradient; there at debug level INFO and above."""
         self.unused: UnusedParameters | None = None
+        self.on_launched: Callable[[int], None] | None = None
+        """Called with the number of each bucket that a pass launched in REDUCE_SCATTER mode."""
         self._on_agreement = on_agreement
         self._has_next = has_next
         self._bucket_bytes = bucket_bytes
@@ -143,9 +145,9 @@ class Reducer:
                     parameter.grad = view
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
         self._place_vote()
-        if is_in_step:
-            for bucket in fresh:
-                self._launch(bucket)
+        for bucket in fresh if is_in_step else ():
+            self._num_launched += 1
+            self._reduce_scatter(bucket)
         return fresh
 
     def _place_vote(self) -> None:
@@ -184,6 +186,7 @@ class Reducer:
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self.is_live = True
         self._begin_launching()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -196,7 +199,6 @@ class Reducer:
     def _end_backward(self) -> None:
         """Send what is left; parameters outside this backward pass contribute what they hold."""
         self._in_backward = False
-        self.is_live = True
         if self.clock is not None:
             self.clock.backward_ended()
         if self.unused is not None:
@@ -230,14 +232,19 @@ class Reducer:
         self._num_launched += 1
         if self.mode is Mode.REDUCE_SCATTER:
             try:
-                bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
+                self._reduce_scatter(bucket)
             except CollectiveError as error:
                 if not self.parks or not ends_a_generation(error):
                     raise
                 self._failure = error
+            if self.on_launched is not None:
+                self.on_launched(self._num_launched - 1)
         else:
             rider = len(self._vote) if self._vote_rides and bucket is self.buckets[-1] else 0
             bucket.work = self.group.all_reduce(bucket.flat[: bucket.plan.content + rider])
+
+    def _reduce_scatter(self, bucket: GradientBucket) -> None:
+        bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
 
     def _write_vote(self, vote: torch.Tensor, has_next: bool) -> None:
         write_vote(

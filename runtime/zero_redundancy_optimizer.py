@@ -25,17 +25,18 @@ import torch
 
 from actors.lifeline import ends_a_generation
 from actors.messages import Progress
-from collectives import CollectiveError, CollectiveMismatch, Group, Work
+from collectives import CollectiveError, CollectiveMismatch, Group
 
 from .agreement import Agreement
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
 from .context import current_group, recovery_of
-from .distributed_data_parallel import DistributedDataParallel, owner_of
+from .distributed_data_parallel import DistributedDataParallel, names_of, owner_of
+from .early_update import EarlyUpdate
 from .held_state import HeldState
 from .join import Join, Joinable, JoinHook
 from .loss_scale import check_scale, given_scale
-from .optimizer_state import match_groups, plain_state
-from .parameter_shard import ParameterShard
+from .parameter_shard import Gather, ParameterShard
+from .plain_state import match_state, parameter_name, plain_state, with_names
 from .reducer import GradientBucket, Reducer
 from .same_model import check_same_parameters
 from .shardable_optimizers import (
@@ -64,6 +65,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     session that may lose workers (max_failures), the loss of a worker costs no state and no step.
     Each replica costs P/N elements sent per step, and the state and the arithmetic of a shard.
 
+    overlap_with_ddp: the backward pass steps each bucket's shard as soon as the bucket is reduced,
+    from the first step on; `step()`, which follows it as ever, finishes. So options are to be
+    changed before the backward pass, and there is no max_norm and no GradScaler.
+    parameters_as_bucket_view: accepted from scripts written for torch, and without effect:
+    parameters always are views of their buckets.
+
     Parameters in float16 and bfloat16 are stepped as float32 copies of the rank's shard.
 
     Per step and rank it sends 2·P·(N-1)/N elements (P parameters, N ranks), and the ballot: per
@@ -84,6 +91,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         group: Group | None = None,
         max_norm: float | None = None,
         replicas: int = 1,
+        overlap_with_ddp: bool = False,
+        parameters_as_bucket_view: bool = True,
         **defaults: Any,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
@@ -118,6 +127,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.grad_norm: float | None = None
         """2-norm of the mean gradient of the last step, before clipping; None without max_norm."""
 
+        self.overlap_with_ddp = overlap_with_ddp
         self.uses_scaler = False
         """Whether losses are scaled; set by chorusline.GradScaler, on all ranks."""
         self.found_overflow = False
@@ -145,6 +155,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         laid_out = {id(p) for p in self._shard.parameters}
         self._waiting += [p for p in dict.fromkeys(given) if id(p) not in laid_out]
         self._take_up_trainable()
+        self._early: EarlyUpdate | None = None
+        if overlap_with_ddp:
+            self._early = self._overlap()
         self._seen = Progress(0)
         """The last ballot that this rank has seen, and what it said."""
         self.last_live: tuple[int, ...] = ()
@@ -156,6 +169,25 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             assert self.reducer is not None
             self.reducer.parks = True
             self._recovery.watch_optimizer(self)
+
+    def _overlap(self) -> EarlyUpdate:
+        if self.max_norm is not None:
+            raise ValueError(
+                "overlap_with_ddp steps parameters before the norm of the whole gradient is known; "
+                "leave out max_norm, or overlap_with_ddp"
+            )
+        if self.reducer is None or self._shard.optimizer_class not in ELEMENTWISE:
+            raise ValueError(
+                "overlap_with_ddp steps the parameters of one of our DistributedDataParallel, all "
+                "that it reduces, with one of torch's elementwise optimizers (SGD, Adam, AdamW, …)"
+            )
+        if recovery_of(self.group) is not None:
+            raise ValueError(
+                "overlap_with_ddp steps parameters before all ranks have agreed on the step, which "
+                "cannot be undone when one of them dies; leave it out, or let the session end with "
+                "the first loss (max_failures=0)"
+            )
+        return EarlyUpdate(self.reducer, self._shard, self.param_groups, self._divisor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; every rank calls it, with the same group, between two steps.
@@ -254,8 +286,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         for work in self._shard.start_replicating():  # (2)
             work.wait()
         outcome = self._see(self._ballot.hold(self._vote(is_live)), is_live)  # (3)
-        for work in self._apply(outcome):  # (4), and (5) begins
-            work.wait()
+        if self.reducer is None:
+            self._check_gradients(outcome.agreement)
+        for gather in self._apply(outcome):  # (4), and (5) begins
+            gather.wait()
         if self._model is not None and self.reducer is not None:
             self._model.sync_buffers(outcome.agreement.live)
 
@@ -294,17 +328,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self.reducer.end_step()
         return outcome
 
-    def _apply(self, outcome: Outcome) -> list[Work]:
+    def _apply(self, outcome: Outcome) -> list[Gather]:
         """Step what this rank keeps, all of it, whatever happens to the others meanwhile; returns
         the all-gathers, each begun as soon as its bucket is stepped."""
         agreement = outcome.agreement
-        if not agreement.live or self.found_overflow:
+        gathers = self._early.end_step() if self._early is not None else []
+        if not agreement.live:
             return []
         divisor = self._divisor(agreement)
-        coefficient = self._coefficient(outcome, divisor)
-        gathers: list[Work] = []
+        if self.max_norm is not None:
+            scale = outcome.loss_scale if self.uses_scaler else 1.0
+            self.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
+        if self.found_overflow:
+            return []
+        coefficient = self._coefficient(outcome)
         failure: CollectiveError | None = None
-        for portion in self._shard.portions:
+        for portion in self._shard.portions[len(gathers) :]:
             self._shard.apply(portion, self.param_groups, agreement.used, divisor, coefficient)
             try:
                 if failure is None:
@@ -316,6 +355,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             raise failure
         return gathers
 
+    def _check_gradients(self, agreement: Agreement) -> None:
+        """Gradients that are taken as they are have to be there; on a joined rank, too."""
+        for parameter, is_used in zip(self._shard.parameters, agreement.used, strict=True):
+            if is_used and parameter.grad is None:
+                error = RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient on other ranks "
+                    f"of {list(agreement.live)} and none on rank {self.group.rank}. Without our "
+                    "DistributedDataParallel, whoever makes the gradients equal does so on all "
+                    "ranks; inside Join, it is listed before this optimizer"
+                )
+                self.group.abort(error)  # The others wait for our part of the parameters.
+                raise error
+
     def _divisor(self, agreement: Agreement) -> float:
         """What the summed gradient is divided by to be the mean."""
         if self.reducer is None:
@@ -324,14 +376,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             return self._join.ledger.divisor(agreement)
         return agreement.weight or self.group.size
 
-    def _coefficient(self, outcome: Outcome, divisor: float) -> float:
+    def _coefficient(self, outcome: Outcome) -> float:
         """What the mean gradient is multiplied with: it is unscaled, then clipped."""
         scale = outcome.loss_scale if self.uses_scaler else 1.0
-        if self.max_norm is None:
+        if self.max_norm is None or self.grad_norm is None:
             return 1.0 / scale
-        self.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
-        # As torch: never enlarge, and no division by zero.
-        return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) / scale
+        # As torch: never enlarge, no division by zero, and a norm that is no number spoils all.
+        clipped = self.max_norm / (self.grad_norm + 1e-6)
+        return (1.0 if clipped > 1 else clipped) / scale
 
     def _option_numbers(self) -> list[float]:
         """The optimizer's own options; a schedule's notes in the groups are none."""
@@ -384,7 +436,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to`, on the CPU, for `state_dict()` there.
 
-        Every rank calls it. The others hold a chunk of 4 MiB per rank at most.
+        Every rank calls it. Besides the result, ranks need 4 MiB more than they have.
         """
         if not 0 <= to < self.group.size:
             raise ValueError(f"to must be a rank in [0, {self.group.size}), got {to}")
@@ -393,8 +445,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self.group.rank == to:
             self._consolidated = plain_state(gathered, self.param_groups)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, by_name: bool = False) -> dict[str, Any]:
         """The last consolidated state, in the format of the plain optimizer.
+
+        by_name: in that of torch.distributed.checkpoint's `get_optimizer_state_dict`, with names
+        for numbers; the names are the module's, or those of `named_parameters()`.
 
         Raises RuntimeError on a rank to which nothing was consolidated.
         """
@@ -404,19 +459,37 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 f"`consolidate_state_dict(to={self.group.rank})` on all ranks beforehand if you "
                 "meant to save the global state."
             )
-        return self._consolidated
+        if not by_name:
+            return self._consolidated
+        names, given = self._names(), [p for g in self.param_groups for p in g["params"]]
+        return with_names(self._consolidated, [parameter_name(p, names) for p in given])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state: of ours, or of a plain torch optimizer.
 
-        state_dict: the same on all ranks, by parameter number; it is not changed, and nothing of
-        it is kept. Saved with any number of ranks.
+        state_dict: the same on all ranks, by number or by name of the parameters; it is not
+        changed, and nothing of it is kept. Saved with any number of ranks.
 
-        Raises ValueError where groups, parameters or shapes differ, naming the parameter.
+        Raises ValueError where groups, parameters or shapes differ, naming the parameter, on all
+        ranks and before anything is taken over.
         """
-        saved = match_groups(state_dict, self.param_groups)
+        saved, options = match_state(state_dict, self.param_groups, self._names())
+        self._shard.check_fits(saved)
+        for ours, theirs in zip(self.param_groups, options, strict=True):
+            ours.update(theirs)
         self._shard.load_state(saved, self.param_groups)
+
+    def _names(self) -> dict[int, str]:
+        """What is known of the parameters' names, by id()."""
+        names = {
+            id(parameter): name
+            for options in self.param_groups
+            for name, parameter in zip(
+                options.get("param_names", ()), options["params"], strict=False
+            )
+        }
+        return names or names_of([p for g in self.param_groups for p in g["params"]])
 
     # -- Join ----------------------------------------------------------------------------------
 
