@@ -341,6 +341,9 @@ class Group(Operations, ObjectCollectives):
         self._closed = True
         for child in list(self._children):
             child.close()
+        failure = self._communicator.failure()
+        if failure is not None and not isinstance(failure, GroupClosed):
+            self._family.end(self, failure)  # Nobody looks at a group that has left.
         self._family.remove(self)
         if self.parent is not None and self in self.parent._children:
             self.parent._children.remove(self)
@@ -367,7 +370,15 @@ class Group(Operations, ObjectCollectives):
     @property
     def flight_recorder(self) -> FlightRecording:
         """The last collectives of this rank as they stand now; print it when something hangs."""
-        return self._recorder.read()
+        return self._recorder.read(self.ranks)
+
+    def flight_recorders(self) -> list[FlightRecording]:
+        """Those of this group, of all that were made of it, and of its objects' channel."""
+        return self._family.recordings()
+
+    def as_counted_here(self, error: CollectiveError) -> CollectiveError:
+        """`error`, which a group made of this one may have raised, with the ranks of this one."""
+        return self._family.as_seen_from(self, error)
 
     def __enter__(self) -> Group:
         return self
