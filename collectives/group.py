@@ -25,6 +25,7 @@ from .interfaces import network_of
 from .monitored_barrier import MonitoredBarrier
 from .object_channel import ObjectChannel
 from .object_collectives import ObjectCollectives
+from .object_messages import ObjectMessages
 from .operation import Kind, Operation
 from .operations import Operations
 from .profiling import begin_span
@@ -111,6 +112,7 @@ class Group(Operations, ObjectCollectives):
         self._children_made = itertools.count()  # equal on all ranks: making one is a collective
         self._family = Family()
         self._channel: ObjectChannel | None = None
+        self._messages: ObjectMessages | None = None
         self._family.add(self)
         self._coalesced: Coalesced | None = None  # the block that is open
         self._wire_ops = {}
@@ -453,6 +455,16 @@ class Group(Operations, ObjectCollectives):
         deadline_s = self._deadline_s(kind, timeout_s)
         self.statistics.count(kind, 0)
         return deadline_s
+
+    def _object_messages(self, operation: str) -> ObjectMessages:
+        if self._coalesced is not None and not self._communicator.has_tags:
+            raise RuntimeError(
+                f"{operation} inside coalesce(): on the {self.backend} backend its length must "
+                "arrive before the rest can be issued; move it out of the block"
+            )
+        if self._messages is None:
+            self._messages = ObjectMessages(self, self._communicator)
+        return self._messages
 
     def _objects(self) -> ObjectChannel:
         if self._channel is None:

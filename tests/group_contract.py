@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from handle_contract import *  # noqa: F403  # Ranks look checks up by name, in here.
-from handle_contract import HANDLE_CONTRACT
+from handle_contract import HANDLE_CONTRACT, check_many_objects_between_two
 from numpy.typing import NDArray
 
 from collectives.errors import UnsupportedOperation
@@ -740,6 +740,7 @@ HOST_CONTRACT = (
     *CONTRACT,
     check_halves_round_once,
     check_messages_beside_collectives,
+    check_many_objects_between_two,
     check_numpy,
     check_narrow_averages_do_not_overflow,
 )
