@@ -470,7 +470,7 @@ class Group(Operations, ObjectCollectives):
         if self._channel is None:
             from .subgroups import channel_group
 
-            self._channel = ObjectChannel(self, lambda limit_s: channel_group(self, limit_s))
+            self._channel = ObjectChannel(self, lambda operation: channel_group(self, operation))
             failure = self.failure()
             if failure is not None:
                 self._channel.fail(failure)

@@ -35,7 +35,6 @@ from .errors import (
     GroupClosed,
     PayloadUnreadable,
     PeerLost,
-    StoreTimeout,
 )
 from .flight_recorder import FlightRecorder
 from .in_flight import InFlight, PendingWork
@@ -79,9 +78,9 @@ class _RecorderOnBehalf(FlightRecorder):
 
 
 class ObjectChannel:
-    """One rank's end. connect: makes the channel's group, blocking, within so many seconds."""
+    """One rank's end. connect: makes the channel's group, blocking, for its first operation."""
 
-    def __init__(self, owner: Group, connect: Callable[[float], Group]) -> None:
+    def __init__(self, owner: Group, connect: Callable[[Operation], Group]) -> None:
         self._owner = owner
         self._connect = connect
         self._in_flight: InFlight[ObjectWork] = InFlight(owner.rank, owner.abort)
@@ -194,17 +193,10 @@ class ObjectChannel:
         work.call_back()
 
     def _connected(self, operation: Operation) -> Group:
-        left_s = operation.issued_at + operation.timeout_s - time.monotonic()
-        try:
-            group = self._connect(max(left_s, 0.001))
-            self._recorder = _RecorderOnBehalf(group.rank, group.size, group.name, group.generation)
-            group._recorder = self._recorder
-            return group
-        except StoreTimeout as error:
-            ranks = [int(key.rsplit("/", 1)[-1]) for key in error.keys]
-            raise CollectiveTimeout(
-                str(operation), operation.generation, ranks, operation.timeout_s
-            ) from error
+        group = self._connect(operation)
+        self._recorder = _RecorderOnBehalf(group.rank, group.size, group.name, group.generation)
+        group._recorder = self._recorder
+        return group
 
     def _compare(self, operation: Operation, said: list[tuple[int, ...]]) -> None:
         if len(set(said)) == 1:

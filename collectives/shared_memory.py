@@ -108,6 +108,9 @@ class SharedMemoryCommunicator(Communicator):
     def failure(self) -> CollectiveError | None:
         return None if self._closed else self._segment.failure()
 
+    def gone(self) -> dict[int, str]:
+        return {} if self._closed else self._segment.gone()
+
     def close(self) -> None:
         if self._closed:
             return
