@@ -13,6 +13,7 @@ from .errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
+    GroupClosed,
     PeerLost,
     StoreTimeout,
     fresh_copy,
@@ -186,6 +187,9 @@ def _meet(
             parent.abort(failure)
         raise fresh_copy(failure) from error
     _adopt(parent, group, members)
+    if parent._closed:  # Meanwhile, by another thread, which cannot have known this one.
+        group.close()
+        raise GroupClosed(what, parent.generation)
     return group
 
 
