@@ -246,9 +246,7 @@ def main() -> None:
         cells = [name, f"{m['ours'] * 1e6:.1f}", f"{m['gloo'] * 1e6:.1f}", f"{ratios[name]:.3f}"]
         if args.ray:
             cells += (
-                [f"{m['ray'] * 1e6:.1f}", f"{to_ray[name]:.3f}"]
-                if "ray" in m
-                else ["lacks it", ""]
+                [f"{m['ray'] * 1e6:.1f}", f"{to_ray[name]:.3f}"] if "ray" in m else ["lacks it", ""]
             )
         return tuple(cells)
 

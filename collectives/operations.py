@@ -598,7 +598,7 @@ class Operations(ABC):
                 f"with the sum {num_rows} of the rows of {name}; got {list(rows)}"
             )
         width = flat.numel() // num_rows if num_rows else 0
-        return list(flat.split([n * width for n in rows]))
+        return list(flat.split_with_sizes([n * width for n in rows]))
 
     def _nothing(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         dtype = travelling_dtype(tensor.dtype)
