@@ -18,10 +18,11 @@ from .backends import backend_for
 from .coalesce import Coalesced
 from .communicator import Communicator
 from .debug import DebugLevel, get_debug_level
-from .errors import CollectiveError, GroupAborted, GroupClosed, StoreTimeout
+from .errors import CollectiveError, GroupAborted, GroupClosed
 from .family import Family
 from .flight_recorder import FlightRecorder, FlightRecording
 from .interfaces import network_of
+from .meeting import meet
 from .monitored_barrier import MonitoredBarrier
 from .object_channel import ObjectChannel
 from .object_collectives import ObjectCollectives
@@ -30,7 +31,7 @@ from .operation import Kind, Operation
 from .operations import Operations
 from .profiling import begin_span
 from .statistics import Statistics
-from .store import PrefixStore, Store
+from .store import Store
 from .work import Work
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -139,7 +140,8 @@ class Group(Operations, ObjectCollectives):
         ranks are on one host, else Gloo. Or "shared-memory", "gloo", "nccl", or the name of one of
         your own (`register_backend`); the same on all ranks.
 
-        Raises StoreTimeout naming the ranks that did not come within `timeout_s`.
+        Raises StoreTimeout naming the ranks that did not come within `timeout_s`. It may be called
+        again then, also by ranks that had given up before the others first came.
         """
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
@@ -149,33 +151,16 @@ class Group(Operations, ObjectCollectives):
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         device = torch.device(device)
         chosen = backend_for(backend, device)
-        round_ = store.add(f"group/{name}/{generation}/created_by/{rank}", 1)
-        rendezvous = PrefixStore(f"group/{name}/{generation}/{round_}", store)
-        rendezvous.set_timeout(timeout_s)
-        rendezvous.set(f"backend/{rank}", chosen.name)
-        try:
-            communicator = chosen.factory(rendezvous, rank, size, device, generation)
-        except StoreTimeout as error:
-            numbers = (key.rsplit("/", 1)[-1] for key in error.keys)
-            absent = sorted({int(number) for number in numbers if number.isdecimal()})
-            others = [
-                f"rank {r} came with {theirs!r}"
-                for r in absent
-                if rendezvous.check([f"backend/{r}"])
-                and (theirs := rendezvous.get(f"backend/{r}").decode()) != chosen.name
-            ]
-            if others:
-                raise ValueError(
-                    f"backend is {chosen.name!r} on rank {rank}, but {', '.join(others)}; choose "
-                    "the same on all ranks"
-                ) from error
-            raise StoreTimeout(
-                error.keys,
-                error.waited_s,
-                f"ranks {absent} of {size} did not come to generation {generation} of group "
-                f"{name!r}. Check that they run, and that all use the same store, size, name and "
-                "generation",
-            ) from error
+        communicator, rendezvous = meet(
+            chosen,
+            store,
+            rank,
+            size,
+            device,
+            generation=generation,
+            timeout_s=timeout_s,
+            name=name,
+        )
         if get_debug_level() >= DebugLevel.DETAIL:
             from .comparison import comparing
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,12 +19,8 @@ from .errors import (
     fresh_copy,
 )
 from .group import Group
+from .meeting import WatchedStore
 from .operation import Operation
-from .store import Data, PrefixStore
-
-_SLICE_S = 0.1  # of a wait in the store, between two looks at the parent
-
-Result = TypeVar("Result")
 
 
 def new_group(parent: Group, ranks: Sequence[int], name: str | None) -> Group | None:
@@ -84,48 +80,24 @@ def channel_group(owner: Group, operation: Operation) -> Group:
     )
 
 
-class _MeetingPlace(PrefixStore):
+def _meeting_place(prefix: str, parent: Group, members: Sequence[int]) -> WatchedStore:
     """Part of the store that `parent` met in, for a group of `members` of it to meet.
 
     Who waits there for a rank that is lost, or while the parent ends, raises that at once; the
     store alone would let it wait for the deadline.
     """
 
-    def __init__(self, prefix: str, parent: Group, members: Sequence[int]) -> None:
-        super().__init__(prefix, parent._store)
-        self._parent = parent
-        self._members = members
-
-    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
-        self._in_slices(lambda slice_s: super(_MeetingPlace, self).wait(keys, slice_s), timeout_s)
-
-    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
-        def get(slice_s: float) -> list[bytes]:
-            return super(_MeetingPlace, self).multi_get(keys, slice_s)
-
-        return self._in_slices(get, timeout_s)
-
-    def _in_slices(self, call: Callable[[float], Result], timeout_s: float | None) -> Result:
-        limit_s = self._seconds(timeout_s)
-        give_up_at = time.monotonic() + limit_s
-        while True:
-            left_s = max(give_up_at - time.monotonic(), 0.0)
-            try:
-                return call(min(_SLICE_S, left_s))
-            except StoreTimeout as error:
-                self._check()
-                if left_s <= _SLICE_S:
-                    raise StoreTimeout(error.keys, limit_s, error.detail) from error
-
-    def _check(self) -> None:
-        failure = self._parent.failure()
+    def look() -> None:
+        failure = parent.failure()
         if failure is not None:
             raise fresh_copy(failure)
-        gone = self._parent._communicator.gone()
-        lost = [number for number, rank in enumerate(self._members) if rank in gone]
+        gone = parent._communicator.gone()
+        lost = [number for number, rank in enumerate(members) if rank in gone]
         if lost:
-            how = "; ".join(gone[self._members[number]] for number in lost)
-            raise PeerLost("rendezvous", self._parent.generation, lost, how)
+            how = "; ".join(gone[members[number]] for number in lost)
+            raise PeerLost("rendezvous", parent.generation, lost, how)
+
+    return WatchedStore(prefix, parent._store, look)
 
 
 def _agree(parent: Group, mine: Any) -> tuple[int, list[Any]]:
@@ -171,7 +143,7 @@ def _meet(
     """
     try:
         group = Group.create(
-            _MeetingPlace(prefix, parent, members),
+            _meeting_place(prefix, parent, members),
             members.index(parent.rank),
             len(members),
             device,
