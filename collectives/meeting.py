@@ -72,6 +72,7 @@ def meet(
     """
     give_up_at = time.monotonic() + timeout_s
     attempts = f"group/{name}/{generation}"
+    earlier: list[PrefixStore] = []  # attempts that others gave up while this rank was in them
     while True:
         number = store.add(f"{attempts}/created_by/{rank}", 1)
         given_up = f"{attempts}/{number}/given_up"
@@ -89,14 +90,22 @@ def meet(
             communicator = backend.factory(place, rank, size, device, generation)
         except _GivenUp:
             _compare_backends(place, backend, rank, range(size))
+            earlier.append(place)
             continue
         except StoreTimeout as error:
             store.set(given_up, str(rank))
-            numbers = (key.rsplit("/", 1)[-1] for key in error.keys)
-            absent = sorted({int(number) for number in numbers if number.isdecimal()})
+            keys = {ranks_of_keys([key])[0]: key for key in error.keys if ranks_of_keys([key])}
+            # Who came before and has just given up, as this rank would, is not the one to blame.
+            tired = [
+                other
+                for other in sorted(keys)
+                if any(attempt.check([f"backend/{other}"]) for attempt in earlier)
+                and not place.check([f"backend/{other}"])
+            ]
+            absent = [other for other in sorted(keys) if other not in tired] or tired
             _compare_backends(place, backend, rank, absent)
             raise StoreTimeout(
-                error.keys,
+                [keys[other] for other in absent] or error.keys,
                 timeout_s,
                 f"ranks {absent} of {size} did not come to generation {generation} of group "
                 f"{name!r}. Check that they run, and that all use the same store, size, name and "
@@ -106,6 +115,12 @@ def meet(
         own = PrefixStore(f"{attempts}/{number}", store)
         own.set_timeout(timeout_s)
         return communicator, own
+
+
+def ranks_of_keys(keys: Sequence[str]) -> list[int]:
+    """The ranks that did not write them: such a key ends in `/<rank>`."""
+    numbers = {key.rsplit("/", 1)[-1] for key in keys}
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def _compare_backends(

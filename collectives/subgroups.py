@@ -19,7 +19,7 @@ from .errors import (
     fresh_copy,
 )
 from .group import Group
-from .meeting import WatchedStore
+from .meeting import WatchedStore, ranks_of_keys
 from .operation import Operation
 
 
@@ -174,8 +174,7 @@ def _lost(
 ) -> CollectiveError:
     """Why `members` of `parent` did not meet; the ranks as `parent` counts them."""
     if isinstance(error, StoreTimeout):
-        numbers = {key.rsplit("/", 1)[-1] for key in error.keys}
-        late = sorted(members[int(number)] for number in numbers if number.isdecimal())
+        late = sorted(members[number] for number in ranks_of_keys(error.keys))
         return CollectiveTimeout(what, parent.generation, late, timeout_s)
     ranks = sorted(members[rank] for rank in error.ranks)
     match error:

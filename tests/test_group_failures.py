@@ -242,6 +242,24 @@ def test_ranks_that_try_again_meet_however_often_each_has_tried() -> None:
     assert found == {0: 9.0, 1: 9.0, 2: 9.0}
 
 
+def test_who_gives_up_first_is_not_blamed_by_those_who_do_so_next() -> None:
+    store = HashStore()
+    told: dict[int, list[str]] = {}
+
+    def join(rank: int) -> None:
+        try:
+            Group.create(store, rank, 3, timeout_s=0.4 + 0.3 * rank)
+        except StoreTimeout as error:
+            told[rank] = error.keys
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [[key.rsplit("/")[-1] for key in told[rank]] for rank in (0, 1)] == [["2"], ["2"]]
+
+
 def never_connect(rank: Rank) -> Any:
     """The last rank says its name and comes no further."""
     if rank.rank == rank.size - 1:
