@@ -171,7 +171,7 @@ class Worker:
         with self._lock:
             run, group = self._run, self._group
         return Testimony(
-            recording=group.flight_recorder if group else None,
+            recordings=tuple(group.flight_recorders()) if group else (),
             stack=run.thread.stack() if run and run.thread else "",
             is_over=run is None or run.thread is None or run.thread.wait_ended(0),
         )
@@ -320,8 +320,12 @@ class Worker:
             issued = group.statistics.total_operations() if group else 0
             ending = outcomes.success(rank, value, issued)
         else:
-            told = run.stop_error is not None
-            ending = outcomes.failure(rank, error, was_told_to_stop=told)
+            ending = outcomes.failure(
+                rank,
+                error,
+                was_told_to_stop=run.stop_error is not None,
+                as_counted=self._group.as_counted_here if self._group else None,
+            )
         if isinstance(ending, Failure) and self._group is not None:
             generation = run.assignment.generation
             self._group.abort(
