@@ -59,7 +59,8 @@ def write_vote(
 def read_agreement(total: Sequence[float], num_ranks: int) -> Agreement:
     """total: vote_numel numbers, the sum of all votes.
 
-    Raises RuntimeError, on all ranks alike, if some live ranks weighed their loss and others did not, or all weights are zero."""
+    Raises RuntimeError, on all ranks alike, if some live ranks weighed their loss and others did
+    not, or all weights are zero."""
     weight, num_weighing, *values = total
     live = tuple(r for r in range(num_ranks) if values[r])
     if num_weighing not in (0, len(live)):

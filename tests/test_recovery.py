@@ -167,8 +167,20 @@ async def session(cluster: None) -> AsyncIterator[cl.Session]:
         yield session
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("phase", PHASES)
+CASES = [
+    pytest.param(
+        phase,
+        victim,
+        marks=[] if number % 3 == victim else [pytest.mark.slow],
+        id=f"{phase}-{victim}",
+    )
+    for number, phase in enumerate(PHASES)
+    for victim in range(3)
+]
+"""Every phase on every rank; each phase on one of them in the fast suite."""
+
+
+@pytest.mark.parametrize("phase, victim", CASES)
 async def test_a_killed_worker_costs_no_step_and_no_sample(
     session: cl.Session, phase: str, victim: int
 ) -> None:
