@@ -9,6 +9,9 @@ A step has the phases below; the numbers stand again where they happen.
     (4) Apply the shard's gradient to the shard, and the replicas' to the replicas.
     (5) All-gather the parameters, and take over the buffers.
 
+(4) and (5) go bucket by bucket; with `overlap_with_ddp` those of most buckets come during backward
+(early_update.py).
+
 Where the run goes on after a death (recovery.py), a failure in any of them parks the step: if some
 rank has seen the ballot the step counts, and what it lacks is done in the next generation;
 otherwise it begins again at (1), from the buckets that every rank has kept.
@@ -77,7 +80,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     rank three float64 and one per numeric option of a group, and one per parameter tensor.
 
     Raises torch's errors for what is no list of parameters; ValueError for LBFGS and SparseAdam,
-    with the reason.
+    with the reason; CollectiveMismatch, on all ranks, if parameters or options differ.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
     """
 
