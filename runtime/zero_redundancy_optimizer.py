@@ -160,7 +160,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._take_up_trainable()
         self._early: EarlyUpdate | None = None
         if overlap_with_ddp:
-            self._early = self._overlap()
+            self._early = self._overlap(replicas)
         self._seen = Progress(0)
         """The last ballot that this rank has seen, and what it said."""
         self.last_live: tuple[int, ...] = ()
@@ -173,7 +173,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self.reducer.parks = True
             self._recovery.watch_optimizer(self)
 
-    def _overlap(self) -> EarlyUpdate:
+    def _overlap(self, replicas: int) -> EarlyUpdate:
         if self.max_norm is not None:
             raise ValueError(
                 "overlap_with_ddp steps parameters before the norm of the whole gradient is known; "
@@ -183,6 +183,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             raise ValueError(
                 "overlap_with_ddp steps the parameters of one of our DistributedDataParallel, all "
                 "that it reduces, with one of torch's elementwise optimizers (SGD, Adam, AdamW, …)"
+            )
+        if replicas > 1:
+            raise ValueError(
+                "overlap_with_ddp steps a shard before its gradient has gone to the ranks that "
+                "keep its replicas; leave out replicas, or overlap_with_ddp"
             )
         if recovery_of(self.group) is not None:
             raise ValueError(
