@@ -178,9 +178,16 @@ def reference(told: list[Told], victim: int, num_ranks: int) -> list[torch.Tenso
 
 
 @pytest.fixture(scope="module")
-async def session(cluster: None) -> AsyncIterator[cl.Session]:
+async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
     async with cl.Session(num_workers=(1, 3), timeout_s=20) as session:
         yield session
+
+
+@pytest.fixture
+async def session(shared_session: cl.Session) -> AsyncIterator[cl.Session]:
+    """Three workers, and three again when the test is over."""
+    yield shared_session
+    await shared_session.run(lambda ctx: None)
 
 
 CASES = [
