@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -111,6 +112,13 @@ class Communicator(ABC):
         """The ranks that will not come again, and how they went, where no operation is needed to
         see that. Nobody need be missing them yet."""
         return {}
+
+    def show_waits(self, ranks: Sequence[int], since: float) -> None:
+        """In a group made of this one, this rank has waited for `ranks` since that
+        time.monotonic(); none: it waits no more. For transports that can tell the others."""
+
+    def on_wait(self, told: Callable[[Sequence[int], float], None]) -> None:
+        """Call `told` likewise, where this rank waits here."""
 
     @abstractmethod
     def close(self) -> None:

@@ -45,7 +45,7 @@ from .in_flight import InFlight, PendingWork
 from .interfaces import GLOO_VARIABLE, check_gloo_interfaces
 from .operation import STARTED, Operation
 from .reduce_op import ReduceOp
-from .roll_call import Position, RollCall, look_s, position_after
+from .roll_call import RollCall, look_s, position_after, position_in
 from .signature import Signature, mismatch, pair_mismatch
 from .store import PrefixStore, Store
 from .torch_store import TorchStore
@@ -440,10 +440,7 @@ class GlooCommunicator(Communicator):
 
     def _look(self, head: Operation | None) -> CollectiveError | None:
         """Say where this rank is; the error if it is over elsewhere, or overdue here."""
-        if head is None:
-            position = position_after(self._in_flight.last_done)
-        else:
-            position = Position(head.sequence, f"is at {head.place()}", waits=True)
+        position = position_in(head) if head else position_after(self._in_flight.last_done)
         self._roll_call.tell(position)
         self._roll_call.answer()
         error = self._roll_call.the_end(head)

@@ -193,6 +193,9 @@ def _adopt(parent: Group, child: Group, members: Sequence[int]) -> None:
     child._family = parent._family
     parent._children.append(child)
     child._family.add(child)
+    child._communicator.on_wait(
+        lambda ranks, since: parent._communicator.show_waits([members[r] for r in ranks], since)
+    )
 
 
 def _whole(number: object, told: str) -> int:
