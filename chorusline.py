@@ -76,6 +76,7 @@ from runtime.join import Join, Joinable, JoinHook  # noqa: E402
 from runtime.progress import Progress  # noqa: E402
 from runtime.session import Session, SessionSnapshot, run  # noqa: E402
 from runtime.sharding import Shard, deal  # noqa: E402
+from runtime.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
 
 __version__ = "0.1.0"
@@ -92,6 +93,7 @@ __all__ = [
     "DistributedDataParallel",
     "ZeroRedundancyOptimizer",
     "GradScaler",
+    "SyncBatchNorm",
     "Join",
     "Joinable",
     "JoinHook",

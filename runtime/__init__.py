@@ -6,6 +6,7 @@ from .grad_scaler import GradScaler
 from .join import Join, Joinable, JoinHook
 from .session import Session, SessionSnapshot, SessionState, run
 from .sharding import Shard, deal
+from .sync_batch_norm import SyncBatchNorm
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "SessionSnapshot",
     "SessionState",
     "Shard",
+    "SyncBatchNorm",
     "ZeroRedundancyOptimizer",
     "deal",
     "run",

@@ -21,6 +21,7 @@ from .join import Join, Joinable, JoinHook
 from .reducer import Mode, Reducer
 from .replication import broadcast_tensors
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
+from .sync_batch_norm import SyncBatchNorm
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its model
 
@@ -78,12 +79,14 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.broadcast_buffers = broadcast_buffers
         _check_devices(named, self.group)
         _check_same_model(list(module.named_parameters()), self.group)
+        self._sync_norms = _sync_norms(module, self.group)
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
         self.reducer = Reducer(
             [parameter for _, parameter in named],
             self.group,
             int(bucket_cap_mb * (1 << 20)),
+            on_backward_end=self._on_backward_end,
             on_agreement=self._on_agreement,
             has_next=self._has_next,
         )
@@ -97,6 +100,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         Join.notify_join_context(self)
+        # Where an operation waits for all ranks when it is issued, one that follows would hear of
+        # the statistics of the backward pass too late.
+        is_following = self._join is not None and self._join.is_following
+        self.reducer.launches_early = not (is_following and self.group.waits_on_issue)
         clock = self.reducer.clock
         if clock is None:
             return self.module(*inputs, **kwargs)
@@ -139,11 +146,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.reducer.weight = (self.reducer.weight or 0.0) + weight
         return loss * weight
 
-    def sync_buffers(self, live: Sequence[int]) -> None:
+    def sync_buffers(self, live: tuple[int, ...]) -> None:
         """Take the buffers of one of the ranks that took this step."""
         buffers = list(self.module.buffers())
         if self.broadcast_buffers and buffers and live:
-            broadcast_tensors(buffers, max(live) if self._join else 0, self.group)
+            root = self._join.newest_rank(live) if self._join else 0
+            broadcast_tensors(buffers, root, self.group)
 
     # -- Join ----------------------------------------------------------------------------------
 
@@ -163,6 +171,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _ends_step(self) -> bool:
         return self.reducer.mode is Mode.ALL_REDUCE
+
+    def _begins_passes(self) -> bool:
+        return True
+
+    def _groups_to_follow(self) -> Sequence[Group]:
+        groups = [norm.group for norm in self._sync_norms if norm.group]
+        return [group for group in dict.fromkeys(groups) if group.size > 1]
+
+    def _on_backward_end(self) -> None:
+        if self._join:
+            self._join.begin_hook(self)
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         if self.reducer.mode is Mode.REDUCE_SCATTER and not any(
@@ -193,13 +212,12 @@ class _Hook(JoinHook):
         self._model = model
 
     def main_hook(self) -> None:
-        # A sharded step is shadowed by its optimizer, from the first phase to the last.
+        """The gradients; of a sharded step the optimizer's hook, behind this one, does the rest."""
         model = self._model
-        if model.reducer.mode is Mode.ALL_REDUCE:
-            assert model._join is not None
-            model.reducer.shadow()
-            # With gradients that were left over from no_sync, this rank does take the step.
-            model._join.ledger.live = model.reducer.is_live
+        assert model._join is not None
+        model.reducer.shadow()
+        # With gradients that were left over from no_sync, this rank does take the step.
+        model._join.ledger.live = model.reducer.is_live
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ranks that joined earlier did not step: they take the state of a last joiner."""
@@ -213,7 +231,7 @@ class _Hook(JoinHook):
         elif not model.broadcast_buffers:
             state += model.module.buffers()
         if state:
-            root = max(ledger.last_live)
+            root = model._join.newest_rank(ledger.last_live)
             broadcast_tensors([tensor.detach() for tensor in state], root, model.group)
 
 
@@ -231,6 +249,22 @@ def _check_devices(named: list[tuple[str, torch.nn.Parameter]], group: Group) ->
             f"the module is on {first.device}, but this rank's group reduces on {group.device}; "
             f"move the module with .to({str(group.device)!r}) (in a session: ctx.device)"
         )
+
+
+def _sync_norms(module: torch.nn.Module, group: Group) -> list[SyncBatchNorm]:
+    """The layers that take statistics over all ranks, each with its group."""
+    found = []
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
+            raise ValueError(
+                f"{name or 'the module'} is torch's SyncBatchNorm, which needs torch.distributed "
+                "and would take this rank's statistics alone; convert the module with "
+                "chorusline.SyncBatchNorm.convert_sync_batchnorm(module)"
+            )
+        if isinstance(layer, SyncBatchNorm):
+            layer.bind(group)
+            found.append(layer)
+    return found
 
 
 def _check_same_model(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:

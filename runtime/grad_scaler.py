@@ -67,6 +67,9 @@ class GradScaler(torch.amp.GradScaler, Joinable):
     def _carries_agreement(self) -> bool:
         return True
 
+    def _announces_hook(self) -> bool:
+        return False
+
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         before = [j for j in joinables if j is self or j is self._optimizer]
         if before != [self._optimizer, self]:

@@ -67,7 +67,8 @@ class Reducer:
     """The gradients of one model on one rank.
 
     parameters: those that require gradients, in the order of registration; same on all ranks.
-    on_agreement: called with each step's agreement in ALL_REDUCE mode; returns the divisor.
+    on_backward_end: called when a backward pass that is sent has ended, before anything is waited
+    for. on_agreement: called with each step's agreement in ALL_REDUCE mode; returns the divisor.
     has_next: asked when a vote is written.
     """
 
@@ -77,6 +78,7 @@ class Reducer:
         group: Group,
         bucket_bytes: int,
         *,
+        on_backward_end: Callable[[], None],
         on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
     ) -> None:
@@ -85,6 +87,8 @@ class Reducer:
         self.mode = Mode.ALL_REDUCE
         self.is_syncing = True
         """Whether the coming backward pass launches the buckets; `no_sync` switches it off."""
+        self.launches_early = True
+        """Whether buckets are launched while the backward pass still runs."""
         self.is_live = False
         """Whether what was launched last held gradients of this rank's own data."""
         self.weight: float | None = None
@@ -92,6 +96,7 @@ class Reducer:
         self.clock: StepClock | None = None
         """Times the steps and tells what has no gradient; there at debug level INFO and above."""
         self.unused: UnusedParameters | None = None
+        self._on_backward_end = on_backward_end
         self._on_agreement = on_agreement
         self._has_next = has_next
         plans = plan_buckets(
@@ -161,6 +166,7 @@ class Reducer:
     def _end_backward(self) -> None:
         """Send what is left; parameters outside this backward pass contribute what they hold."""
         self._in_backward = False
+        self._on_backward_end()
         self.is_live = True
         if self.clock is not None:
             self.clock.backward_ended()
@@ -175,6 +181,8 @@ class Reducer:
             self._finish_all_reduce()
 
     def _launch_complete_buckets(self) -> None:
+        if not self.launches_early:
+            return
         while self._num_launched < len(self.buckets):
             bucket = self.buckets[self._num_launched]
             carries_vote = self.mode is Mode.ALL_REDUCE and bucket is self.buckets[-1]

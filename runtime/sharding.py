@@ -122,12 +122,18 @@ class Shard:
         join = active_join()
         if join:
             join.ledger.begin_epoch(self.batches_per_rank)
-        for number in range(self._num_batches):
-            start = number * self.batch_size
-            ids = self.sample_ids[start : start + self.batch_size]
-            batch = self._collate([self.dataset[i] for i in ids])
+        try:
+            for number in range(self._num_batches):
+                start = number * self.batch_size
+                ids = self.sample_ids[start : start + self.batch_size]
+                batch = self._collate([self.dataset[i] for i in ids])
+                if join:
+                    join.begin_batch(number, is_last=number + 1 == self._num_batches)
+                yield batch
+        except GeneratorExit:  # The loop was left early: nobody knows who goes on.
             if join:
-                join.ledger.has_next = number + 1 < self._num_batches
-            yield batch
+                join.ledger.batch = None
+            raise
         if join:
+            join.ledger.batch = self._num_batches
             join.shadow()

@@ -454,10 +454,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return True
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
-        if self._model is not None and self._model not in joinables:
+        if self._model is None:
+            return
+        if [j for j in joinables if j is self or j is self._model] != [self._model, self]:
             raise ValueError(
                 "this ZeroRedundancyOptimizer finishes the steps of its model, so the model has to "
-                "be joined with it: Join([model, optimizer])"
+                "be joined with it, and before it: Join([model, optimizer])"
             )
 
 
@@ -470,9 +472,6 @@ class _Hook(JoinHook):
     @torch.no_grad()
     def main_hook(self) -> None:
         optimizer = self._optimizer
-        if optimizer.reducer is None:
-            assert optimizer._join is not None
-            optimizer._take_step(optimizer._join.ledger.live)
-            return
-        optimizer.reducer.shadow()
-        optimizer._take_step(optimizer.reducer.is_live)
+        assert optimizer._join is not None
+        # The model's hook, which ran before, has sent the gradients.
+        optimizer._take_step(optimizer._join.ledger.live)

@@ -286,13 +286,15 @@ def test_leftover_accumulated_gradients_are_handed_in(ranks_of):
 def refusals(group):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
-    other = CountingJoinable(object())
+    alone = group.split(group.rank)
+    other = CountingJoinable(alone)
     told = []
     for joinables in ([], [model, optimizer, other], [model], [optimizer]):
         try:
             cl.Join(joinables)
         except ValueError as error:
             told.append(str(error))
+    alone.close()
     return told
 
 
