@@ -136,8 +136,9 @@ class SyncBatchNorm(_BatchNorm):
         if factor is None:
             factor = 1.0 / self.num_batches_tracked.item()
         unbiased = variance * (count / (count - 1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        for running, newest in ((self.running_mean, mean), (self.running_var, unbiased)):
+            # In the precision of the statistics: running ones in bfloat16 are rounded once.
+            running.copy_(running.to(newest.dtype).lerp(newest, factor))
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

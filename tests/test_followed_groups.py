@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from standing_ranks import another_group
+from test_user_joinables import CountingJoinable
 from training_reference import batches_of, loss_of, make_model
 
 import chorusline as cl
@@ -206,41 +207,10 @@ def test_what_is_refused_depends_on_who_is_out():
     assert why_not_without(Kind.ALL_REDUCE, cl.ReduceOp.MAX, [0]) is None
 
 
-class Counting(cl.Joinable):
-    """Sums ones over the ranks that step."""
-
-    def __init__(self, group):
-        self.group = group
-        self.total = 0
-
-    def step(self):
-        cl.Join.notify_join_context(self)
-        one = torch.ones(1)
-        self.group.all_reduce(one).wait()
-        self.total += int(one)
-
-    def join_hook(self, **kwargs):
-        group = self.group
-
-        class Hook(cl.JoinHook):
-            def main_hook(self):
-                group.all_reduce(torch.zeros(1)).wait()
-
-        return Hook()
-
-    @property
-    def join_device(self):
-        return self.group.device
-
-    @property
-    def join_group(self):
-        return self.group
-
-
 def joinables_of_their_own(group, lengths):
     """Without a model the first joinable's step begins a pass."""
     beside, others = (group.new_group([0, 1]) for _ in range(2))
-    first, second = Counting(group), Counting(others)
+    first, second = CountingJoinable(group), CountingJoinable(others)
     live = []
     with cl.Join([first, second], groups=[beside]) as join:
         for _ in range(lengths[group.rank]):
@@ -251,7 +221,7 @@ def joinables_of_their_own(group, lengths):
             live.append((int(count), join.live_ranks))
     beside.close()
     others.close()
-    return first.total, second.total, live, join.ledger.steps_taken
+    return first.total.item(), second.total.item(), live, join.ledger.steps_taken
 
 
 @pytest.mark.parametrize("lengths", [(2, 4), (3, 0), (2, 2)])
@@ -327,7 +297,7 @@ def unfit_groups(group):
     for joinables, groups in (
         ([model], [group]),
         ([model], [alone]),
-        ([model, Counting(alone)], []),
+        ([model, CountingJoinable(alone)], []),
     ):
         try:
             cl.Join(joinables, groups=groups)
