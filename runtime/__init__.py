@@ -3,7 +3,8 @@
 from .context import Context
 from .distributed_data_parallel import DistributedDataParallel
 from .grad_scaler import GradScaler
-from .join import Join, Joinable, JoinHook
+from .join import Join
+from .joinable import Joinable, JoinHook
 from .session import Session, SessionSnapshot, SessionState, run
 from .sharding import Shard, deal
 from .sync_batch_norm import SyncBatchNorm

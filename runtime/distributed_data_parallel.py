@@ -17,7 +17,8 @@ from collectives.debug import is_informing
 
 from .agreement import Agreement
 from .context import current_group
-from .join import Join, Joinable, JoinHook
+from .join import Join
+from .joinable import GroupJoinable, Joinable, JoinHook
 from .reducer import Mode, Reducer
 from .replication import broadcast_tensors
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
@@ -35,7 +36,7 @@ def owner_of(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | No
     return None
 
 
-class DistributedDataParallel(torch.nn.Module, Joinable):
+class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     """A module whose gradients are the mean over all ranks, as in torch.nn.parallel.
 
     module: the same on all ranks; it starts from rank 0's parameters and buffers.
@@ -165,17 +166,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return _Hook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return self.group.device
-
-    @property
-    def join_group(self) -> Group:
-        return self.group
-
-    def _carries_agreement(self) -> bool:
-        return True
 
     def _ends_step(self) -> bool:
         return self.reducer.mode is Mode.ALL_REDUCE

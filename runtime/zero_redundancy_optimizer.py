@@ -28,7 +28,8 @@ from .agreement import Agreement
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
 from .context import current_group
 from .distributed_data_parallel import DistributedDataParallel, owner_of
-from .join import Join, Joinable, JoinHook
+from .join import Join
+from .joinable import GroupJoinable, Joinable, JoinHook
 from .optimizer_state import PieceState, gather_state, slice_state
 from .parameter_shard import ParameterShard
 from .reducer import Reducer
@@ -60,7 +61,7 @@ _REFUSED = {
 _BUCKET_BYTES = 25 << 20
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     """A torch optimizer whose state is sharded over the ranks of a group.
 
     params: a DistributedDataParallel of ours, or what a torch optimizer takes (tensors, or
@@ -438,17 +439,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return _Hook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return self.group.device
-
-    @property
-    def join_group(self) -> Group:
-        return self.group
-
-    def _carries_agreement(self) -> bool:
-        return True
 
     def _ends_step(self) -> bool:
         return True
