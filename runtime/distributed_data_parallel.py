@@ -7,9 +7,11 @@ import hashlib
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import CollectiveMismatch, Group
@@ -45,10 +47,13 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     broadcast_buffers: after each step that is synchronised, all ranks take the buffers of one:
     rank 0, or inside Join the largest rank that took the step.
 
-    find_unused_parameters, gradient_as_bucket_view, static_graph: accepted from scripts written
-    for torch, and without effect. Parameters that took no part in a rank's forward pass need no
-    flag (they count as zero where other ranks have a gradient, and keep none where nobody has),
-    `.grad` is always a view of a bucket, and nothing is assumed of the graph.
+    static_graph: a parameter may get several gradients in one backward pass, the same number in
+    each: reentrant checkpoints that share it.
+
+    find_unused_parameters, gradient_as_bucket_view: accepted from scripts written for torch, and
+    without effect. Parameters that took no part in a rank's forward pass need no flag (they count
+    as zero where other ranks have a gradient, and keep none where nobody has), and `.grad` is
+    always a view of a bucket.
 
     Raises ValueError for a module without trainable parameters, for parameters on several
     devices, or on another one than the group's; CollectiveMismatch, on all ranks, if the models
@@ -87,6 +92,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             [parameter for _, parameter in named],
             self.group,
             int(bucket_cap_mb * (1 << 20)),
+            has_repeats=static_graph,
             on_backward_end=self._on_backward_end,
             on_agreement=self._on_agreement,
             has_next=self._has_next,
@@ -96,6 +102,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self.reducer.clock = StepClock()
             self.reducer.unused = UnusedParameters(self.group.rank, names)
             tell_choice(self.reducer, names)
+            self.reducer.on_new_order = partial(tell_choice, self.reducer, names)
         for _, parameter in named:
             _owners[parameter] = weakref.ref(self)
 
@@ -106,12 +113,17 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         is_following = self._join is not None and self._join.is_following
         self.reducer.launches_early = not (is_following and self.group.waits_on_issue)
         clock = self.reducer.clock
-        if clock is None:
-            return self.module(*inputs, **kwargs)
         began_at = time.monotonic()
         output = self.module(*inputs, **kwargs)
-        clock.forward_ran(began_at)
+        if clock is not None:
+            clock.forward_ran(began_at)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._output_has_gradient)
         return output
+
+    def _output_has_gradient(self, gradient: torch.Tensor) -> None:
+        self.reducer.output_has_gradient()
 
     def register_comm_hook(self, state: object, hook: object) -> None:
         """torch's place for compression and other ways of reducing. Raises NotImplementedError."""
