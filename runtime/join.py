@@ -153,6 +153,7 @@ class Join:
         self._group = self._groups[0]
         followed = [*groups, *(g for j in joinables for g in j._groups_to_follow())]
         self._check_groups(followed)
+        self._followed = list(dict.fromkeys(followed))
         self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
         self._device = joinables[0].join_device
         self._enable = enable
@@ -172,9 +173,7 @@ class Join:
         self.ledger = JoinLedger(
             self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
         )
-        self._conductor = (
-            Conductor(list(dict.fromkeys(followed)), self.ledger, self._begun) if followed else None
-        )
+        self._conductor = Conductor(self._followed, self.ledger, self._begun) if followed else None
         self._follows_evaluation = bool(groups)
 
     def _check_groups(self, followed: Sequence[Group]) -> None:
@@ -218,7 +217,7 @@ class Join:
             return
         try:
             if error is not None:
-                for group in dict.fromkeys(self._groups):
+                for group in dict.fromkeys([*self._groups, *self._followed]):
                     group.abort(error)
                 return
             self.shadow()

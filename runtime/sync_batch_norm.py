@@ -22,7 +22,8 @@ from collectives import Group
 
 from .context import current_group
 
-_beside: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
+# Weak on both sides: a group holds those that were made of it, and they hold it.
+_beside: weakref.WeakKeyDictionary[Group, weakref.ref[Group]] = weakref.WeakKeyDictionary()
 
 
 def group_beside(group: Group) -> Group:
@@ -31,11 +32,13 @@ def group_beside(group: Group) -> Group:
     Collective, blocking, then. Buckets of gradients are launched whenever they are complete, so on
     one group their order among the statistics would differ by rank.
     """
-    if group not in _beside:
-        made = group.new_group(range(group.size), name=f"{group.name}, statistics")
-        assert made is not None
-        _beside[group] = made
-    return _beside[group]
+    reference = _beside.get(group)
+    beside = reference() if reference else None
+    if beside is None:
+        beside = group.new_group(range(group.size), name=f"{group.name}, statistics")
+        assert beside is not None
+        _beside[group] = weakref.ref(beside)
+    return beside
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -313,3 +313,26 @@ def test_groups_that_a_join_cannot_hold_are_refused_with_the_mend(ranks_of):
         for told in (fewer, joinables):
             assert "multiple process groups of different ranks" in told
             assert f"has [{rank}]" in told and "has [0, 1]" in told
+
+
+def raise_while_somebody_follows(group):
+    """The followed group is of another family than the model's: nothing else would end it."""
+    with another_group(group) as own, another_group(group) as beside:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        try:
+            with cl.Join([model], groups=[beside]):
+                for number, batch in enumerate(
+                    batches_of(own.rank, 1 + 2 * own.rank, torch.float32)
+                ):
+                    loss_of(model, batch).backward()
+                    if number == 1:
+                        raise KeyError("no such column")
+        except (KeyError, cl.GroupAborted) as error:
+            return str(error)
+    return ""
+
+
+def test_an_exception_frees_a_rank_that_follows(ranks_of):
+    waiting, culprit = ranks_of(2).run(raise_while_somebody_follows)
+    assert "by ranks [1]" in waiting and "no such column" in waiting
+    assert "no such column" in culprit
