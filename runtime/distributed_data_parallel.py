@@ -89,7 +89,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
         self.reducer = Reducer(
-            [parameter for _, parameter in named],
+            named,
             self.group,
             int(bucket_cap_mb * (1 << 20)),
             has_repeats=static_graph,
@@ -147,7 +147,16 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the next one outside sends the sum."""
+        """Backward passes inside only accumulate; the next one outside sends the sum.
+
+        Raises RuntimeError inside a Join whose joinables of your own need a header in each step.
+        """
+        if self._join is not None and self._join.takes_forward_for_step:
+            raise RuntimeError(
+                "no_sync() in a Join with joinables of your own: a rank without data takes each "
+                "forward for a step. Give Join a group to follow, groups=[…]; then each joinable's "
+                "part of a step is announced"
+            )
         before = self.reducer.is_syncing
         self.reducer.is_syncing = False
         try:

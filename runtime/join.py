@@ -274,6 +274,11 @@ class Join:
                 follower.step()
 
     @property
+    def takes_forward_for_step(self) -> bool:
+        """Whether a joined rank shadows a whole step whenever the first joinable notifies."""
+        return self._needs_header
+
+    @property
     def is_following(self) -> bool:
         """Whether joined ranks follow collectives that are announced to them."""
         return self._conductor is not None

@@ -70,7 +70,8 @@ class GradientBucket:
 class Reducer:
     """The gradients of one model on one rank.
 
-    parameters: those that require gradients, in the order of registration; same on all ranks.
+    named: names and parameters of those that require gradients, in the order of registration; same
+    on all ranks.
     has_repeats: a parameter may get several gradients in one backward pass, the same number in each
     pass (`static_graph`).
     on_backward_end: called when a backward pass that is sent has ended, before anything is waited
@@ -80,7 +81,7 @@ class Reducer:
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
+        named: Sequence[tuple[str, torch.nn.Parameter]],
         group: Group,
         bucket_bytes: int,
         *,
@@ -89,7 +90,8 @@ class Reducer:
         on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
     ) -> None:
-        self.parameters = list(parameters)
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
         self.group = group
         self.mode = Mode.ALL_REDUCE
         self.is_syncing = True
@@ -182,8 +184,9 @@ class Reducer:
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise ValueError(
-                f"parameter {number} of shape {tuple(parameter.shape)} has a {gradient.layout} "
-                "gradient; only dense gradients are reduced (for nn.Embedding: sparse=False)"
+                f"parameter {self.names[number]} of shape {tuple(parameter.shape)} has a "
+                f"{gradient.layout} gradient; only dense gradients are reduced (for nn.Embedding: "
+                "sparse=False)"
             )
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
@@ -199,10 +202,10 @@ class Reducer:
             bucket.missing -= 1
         elif self._is_launched(bucket):
             raise RuntimeError(
-                f"parameter {number} of shape {tuple(parameter.shape)} got another gradient in the "
-                "same backward pass after its bucket was sent: it is used in several checkpointed "
-                "segments. Checkpoint with use_reentrant=False, or pass static_graph=True, which "
-                "waits for all of them"
+                f"parameter {self.names[number]} of shape {tuple(parameter.shape)} got another "
+                "gradient in the same backward pass after its bucket was sent: it is used in several "
+                "checkpointed segments. Checkpoint with use_reentrant=False, or pass "
+                "static_graph=True, which waits for all of them"
             )
         if bucket.missing == 0:
             self._launch_complete_buckets()

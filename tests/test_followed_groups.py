@@ -235,13 +235,59 @@ def test_joinables_of_the_users_own_on_groups_of_their_own_go_together(ranks_of,
         assert taken == list(lengths)
 
 
-def two_models(group, lengths, sharded):
-    """An adversarial pair, each model reduced on a group of its own, one of them with statistics;
-    the critic takes two steps for each of the other's."""
+def accumulating_beside_a_joinable(group, lengths):
+    """Three batches a step, and a joinable of the user's own in each step."""
+    beside = group.new_group([0, 1])
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counter = CountingJoinable(group)
+    with cl.Join([model, counter], step_along=[optimizer], groups=[beside], skew_warning=None):
+        for number, batch in enumerate(
+            batches_of(group.rank, lengths[group.rank], torch.float64), 1
+        ):
+            model.reducer.is_syncing = number % 3 == 0
+            loss_of(model, batch).backward()
+            if number % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                counter.step()
+    beside.close()
+    told = ""
+    with cl.Join([model, counter], enable=True):
+        try:
+            with model.no_sync():
+                pass
+        except RuntimeError as error:
+            told = str(error)
+    return counter.total.item(), [p.detach().clone() for p in model.parameters()], told
+
+
+def test_joinables_of_the_users_own_go_with_accumulation_where_groups_are_followed(ranks_of):
+    lengths = (3, 9)
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(lengths)]
+    for start in range(0, 9, 3):
+        optimizer.zero_grad()
+        for batch in [*data[0][start : start + 3], *data[1][start : start + 3]]:
+            (loss_of(model, batch) / 2).backward()
+        optimizer.step()
+    results = ranks_of(2).run(accumulating_beside_a_joinable, lengths)
+    assert [total for total, _, _ in results] == [2, 2 + 1 + 1]
+    for _, parameters, told in results:
+        assert "a rank without data takes each forward for a step" in told
+        for ours, theirs in zip(parameters, model.parameters(), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def two_models(group, lengths, sharded, follows):
+    """An adversarial pair, each model reduced on a group of its own. follows: one of them with
+    statistics; then the critic may take two steps for each of the other's."""
     others = group.new_group([0, 1])
     critic = cl.DistributedDataParallel(make_model(torch.float64), others)
     maker = cl.DistributedDataParallel(
-        cl.SyncBatchNorm.convert_sync_batchnorm(make_model(torch.float64, batch_norm=True)), group
+        cl.SyncBatchNorm.convert_sync_batchnorm(make_model(torch.float64, batch_norm=follows)),
+        group,
     )
     make = cl.ZeroRedundancyOptimizer if sharded else torch.optim.SGD
     optimizers = [
@@ -255,7 +301,7 @@ def two_models(group, lengths, sharded):
     joined = [critic, optimizers[0], maker, optimizers[1]] if sharded else [critic, maker]
     with cl.Join(joined, skew_warning=None):
         for batch in batches_of(group.rank, lengths[group.rank], torch.float64):
-            for _ in range(2):
+            for _ in range(2 if follows else 1):
                 optimizers[0].zero_grad()
                 loss_of(critic, batch).backward()
                 optimizers[0].step()
@@ -266,13 +312,13 @@ def two_models(group, lengths, sharded):
     return [[p.detach().clone() for p in m.parameters()] for m in (critic, maker)]
 
 
-def two_models_in_one_process(lengths):
-    models = [make_model(torch.float64), make_model(torch.float64, batch_norm=True)]
+def two_models_in_one_process(lengths, follows):
+    models = [make_model(torch.float64), make_model(torch.float64, batch_norm=follows)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
     data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(lengths)]
     for step in range(max(lengths)):
         batches = [own[step] for own in data if step < len(own)]
-        for number in (0, 0, 1):
+        for number in (0, 0, 1) if follows else (0, 1):
             optimizers[number].zero_grad()
             outputs = models[number](torch.cat(batches)).split([len(b) for b in batches])
             (sum(o.square().mean() for o in outputs) / len(lengths)).backward()
@@ -282,9 +328,10 @@ def two_models_in_one_process(lengths):
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
 @pytest.mark.parametrize("lengths", [(2, 5), (3, 0)])
-def test_two_models_of_two_groups_share_a_join(ranks_of, lengths, sharded):
-    expected = two_models_in_one_process(lengths)
-    for models in ranks_of(2).run(two_models, lengths, sharded):
+@pytest.mark.parametrize("follows", [True, False], ids=["statistics", "plain"])
+def test_two_models_of_two_groups_share_a_join(ranks_of, lengths, sharded, follows):
+    expected = two_models_in_one_process(lengths, follows)
+    for models in ranks_of(2).run(two_models, lengths, sharded, follows):
         for ours, theirs in zip(models, expected, strict=True):
             for a, b in zip(ours, theirs, strict=True):
                 assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)

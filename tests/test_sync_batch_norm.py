@@ -1,9 +1,11 @@
 """SyncBatchNorm, and other collectives of the loop's body, while ranks run out of data."""
 
 import copy
+import itertools
 
 import pytest
 import torch
+from ranks import NCCL, on_gpus, run_ranks
 from standing_ranks import another_group
 from training_reference import batches_of, loss_of
 
@@ -24,7 +26,7 @@ def make_model():
 
 
 def synced(group, **options):
-    module = cl.SyncBatchNorm.convert_sync_batchnorm(make_model())
+    module = cl.SyncBatchNorm.convert_sync_batchnorm(make_model()).to(group.device)
     return cl.DistributedDataParallel(module, group, **options)
 
 
@@ -92,11 +94,11 @@ def train(group, lengths, sharded, accumulate, looks_ahead):
     with join:
         for number, batch in enumerate(data, start=1):
             model.reducer.is_syncing = number % accumulate == 0
-            model(batch).square().mean().backward()
+            model(batch.to(group.device)).square().mean().backward()
             if model.reducer.is_syncing:
                 optimizer.step()
                 optimizer.zero_grad()
-    return {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    return {name: tensor.cpu().clone() for name, tensor in model.module.state_dict().items()}
 
 
 def assert_same(state, expected):
@@ -313,3 +315,17 @@ def throw_early(group, lengths, looks_ahead):
 def test_early_termination_raises_on_all_ranks_before_any_statistics(ranks_of, looks_ahead):
     for steps, told in ranks_of(2).run(throw_early, (4, 2), looks_ahead):
         assert steps == 2 and "exhausted inputs: ranks [1]" in told
+
+
+def train_on_gpu(rank):
+    """Uneven, with accumulation, with and without looking ahead; sharded and not."""
+    with rank.group(timeout_s=60) as group:
+        for sharded, looks_ahead in itertools.product((True, False), repeat=2):
+            lengths = (5, 3, 2, 1)[: group.size]
+            state = train(group, lengths, sharded, 2, looks_ahead)
+            assert_same(state, reference(lengths, 2))
+
+
+@pytest.mark.parametrize("size", [on_gpus(2)])
+def test_statistics_on_gpus_are_those_of_the_ranks_that_have_data(size, tmp_path):
+    run_ranks(train_on_gpu, size, tmp_path, NCCL)
