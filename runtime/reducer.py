@@ -203,8 +203,8 @@ class Reducer:
         elif self._is_launched(bucket):
             raise RuntimeError(
                 f"parameter {self.names[number]} of shape {tuple(parameter.shape)} got another "
-                "gradient in the same backward pass after its bucket was sent: it is used in several "
-                "checkpointed segments. Checkpoint with use_reentrant=False, or pass "
+                "gradient in the same backward pass after its bucket was sent: it is used in "
+                "several checkpointed segments. Checkpoint with use_reentrant=False, or pass "
                 "static_graph=True, which waits for all of them"
             )
         if bucket.missing == 0:
