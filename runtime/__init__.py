@@ -1,12 +1,13 @@
 """The job and its user: sessions, data parallelism, sharded optimizers, uneven inputs."""
 
 from .context import Context
+from .dealing import deal
 from .distributed_data_parallel import DistributedDataParallel
 from .grad_scaler import GradScaler
 from .join import Join
 from .joinable import Joinable, JoinHook
 from .session import Session, SessionSnapshot, SessionState, run
-from .sharding import Shard, deal
+from .sharding import Shard
 from .sync_batch_norm import SyncBatchNorm
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 

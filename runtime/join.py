@@ -18,7 +18,7 @@ by another rule: conductor.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -49,6 +49,14 @@ class JoinLedger:
         self._batches_per_rank: Sequence[int] = ()
         self.batch: int | None = None
         """Number of this rank's batch, or of the one it would have next; None: not known."""
+
+    def change_ranks(self, former_ranks: Sequence[int]) -> None:
+        """former_ranks: by new rank its rank so far, -1 for a newcomer."""
+        new = {old: rank for rank, old in enumerate(former_ranks) if old >= 0}
+        self.num_ranks = len(former_ranks)
+        self.last_live = tuple(new[rank] for rank in self.last_live if rank in new)
+        self._may_continue = tuple(new[rank] for rank in self._may_continue if rank in new)
+        self.steps_taken = [self.steps_taken[old] if old >= 0 else 0 for old in former_ranks]
 
     def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
         """The iterator knows how many batches each rank starts with."""
@@ -91,6 +99,23 @@ class JoinLedger:
         if agreement.weight:
             return agreement.weight
         return self.num_ranks if self.divide_by_initial_world_size else len(agreement.live)
+
+
+def change_group(group: Group, former_ranks: Sequence[int]) -> None:
+    """Every Join that this process is in goes on in another group. former_ranks: by new rank.
+
+    Raises RuntimeError for a Join that follows groups: those have ended with the generation.
+    """
+    for join in _active:
+        if join._conductor is not None:
+            raise RuntimeError(
+                "a rank was lost inside a Join that follows groups (of SyncBatchNorm, or groups=): "
+                "those ended with their generation, and a step cannot go on without them yet; "
+                "begin again from a checkpoint"
+            )
+        join._group = group
+        join._groups = [group] * len(join._groups)
+        join.ledger.change_ranks(former_ranks)
 
 
 class _Stepping(Protocol):
@@ -243,8 +268,9 @@ class Join:
     ) -> None:
         self.__exit__(kind, error, trace)
 
-    def shadow(self) -> None:
-        """Take part in the steps that other ranks still take, until nobody takes any."""
+    def shadow(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Take part in the steps that other ranks still take, until nobody takes any, or `until`:
+        a rank that is lost leaves its samples to those that wait."""
         ledger = self.ledger
         ledger.live = False
         ledger.has_next = False
@@ -254,6 +280,8 @@ class Join:
             for hook in self._hooks:
                 hook.main_hook()
             self._follow_step()
+            if until():
+                break
         ledger.batch = None
         ledger.live = True
         ledger.has_next = True

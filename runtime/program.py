@@ -9,6 +9,7 @@ from typing import Any
 from ray import cloudpickle
 
 from actors.journal import Journal
+from actors.lifeline import Lifeline
 from actors.messages import Assignment
 from collectives.group import Group
 
@@ -22,16 +23,23 @@ class Program:
         self.train = train
         self.kwargs = dict(kwargs)
 
-    def __call__(self, assignment: Assignment, group: Group, journal: Journal) -> object:
-        context = Context(assignment, group, journal)
+    def __call__(
+        self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
+    ) -> object:
+        context = Context(assignment, group, journal, lifeline)
         with running(context):
             result = self.train(context, **self.kwargs)
-        # A coroutine has not begun yet; the training thread awaits it on its own loop.
-        return self._finish(context, result) if inspect.isawaitable(result) else result
+            # A coroutine has not begun yet; the training thread awaits it on its own loop.
+            if inspect.isawaitable(result):
+                return self._awaited(context, result)
+            context.finish()
+            return result
 
-    async def _finish(self, context: Context, result: Awaitable[object]) -> object:
+    async def _awaited(self, context: Context, awaitable: Awaitable[object]) -> object:
         with running(context):
-            return await result
+            result = await awaitable
+            context.finish()
+            return result
 
 
 def pickled(train: Callable[..., object], kwargs: Mapping[str, Any]) -> bytes:

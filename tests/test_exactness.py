@@ -27,15 +27,16 @@ _OPTIMIZERS = {
 @dataclass(frozen=True)
 class Scenario:
     """lengths: batches per rank. accumulate: batches per step. branches: parts of the model that
-    a batch uses only one of. sharded: with ZeRO. weighed: losses by their number of samples.
-    norm: "none", or statistics of each rank ("local") or of all ("synced"). looks_ahead: over a
-    Shard, else over a list."""
+    a batch uses only one of. sharded: with ZeRO; overlapped: and its early updates, where they are
+    possible. weighed: losses by their number of samples. norm: "none", or statistics of each rank
+    ("local") or of all ("synced"). looks_ahead: over a Shard, else over a list."""
 
     lengths: tuple[int, ...]
     optimizer: str
     sharded: bool
     norm: str
     looks_ahead: bool
+    overlapped: bool
     branches: int
     frozen: bool
     accumulate: int
@@ -53,6 +54,7 @@ scenarios = st.builds(
     sharded=st.booleans(),
     norm=st.sampled_from(["none", "local", "synced"]),
     looks_ahead=st.booleans(),
+    overlapped=st.booleans(),
     branches=st.integers(1, 3),
     frozen=st.booleans(),
     accumulate=st.integers(1, 3),
@@ -110,7 +112,14 @@ def distributed(group, scenario):
     model = cl.DistributedDataParallel(module, group, bucket_cap_mb=scenario.bucket_cap_mb)
     kind, options = _OPTIMIZERS[scenario.optimizer]
     if scenario.sharded:
-        optimizer = cl.ZeroRedundancyOptimizer(model, kind, max_norm=scenario.max_norm, **options)
+        can_overlap = scenario.max_norm is None and scenario.optimizer != "adafactor"
+        optimizer = cl.ZeroRedundancyOptimizer(
+            model,
+            kind,
+            max_norm=scenario.max_norm,
+            overlap_with_ddp=scenario.overlapped and can_overlap,
+            **options,
+        )
         join = cl.Join(
             [model, optimizer],
             divide_by_initial_world_size=scenario.divide_by_initial,
@@ -143,9 +152,8 @@ class AsDealt(cl.Shard):
     def __init__(self, scenario, group):
         mine = batches_of(scenario, group.rank)
         super().__init__([None], 1, rank=group.rank, world_size=group.size)
-        self.dataset, self.sample_ids = mine, list(range(len(mine)))
-        self.batches_per_rank = list(scenario.lengths)
-        self._num_batches = len(mine)
+        self.dataset = mine
+        self.take_hand([list(range(length)) for length in scenario.lengths], group.rank)
         self._collate = lambda items: items[0]
 
 
