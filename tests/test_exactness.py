@@ -150,11 +150,13 @@ class AsDealt(cl.Shard):
     """A Shard that gives each rank the batches of the scenario."""
 
     def __init__(self, scenario, group):
-        mine = batches_of(scenario, group.rank)
+        self._lengths = scenario.lengths
         super().__init__([None], 1, rank=group.rank, world_size=group.size)
-        self.dataset = mine
-        self.take_hand([list(range(length)) for length in scenario.lengths], group.rank)
+        self.dataset = batches_of(scenario, group.rank)
         self._collate = lambda items: items[0]
+
+    def deal(self, num_ranks):
+        return [list(range(length)) for length in self._lengths]
 
 
 class Clipped:
