@@ -69,11 +69,23 @@ from collectives import (  # noqa: E402
     set_debug_level_from_env,
     store_from_url,
 )
+from runtime.checkpoint import (  # noqa: E402
+    CheckpointConfig,
+    CheckpointCorrupted,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointPlaceUnusable,
+    CheckpointWriteFailed,
+    Saving,
+    SavingTimes,
+)
 from runtime.context import Context  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
 from runtime.grad_scaler import GradScaler  # noqa: E402
 from runtime.join import Join, Joinable, JoinHook  # noqa: E402
 from runtime.progress import Progress  # noqa: E402
+from runtime.random_state import RandomState  # noqa: E402
 from runtime.session import Session, SessionSnapshot, run  # noqa: E402
 from runtime.sharding import Shard, deal  # noqa: E402
 from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
@@ -97,6 +109,11 @@ __all__ = [
     "JoinHook",
     "Shard",
     "deal",
+    # Checkpoints.
+    "CheckpointConfig",
+    "Saving",
+    "SavingTimes",
+    "RandomState",
     # Collectives.
     "Group",
     "GroupDescription",
@@ -137,4 +154,10 @@ __all__ = [
     "StartupError",
     "RankFailed",
     "DriverLost",
+    "CheckpointError",
+    "CheckpointWriteFailed",
+    "CheckpointPlaceUnusable",
+    "CheckpointNotFound",
+    "CheckpointCorrupted",
+    "CheckpointMismatch",
 ]

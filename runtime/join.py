@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -192,6 +192,8 @@ class Join:
         )
         self.last_step_live: tuple[int, ...] = ()
         """Ranks that took the last step; empty for the one that all ranks shadow at the end."""
+        self.at_boundary: Callable[[], None] | None = None
+        """Called after each step that this rank shadows, as `ctx.shard` does between batches."""
         self.ledger = JoinLedger(
             self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
         )
@@ -247,6 +249,8 @@ class Join:
             if self.last_step_live:
                 for follower in self._step_along:
                     follower.step()
+                if self.at_boundary is not None:
+                    self.at_boundary()
         ledger.live = True
         ledger.has_next = True
 

@@ -21,6 +21,7 @@ from actors.outcomes import raise_failure
 from collectives.debug import get_debug_level
 
 from . import placement
+from .checkpoint.config import CheckpointConfig
 from .program import pickled
 
 _PULL_S = 0.3
@@ -70,6 +71,7 @@ class Session:
     placing the workers, and for their start. address: of a running cluster; without it RAY_ADDRESS
     counts, and without that a local cluster is started, and stopped by `close`.
     on_report: called in this process's loop with each Report of each rank.
+    checkpoint: where every run keeps what it has registered, and goes on from.
 
     Raises StartupError if the workers cannot be had. It must be closed: Ray runs no clean-up code
     in actors that are left alone.
@@ -86,6 +88,7 @@ class Session:
         startup_timeout_s: float = 60.0,
         address: str | None = None,
         on_report: Callable[[Report], None] | None = None,
+        checkpoint: CheckpointConfig | None = None,
     ) -> None:
         self._fewest, self._most = _checked_range(num_workers)
         _check_resources(resources_per_worker, use_gpu)
@@ -103,6 +106,11 @@ class Session:
             raise TypeError(
                 f"on_report must be a function of a Report, got {type(on_report).__name__}"
             )
+        if checkpoint is not None and not isinstance(checkpoint, CheckpointConfig):
+            raise TypeError(
+                f"checkpoint must be a CheckpointConfig, got {type(checkpoint).__name__}; write "
+                "checkpoint=CheckpointConfig(storage_path=...)"
+            )
         self._use_gpu = use_gpu
         self._resources_per_worker = resources_per_worker
         self._placement_strategy = placement_strategy
@@ -110,6 +118,7 @@ class Session:
         self._startup_timeout_s = startup_timeout_s
         self._address = address
         self._on_report = on_report
+        self._checkpoint = checkpoint
         self._state = SessionState.NEW
         self._is_local = False  # We started the cluster.
         self._placement: PlacementGroup | None = None
@@ -204,7 +213,7 @@ class Session:
 
         Cancelling it stops all ranks before it returns.
         """
-        return await self._run(pickled(train, kwargs))
+        return await self._run(pickled(train, kwargs, self._checkpoint))
 
     async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
         """What everybody is doing; also while a function runs. Who is silent does not delay it
@@ -288,6 +297,7 @@ def run(
     startup_timeout_s: float = 60.0,
     address: str | None = None,
     on_report: Callable[[Report], None] | None = None,
+    checkpoint: CheckpointConfig | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `train(ctx, **kwargs)` on `num_workers` ranks; their results, by rank.
@@ -313,8 +323,9 @@ def run(
         startup_timeout_s=startup_timeout_s,
         address=address,
         on_report=on_report,
+        checkpoint=checkpoint,
     )
-    program = pickled(train, kwargs)
+    program = pickled(train, kwargs, checkpoint)
 
     async def main() -> list[Any]:
         async with session:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import default_collate
 
+from .cursor import Cursor, Cut
 from .join import active_join
 
 
@@ -28,13 +30,32 @@ def deal(
     seed: int = 0,
     shuffle: bool = True,
     keep_together: Sequence[Hashable] | None = None,
+    cuts: Sequence[Cut] = (),
 ) -> list[list[int]]:
     """Sample numbers by rank, each number exactly once. A pure function, equal on all ranks.
 
     keep_together: (num_samples,) keys; samples of one key go to the same rank. Keys, or without
     them samples, are dealt round robin, so ranks may get different numbers.
     shuffle: the order depends on seed and epoch; otherwise it is the dataset's.
+    cuts: of the epoch so far, oldest first: a number of ranks, and how many samples of its hand
+    each had been given when that ended. Only what nobody was given is dealt out.
     """
+    if cuts:
+        (size, given), *_ = cuts
+        hands = deal(
+            num_samples,
+            world_size=size,
+            epoch=epoch,
+            seed=seed,
+            shuffle=shuffle,
+            keep_together=keep_together,
+        )
+        for (_, given), next_size in zip(
+            cuts, [*(size for size, _ in cuts[1:]), world_size], strict=True
+        ):
+            left = [hand[count:] for hand, count in zip(hands, given, strict=True)]
+            hands = _dealt_again(left, next_size, keep_together)
+        return hands
     # torch's CPU generator looks at 32 bits of its seed only, so both numbers are mixed into them.
     mixed = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4]
     generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
@@ -65,6 +86,25 @@ def deal(
     return [[hand[i] for i in order(len(hand))] for hand in hands]
 
 
+def _dealt_again(
+    hands: Sequence[Sequence[int]], world_size: int, keep_together: Sequence[Hashable] | None
+) -> list[list[int]]:
+    """What is left in the hands of some ranks, dealt out to others; the same number keep theirs."""
+    if len(hands) == world_size:
+        return [list(hand) for hand in hands]
+    rounds = itertools.zip_longest(*hands)
+    left = [number for round_ in rounds for number in round_ if number is not None]
+    if keep_together is None:
+        return [left[rank::world_size] for rank in range(world_size)]
+    lots: dict[Hashable, list[int]] = {}
+    for number in left:
+        lots.setdefault(keep_together[number], []).append(number)
+    dealt = list(lots.values())
+    return [
+        [number for lot in dealt[rank::world_size] for number in lot] for rank in range(world_size)
+    ]
+
+
 class Shard:
     """This rank's batches of one epoch. `ctx.shard` makes it; iterate it as often as you like.
 
@@ -89,7 +129,10 @@ class Shard:
         keep_together: Sequence[Hashable] | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        cursor: Cursor | None = None,
+        at_boundary: Callable[[], None] | None = None,
     ) -> None:
+        """cursor: notes what this rank was given. at_boundary: called between two batches."""
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"shard needs a dataset with a length and numbered samples, got "
@@ -99,6 +142,8 @@ class Shard:
             raise ValueError("the dataset is empty, so no rank would get a batch; check its source")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        # What tells one pass over data from another, when a run goes on from a checkpoint.
+        self._key = f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}"
         hands = deal(
             len(dataset),
             world_size=world_size,
@@ -106,6 +151,7 @@ class Shard:
             seed=seed,
             shuffle=shuffle,
             keep_together=keep_together,
+            cuts=cursor.cuts_of(self._key) if cursor and torch.is_grad_enabled() else (),
         )
         self.dataset = dataset
         self.batch_size = batch_size
@@ -114,6 +160,8 @@ class Shard:
         self.batches_per_rank = [(len(hand) + round_up) // batch_size for hand in hands]
         self._num_batches = self.batches_per_rank[rank]
         self._collate = collate_fn or default_collate
+        self._cursor = cursor
+        self._at_boundary = at_boundary
 
     def __len__(self) -> int:
         return self._num_batches
@@ -122,12 +170,20 @@ class Shard:
         join = active_join()
         if join:
             join.ledger.begin_epoch(self.batches_per_rank)
+            join.at_boundary = self._at_boundary
+        passage = None
+        if self._cursor is not None and torch.is_grad_enabled():
+            passage = self._cursor.begin(self._key)
         for number in range(self._num_batches):
             start = number * self.batch_size
             ids = self.sample_ids[start : start + self.batch_size]
             batch = self._collate([self.dataset[i] for i in ids])
             if join:
                 join.ledger.has_next = number + 1 < self._num_batches
+            if passage is not None:
+                passage.given += len(ids)
             yield batch
+            if passage is not None and self._at_boundary is not None:
+                self._at_boundary()
         if join:
             join.shadow()
