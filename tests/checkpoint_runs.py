@@ -31,13 +31,14 @@ def in_run(
     return Program(train, kwargs, config)(assignment, group, Journal(keep=False))
 
 
-def make_model(dtype: torch.dtype = torch.float32, width: int = 13) -> torch.nn.Module:
+def make_model(
+    dtype: torch.dtype = torch.float32, width: int = 13, is_local: bool = True
+) -> torch.nn.Module:
+    """is_local: with a layer whose result depends on how samples are dealt out to ranks."""
     torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d(width) if is_local else torch.nn.LayerNorm(width)
     return torch.nn.Sequential(
-        torch.nn.Linear(7, width),
-        torch.nn.Tanh(),
-        torch.nn.BatchNorm1d(width),
-        torch.nn.Linear(width, 5),
+        torch.nn.Linear(7, width), torch.nn.Tanh(), norm, torch.nn.Linear(width, 5)
     ).to(dtype)
 
 
@@ -56,10 +57,12 @@ class Parts:
         optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
         dtype: torch.dtype = torch.float32,
         width: int = 13,
+        is_local: bool = True,
     ) -> None:
         self.ctx = ctx
+        self.is_local = is_local
         self.dtype = dtype
-        self.model = cl.DistributedDataParallel(make_model(dtype, width))
+        self.model = cl.DistributedDataParallel(make_model(dtype, width, is_local))
         self.optim = cl.ZeroRedundancyOptimizer(self.model, optimizer, lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optim, 2, 0.5)
         ctx.register("model", self.model)
@@ -69,8 +72,9 @@ class Parts:
 
     def step(self) -> None:
         batch = batch_of(self.ctx.step, self.ctx.rank, self.ctx.world_size, self.dtype)
-        noise = torch.rand(()).to(self.dtype)  # from the generator that is saved
-        loss = self.model(batch).square().mean() * (1 + noise)
+        loss = self.model(batch).square().mean()
+        if self.is_local:
+            loss = loss * (1 + torch.rand(()).to(self.dtype))  # Each rank's generator is saved.
         loss.backward()
         self.optim.step()
         self.optim.zero_grad()

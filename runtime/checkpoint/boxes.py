@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-MAX_ITEM_BYTES = 16 << 20
+MAX_ITEM_BYTES = 4 << 20
 """The largest piece that is written, checked and read as one. A rank reads whole pieces, so this
 is what it may read in vain at either end of a range."""
 
