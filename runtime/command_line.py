@@ -66,7 +66,7 @@ def look_at_checkpoints(options: argparse.Namespace) -> int:
             print(f"{options.file}: step {taken.manifest.step} of {taken.path}")
             return 0
         lines = 0
-        for lines, line in enumerate(described(options.place), 1):
+        for lines, line in enumerate(described(options.place), 1):  # noqa: B007
             print(line)
     except (CheckpointError, OSError, ValueError, ImportError) as error:
         print(error, file=sys.stderr)

@@ -31,7 +31,7 @@ def test_a_run_goes_on_at_another_number_of_ranks_from_exactly_what_was_saved(
     ranks_of, tmp_path, before, after
 ):
     config = cl.CheckpointConfig(tmp_path)
-    options = dict(is_local=False)
+    options = {"is_local": False}
     ((end, saved), *_) = ranks_of(before).run(
         run_train, config, dict(until=5, save_at=3, **options)
     )
@@ -58,7 +58,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_interrupted(
     ranks_of, tmp_path, dtype, optimizer
 ):
     config = cl.CheckpointConfig(tmp_path)
-    options = dict(dtype=dtype, optimizer=optimizer)
+    options = {"dtype": dtype, "optimizer": optimizer}
     uninterrupted = ranks_of(2).run(run_train, config, dict(until=6, save_at=3, **options))
     resumed = ranks_of(2).run(run_train, config, dict(until=6, **options))
     assert [same(a, b) for (a, _), (b, _) in zip(uninterrupted, resumed, strict=True)] == [True] * 2
@@ -68,7 +68,7 @@ def test_each_byte_of_what_all_ranks_have_is_written_once_and_a_third_by_each_of
     ranks_of, tmp_path
 ):
     ranks_of(3).run(
-        run_train, cl.CheckpointConfig(tmp_path), dict(until=1, save_at=1, width=40_000)
+        run_train, cl.CheckpointConfig(tmp_path), {"until": 1, "save_at": 1, "width": 40_000}
     )
     (folder,) = tmp_path.iterdir()
     manifest = newest_whole(open_storage(tmp_path)).manifest
@@ -98,7 +98,7 @@ def _load_some(group: cl.Group, config: cl.CheckpointConfig) -> tuple[int, int]:
 
 def test_a_rank_reads_the_model_and_its_own_part_of_the_optimizer(ranks_of, tmp_path):
     config = cl.CheckpointConfig(tmp_path)
-    ranks_of(4).run(run_train, config, dict(until=1, save_at=1, width=40_000))
+    ranks_of(4).run(run_train, config, {"until": 1, "save_at": 1, "width": 40_000})
     for read, whole in ranks_of(4).run(_load_some, config):
         # A model of a third, and a quarter of two moments of the same size.
         assert read == pytest.approx(whole * (1 / 3 + 2 / 3 / 4), rel=0.1)
@@ -153,7 +153,7 @@ def test_every_element_has_one_writer_and_writers_have_about_the_same(sizes, num
 def test_dcp_and_torch_load_read_what_we_write(ranks_of, tmp_path, capsys):
     place = tmp_path / "place"
     ((_, saved), _) = ranks_of(2).run(
-        run_train, cl.CheckpointConfig(place), dict(until=2, save_at=2)
+        run_train, cl.CheckpointConfig(place), {"until": 2, "save_at": 2}
     )
     (folder,) = place.iterdir()
 
@@ -188,7 +188,7 @@ def test_the_command_lists_whole_and_torn_ones_and_says_when_there_is_none(
     assert f"there is no checkpoint in {tmp_path}" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "x.pt")]) == 1
     assert "there is no whole checkpoint here" in capsys.readouterr().err
-    ranks_of(1).run(run_train, cl.CheckpointConfig(tmp_path), dict(until=1, save_at=1))
+    ranks_of(1).run(run_train, cl.CheckpointConfig(tmp_path), {"until": 1, "save_at": 1})
     assert main(["checkpoint", "list", str(tmp_path)]) == 0
     assert "whole, step 1, 1 ranks" in capsys.readouterr().out
     (folder,) = tmp_path.iterdir()
@@ -261,5 +261,5 @@ def test_any_place_that_fsspec_knows_will_do(ranks_of, tmp_path):
     (path,) = ranks_of(1).run(_train_in_memory)
     assert path.startswith("memory://place/step-00000003-")
     url = f"file://{tmp_path}"
-    ranks_of(1).run(run_train, cl.CheckpointConfig(url), dict(until=1, save_at=1))
+    ranks_of(1).run(run_train, cl.CheckpointConfig(url), {"until": 1, "save_at": 1})
     assert [Path(name).name[:13] for name in tmp_path.iterdir()] == ["step-00000001"]

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from collectives import ChoruslineError, Group, StoreTimeout
+from collectives import ChoruslineError, Group, PeerLost, StoreTimeout
 from collectives.objects import broadcast_object
 from collectives.store import PrefixStore
 
@@ -276,18 +276,15 @@ class Checkpoints:
     def _clear(self, job: _Job) -> None:
         """Take away what was written for nothing; the disk may be full of it. A named path is the
         user's, and what is in it besides ours stays."""
-        try:
+        with contextlib.suppress(OSError):  # `sweep` comes back to it.
             if job.folder:
                 job.storage.delete(job.folder)
             else:
                 for rank in range(self._group.size):
                     job.storage.delete(f"rank-{rank}.distcp")
-        except OSError:
-            pass  # `sweep` comes back to it.
 
     def _await(self, job: _Job, words: PrefixStore, key: str, ranks: tuple[int, ...]) -> bytes:
         """A word of another rank. Gives up when the group has ended, or the time is over."""
-        assert self.config is None or self.config.timeout_s > 0
         timeout_s = self.config.timeout_s if self.config else 1800.0
         give_up_at = time.monotonic() + timeout_s
         patience_ends_at: float | None = None
@@ -300,11 +297,15 @@ class Checkpoints:
             except ChoruslineError as error:
                 raise CheckpointWriteFailed(job.saving.path, str(error), ranks) from error
             now = time.monotonic()
-            if self._group.failure is not None:
+            failure = self._group.failure()
+            if failure is not None:
                 patience_ends_at = patience_ends_at or now + _LAST_WORD_S
-                if now > patience_ends_at:
+                is_silent_for_good = isinstance(failure, PeerLost) and set(ranks) & set(
+                    failure.ranks
+                )
+                if is_silent_for_good or now > patience_ends_at:
                     raise CheckpointWriteFailed(
-                        job.saving.path, f"the group has ended ({self._group.failure})", ranks
+                        job.saving.path, f"the group has ended ({failure})", ranks
                     )
             if now > give_up_at:
                 raise CheckpointWriteFailed(
