@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from collectives import ChoruslineError, Group, PeerLost, StoreTimeout
+from collectives import ChoruslineError, CollectiveError, Group, PeerLost, StoreTimeout
 from collectives.objects import broadcast_object
 from collectives.store import PrefixStore
 
@@ -45,7 +45,7 @@ from .errors import (
     CheckpointError,
     CheckpointWriteFailed,
 )
-from .manifest import MANIFEST, Manifest, Part, merged, write_manifest
+from .manifest import MANIFEST, Manifest, Part, merged, within, write_manifest
 from .opening import choose, probe
 from .reader import CheckpointReader
 from .restore import restore
@@ -57,8 +57,9 @@ from .storage import Storage, open_storage
 _LOOK_S = 0.5
 """Seconds between two looks at whether the group has ended while other ranks' words are awaited."""
 
-_LAST_WORD_S = 5.0
-"""Seconds that a checkpoint in flight is given when the run has failed: it may be whole soon."""
+_LAST_WORD_S = 2.0
+"""Seconds that a checkpoint in flight is given when another rank was lost: it may be whole soon.
+Less than the grace period of a run, after which a worker that has not stopped is replaced."""
 
 # How often a group has saved, over all runs that it lived through: names its words in the store.
 _savings: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
@@ -243,6 +244,7 @@ class Checkpoints:
             if failed:
                 raise CheckpointWriteFailed(job.saving.path, told[failed[0]][1], tuple(failed))
             parts = [part for part, _, _ in told]
+            self._check(job, parts)
             manifest = Manifest(
                 step=job.saving.step,
                 world_size=size,
@@ -267,6 +269,20 @@ class Checkpoints:
             except OSError as error:  # What cannot be deleted now can be next time.
                 warnings.warn(f"old checkpoints stay in {job.storage.path}: {error}", stacklevel=2)
         return None
+
+    def _check(self, job: _Job, parts: Sequence[Part]) -> None:
+        """A manifest is only for what is there: another run may have swept the place meanwhile."""
+        steps = [part.step for part in parts]
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"the ranks are at different steps, by rank {steps}; all ranks must save behind "
+                "the same step"
+            )
+        for part in parts:
+            for file, size in part.files.items():
+                found = job.storage.size(within(job.folder, file))
+                if found != size:
+                    raise OSError(f"{file} has {found} bytes of the {size} that were written")
 
     def _forget_words(self, words: PrefixStore, size: int) -> None:
         """The parts of a large model take megabytes in the store, and nobody reads them again."""
@@ -324,13 +340,14 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let the checkpoint in flight become whole. After a failure of the run it gets a few
-        seconds, and its own failure is not told: it is not what went wrong."""
+        """Let the checkpoint in flight become whole. After the loss of another rank it gets a short
+        time, and its own failure is not told: it is not what went wrong. Any other failure is not
+        held up by it: peers wait to hear of that."""
         if error is None:
             self._finish_last()
             return
         last, self._in_flight = self._in_flight, None
-        if last is not None:
+        if last is not None and isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
                 last.wait(_LAST_WORD_S)
 
