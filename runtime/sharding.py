@@ -142,31 +142,48 @@ class Shard:
             raise ValueError("the dataset is empty, so no rank would get a batch; check its source")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        # What tells one pass over data from another, when a run goes on from a checkpoint.
-        self._key = f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}"
-        hands = deal(
-            len(dataset),
-            world_size=world_size,
-            epoch=epoch,
-            seed=seed,
-            shuffle=shuffle,
-            keep_together=keep_together,
-            cuts=cursor.cuts_of(self._key) if cursor and torch.is_grad_enabled() else (),
-        )
         self.dataset = dataset
         self.batch_size = batch_size
-        self.sample_ids = hands[rank]
-        round_up = 0 if drop_last else batch_size - 1
-        self.batches_per_rank = [(len(hand) + round_up) // batch_size for hand in hands]
-        self._num_batches = self.batches_per_rank[rank]
-        self._collate = collate_fn or default_collate
+        self._rank = rank
+        self._world_size = world_size
+        self._epoch = epoch
+        self._seed = seed
+        self._shuffle = shuffle
+        self._keep_together = keep_together
+        self._round_up = 0 if drop_last else batch_size - 1
         self._cursor = cursor
         self._at_boundary = at_boundary
+        # What tells one pass over data from another, when a run goes on from a checkpoint.
+        self._key = f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}"
+        self._deal()
+        self._is_spent = False  # What was left of a pass is given; the next one is whole.
+        self._collate = collate_fn or default_collate
+
+    def _deal(self) -> None:
+        """What is left of the coming pass, which is all unless the run goes on in it."""
+        counted = torch.is_grad_enabled()
+        cuts = self._cursor.cuts_of(self._key) if self._cursor and counted else []
+        self._is_rest = bool(cuts)
+        hands = deal(
+            len(self.dataset),
+            world_size=self._world_size,
+            epoch=self._epoch,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            keep_together=self._keep_together,
+            cuts=cuts,
+        )
+        self.sample_ids = hands[self._rank]
+        self.batches_per_rank = [(len(hand) + self._round_up) // self.batch_size for hand in hands]
+        self._num_batches = self.batches_per_rank[self._rank]
 
     def __len__(self) -> int:
         return self._num_batches
 
     def __iter__(self) -> Iterator[Any]:
+        if self._is_spent:
+            self._deal()
+        self._is_spent = self._is_rest
         join = active_join()
         if join:
             join.ledger.begin_epoch(self.batches_per_rank)
