@@ -19,7 +19,7 @@ from collectives.reduce_op import ReduceOp
 
 from .checkpoint.saving import Saving
 from .cursor import Cursor
-from .join import active_join
+from .join import Joinable, active_join
 from .registry import Registry, Stateful
 from .sharding import MapStyleDataset, Shard
 
@@ -79,7 +79,9 @@ class Context:
         """Steps that were applied, over all runs: of the registered ZeroRedundancyOptimizer, or
         else the batches of `ctx.shard`. Equal on all ranks between two steps."""
         counts = [
-            entry.object.num_steps for entry in self.registry if hasattr(entry.object, "num_steps")
+            entry.object.num_steps
+            for entry in self.registry
+            if isinstance(entry.object, Joinable) and hasattr(entry.object, "num_steps")
         ]
         return max(counts, default=self._boundaries)
 

@@ -62,7 +62,7 @@ class Parts:
         self.ctx = ctx
         self.is_local = is_local
         self.dtype = dtype
-        self.model = cl.DistributedDataParallel(make_model(dtype, width, is_local))
+        self.model = cl.DistributedDataParallel(make_model(dtype, width, is_local).to(ctx.device))
         self.optim = cl.ZeroRedundancyOptimizer(self.model, optimizer, lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optim, 2, 0.5)
         ctx.register("model", self.model)
@@ -72,6 +72,7 @@ class Parts:
 
     def step(self) -> None:
         batch = batch_of(self.ctx.step, self.ctx.rank, self.ctx.world_size, self.dtype)
+        batch = batch.to(self.ctx.device)
         loss = self.model(batch).square().mean()
         if self.is_local:
             loss = loss * (1 + torch.rand(()).to(self.dtype))  # Each rank's generator is saved.
@@ -85,7 +86,7 @@ class Parts:
         self.optim.consolidate_state_dict(to=0)
         told = self.optim.state_dict() if self.ctx.rank == 0 else None
         return {
-            "model": {k: v.clone() for k, v in self.model.module.state_dict().items()},
+            "model": {k: v.to("cpu", copy=True) for k, v in self.model.module.state_dict().items()},
             "optimizer": self.ctx.broadcast(told),
             "schedule": self.schedule.state_dict(),
             "step": self.ctx.step,

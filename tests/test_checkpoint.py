@@ -6,6 +6,7 @@ import copy
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_runs import Parts, in_run, make_model, run_train, same
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import NCCL, Rank, on_gpus, run_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chorusline as cl
@@ -150,6 +152,7 @@ def test_every_element_has_one_writer_and_writers_have_about_the_same(sizes, num
     assert max(loads) - min(loads) <= 2 * 8 + 1
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # As it should be.
 def test_dcp_and_torch_load_read_what_we_write(ranks_of, tmp_path, capsys):
     place = tmp_path / "place"
     ((_, saved), _) = ranks_of(2).run(
@@ -239,6 +242,18 @@ def test_a_plain_optimizer_goes_on_from_a_sharded_one_and_the_other_way_round(
     for told in loaded:
         assert same(told["start"], saved[0]["end"])
         assert told["average"]["n_averaged"] == 4
+
+
+def _train_on_gpus(rank: Rank, place: str) -> Any:
+    return run_train(rank.group(), cl.CheckpointConfig(place), {"until": 2, "save_at": 2})
+
+
+@pytest.mark.parametrize("size", [on_gpus(2)])
+def test_what_gpus_saved_goes_on_on_cpus(ranks_of, tmp_path, size):
+    place = tmp_path / "place"
+    (_, saved), _ = run_ranks(_train_on_gpus, size, tmp_path, NCCL, str(place))
+    ((resumed, _),) = ranks_of(1).run(run_train, cl.CheckpointConfig(place), {"until": 2})
+    assert same(resumed, saved)
 
 
 def _train_in_memory(group: cl.Group) -> str:

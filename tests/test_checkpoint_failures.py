@@ -268,6 +268,40 @@ def test_if_a_rank_is_killed_while_it_writes_the_checkpoint_before_is_the_one_th
     assert _steps(place) == [1]
 
 
+def _save_alone(group: cl.Group, config: cl.CheckpointConfig) -> str:
+    def body(ctx: cl.Context) -> str:
+        Parts(ctx)
+        try:
+            if ctx.rank == 0:
+                ctx.save().wait()
+        except cl.CheckpointWriteFailed as error:
+            return str(error)
+        finally:
+            ctx.barrier()
+        return ""
+
+    return in_run(group, body, config)
+
+
+def test_a_rank_whose_part_does_not_come_is_named_after_the_deadline(ranks_of, tmp_path):
+    config = cl.CheckpointConfig(tmp_path, timeout_s=0.2)
+    word, _ = ranks_of(2).run(_save_alone, config)
+    assert "was not written, on rank 1: it was not written within 0.2 s" in word
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_relative_place_is_that_of_the_process_that_names_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = cl.CheckpointConfig("here", resume="there")
+    assert (config.storage_path, config.resume) == (str(tmp_path / "here"), str(tmp_path / "there"))
+    assert cl.CheckpointConfig("s3://bucket/run").storage_path == "s3://bucket/run"
+
+
+def test_a_place_of_an_unknown_kind_is_told_before_training():
+    with pytest.raises(cl.CheckpointPlaceUnusable, match=r"nosuch://x.*Protocol not known: nosuch"):
+        open_storage("nosuch://x")
+
+
 def _save_wrongly(group: cl.Group, place: Path) -> list[str]:
     def body(ctx: cl.Context) -> list[str]:
         said = []

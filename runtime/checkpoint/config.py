@@ -12,7 +12,7 @@ AUTO, NEVER = "auto", "never"
 class CheckpointConfig:
     """Where and when a session keeps checkpoints; storage_path and num_to_keep as in Ray Train.
 
-    storage_path: a folder that all ranks see, or a URL that fsspec knows ("s3://bucket/run").
+    storage_path: a folder that all ranks see (made absolute here), or a URL that fsspec knows ("s3://bucket/run").
     num_to_keep: of the newest whole checkpoints; None keeps all. Older ones are deleted once a
     newer one is whole.
     every_n_steps: save by itself when so many steps were applied, between two batches of
@@ -40,6 +40,10 @@ class CheckpointConfig:
                 f'resume must be "{AUTO}", "{NEVER}" or the path of a checkpoint, got '
                 f"{self.resume!r}"
             )
+        # Workers have working directories of their own.
+        object.__setattr__(self, "storage_path", _absolute(self.storage_path))
+        if self.resume not in (AUTO, NEVER):
+            object.__setattr__(self, "resume", _absolute(self.resume))
         for name in ("num_to_keep", "every_n_steps"):
             count = getattr(self, name)
             if count is not None and (type(count) is not int or count < 1):
@@ -48,3 +52,7 @@ class CheckpointConfig:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}"
             )
+
+
+def _absolute(path: str | Path) -> str:
+    return str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())

@@ -86,7 +86,8 @@ class CheckpointReader:
         return result
 
     def object(self, entry: Entry) -> Any:
-        return torch.load(io.BytesIO(self._bytes(entry.items[0])), weights_only=False)
+        data = io.BytesIO(self._bytes(entry.items[0]))
+        return torch.load(data, map_location="cpu", weights_only=False)
 
     def value(self, entry: Entry) -> Any:
         """A tensor in its shape, or the object."""

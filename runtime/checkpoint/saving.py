@@ -48,9 +48,10 @@ class Saving:
         Raises CheckpointWriteFailed, on all ranks, if it was given up; TimeoutError if it is still
         on its way after `timeout_s`.
         """
-        times = self._future.result(timeout_s)
-        self.is_observed = True
-        return times
+        try:
+            return self._future.result(timeout_s)
+        finally:
+            self.is_observed = self._future.done()
 
     def __await__(self) -> Generator[object, None, SavingTimes]:
         try:

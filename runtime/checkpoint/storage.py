@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
+from .errors import CheckpointPlaceUnusable
+
 _TEMPORARY = ".tmp"
 
 
@@ -147,8 +149,8 @@ class Remote(Storage):
 def open_storage(path: str | Path) -> Storage:
     """A local path, or a URL of a scheme that fsspec knows.
 
-    Raises ValueError for an unknown scheme, ImportError with fsspec's own advice where the package
-    for it is missing.
+    Raises CheckpointPlaceUnusable for an unknown scheme, and with fsspec's own advice where the
+    package for it is missing.
     """
     scheme = urllib.parse.urlsplit(str(path)).scheme if "://" in str(path) else ""
     if not scheme:
@@ -156,7 +158,10 @@ def open_storage(path: str | Path) -> Storage:
     import fsspec  # Costs time, and a folder needs none of it.
     from fsspec.implementations.local import LocalFileSystem
 
-    filesystem, root = fsspec.core.url_to_fs(str(path))
+    try:
+        filesystem, root = fsspec.core.url_to_fs(str(path))
+    except (ValueError, ImportError) as error:
+        raise CheckpointPlaceUnusable(str(path), str(error)) from error
     # fsspec's own local files are neither brought to the disk nor renamed.
     return (
         Folder(root)
