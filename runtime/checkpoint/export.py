@@ -13,7 +13,7 @@ from .catalog import candidates, newest_whole
 from .contents import PER_RANK, ZERO
 from .errors import CheckpointCorrupted
 from .reader import CheckpointReader
-from .restore import masters_of, plain_optimizer_state, read_tree
+from .restore import plain_optimizer_state, read_tree
 from .storage import Folder, open_storage
 
 
@@ -39,9 +39,6 @@ def plain_states(reader: CheckpointReader) -> dict[str, Any]:
     for name, kind in reader.manifest.kinds.items():
         if kind == ZERO:
             states[name] = plain_optimizer_state(name, reader)
-            masters = masters_of(name, reader)
-            if masters:
-                states[name]["masters"] = masters  # Ignored by optimizers, and too good to lose.
         elif kind == PER_RANK:
             ranks = range(reader.manifest.world_size)
             states[name] = [read_tree(reader, name, rank) for rank in ranks]

@@ -14,7 +14,7 @@ from .contents import PER_RANK, ZERO, Path, is_dense, leaves_of, tree_of
 from .errors import CheckpointMismatch
 from .manifest import Entry, dtype_name, name_of
 from .reader import CheckpointReader
-from .sharded_state import GROUPS, MASTERS, NUM_STEPS, STATE, Run, ShardedState, is_per_element
+from .sharded_state import GROUPS, MASTER, NUM_STEPS, STATE, Run, ShardedState, is_per_element
 
 _NAMED = 3
 """Differences that an error lists; the first ones tell what is wrong."""
@@ -115,8 +115,8 @@ def _restore_sharded(state: ShardedState, reader: CheckpointReader, *, by_number
         for tensor, loaded in _read_run(state, run, reader, below.get(saved_name[name], [])):
             pieces[id(tensor)] = loaded
         if state.has_master(run):
-            copy = reader.find(state.master_path(name))
-            if copy is None or by_number:
+            copy = reader.find((state.name, STATE, saved_name[name], MASTER))
+            if copy is None:
                 raise CheckpointMismatch(
                     reader.path,
                     f"it has no float32 copy of {name}, which is in half precision here; the "
@@ -194,6 +194,8 @@ def _read_run(
     loaded: list[dict[str, Any]] = [{} for _ in run.pieces]
     for entry in entries:
         key = str(entry.path[3])
+        if key == MASTER and state.has_master(run):
+            continue
         if entry.dtype is None or key == "step" or entry.shape != shape:
             if entry.numel > 1 and entry.dtype is not None and not _fits(entry.shape, shape):
                 raise CheckpointMismatch(
@@ -238,9 +240,3 @@ def plain_optimizer_state(name: str, reader: CheckpointReader) -> dict[str, Any]
             for options in groups
         ],
     }
-
-
-def masters_of(name: str, reader: CheckpointReader) -> dict[str, torch.Tensor]:
-    """The float32 copies of half-precision parameters by name; empty where there are none."""
-    found: dict[str, torch.Tensor] = read_tree(reader, name, MASTERS)
-    return found

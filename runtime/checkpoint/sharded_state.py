@@ -1,7 +1,7 @@
 """A `ZeroRedundancyOptimizer` in a checkpoint: every rank writes and reads the pieces it steps.
 
     name/state/<parameter>/<tensor>    as in the optimizer's plain state, by parameter name
-    name/masters/<parameter>           float32 copies of parameters in half precision
+    name/state/<parameter>/master      the float32 copy of a parameter in half precision
     name/param_groups, name/num_steps  leaves
 
 Names instead of numbers are also what torch.distributed.checkpoint uses for optimizers.
@@ -19,7 +19,7 @@ from ..parameter_shard import OwnedPiece
 from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .contents import Contents, Path, TensorRange, pickled, whole_of
 
-STATE, MASTERS, GROUPS, NUM_STEPS = "state", "masters", "param_groups", "num_steps"
+STATE, MASTER, GROUPS, NUM_STEPS = "state", "master", "param_groups", "num_steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,6 @@ class ShardedState:
     def state_path(self, parameter: str, key: str) -> Path:
         return (self.name, STATE, parameter, key)
 
-    def master_path(self, parameter: str) -> Path:
-        return (self.name, MASTERS, parameter)
-
     def named_groups(self) -> list[dict[str, Any]]:
         return [
             {**options, "params": [self._names[id(p)] for p in options["params"]]}
@@ -103,7 +100,7 @@ class ShardedState:
                 found.leaves[path] = pickled(value)
         if self.has_master(run):
             masters: list[torch.Tensor] = [owned.tensor for owned in run.pieces]
-            found.ranges.append(ranged(self.master_path(name), masters))
+            found.ranges.append(ranged(self.state_path(name, MASTER), masters))
 
 
 def is_per_element(key: str, value: object, shape: torch.Size) -> bool:
