@@ -209,7 +209,9 @@ class Session:
         If a rank raises, all are stopped, and the exception is raised here, as itself, with a note
         of its rank and the traceback from there. WorkerLost: a rank's process died. DriverLost.
         RankFailed: the exception cannot be rebuilt in this process. TypeError before anything is
-        sent: `train` or an argument cannot be pickled. Afterwards the session can run again.
+        sent: `train` or an argument cannot be pickled. CheckpointError: the session's place cannot
+        be used, or what is in it does not fit. Afterwards the session can run again; with
+        checkpoints it then goes on from the newest whole one.
 
         Cancelling it stops all ranks before it returns.
         """
