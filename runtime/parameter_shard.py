@@ -80,6 +80,8 @@ class ParameterBucket:
         self.own = self.flat[group.rank * length : (group.rank + 1) * length]
         self.has_master = first.dtype in _HALF
         self.master = self.own.float() if self.has_master else self.own
+        self.version = 0
+        """Steps that this rank has taken with its range since the bucket was laid out."""
         self.reduced = reduced
         self.gradient = reduced.float() if self.has_master and reduced is not None else reduced
 
@@ -280,6 +282,8 @@ class ParameterShard:
         portion: numbers of the buckets. groups: the user's, whose options count. used: per
         parameter. The summed gradient is divided by `divisor`, then multiplied with `coefficient`.
         """
+        for number in portion:
+            self.buckets[number].version += 1
         if self.optimizer is None:
             return
         pieces = [mine for number in portion for mine in self.pieces[number]]

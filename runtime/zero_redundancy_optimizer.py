@@ -229,6 +229,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self.reducer is not None:
             self.reducer.wait()  # (1)
         outcome = self._hold_ballot(is_live)  # (3)
+        if self.reducer is None:
+            self._check_gradients(outcome.agreement)
         divisor = self._divisor(outcome.agreement)
         if outcome.agreement.live and self.max_norm is not None:
             scale = outcome.loss_scale if self.uses_scaler else 1.0
@@ -276,6 +278,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             check_scale(self._loss_scale, outcome.loss_scale)
         self.found_overflow = self.uses_scaler and not math.isfinite(outcome.squared_norm)
         return outcome
+
+    def _check_gradients(self, agreement: Agreement) -> None:
+        """Gradients that are taken as they are have to be there; on a joined rank, too."""
+        for parameter, is_used in zip(self._shard.parameters, agreement.used, strict=True):
+            if is_used and parameter.grad is None:
+                error = RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient on other ranks "
+                    f"of {list(agreement.live)} and none on rank {self.group.rank}. Without our "
+                    "DistributedDataParallel, whoever makes the gradients equal does so on all "
+                    "ranks; inside Join, it is listed before this optimizer"
+                )
+                self.group.abort(error)  # The others wait for our part of the parameters.
+                raise error
 
     def _divisor(self, agreement: Agreement) -> float:
         """What the summed gradient is divided by to be the mean."""

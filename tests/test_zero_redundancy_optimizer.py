@@ -71,6 +71,28 @@ def test_without_data_parallelism_gradients_are_taken_as_they_are(ranks_of):
         assert all(torch.equal(a, b) for a, b in zip(parameters, model.parameters(), strict=True))
 
 
+def step_without_gradients(group):
+    with another_group(group) as own:
+        parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+        zero = cl.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, group=own, lr=0.1)
+        try:
+            with cl.Join([zero], skew_warning=None):
+                for _ in range(1 + own.rank):
+                    for parameter in parameters:
+                        parameter.grad = torch.ones_like(parameter)
+                    zero.step()
+                    zero.zero_grad()
+        except (RuntimeError, cl.CollectiveError) as error:
+            return str(error)
+    return ""
+
+
+def test_a_joined_rank_without_gradients_tells_all_instead_of_stepping_stale_ones(ranks_of):
+    told = ranks_of(2).run(step_without_gradients)
+    assert "of shape (3,) has a gradient on other ranks of [1] and none on rank 0" in told[0]
+    assert "rank 0" in told[1] and "inside Join, it is listed before this optimizer" in told[1]
+
+
 class Branches(torch.nn.Module):
     """Each rank uses `common` and one branch; nobody uses `idle`; `frozen` takes no gradient."""
 
