@@ -31,19 +31,22 @@ def padded_numel(content: int, num_ranks: int) -> int:
 
 
 def whole_parameter_spans(
-    numels: Sequence[int], num_ranks: int
+    numels: Sequence[int], num_ranks: int, owned: list[int] | None = None
 ) -> tuple[list[tuple[int, int, int]], int]:
     """Lay parameters out so that no cut between equal shards goes through one.
 
-    The largest goes first, each to the rank that has least so far. Returns the spans, as
-    `pieces_of` takes them, and the content: `num_ranks` times the fullest rank's elements.
+    The largest goes first, each to the rank that has least so far. owned: elements that each rank
+    has in other buckets; what it gets is added. Returns the spans, as `pieces_of` takes them, and
+    the content: `num_ranks` times the fullest rank's elements.
     """
     load = [0] * num_ranks
+    owned = owned if owned is not None else [0] * num_ranks
     placed: list[tuple[int, int, int]] = []  # (rank, offset in its shard, parameter)
     for parameter in sorted(range(len(numels)), key=lambda p: (-numels[p], p)):
-        rank = min(range(num_ranks), key=lambda r: (load[r], r))
+        rank = min(range(num_ranks), key=lambda r: (owned[r], r))
         placed.append((rank, load[rank], parameter))
         load[rank] += aligned(numels[parameter])
+        owned[rank] += aligned(numels[parameter])
     length = max(load)
     spans = [(p, rank * length + offset, numels[p]) for rank, offset, p in sorted(placed)]
     return spans, num_ranks * length

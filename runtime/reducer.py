@@ -80,7 +80,7 @@ class Reducer:
         on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
     ) -> None:
-        self.parameters = list(parameters)
+        self.parameters: list[torch.nn.Parameter] = []
         self.group = group
         self.mode = Mode.ALL_REDUCE
         self.is_syncing = True
@@ -92,36 +92,66 @@ class Reducer:
         self.clock: StepClock | None = None
         """Times the steps and tells what has no gradient; there at debug level INFO and above."""
         self.unused: UnusedParameters | None = None
+        self.on_launched: Callable[[int], None] | None = None
+        """Called with the number of each bucket that a pass launched in REDUCE_SCATTER mode."""
         self._on_agreement = on_agreement
         self._has_next = has_next
+        self._bucket_bytes = bucket_bytes
+        self.buckets: list[GradientBucket] = []
+        self._home: dict[int, tuple[GradientBucket, torch.Tensor]] = {}
+        self._vote_work: Work | None = None
+        self._in_backward = False
+        self._num_launched = 0
+        self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
+        self._arrived: set[int] = set()
+        self.add_parameters(parameters)
+
+    def add_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
+        """Reduce these too, from now on; called alike on all ranks. Returns their buckets.
+
+        Those go behind the others: what is made trainable later is mostly what lies deeper. Between
+        a backward pass and the sharded step that it is for, what the parameters hold is sent too.
+        """
+        is_in_step = bool(self.buckets) and self.has_launched and self.mode is Mode.REDUCE_SCATTER
+        before = len(self.parameters)
+        self.parameters += parameters
         plans = plan_buckets(
-            [p.numel() for p in self.parameters],
-            [(p.dtype, p.device) for p in self.parameters],
-            [p.element_size() for p in self.parameters],
-            bucket_bytes=bucket_bytes,
-            first_bucket_bytes=min(FIRST_BUCKET_BYTES, bucket_bytes),
+            [p.numel() for p in parameters],
+            [(p.dtype, p.device) for p in parameters],
+            [p.element_size() for p in parameters],
+            bucket_bytes=self._bucket_bytes,
+            first_bucket_bytes=min(FIRST_BUCKET_BYTES, self._bucket_bytes),
         )
-        self.buckets = [GradientBucket(plan, self.parameters, group) for plan in plans]
-        self._home = {
-            number: (bucket, bucket.views[number])
-            for bucket in self.buckets
-            for number in bucket.views
-        }
+        fresh = [
+            GradientBucket(plan.numbered_from(before), self.parameters, self.group)
+            for plan in plans
+        ]
+        self.buckets += fresh
+        for bucket in fresh:
+            if self.mode is Mode.REDUCE_SCATTER:
+                bucket.prepare_shard(self.group)
+            for number, view in bucket.views.items():
+                self._home[number] = (bucket, view)
+                parameter = self.parameters[number]
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
+                    parameter.grad = view
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
+        self._place_vote()
+        for bucket in fresh if is_in_step else ():
+            self._num_launched += 1
+            self._reduce_scatter(bucket)
+        return fresh
+
+    def _place_vote(self) -> None:
         last = self.buckets[-1]
-        numel = vote_numel(group.size, len(self.parameters))
+        numel = vote_numel(self.group.size, len(self.parameters))
         self._vote_rides = last.flat.dtype in (torch.float32, torch.float64)
         self._vote = (
             last.flat[last.plan.content : last.plan.content + numel]
             if self._vote_rides
             else torch.zeros(numel, dtype=torch.float32, device=last.flat.device)
         )
-        self._vote_work: Work | None = None
-        self._in_backward = False
-        self._num_launched = 0
-        self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
-        self._arrived: set[int] = set()
-        for number, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
 
     # -- the backward pass ---------------------------------------------------------------------
 
@@ -149,6 +179,7 @@ class Reducer:
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self.is_live = True
         self._begin_launching()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -161,7 +192,6 @@ class Reducer:
     def _end_backward(self) -> None:
         """Send what is left; parameters outside this backward pass contribute what they hold."""
         self._in_backward = False
-        self.is_live = True
         if self.clock is not None:
             self.clock.backward_ended()
         if self.unused is not None:
@@ -194,10 +224,15 @@ class Reducer:
     def _launch(self, bucket: GradientBucket) -> None:
         self._num_launched += 1
         if self.mode is Mode.REDUCE_SCATTER:
-            bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
+            self._reduce_scatter(bucket)
+            if self.on_launched is not None:
+                self.on_launched(self._num_launched - 1)
         else:
             rider = len(self._vote) if self._vote_rides and bucket is self.buckets[-1] else 0
             bucket.work = self.group.all_reduce(bucket.flat[: bucket.plan.content + rider])
+
+    def _reduce_scatter(self, bucket: GradientBucket) -> None:
+        bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
 
     def _write_vote(self, vote: torch.Tensor, has_next: bool) -> None:
         write_vote(

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from ..distributed_data_parallel import DistributedDataParallel
+from ..optimizer_state import MASTER
 from ..registry import Registered
 from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .contents import PER_RANK, ZERO, Path, is_dense, leaves_of, tree_of
 from .errors import CheckpointMismatch
 from .manifest import Entry, dtype_name, name_of
 from .reader import CheckpointReader
-from .sharded_state import GROUPS, MASTER, NUM_STEPS, STATE, Run, ShardedState, is_per_element
+from .sharded_state import GROUPS, NUM_STEPS, STATE, Run, ShardedState, is_per_element
 
 _NAMED = 3
 """Differences that an error lists; the first ones tell what is wrong."""
@@ -140,7 +141,7 @@ def _restore_sharded(state: ShardedState, reader: CheckpointReader, *, by_number
     tensors = [p for options in inner.param_groups for p in options["params"]]
     plain = inner.state_dict()["param_groups"]
     for ours, options in zip(plain, state.optimizer.param_groups, strict=True):
-        ours.update({key: value for key, value in options.items() if key != "params"})
+        ours.update({k: v for k, v in options.items() if k not in ("params", "param_names")})
     inner.load_state_dict(
         {
             "state": {

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from ..optimizer_state import MASTER
 from ..parameter_shard import OwnedPiece
 from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .contents import Contents, Path, TensorRange, pickled, whole_of
 
-STATE, MASTER, GROUPS, NUM_STEPS = "state", "master", "param_groups", "num_steps"
+STATE, GROUPS, NUM_STEPS = "state", "param_groups", "num_steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class ShardedState:
         shard = optimizer._shard
         self.inner = shard.optimizer
         self.parameters: Sequence[torch.nn.Parameter] = shard.parameters
-        self.runs = [] if self.inner is None else list(_runs_of(shard.pieces))
+        pieces = [owned for of_bucket in shard.pieces for owned in of_bucket]
+        self.runs = [] if self.inner is None else list(_runs_of(pieces))
         self._names = names_of(optimizer)
 
     def name_of(self, run: Run) -> str:
@@ -58,14 +60,17 @@ class ShardedState:
         return tuple(self.parameters[run.parameter].shape)
 
     def has_master(self, run: Run) -> bool:
-        return run.pieces[0].tensor.dtype != self.parameters[run.parameter].dtype
+        return run.pieces[0].bucket.has_master
 
     def state_path(self, parameter: str, key: str) -> Path:
         return (self.name, STATE, parameter, key)
 
     def named_groups(self) -> list[dict[str, Any]]:
         return [
-            {**options, "params": [self._names[id(p)] for p in options["params"]]}
+            {
+                **{key: value for key, value in options.items() if key != "param_names"},
+                "params": [self._names[id(p)] for p in options["params"]],
+            }
             for options in self.optimizer.param_groups
         ]
 
@@ -108,15 +113,11 @@ def is_per_element(key: str, value: object, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
 
 
-def names_of(optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Names of an optimizer's parameters by id: those in its model, or else their numbers."""
+def names_of(optimizer: ZeroRedundancyOptimizer) -> dict[int, str]:
+    """Names of an optimizer's parameters by id: those that it knows, or else their numbers."""
     numbered = [p for options in optimizer.param_groups for p in options["params"]]
     names = {id(parameter): str(number) for number, parameter in enumerate(numbered)}
-    model = getattr(optimizer, "_model", None)
-    if model is not None:
-        named = {id(p): name for name, p in model.module.named_parameters()}
-        names = {key: named.get(key, number) for key, number in names.items()}
-    return names
+    return names | optimizer._names()
 
 
 def _runs_of(pieces: Sequence[OwnedPiece]) -> Iterator[Run]:
@@ -126,7 +127,7 @@ def _runs_of(pieces: Sequence[OwnedPiece]) -> Iterator[Run]:
         if run:
             last = run[-1].piece
             goes_on = (
-                owned.bucket == run[-1].bucket
+                owned.bucket is run[-1].bucket
                 and owned.piece.parameter == last.parameter
                 and owned.piece.parameter_start == last.parameter_start + last.numel
             )
