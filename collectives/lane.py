@@ -31,6 +31,7 @@ from .wake_timer import WakeTimer
 from .work import Work
 
 _WAKE_DELAY_S = 0.0001
+_UNSURE_DELAY_S = 0.001  # of a work that does not know its ticks: most have but one
 _LOOK_YIELDS = 8  # of the core, in one look; 0.4 us each on an idle one
 _LOOK_TICKS = 4  # works with more of them are large: their copying would hold up an event loop
 FIRST_TICK = 2  # SharedSegment.meet used 1
@@ -129,7 +130,7 @@ class Lane:
         # A work that has published all it has to say holds nobody up; it may wait to be waited for.
         if not work.done and not work.has_said_all():
             with self._lock:
-                self._call_background(_WAKE_DELAY_S)
+                self._call_background(_WAKE_DELAY_S if work.num_ticks else _UNSURE_DELAY_S)
 
     def run_until(self, work: LaneWork) -> None:
         """Block until `work` is done, driving the queue if no other thread does."""

@@ -41,7 +41,7 @@ from .arguments import (
 from .arithmetic import reduce_into
 from .communicator import Communicator
 from .errors import UnsupportedOperation
-from .operation import ANY_RANK, UNEVEN, Kind, Operation, root_and_op
+from .operation import ANY_RANK, FIRST_OBJECT_TAG, UNEVEN, Kind, Operation, root_and_op
 from .reduce_op import ReduceOp
 from .work import Work
 
@@ -434,19 +434,10 @@ class Operations(ABC):
         group with CollectiveMismatch. The work's `source_rank` is the rank that sent it.
         """
         tensor = self._checked(tensor, "tensor", True)
-        if src is None:
-            if not self._communicator.receives_from_any:
-                raise UnsupportedOperation(
-                    "recv from any rank", self.backend, "name the rank with src"
-                )
-            if self.size == 1:
-                raise ValueError("recv from any rank in a group of one: nobody can send")
-        else:
-            self._check_peer(src, "src")
+        peer = self._check_source(src)
         self._check_tag(tag)
         finishers: list[Finisher] = []
         flat = written(tensor, finishers)
-        peer = ANY_RANK if src is None else src
         operation = self._begin_between_two(
             Kind.RECV, tensor.numel(), DTYPE_INDEX[tensor.dtype], peer, tag, timeout_s
         )
@@ -508,9 +499,20 @@ class Operations(ABC):
         if rank == self.rank:
             raise ValueError(f"{name} is {rank}, this rank itself; name another one")
 
+    def _check_source(self, src: int | None) -> int:
+        """The peer of a recv from `src`."""
+        if src is not None:
+            self._check_peer(src, "src")
+            return src
+        if not self._communicator.receives_from_any:
+            raise UnsupportedOperation("recv from any rank", self.backend, "name the rank with src")
+        if self.size == 1:
+            raise ValueError("recv from any rank in a group of one: nobody can send")
+        return ANY_RANK
+
     def _check_tag(self, tag: int) -> None:
-        if not 0 <= tag < 1 << 30:
-            raise ValueError(f"tag must be in [0, 2**30), got {tag}")
+        if not 0 <= tag < FIRST_OBJECT_TAG:
+            raise ValueError(f"tag must be in [0, 2**29), got {tag}")
         if tag and not self._communicator.has_tags:
             raise UnsupportedOperation(
                 f"tag {tag}", self.backend, "messages between two ranks arrive in order; use tag 0"
@@ -596,7 +598,7 @@ class Operations(ABC):
                 f"with the sum {num_rows} of the rows of {name}; got {list(rows)}"
             )
         width = flat.numel() // num_rows if num_rows else 0
-        return list(flat.split([n * width for n in rows]))
+        return list(flat.split_with_sizes([n * width for n in rows]))
 
     def _nothing(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         dtype = travelling_dtype(tensor.dtype)

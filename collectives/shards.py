@@ -30,6 +30,12 @@ def padded_numel(content: int, num_ranks: int) -> int:
     return shard_numel(content, num_ranks) * num_ranks
 
 
+def room_for(content: int, num_ranks: int) -> int:
+    """Elements to allocate for a bucket, so that it need not move when ranks come and go: enough
+    for the slack of `num_ranks`, of twice as many, and of 64."""
+    return aligned(content) + ALIGNMENT * max(64, 2 * num_ranks)
+
+
 def whole_parameter_spans(
     numels: Sequence[int], num_ranks: int, owned: list[int] | None = None
 ) -> tuple[list[tuple[int, int, int]], int]:

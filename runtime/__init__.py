@@ -12,12 +12,13 @@ from .checkpoint import (
     SavingTimes,
 )
 from .context import Context
+from .dealing import deal
 from .distributed_data_parallel import DistributedDataParallel
 from .grad_scaler import GradScaler
 from .join import Join, Joinable, JoinHook
 from .random_state import RandomState
 from .session import Session, SessionSnapshot, SessionState, run
-from .sharding import Shard, deal
+from .sharding import Shard
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __all__ = [

@@ -12,6 +12,7 @@ import torch
 from ray import cloudpickle
 
 from actors.journal import Journal
+from actors.lifeline import Lifeline
 from actors.messages import Assignment, Report
 from collectives.group import Group
 from collectives.objects import broadcast_object
@@ -19,7 +20,9 @@ from collectives.reduce_op import ReduceOp
 
 from .checkpoint.saving import Saving
 from .cursor import Cursor
+from .dealing import Dealer
 from .join import Joinable, active_join
+from .recovery import Recovery
 from .registry import Registry, Stateful
 from .sharding import MapStyleDataset, Shard
 
@@ -43,28 +46,44 @@ class Context:
 
     rank, world_size: this rank and their number. local_rank: among the ranks of this node.
     node_rank: of this node. device: of this rank's tensors. group: all ranks, for collectives.
-    generation: number of the membership; another one after a failure.
+    generation: number of the membership; another one after a failure. Where the run goes on
+    without a lost worker, rank, world_size, generation and group change during a step.
 
     What exchanges data (`barrier`, `broadcast`, `reduce`) is called by all ranks in the same
     order, and blocks the training thread, also in an `async def` function: no rank could go on
     without the others anyway.
     """
 
-    def __init__(self, assignment: Assignment, group: Group, journal: Journal) -> None:
+    def __init__(
+        self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
+    ) -> None:
+        self.device = group.device
+        self.dealer = Dealer(assignment.rank, assignment.world_size)
+        self.recovery = Recovery(self, lifeline) if lifeline.goes_on else None
+        self._journal = journal
+        self._num_reports = 0
+        self.registry = Registry()
+        self.checkpoints: Checkpoints | None = None  # set by who runs the train function
+        self._cursor = Cursor()
+        self._boundaries = 0
+        self.enter(assignment, group)
+
+    def enter(self, assignment: Assignment, group: Group) -> None:
+        """Be a rank of another generation; what was made of the former group has ended with it."""
         self.rank = assignment.rank
         self.world_size = assignment.world_size
         self.local_rank = assignment.local_rank
         self.local_world_size = assignment.local_world_size
         self.node_rank = assignment.node_rank
         self.generation = assignment.generation
-        self.device = group.device
         self.group = group
-        self.registry = Registry()
-        self.checkpoints: Checkpoints | None = None  # set by who runs the train function
-        self._journal = journal
-        self._num_reports = 0
-        self._cursor = Cursor()
-        self._boundaries = 0
+        if self.checkpoints is not None:
+            self.checkpoints.change_group(group)
+
+    def finish(self) -> None:
+        """The function has returned: wait for the other ranks, if they may still need this one."""
+        if self.recovery is not None:
+            self.recovery.finish()
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs, 0 to num_epochs - 1; after a resume those not over yet."""
@@ -145,7 +164,8 @@ class Context:
 
     def told_data(self) -> dict[str, Any]:
         """Where this rank is in its data, as plain data for a checkpoint."""
-        return {"boundaries": self._boundaries, "data": self._cursor.told()}
+        has_recovered = self.recovery is not None and self.recovery.num_recoveries > 0
+        return {"boundaries": self._boundaries, "data": self._cursor.told(by_id=has_recovered)}
 
     def _at_boundary(self) -> None:
         """Between two batches, when the step of the one before is over; on a rank that has joined,
@@ -185,6 +205,7 @@ class Context:
             batch_size,
             rank=self.rank,
             world_size=self.world_size,
+            dealer=self.dealer,
             epoch=epoch,
             seed=seed,
             shuffle=shuffle,
@@ -303,3 +324,9 @@ def current_group() -> Group:
             "make one with Group.create and pass it"
         )
     return _current.group
+
+
+def recovery_of(group: Group) -> Recovery | None:
+    """What takes the objects of `group` into the next generation; None where the run ends with
+    the first loss, and for groups that the user made."""
+    return _current.recovery if _current is not None and _current.group is group else None

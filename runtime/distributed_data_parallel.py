@@ -15,7 +15,7 @@ from collectives import Group
 from collectives.debug import is_informing
 
 from .agreement import Agreement
-from .context import current_group
+from .context import current_group, recovery_of
 from .join import Join, Joinable, JoinHook
 from .reducer import GradientBucket, Mode, Reducer
 from .replication import broadcast_tensors
@@ -108,6 +108,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         for _, parameter in named:
             _owners[parameter] = weakref.ref(self)
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.synced_step = 0
+        """Steps whose buffers this rank has taken over."""
+        self._kept_buffers: list[torch.Tensor] = []
+        """As they were then; kept where the run goes on after a death."""
+        self._recovery = recovery_of(self.group)
+        if self._recovery is not None:
+            self._recovery.watch_model(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         Join.notify_join_context(self)
@@ -203,6 +210,27 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         buffers = list(self.module.buffers())
         if self.broadcast_buffers and buffers and live:
             broadcast_tensors(buffers, max(live) if self._join else 0, self.group)
+        self._keep_buffers()
+
+    def _keep_buffers(self) -> None:
+        self.synced_step += 1
+        if self._recovery is not None and self.broadcast_buffers:
+            self._kept_buffers = [buffer.clone() for buffer in self.module.buffers()]
+
+    def sync_buffers_again(self, synced: Sequence[int], step: int, live: Sequence[int]) -> None:
+        """End `step` on ranks that have not ended it. synced: `synced_step` by rank. live: ranks
+        that took the step and are there. Who has ended it may be in the next forward pass already,
+        and gives what it had before that."""
+        if min(synced) == step:
+            return
+        buffers = list(self.module.buffers())
+        has_ended = self.synced_step == step
+        if self.broadcast_buffers and buffers:
+            somebody_has = step in synced
+            root = synced.index(step) if somebody_has else max(live, default=0)
+            broadcast_tensors(self._kept_buffers if has_ended else buffers, root, self.group)
+        if not has_ended:
+            self._keep_buffers()
 
     # -- Join ----------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class EarlyUpdate:
             assert bucket.work is not None
             bucket.work.wait()
             work.wait()
-            agreement = read_agreement(vote, self._reducer.group.size)
+            agreement = read_agreement(vote.tolist(), self._reducer.group.size)
             if len(agreement.live) < self._reducer.group.size:
                 return
             used = [False] * len(self._shard.parameters)

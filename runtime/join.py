@@ -53,6 +53,14 @@ class JoinLedger:
         # Nobody knows better before the first agreement.
         self._may_continue = tuple(range(num_ranks))
 
+    def change_ranks(self, former_ranks: Sequence[int]) -> None:
+        """former_ranks: by new rank its rank so far, -1 for a newcomer."""
+        new = {old: rank for rank, old in enumerate(former_ranks) if old >= 0}
+        self.num_ranks = len(former_ranks)
+        self.last_live = tuple(new[rank] for rank in self.last_live if rank in new)
+        self._may_continue = tuple(new[rank] for rank in self._may_continue if rank in new)
+        self.steps_taken = [self.steps_taken[old] if old >= 0 else 0 for old in former_ranks]
+
     def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
         """The iterator knows how many batches each rank starts with."""
         self._may_continue = tuple(rank for rank, n in enumerate(batches_per_rank) if n)
@@ -120,6 +128,13 @@ class Joinable(ABC):
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         """Raise ValueError if it cannot be shadowed without another joinable."""
+
+
+def change_group(group: Group, former_ranks: Sequence[int]) -> None:
+    """Every Join that this process is in goes on in another group. former_ranks: by new rank."""
+    for join in _active:
+        join._group = group
+        join.ledger.change_ranks(former_ranks)
 
 
 class _Stepping(Protocol):
@@ -238,8 +253,9 @@ class Join:
     ) -> None:
         self.__exit__(kind, error, trace)
 
-    def shadow(self) -> None:
-        """Take part in the steps that other ranks still take, until nobody takes any."""
+    def shadow(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Take part in the steps that other ranks still take, until nobody takes any, or `until`:
+        a rank that is lost leaves its samples to those that wait."""
         ledger = self.ledger
         ledger.live = False
         ledger.has_next = False
@@ -251,6 +267,8 @@ class Join:
                     follower.step()
                 if self.at_boundary is not None:
                     self.at_boundary()
+            if until():
+                break
         ledger.live = True
         ledger.has_next = True
 

@@ -17,14 +17,17 @@ import torch
 
 from collectives import Group, Work
 from collectives.buckets import BucketPlan, plan_buckets
+from collectives.resharding import Range, guarded_ranks
 from collectives.shards import (
     Piece,
     padded_numel,
     pieces_of,
+    room_for,
     shard_numel,
     whole_parameter_spans,
 )
 
+from .held_state import VALUES, Description, HeldState, Part
 from .optimizer_state import MASTER, BucketLayout, PieceState, check_fits, gather_state, slice_state
 from .reducer import GradientBucket
 from .shardable_optimizers import ELEMENTWISE
@@ -51,42 +54,25 @@ class Gather:
             self.target.copy_(self.staged)
 
 
-class ParameterBucket:
-    """Parameters that travel together, as views of one flat tensor.
+class ShardRange:
+    """One shard's part of a bucket, kept on this rank: its own, or a replica of another rank's.
 
-    flat: (padded,) all parameters of the plan. own: (n,) this rank's range of it. master: (n,)
-    what is stepped: `own` itself, or its float32 copy. gradient: (n,) in the master's dtype, or
-    None where gradients stay with the parameters. reduced: (n,) where the reducer leaves the sum.
+    owner: whose shard it is. values: (n,) its part of the bucket's `flat`. master: (n,) what is
+    stepped: `values` itself, or its float32 copy. reduced: (n,) where the sum of the gradients
+    arrives, or None where gradients stay with the parameters. gradient: (n,) the mean, in the
+    master's dtype.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: Sequence[torch.nn.Parameter],
-        group: Group,
-        reduced: torch.Tensor | None,
-    ) -> None:
-        first = parameters[plan.spans[0][0]]
-        length = shard_numel(plan.content, group.size)
-        self.plan = plan
-        self.flat = torch.zeros(
-            padded_numel(plan.content, group.size), dtype=first.dtype, device=first.device
-        )
-        for number, offset, numel in plan.spans:
-            parameter = parameters[number]
-            view = self.flat[offset : offset + numel].view(parameter.shape)
-            view.copy_(parameter.detach())
-            parameter.data = view
-        self.own = self.flat[group.rank * length : (group.rank + 1) * length]
-        self.has_master = first.dtype in _HALF
-        self.master = self.own.float() if self.has_master else self.own
-        self.version = 0
-        """Steps that this rank has taken with its range since the bucket was laid out."""
+    def __init__(self, owner: int, values: torch.Tensor, reduced: torch.Tensor | None) -> None:
+        self.owner = owner
+        self.values = values
+        self.has_master = values.dtype in _HALF
+        self.master = values.float() if self.has_master else values
         self.reduced = reduced
         self.gradient = reduced.float() if self.has_master and reduced is not None else reduced
 
     def take_gradient(self, divisor: float) -> None:
-        """Make `gradient` of what the reducer left: the sum over the ranks, over `divisor`."""
+        """Make `gradient` of what arrived: the sum over the ranks, over `divisor`."""
         if self.gradient is None or self.reduced is None:
             return
         if self.gradient is not self.reduced:
@@ -98,41 +84,105 @@ class ParameterBucket:
         """Where somebody wrote to the parameters (a loaded checkpoint, an average), the master
         does not round to them any more, and takes their value; elsewhere it keeps its own."""
         if self.has_master:
-            is_ours = self.master.to(self.own.dtype) == self.own
-            self.master.copy_(torch.where(is_ours, self.master, self.own.float()))
+            is_ours = self.master.to(self.values.dtype) == self.values
+            self.master.copy_(torch.where(is_ours, self.master, self.values.float()))
 
     def publish_master(self) -> None:
         """Round the stepped values to what is gathered."""
         if self.has_master:
-            self.own.copy_(self.master)
+            self.values.copy_(self.master)
+
+
+class ParameterBucket:
+    """Parameters that travel together, as views of one flat tensor.
+
+    flat: all parameters of the plan, and room behind them for the slack of any number of ranks.
+    ranges: what this rank keeps of it: its own shard first, then replicas.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[torch.nn.Parameter],
+        group: Group,
+        reduced: torch.Tensor | None,
+        replicas: int,
+    ) -> None:
+        first = parameters[plan.spans[0][0]]
+        self.plan = plan
+        self.flat = torch.zeros(
+            room_for(plan.content, group.size), dtype=first.dtype, device=first.device
+        )
+        for number, offset, numel in plan.spans:
+            parameter = parameters[number]
+            view = self.flat[offset : offset + numel].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.version = 0
+        """Steps that this rank has taken with what it keeps since the bucket was laid out."""
+        self.cut(group, reduced, replicas)
+
+    def cut(self, group: Group, reduced: torch.Tensor | None, replicas: int) -> None:
+        """Lay out the ranges that this rank keeps, anew."""
+        length = shard_numel(self.plan.content, group.size)
+        self.ranges: list[ShardRange] = []
+        for owner in guarded_ranks(group.rank, group.size, replicas):
+            values = self.flat[owner * length : (owner + 1) * length]
+            if self.ranges and reduced is not None:
+                reduced = torch.zeros_like(reduced)
+            self.ranges.append(ShardRange(owner, values, reduced))
+
+    @property
+    def own(self) -> ShardRange:
+        return self.ranges[0]
+
+    def start_replicating(self, group: Group) -> Work | None:
+        """Begin to send the own reduced gradient to those that keep its replicas, and to receive
+        theirs; None where nobody keeps any."""
+        replicas = self.ranges[1:]
+        if not replicas or self.own.reduced is None:
+            return None
+        nothing = self.own.reduced.new_empty(0)
+        distances = [(rank - group.rank) % group.size for rank in range(group.size)]
+        mine = [
+            self.own.reduced if 0 < distance <= len(replicas) else nothing for distance in distances
+        ]
+        theirs = [nothing] * group.size
+        for replica in replicas:
+            assert replica.reduced is not None
+            theirs[replica.owner] = replica.reduced
+        return group.all_to_all(theirs, mine)
 
     def start_gather(self, group: Group) -> Gather:
         """Begin to bring all ranks' ranges of `flat` to all ranks."""
-        if self.flat.device == group.device:
-            return Gather(group.all_gather(self.flat, self.own))
+        padded = padded_numel(self.plan.content, group.size)
+        flat, own = self.flat[:padded], self.own.values
+        if flat.device == group.device:
+            return Gather(group.all_gather(flat, own))
         # A group's operations take tensors of its device. Parameters of a model that is spread
         # over several travel by way of it.
-        staged = torch.empty_like(self.flat, device=group.device)
-        return Gather(group.all_gather(staged, self.own.to(group.device)), staged, self.flat)
+        staged = torch.empty_like(flat, device=group.device)
+        return Gather(group.all_gather(staged, own.to(group.device)), staged, flat)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedPiece:
-    """A piece of a parameter that this rank steps.
+class KeptPiece:
+    """A piece of a parameter that this rank steps, as part of its own shard or of a replica.
 
     tensor: view of the master, of shape (piece.numel,), or the parameter's where it is whole.
     """
 
     tensor: torch.nn.Parameter
     piece: Piece
-    bucket: ParameterBucket
+    range: ShardRange
+    is_own: bool
 
 
 class ParameterShard:
     """The buckets of all parameters, and this rank's optimizer over its pieces of them.
 
     elementwise: pieces are flat and may be cut anywhere; otherwise no parameter is cut, and its
-    piece keeps the shape.
+    piece keeps the shape. replicas: ranks that keep each shard; the owner is one of them.
     parameters: by number, as in the plans. optimizer: None on a rank that owns nothing.
     """
 
@@ -143,6 +193,7 @@ class ParameterShard:
         group: Group,
         *,
         elementwise: bool,
+        replicas: int = 1,
     ) -> None:
         self.optimizer_class = optimizer_class
         self.defaults = defaults
@@ -150,8 +201,9 @@ class ParameterShard:
         self.optimizer: torch.optim.Optimizer | None = None
         self.parameters: list[torch.nn.Parameter] = []
         self.buckets: list[ParameterBucket] = []
-        self.pieces: list[list[OwnedPiece]] = []  # by bucket
+        self.pieces: list[list[KeptPiece]] = []  # by bucket
         self.num_groups = 0
+        self.replicas = replicas
         self._elementwise = elementwise
         self._load = [0] * group.size  # elements per rank, where parameters are not cut
 
@@ -173,17 +225,24 @@ class ParameterShard:
             if reduced_in is None
             else [bucket.plan for bucket in reduced_in]
         )
-        tile = _CPU_TILE_NUMEL if self._elementwise and _is_on_cpu(self.group) else sys.maxsize
-        fresh: list[OwnedPiece] = []
+        fresh: list[KeptPiece] = []
         for number, plan in enumerate(plans):
             reduced = None if reduced_in is None else reduced_in[number].shard
-            bucket = ParameterBucket(plan, self.parameters, self.group, reduced)
-            pieces = pieces_of(self.group.rank, self.group.size, plan.content, plan.spans, tile)
-            owned = [self._own(bucket, piece) for piece in pieces]
+            bucket = ParameterBucket(plan, self.parameters, self.group, reduced, self.replicas)
+            pieces = self._pieces_of(bucket)
             self.buckets.append(bucket)
-            self.pieces.append(owned)
-            fresh += owned
+            self.pieces.append(pieces)
+            fresh += pieces
         self._admit(fresh, groups)
+
+    def _pieces_of(self, bucket: ParameterBucket) -> list[KeptPiece]:
+        tile = _CPU_TILE_NUMEL if self._elementwise and _is_on_cpu(self.group) else sys.maxsize
+        plan, size = bucket.plan, self.group.size
+        return [
+            self._keep(kept, piece, kept is bucket.own)
+            for kept in bucket.ranges
+            for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile)
+        ]
 
     def _plan(
         self, parameters: Sequence[torch.nn.Parameter], first_number: int
@@ -210,13 +269,13 @@ class ParameterShard:
             plans.append(plan.numbered_from(first_number))
         return plans
 
-    def _own(self, bucket: ParameterBucket, piece: Piece) -> OwnedPiece:
-        tensor = bucket.master[piece.shard_start : piece.shard_start + piece.numel]
+    def _keep(self, kept: ShardRange, piece: Piece, is_own: bool) -> KeptPiece:
+        tensor = kept.master[piece.shard_start : piece.shard_start + piece.numel]
         if not self._elementwise:
             tensor = tensor.view(self.parameters[piece.parameter].shape)
-        return OwnedPiece(torch.nn.Parameter(tensor), piece, bucket)
+        return KeptPiece(torch.nn.Parameter(tensor), piece, kept, is_own)
 
-    def _admit(self, pieces: Sequence[OwnedPiece], groups: Sequence[Mapping[str, Any]]) -> None:
+    def _admit(self, pieces: Sequence[KeptPiece], groups: Sequence[Mapping[str, Any]]) -> None:
         """Give the optimizer new pieces, each in the group that its parameter is in."""
         self.num_groups = len(groups)
         number_of = {id(parameter): n for n, parameter in enumerate(self.parameters)}
@@ -261,8 +320,9 @@ class ParameterShard:
         """The squared 2-norm of the reduced, undivided gradient of this shard: (), float64."""
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         for bucket, pieces in zip(self.buckets, self.pieces, strict=True):
-            reduced = bucket.reduced
-            local = map(self._gradient_of, pieces) if reduced is None else [reduced]
+            reduced = bucket.own.reduced
+            own = [mine for mine in pieces if mine.is_own]
+            local = map(self._gradient_of, own) if reduced is None else [reduced]
             for gradient in local:
                 if gradient is not None:
                     norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
@@ -287,9 +347,10 @@ class ParameterShard:
         if self.optimizer is None:
             return
         pieces = [mine for number in portion for mine in self.pieces[number]]
-        for number in portion:
-            self.buckets[number].take_parameters()
-            self.buckets[number].take_gradient(divisor)
+        kept = [kept for number in portion for kept in self.buckets[number].ranges]
+        for part in kept:
+            part.take_parameters()
+            part.take_gradient(divisor)
         for mine in pieces:
             gradient = self._gradient_of(mine) if used[mine.piece.parameter] else None
             if coefficient != 1 and gradient is not None:
@@ -301,11 +362,11 @@ class ParameterShard:
         self.optimizer.step()
         for mine in pieces:
             mine.tensor.grad = None
-        for number in portion:
-            self.buckets[number].publish_master()
+        for part in kept:
+            part.publish_master()
 
-    def _gradient_of(self, mine: OwnedPiece) -> torch.Tensor | None:
-        piece, gradient = mine.piece, mine.bucket.gradient
+    def _gradient_of(self, mine: KeptPiece) -> torch.Tensor | None:
+        piece, gradient = mine.piece, mine.range.gradient
         if gradient is not None:
             reduced = gradient[piece.shard_start : piece.shard_start + piece.numel]
             return reduced.view(mine.tensor.shape)
@@ -316,9 +377,99 @@ class ParameterShard:
         flat = whole.reshape(-1)[start : start + piece.numel].to(mine.tensor.dtype)
         return flat.view(mine.tensor.shape)
 
+    def gather(self) -> None:
+        """Bring all parameters to all ranks."""
+        for gather in self.start_gather(range(len(self.buckets))):
+            gather.wait()
+
     def start_gather(self, portion: Sequence[int]) -> list[Gather]:
         """Begin to bring every rank's part of the parameters to all ranks."""
         return [self.buckets[number].start_gather(self.group) for number in portion]
+
+    def start_replicating(self) -> list[Work]:
+        """Begin to send this rank's reduced gradients to those that keep replicas of its shard."""
+        return [work for bucket in self.buckets if (work := bucket.start_replicating(self.group))]
+
+    # -- another group ---------------------------------------------------------------------------
+
+    def recut(
+        self,
+        group: Group,
+        reduced: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        held: HeldState,
+    ) -> None:
+        """Keep what a rank of `group` keeps. reduced: where each bucket's sum arrives there.
+        held: values and state of all that, at least."""
+        self.group = group
+        self.pieces = []
+        for number, (bucket, arrives_in) in enumerate(zip(self.buckets, reduced, strict=True)):
+            bucket.cut(group, arrives_in, self.replicas)
+            for kept in bucket.ranges:
+                wanted = self._range_of(number, kept)
+                if wanted is not None:
+                    held.cut(wanted, VALUES, kept.master[: wanted.numel])
+                kept.publish_master()
+            self.pieces.append(self._pieces_of(bucket))
+        self.optimizer = None
+        self._admit([mine for pieces in self.pieces for mine in pieces], groups)
+        optimizer: torch.optim.Optimizer | None = self.optimizer
+        for number, pieces in enumerate(self.pieces if optimizer else ()):
+            for mine in pieces:
+                wanted = self._range_of_piece(number, mine)
+                state = held.state_of(mine.piece.parameter, wanted, mine.tensor.device)
+                if state and optimizer is not None:
+                    optimizer.state[mine.tensor] = state
+
+    def held(self) -> HeldState:
+        """All that this rank keeps, for `recut`; the tensors are the very ones that are stepped."""
+        ranges, parts, described = [], [], {}
+        for number, (bucket, pieces) in enumerate(zip(self.buckets, self.pieces, strict=True)):
+            for kept in bucket.ranges:
+                whole = self._range_of(number, kept)
+                if whole is not None:
+                    ranges.append(whole)
+            for mine in pieces:
+                assert self.optimizer is not None
+                state = self.optimizer.state.get(mine.tensor, {})
+                elements = {
+                    name: value
+                    for name, value in state.items()
+                    if isinstance(value, torch.Tensor)
+                    and value.shape == mine.tensor.shape
+                    and name != "step"
+                }
+                if state:
+                    described[mine.piece.parameter] = Description(
+                        {name: value.dtype for name, value in elements.items()},
+                        {name: value for name, value in state.items() if name not in elements},
+                    )
+                tensors = {VALUES: mine.tensor.detach(), **elements}
+                parts.append(Part(self._range_of_piece(number, mine), tensors))
+        return HeldState(ranges, parts, described)
+
+    def travelling(self, described: Mapping[int, Description]) -> list[dict[str, torch.dtype]]:
+        """Names and dtypes of the tensors that go with a range, by bucket."""
+        by_bucket = []
+        for bucket in self.buckets:
+            names = {VALUES: bucket.own.master.dtype}
+            for parameter, _, _ in bucket.plan.spans:
+                if parameter in described:
+                    names.update(described[parameter].elements)
+            by_bucket.append(names)
+        return by_bucket
+
+    def _range_of(self, number: int, kept: ShardRange) -> Range | None:
+        """Without the slack; None if there is nothing else."""
+        content = self.buckets[number].plan.content
+        length = shard_numel(content, self.group.size)
+        start, stop = kept.owner * length, min((kept.owner + 1) * length, content)
+        return Range(number, start, stop) if start < stop else None
+
+    def _range_of_piece(self, number: int, mine: KeptPiece) -> Range:
+        content = self.buckets[number].plan.content
+        start = mine.range.owner * shard_numel(content, self.group.size) + mine.piece.shard_start
+        return Range(number, start, start + mine.piece.numel)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -328,7 +479,11 @@ class ParameterShard:
             BucketLayout(
                 bucket.plan.content,
                 bucket.plan.spans,
-                [PieceState(m.piece, m.tensor.shape, self._state_of(m)) for m in pieces],
+                [
+                    PieceState(mine.piece, mine.tensor.shape, self._state_of(mine))
+                    for mine in pieces
+                    if mine.is_own
+                ],
             )
             for bucket, pieces in zip(self.buckets, self.pieces, strict=True)
         ]
@@ -336,10 +491,10 @@ class ParameterShard:
         gathered = gather_state(layouts, shapes, self.group, to)
         return {id(self.parameters[number]): state for number, state in gathered.items()}
 
-    def _state_of(self, mine: OwnedPiece) -> dict[str, Any]:
+    def _state_of(self, mine: KeptPiece) -> dict[str, Any]:
         assert self.optimizer is not None
         state = dict(self.optimizer.state.get(mine.tensor, {}))
-        if mine.bucket.has_master:
+        if mine.range.has_master:
             state[MASTER] = mine.tensor.detach()
         return state
 
@@ -363,7 +518,7 @@ class ParameterShard:
             for number, tensor in enumerate(p for g in optimizer.param_groups for p in g["params"])
         }
         sliced: dict[int, dict[str, Any]] = {}
-        masters: list[tuple[OwnedPiece, torch.Tensor]] = []
+        masters: list[tuple[KeptPiece, torch.Tensor]] = []
         for mine in (mine for pieces in self.pieces for mine in pieces):
             parameter = self.parameters[mine.piece.parameter]
             _, whole = saved.get(id(parameter), ("", {}))
@@ -371,7 +526,7 @@ class ParameterShard:
                 continue
             state = slice_state(whole, mine.piece, mine.tensor.shape, parameter.shape)
             master = state.pop(MASTER, None)
-            if master is not None and mine.bucket.has_master:
+            if master is not None and mine.range.has_master:
                 masters.append((mine, master))
             if state:
                 sliced[place[id(mine.tensor)]] = state

@@ -9,6 +9,7 @@ from typing import Any
 from ray import cloudpickle
 
 from actors.journal import Journal
+from actors.lifeline import Lifeline
 from actors.messages import Assignment
 from collectives.group import Group
 
@@ -30,8 +31,10 @@ class Program:
         self.kwargs = dict(kwargs)
         self.checkpoint = checkpoint
 
-    def __call__(self, assignment: Assignment, group: Group, journal: Journal) -> object:
-        context = Context(assignment, group, journal)
+    def __call__(
+        self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
+    ) -> object:
+        context = Context(assignment, group, journal, lifeline)
         checkpoints = context.checkpoints = Checkpoints(group, context.registry, self.checkpoint)
         checkpoints.tell_progress = context.told_data
         # Entered anew for a coroutine, which has not begun when its function returns.
@@ -39,16 +42,19 @@ class Program:
             if checkpoints.reader is not None:
                 context.resume_data(checkpoints.reader.manifest.progress)
             result = self.train(context, **self.kwargs)
-            if not inspect.isawaitable(result):
-                return result
-        # The training thread awaits it on its own loop.
-        return self._finish(context, checkpoints, result)
+            # The training thread awaits it on its own loop.
+            if inspect.isawaitable(result):
+                return self._awaited(context, checkpoints, result)
+            context.finish()
+            return result
 
-    async def _finish(
-        self, context: Context, checkpoints: Checkpoints, result: Awaitable[object]
+    async def _awaited(
+        self, context: Context, checkpoints: Checkpoints, awaitable: Awaitable[object]
     ) -> object:
         with running(context), checkpoints:
-            return await result
+            result = await awaitable
+            context.finish()
+            return result
 
 
 def pickled(

@@ -21,9 +21,10 @@ from functools import partial
 
 import torch
 
-from collectives import Group, Work
+from actors.lifeline import ends_a_generation
+from collectives import CollectiveError, Group, Work
 from collectives.buckets import BucketPlan, plan_buckets
-from collectives.shards import padded_numel, shard_numel
+from collectives.shards import padded_numel, room_for, shard_numel
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
 from .step_statistics import StepClock, UnusedParameters
@@ -39,8 +40,9 @@ class Mode(enum.Enum):
 class GradientBucket:
     """Gradients that travel together. The work and the memory that it uses live side by side.
 
-    flat: (padded content or content + vote,) local gradients. shard: (n,) reduced, this rank's
-    part, in REDUCE_SCATTER mode. missing: gradients that this backward pass still owes.
+    flat: local gradients, and room behind them. padded: elements of it that a reduce-scatter takes.
+    shard: (n,) reduced, this rank's part, in REDUCE_SCATTER mode. missing: gradients that this
+    backward pass still owes.
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class GradientBucket:
         first = parameters[plan.spans[0][0]]
         self.plan = plan
         self.padded = padded_numel(plan.content, group.size)
-        room = max(self.padded, plan.content + vote_numel(group.size, len(parameters)))
+        vote = plan.content + vote_numel(group.size, len(parameters))
+        room = max(room_for(plan.content, group.size), vote)
         self.flat = torch.zeros(room, dtype=first.dtype, device=first.device)
         self.views = {
             number: self.flat[offset : offset + numel].view_as(parameters[number])
@@ -89,6 +92,9 @@ class Reducer:
         """Whether what was launched last held gradients of this rank's own data."""
         self.weight: float | None = None
         """Sum of the weights of the losses since the last step; None where nobody weighs."""
+        self.parks = False
+        """Whether a launch that fails because the generation is over is kept for `wait` to raise:
+        then the optimizer's step can begin again in the next generation."""
         self.clock: StepClock | None = None
         """Times the steps and tells what has no gradient; there at debug level INFO and above."""
         self.unused: UnusedParameters | None = None
@@ -100,6 +106,7 @@ class Reducer:
         self.buckets: list[GradientBucket] = []
         self._home: dict[int, tuple[GradientBucket, torch.Tensor]] = {}
         self._vote_work: Work | None = None
+        self._failure: CollectiveError | None = None
         self._in_backward = False
         self._num_launched = 0
         self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
@@ -224,7 +231,12 @@ class Reducer:
     def _launch(self, bucket: GradientBucket) -> None:
         self._num_launched += 1
         if self.mode is Mode.REDUCE_SCATTER:
-            self._reduce_scatter(bucket)
+            try:
+                self._reduce_scatter(bucket)
+            except CollectiveError as error:
+                if not self.parks or not ends_a_generation(error):
+                    raise
+                self._failure = error
             if self.on_launched is not None:
                 self.on_launched(self._num_launched - 1)
         else:
@@ -253,7 +265,7 @@ class Reducer:
         self.wait()
         if self._vote_work is not None:
             self._vote_work.wait()
-        agreement = read_agreement(self._vote, self.group.size)
+        agreement = read_agreement(self._vote.tolist(), self.group.size)
         self.weight = None
         divisor = self._on_agreement(agreement)
         if divisor not in (0, 1):
@@ -265,6 +277,8 @@ class Reducer:
 
     def wait(self) -> None:
         """Block until all launched buckets are reduced."""
+        if self._failure is not None:
+            raise self._failure
         operations = [bucket.work.operation for bucket in self.buckets if bucket.work is not None]
         began_at = time.monotonic()
         for bucket in self.buckets:
@@ -281,6 +295,24 @@ class Reducer:
         self.mode = Mode.REDUCE_SCATTER
         for bucket in self.buckets:
             bucket.prepare_shard(self.group)
+
+    def change_group(self, group: Group) -> None:
+        """The buckets stay as they are, also if they were launched; see `launch_again`."""
+        self.group = group
+        self._failure = None
+        for bucket in self.buckets:
+            bucket.work = None
+            bucket.padded = padded_numel(bucket.plan.content, group.size)
+            assert bucket.padded <= bucket.flat.numel()
+            bucket.flat[bucket.plan.content :] = 0
+            bucket.prepare_shard(group)
+        self._place_vote()
+
+    def launch_again(self) -> None:
+        """Reduce all kept buckets once more, in the group that is there now."""
+        for bucket in self.buckets:
+            self._launch(bucket)
+        self._num_launched = len(self.buckets)
 
     @property
     def has_launched(self) -> bool:

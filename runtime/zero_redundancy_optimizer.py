@@ -3,32 +3,39 @@
 A step has the phases below; the numbers stand again where they happen.
 
     (1) Reduce-scatter of each bucket, out of place, launched during backward.
+    (2) Each reduced shard goes to the ranks that keep its replicas, if there are any.
     (3) Ballot: one small all-reduce in float64. Each rank votes when its own reduction is
-        complete; who sees the result knows that all ranks finished (1).
-    (4) Apply the shard's gradient to the shard.
+        complete; who sees the result knows that all ranks finished (1) and (2).
+    (4) Apply the shard's gradient to the shard, and the replicas' to the replicas.
     (5) All-gather the parameters, and take over the buffers.
 
-(2), sending each reduced shard to the rank that keeps its replica, comes with replicas.
+Where the run goes on after a death (recovery.py), a failure in any of them parks the step: if some
+rank has seen the ballot the step counts, and what it lacks is done in the next generation;
+otherwise it begins again at (1), from the buckets that every rank has kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from collectives import CollectiveMismatch, Group
+from actors.lifeline import ends_a_generation
+from actors.messages import Progress
+from collectives import CollectiveError, CollectiveMismatch, Group
 
 from .agreement import Agreement
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
-from .context import current_group
+from .context import current_group, recovery_of
 from .distributed_data_parallel import DistributedDataParallel, names_of, owner_of
 from .early_update import EarlyUpdate
+from .held_state import HeldState
 from .join import Join, Joinable, JoinHook
 from .loss_scale import check_scale, given_scale
-from .parameter_shard import ParameterShard
+from .parameter_shard import Gather, ParameterShard
 from .plain_state import match_state, parameter_name, plain_state, with_names
 from .reducer import GradientBucket, Reducer
 from .same_model import check_same_parameters
@@ -54,6 +61,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     group: of the model, or the session's. max_norm: clip the 2-norm of the whole mean gradient to
     this, as torch.nn.utils.clip_grad_norm_ does (which, on local gradients, would be wrong here);
     the norm goes with the ballot, and `grad_norm` holds it after the step.
+    replicas: ranks that keep each shard of the state, its owner among them. With 2 or more, and a
+    session that may lose workers (max_failures), the loss of a worker costs no state and no step.
+    Each replica costs P/N elements sent per step, and the state and the arithmetic of a shard.
 
     overlap_with_ddp: the backward pass steps each bucket's shard as soon as the bucket is reduced,
     from the first step on; `step()`, which follows it as ever, finishes. So options are to be
@@ -63,8 +73,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     Parameters in float16 and bfloat16 are stepped as float32 copies of the rank's shard.
 
-    Per step and rank it sends 2·P·(N-1)/N elements (P parameters, N ranks), and the ballot: two
-    float64 per rank, one per parameter tensor, and one per numeric option of a group.
+    Per step and rank it sends 2·P·(N-1)/N elements (P parameters, N ranks), and the ballot: per
+    rank three float64 and one per numeric option of a group, and one per parameter tensor.
 
     Raises torch's errors for what is no list of parameters; ValueError for LBFGS and SparseAdam,
     with the reason.
@@ -80,12 +90,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         *,
         group: Group | None = None,
         max_norm: float | None = None,
+        replicas: int = 1,
         overlap_with_ddp: bool = False,
         parameters_as_bucket_view: bool = True,
         **defaults: Any,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
+        if type(replicas) is not int or replicas < 1:
+            raise ValueError(f"replicas must be a number of at least 1, got {replicas!r}")
         check_shardable(optimizer_class)
         is_elementwise = issubclass(optimizer_class, ELEMENTWISE)
         if isinstance(params, DistributedDataParallel):
@@ -97,6 +110,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self._model and group is not None and group is not self._model.group:
             raise ValueError("group must be that of the model whose gradients are reduced")
         self.group = group or (self._model.group if self._model else current_group())
+        if replicas > self.group.size:
+            raise ValueError(
+                f"replicas={replicas} is more than the {self.group.size} ranks that could keep them"
+            )
+        if replicas > 1 and not (self._model and is_elementwise):
+            raise ValueError(
+                "replicas need the gradients of a DistributedDataParallel model, and an optimizer "
+                f"that steps each element by itself, which {optimizer_class.__name__} "
+                f"{'is' if is_elementwise else 'is not'}: only then does a shard arrive reduced, "
+                "and can be cut anew for other ranks"
+            )
         self.num_steps = 0
         """Steps that were applied, equal on all ranks."""
         self.max_norm = max_norm
@@ -116,7 +140,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         told = describe_parameters(self.param_groups, 0, self.defaults)
         check_same_parameters("ZeroRedundancyOptimizer", told, self.group)
         self._shard = ParameterShard(
-            optimizer_class, defaults, self.group, elementwise=is_elementwise
+            optimizer_class,
+            defaults,
+            self.group,
+            elementwise=is_elementwise,
+            replicas=replicas,
         )
         self._waiting: list[torch.nn.Parameter] = []
         """In the groups, but frozen since they came: no shard has them."""
@@ -130,6 +158,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._early: EarlyUpdate | None = None
         if overlap_with_ddp:
             self._early = self._overlap()
+        self._seen = Progress(0)
+        """The last ballot that this rank has seen, and what it said."""
+        self.last_live: tuple[int, ...] = ()
+        """The ranks that took the last step."""
+        self._ballot_of_step = 0
+        """The ballot of the step that is being taken, or was taken last."""
+        self._recovery = recovery_of(self.group) if self.reducer is not None else None
+        if self._recovery is not None:
+            assert self.reducer is not None
+            self.reducer.parks = True
+            self._recovery.watch_optimizer(self)
 
     def _overlap(self) -> EarlyUpdate:
         if self.max_norm is not None:
@@ -141,6 +180,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             raise ValueError(
                 "overlap_with_ddp steps the parameters of one of our DistributedDataParallel, all "
                 "that it reduces, with one of torch's elementwise optimizers (SGD, Adam, AdamW, …)"
+            )
+        if recovery_of(self.group) is not None:
+            raise ValueError(
+                "overlap_with_ddp steps parameters before all ranks have agreed on the step, which "
+                "cannot be undone when one of them dies; leave it out, or let the session end with "
+                "the first loss (max_failures=0)"
             )
         return EarlyUpdate(self.reducer, self._shard, self.param_groups, self._divisor)
 
@@ -226,58 +271,89 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _take_step(self, is_live: bool) -> None:
         if self._waiting:
             self._take_up_trainable()
+        self._ballot_of_step = self._seen.ballots + 1
+        while self._seen.ballots < self._ballot_of_step:
+            try:
+                self._try_step(is_live)
+            except Exception as error:
+                if self._recovery is None or not ends_a_generation(error):
+                    raise
+                self._recovery.recover(error)
+
+    def _try_step(self, is_live: bool) -> None:
         if self.reducer is not None:
             self.reducer.wait()  # (1)
-        outcome = self._hold_ballot(is_live)  # (3)
+        for work in self._shard.start_replicating():  # (2)
+            work.wait()
+        outcome = self._see(self._ballot.hold(self._vote(is_live)), is_live)  # (3)
         if self.reducer is None:
             self._check_gradients(outcome.agreement)
-        divisor = self._divisor(outcome.agreement)
-        if outcome.agreement.live and self.max_norm is not None:
-            scale = outcome.loss_scale if self.uses_scaler else 1.0
-            self.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
-        if outcome.agreement.live and not self.found_overflow:
-            coefficient = self._coefficient(outcome)
-            gathers = self._early.end_step() if self._early is not None else []
-            for portion in self._shard.portions[len(gathers) :]:
-                used = outcome.agreement.used
-                self._shard.apply(portion, self.param_groups, used, divisor, coefficient)  # (4)
-                gathers += self._shard.start_gather(portion)  # (5)
-            for gather in gathers:
-                gather.wait()
-            if self._model is not None and self.reducer is not None:
-                self._model.sync_buffers(outcome.agreement.live)
-            self.num_steps += 1
-        if self._early is not None:
-            self._early.end_step()
-        if self.reducer is not None:
-            self.reducer.end_step()
+        for gather in self._apply(outcome):  # (4), and (5) begins
+            gather.wait()
+        if self._model is not None and self.reducer is not None:
+            self._model.sync_buffers(outcome.agreement.live)
 
-    def _hold_ballot(self, is_live: bool) -> Outcome:
-        """Vote, and take over what the others' votes mean for this rank."""
+    def _vote(self, is_live: bool) -> Vote:
         join = self._join
-        speaker = join.ledger.speaker if join else None
         needs_norm = self.max_norm is not None or self.uses_scaler
-        outcome = self._ballot.hold(
-            Vote(
-                step=self.num_steps,
-                live=is_live,
-                has_next=join.ledger.has_next if join else True,
-                used=[parameter.grad is not None for parameter in self._shard.parameters],
-                weight=self.reducer.weight if self.reducer else None,
-                squared_norm=self._shard.squared_norm() if needs_norm else 0.0,
-                loss_scale=(self._loss_scale or 0.0) if is_live else 0.0,
-                options=self._option_numbers() if self.group.rank == speaker else None,
-            )
+        return Vote(
+            step=self.num_steps,
+            live=is_live,
+            has_next=join.ledger.has_next if join else True,
+            used=[parameter.grad is not None for parameter in self._shard.parameters],
+            weight=self.reducer.weight if self.reducer else None,
+            squared_norm=self._shard.squared_norm() if needs_norm else 0.0,
+            loss_scale=(self._loss_scale or 0.0) if is_live else 0.0,
+            options=self._option_numbers(),
+            cursor=self._recovery.dealer.cursor() if self._recovery else 0,
         )
-        live = outcome.agreement.live
-        if join:
-            join.record(self, outcome.agreement)
-        if 0 < len(live) < self.group.size:
-            self._follow_options(speaker, outcome)
+
+    def _see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
+        """Take over what a ballot means for this rank. From here on the step counts."""
+        self._seen = Progress(self._seen.ballots + 1, payload)
+        outcome = self._ballot.read(payload)
+        live = self.last_live = outcome.agreement.live
+        if self._recovery is not None:
+            self._recovery.dealer.record(outcome.cursors)
+        if self._join:
+            self._join.record(self, outcome.agreement)
+        if self.group.rank not in live and live:
+            # A rank that has joined runs no schedule of the loop's body: it steps its shard with
+            # the options (learning rate and so on) of a rank that does.
+            set_numbers(self.param_groups, sorted(self.defaults), outcome.options[max(live)])
         if self.uses_scaler and is_live:
             check_scale(self._loss_scale, outcome.loss_scale)
         self.found_overflow = self.uses_scaler and not math.isfinite(outcome.squared_norm)
+        if self.reducer is not None:
+            self.reducer.end_step()
         return outcome
+
+    def _apply(self, outcome: Outcome) -> list[Gather]:
+        """Step what this rank keeps, all of it, whatever happens to the others meanwhile; returns
+        the all-gathers, each begun as soon as its bucket is stepped."""
+        agreement = outcome.agreement
+        gathers = self._early.end_step() if self._early is not None else []
+        if not agreement.live:
+            return []
+        divisor = self._divisor(agreement)
+        if self.max_norm is not None:
+            scale = outcome.loss_scale if self.uses_scaler else 1.0
+            self.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
+        if self.found_overflow:
+            return []
+        coefficient = self._coefficient(outcome)
+        failure: CollectiveError | None = None
+        for portion in self._shard.portions[len(gathers) :]:
+            self._shard.apply(portion, self.param_groups, agreement.used, divisor, coefficient)
+            try:
+                if failure is None:
+                    gathers += self._shard.start_gather(portion)
+            except CollectiveError as error:
+                failure = error
+        self.num_steps += 1
+        if failure is not None:
+            raise failure
+        return gathers
 
     def _check_gradients(self, agreement: Agreement) -> None:
         """Gradients that are taken as they are have to be there; on a joined rank, too."""
@@ -309,25 +385,45 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         clipped = self.max_norm / (self.grad_norm + 1e-6)
         return (1.0 if clipped > 1 else clipped) / scale
 
-    def _follow_options(self, speaker: int | None, outcome: Outcome) -> None:
-        """A rank that has joined runs no schedule of the loop's body: it steps its shard with the
-        options (learning rate and so on) of a rank that does, which the ballot has brought.
-
-        Where nobody could look ahead the speaker itself may have run out of data in this very
-        step; then, and only then, a broadcast brings them.
-        """
-        live, numbers = outcome.agreement.live, outcome.options
-        if speaker not in live:
-            ours = torch.tensor(self._option_numbers(), dtype=torch.float64)
-            ours = ours.to(self.group.device)
-            self.group.broadcast(ours, max(live)).wait()
-            numbers = ours.tolist()
-        if self.group.rank not in live:
-            set_numbers(self.param_groups, sorted(self.defaults), numbers)
-
     def _option_numbers(self) -> list[float]:
         """The optimizer's own options; a schedule's notes in the groups are none."""
         return numbers_of(self.param_groups, sorted(self.defaults))
+
+    # -- a run that goes on (recovery.py) --------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        return self._seen
+
+    @torch.no_grad()
+    def catch_up(self, decided: Progress) -> None:
+        """Take the step that others have seen the ballot of, as far as this rank can alone."""
+        if decided.ballots > self._seen.ballots:
+            assert self.reducer is not None
+            outcome = self._see(decided.payload, self.reducer.is_live)
+            with contextlib.suppress(CollectiveError):  # The gathers: of a group that is no more.
+                self._apply(outcome)
+
+    @property
+    def shard(self) -> ParameterShard:
+        return self._shard
+
+    @property
+    def model(self) -> DistributedDataParallel | None:
+        """Whose gradients travel once; None where there is none."""
+        return self._model
+
+    @torch.no_grad()
+    def change_group(self, group: Group, held: HeldState) -> None:
+        """Go on as a rank of another group. held: the state of what this rank shall keep there."""
+        assert self.reducer is not None
+        self.group = group
+        self.reducer.change_group(group)
+        reduced = [bucket.shard for bucket in self.reducer.buckets]
+        self._shard.recut(group, reduced, self.param_groups, held)
+        num_options = len(self._option_numbers())
+        self._ballot = Ballot(group, len(self._shard.parameters), num_options)
+        self._consolidated = None
 
     # -- state ---------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ import torch
 from checkpoint_runs import Parts, in_run, make_model, run_train, same
 
 import chorusline as cl
-from runtime.cursor import Cursor
-from runtime.sharding import deal
+from runtime.cursor import Cursor, Rest
+from runtime.dealing import deal
 
 
 class Ballast:
@@ -174,16 +174,32 @@ def test_a_save_that_joined_ranks_would_miss_is_refused(ranks_of, tmp_path):
 def test_what_was_given_in_earlier_worlds_is_not_dealt_again():
     keys = [number // 3 for number in range(40)]
     for keep in (None, keys):
-        hands = deal(40, world_size=4, keep_together=keep)
-        given = [hand[:count] for hand, count in zip(hands, (3, 9, 0, 4), strict=True)]
-        cuts = [(4, (3, 9, 0, 4))]
-        hands = deal(40, world_size=3, keep_together=keep, cuts=cuts)
-        given += [hand[:count] for hand, count in zip(hands, (1, 2, 3), strict=True)]
-        hands = deal(40, world_size=2, keep_together=keep, cuts=[*cuts, (3, (1, 2, 3))])
+
+        def whole(size: int, keep=keep) -> list[list[int]]:
+            return deal(40, world_size=size, keep_together=keep)
+
+        runs = ((4, (3, 9, 0, 4)), (3, (1, 2, 3)))
+        hands = whole(4)
+        given = [hand[:count] for hand, count in zip(hands, runs[0][1], strict=True)]
+        hands = Rest(runs[:1]).dealt(whole, 3, keep)
+        given += [hand[:count] for hand, count in zip(hands, runs[1][1], strict=True)]
+        hands = Rest(runs).dealt(whole, 2, keep)
         assert sorted(itertools.chain(*given, *hands)) == list(range(40))
         if keep is not None:
             owners = {(keep[n], rank) for rank, hand in enumerate(hands) for n in hand}
             assert len(owners) == len({key for key, _ in owners})
+        rest = Rest((), frozenset(itertools.chain(*given)))
+        assert sorted(itertools.chain(*rest.dealt(whole, 5))) == sorted(itertools.chain(*hands))
+        assert Rest((), None).dealt(whole, 2) == [[], []]
+
+
+class _Pass:
+    """What a cursor sees of a Shard."""
+
+    def __init__(self, taken_ids: list[int], ids_of_the_lost: list[int]) -> None:
+        self.taken = len(taken_ids)
+        self.taken_ids = taken_ids
+        self.ids_of_the_lost = ids_of_the_lost
 
 
 def test_a_cursor_goes_on_in_the_loop_and_epoch_where_it_was():
@@ -191,19 +207,36 @@ def test_a_cursor_goes_on_in_the_loop_and_epoch_where_it_was():
     assert list(before.epochs(2)) == [0, 1]
     for epoch in before.epochs(5):
         if epoch == 3:
-            before.begin("data").given = 7
+            before.begin("over").end()
+            before.begin("data", _Pass([5, 1], []))
             break
     after = Cursor()
     after.resume([before.told(), before.told()])
     assert list(after.epochs(2)) == []
     epochs = after.epochs(5)
     assert next(epochs) == 3
-    assert after.cuts_of("data") == [(2, (7, 7))]
+    assert after.rest_of("data") == Rest(((2, (2, 2)),))
+    assert after.rest_of("over") == Rest((), None)
     after.begin("data")
-    assert after.cuts_of("data") == []  # A second pass in the same epoch is a whole one.
+    assert after.rest_of("data") == Rest()  # A second pass in the same epoch is a whole one.
     assert next(epochs) == 4
-    assert after.cuts_of("data") == []
+    assert after.rest_of("data") == Rest()
     assert list(epochs) == [] and list(after.epochs(2)) == [0, 1]
+
+
+def test_after_the_loss_of_ranks_a_cursor_tells_samples_by_their_numbers():
+    told = []
+    for ids in ([5, 1], [2]):
+        cursor = Cursor()
+        cursor.begin("data", _Pass(ids, [7]))
+        told.append(cursor.told(by_id=True))
+    after = Cursor()
+    after.resume(told)
+    assert after.rest_of("data") == Rest((), frozenset({5, 1, 2, 7}))
+    after.begin("data", _Pass([3], []))
+    again = Cursor()
+    again.resume([after.told()])
+    assert again.rest_of("data") == Rest((), frozenset({5, 1, 2, 7, 3}))
 
 
 async def _train_in_session(

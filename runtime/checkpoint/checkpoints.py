@@ -104,6 +104,12 @@ class Checkpoints:
             source = storage if config.resume == AUTO else open_storage(config.resume)
             self.reader = choose(source, self._group, may_be_absent=config.resume == AUTO)
 
+    def change_group(self, group: Group) -> None:
+        """The run goes on in another generation. A checkpoint in flight is given up with the one
+        that ended, unless all had written: nobody is to blame, and the next one is soon."""
+        self._group = group
+        self._in_flight = None
+
     def restore(self, entry: Registered, *, required: bool) -> bool:
         """Bring a registered object to the state of the checkpoint that the run goes on from, if
         there is one; whether that was done."""
@@ -156,8 +162,10 @@ class Checkpoints:
             )
         waited_s = time.monotonic() - began_at
         contents = self._collect(list(live))
+        rank = self._group.rank
         ranges = self._host.take(contents.ranges)  # (2)
         job = _Job(
+            group=self._group,
             saving=Saving(storage.path_of(folder), step),
             storage=storage,
             folder=folder,
@@ -166,9 +174,7 @@ class Checkpoints:
             paused_s=time.monotonic() - began_at - waited_s,
             kinds={entry.name: kind_of(entry) for entry in self.registry},
             progress=self.tell_progress(),
-            write=lambda: write_part(
-                storage, folder, self._group.rank, step, ranges, contents.leaves
-            ),
+            write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
         )
         self._count += 1
         _savings[self._group] = job.number + 1
@@ -205,7 +211,7 @@ class Checkpoints:
     def _carry_out(self, job: _Job) -> None:
         """(3) to (8); ends the saving, whatever happens."""
         began_at = time.monotonic()
-        rank = self._group.rank
+        rank = job.group.rank
         part: Part | None = None
         trouble: str | None = None
         try:
@@ -214,7 +220,7 @@ class Checkpoints:
             except Exception as error:
                 trouble = f"{type(error).__name__}: {error}"
             wrote_s = time.monotonic() - began_at
-            words = PrefixStore(f"checkpoint/{job.number}", self._group._store)
+            words = PrefixStore(f"checkpoint/{job.number}", job.group._store)
             words.set(f"part/{rank}", pickle.dumps((part, trouble, job.progress)))  # (4)
             if rank == 0:
                 failure = self._conclude(job, words)
@@ -234,7 +240,7 @@ class Checkpoints:
 
     def _conclude(self, job: _Job, words: PrefixStore) -> CheckpointError | None:
         """(5) to (7), on rank 0: what went wrong, or None once the checkpoint is whole."""
-        size = self._group.size
+        size = job.group.size
         try:
             told = [
                 pickle.loads(self._await(job, words, f"part/{rank}", (rank,)))
@@ -296,7 +302,7 @@ class Checkpoints:
             if job.folder:
                 job.storage.delete(job.folder)
             else:
-                for rank in range(self._group.size):
+                for rank in range(job.group.size):
                     job.storage.delete(f"rank-{rank}.distcp")
 
     def _await(self, job: _Job, words: PrefixStore, key: str, ranks: tuple[int, ...]) -> bytes:
@@ -313,7 +319,7 @@ class Checkpoints:
             except ChoruslineError as error:
                 raise CheckpointWriteFailed(job.saving.path, str(error), ranks) from error
             now = time.monotonic()
-            failure = self._group.failure()
+            failure = job.group.failure()
             if failure is not None:
                 patience_ends_at = patience_ends_at or now + _LAST_WORD_S
                 is_silent_for_good = isinstance(failure, PeerLost) and set(ranks) & set(
@@ -358,6 +364,7 @@ class _Job:
     def __init__(
         self,
         *,
+        group: Group,
         saving: Saving,
         storage: Storage,
         folder: str,
@@ -368,6 +375,7 @@ class _Job:
         progress: Any,
         write: Callable[[], Part],
     ) -> None:
+        self.group = group  # The run may be in another generation when this is over.
         self.saving = saving
         self.storage = storage
         self.folder = folder

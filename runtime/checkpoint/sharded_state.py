@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..optimizer_state import MASTER
-from ..parameter_shard import OwnedPiece
+from ..parameter_shard import KeptPiece
 from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .contents import Contents, Path, TensorRange, pickled, whole_of
 
@@ -28,7 +28,7 @@ class Run:
     """Pieces of one parameter, one behind the other."""
 
     parameter: int
-    pieces: tuple[OwnedPiece, ...]
+    pieces: tuple[KeptPiece, ...]
 
     @property
     def start(self) -> int:
@@ -46,11 +46,12 @@ class ShardedState:
     def __init__(self, name: str, optimizer: ZeroRedundancyOptimizer) -> None:
         self.name = name
         self.optimizer = optimizer
-        shard = optimizer._shard
+        shard = optimizer.shard
         self.inner = shard.optimizer
         self.parameters: Sequence[torch.nn.Parameter] = shard.parameters
-        pieces = [owned for of_bucket in shard.pieces for owned in of_bucket]
+        pieces = [kept for of_bucket in shard.pieces for kept in of_bucket]
         self.runs = [] if self.inner is None else list(_runs_of(pieces))
+        """Of this rank's own shard and of the replicas that it keeps: both are read."""
         self._names = names_of(optimizer)
 
     def name_of(self, run: Run) -> str:
@@ -60,7 +61,8 @@ class ShardedState:
         return tuple(self.parameters[run.parameter].shape)
 
     def has_master(self, run: Run) -> bool:
-        return run.pieces[0].bucket.has_master
+        kept = run.pieces[0].range
+        return kept.master is not kept.values
 
     def state_path(self, parameter: str, key: str) -> Path:
         return (self.name, STATE, parameter, key)
@@ -78,7 +80,8 @@ class ShardedState:
         """This rank's pieces. writes_leaves: and what all ranks have alike."""
         found = Contents()
         for run in self.runs:
-            self._collect_run(run, found)
+            if run.pieces[0].is_own:
+                self._collect_run(run, found)
         if writes_leaves:
             found.leaves[self.name, GROUPS] = pickled(self.named_groups())
             found.leaves[self.name, NUM_STEPS] = pickled(self.optimizer.num_steps)
@@ -120,14 +123,14 @@ def names_of(optimizer: ZeroRedundancyOptimizer) -> dict[int, str]:
     return names | optimizer._names()
 
 
-def _runs_of(pieces: Sequence[OwnedPiece]) -> Iterator[Run]:
+def _runs_of(pieces: Sequence[KeptPiece]) -> Iterator[Run]:
     """Pieces as the shard lists them, joined where one goes on where the last ended."""
-    run: list[OwnedPiece] = []
+    run: list[KeptPiece] = []
     for owned in pieces:
         if run:
             last = run[-1].piece
             goes_on = (
-                owned.bucket is run[-1].bucket
+                owned.range is run[-1].range
                 and owned.piece.parameter == last.parameter
                 and owned.piece.parameter_start == last.parameter_start + last.numel
             )
