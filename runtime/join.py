@@ -130,11 +130,17 @@ class Joinable(ABC):
         """Raise ValueError if it cannot be shadowed without another joinable."""
 
 
-def change_group(group: Group, former_ranks: Sequence[int]) -> None:
-    """Every Join that this process is in goes on in another group. former_ranks: by new rank."""
+def change_ranks(former_ranks: Sequence[int]) -> None:
+    """The ranks of every Join that this process is in are numbered anew. former_ranks: by new rank
+    its rank so far."""
+    for join in _active:
+        join.ledger.change_ranks(former_ranks)
+
+
+def change_group(group: Group) -> None:
+    """Every Join that this process is in goes on in another group."""
     for join in _active:
         join._group = group
-        join.ledger.change_ranks(former_ranks)
 
 
 class _Stepping(Protocol):
