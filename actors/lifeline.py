@@ -60,7 +60,7 @@ class Lifeline:
         self._is_released = False
 
     def regenerate(
-        self, error: BaseException, progress: Callable[[], tuple[Progress, ...]]
+        self, error: BaseException, progress: Callable[[], tuple[Progress, ...]], entered: int
     ) -> Resumption:
         """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
 
@@ -73,7 +73,7 @@ class Lifeline:
         met = self._as_collective_error(error)
         if not self.group.failure():
             self.group.abort(met)  # 1
-        frozen = Frozen(self.rank, self.generation, progress(), met)
+        frozen = Frozen(self.rank, self.generation, progress(), met, entered)
         # That the driver lives is watched by the session, which stops the workers if it does not.
         self._driver.froze.remote(self._request.run, frozen)  # 2
         with self._changed:

@@ -459,6 +459,7 @@ class Membership:
         if run.num_vain >= MAX_VAIN:
             return self._give_up(met, f"ranks did not meet {MAX_VAIN} times in a row")
         former = tuple(sorted(frozen))
+        entered = max(word.entered for word in frozen.values())
         run.members = tuple(run.members[rank] for rank in former)
         run.running = set(range(len(former)))
         run.finished.clear()
@@ -467,7 +468,7 @@ class Membership:
         self._formed = tuple(member.info.worker_id for member in run.members)
         assignments = assign([member.info for member in run.members], self._generation)
         return [
-            ResumeRank(worker_id, Resumption(assignment, former, progress))
+            ResumeRank(worker_id, Resumption(assignment, former, progress, entered))
             for worker_id, assignment in zip(self._formed, assignments, strict=True)
         ]
 

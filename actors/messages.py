@@ -146,6 +146,7 @@ class Frozen:
     """A rank has ended `generation` for itself and waits for the next one.
 
     progress: of its optimizers, in the order in which they were made. error: what it met with.
+    entered: the last generation that it has gone on in; later ones have not come about for it.
     is_parked: its function waits inside a step, and can go on there; otherwise it has been left,
     and has to run again from the top.
     """
@@ -154,17 +155,21 @@ class Frozen:
     generation: int
     progress: tuple[Progress, ...]
     error: CollectiveError
+    entered: int = 0
     is_parked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
     """How a frozen rank goes on. former_ranks: by new rank, the rank in the generation that ended.
-    progress: what holds for all; who has seen less takes it from here."""
+    progress: what holds for all; who has seen less takes it from here. entered: the last generation
+    that any rank has gone on in; who has not did all that was needed for it, and counts it, too.
+    """
 
     assignment: Assignment
     former_ranks: tuple[int, ...]
     progress: tuple[Progress, ...]
+    entered: int = 0
 
     def __post_init__(self) -> None:
         if len(self.former_ranks) != self.assignment.world_size:

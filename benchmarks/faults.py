@@ -41,6 +41,7 @@ from collectives import (
     Group,
     GroupAborted,
     PeerLost,
+    StoreTimeout,
     Work,
 )
 from collectives.errors import fresh_copy
@@ -330,12 +331,13 @@ def run_rank(plan: Plan, rank: int, path: str) -> Report:
 
 
 def _first_generation(plan: Plan, rank: int, store: FileStore, report: Report) -> None:
-    group = Group.create(store, rank, plan.size, timeout_s=plan.timeout_s)
+    group = Group.create(store, rank, plan.size, timeout_s=LONG_S)
     assert group.backend == plan.transport
     if plan.connected:
         group.all_gather_object(None, timeout_s=30).wait()
     store.set(f"ready/{rank}", "")
     store.wait([f"ready/{r}" for r in range(plan.size)], 30)
+    group.timeout_s = plan.timeout_s
     in_flight: list[tuple[Work, Callable[[], bool], str]] = []
     thread: threading.Thread | None = None
     issued_at = time.monotonic()
@@ -458,7 +460,10 @@ def run_seed(plan: Plan) -> Outcome:
             pipes.append(here)
             processes.append(process)
         if plan.fault in ("kill", "stop"):
-            store.wait([f"ready/{rank}" for rank in range(plan.size)], HANG_S)
+            try:
+                store.wait([f"ready/{rank}" for rank in range(plan.size)], HANG_S)
+            except StoreTimeout as error:
+                outcome.hangs.append(f"before the fault: {error}")  # The reports say more.
             time.sleep(plan.delay_s)
             number = signal.SIGKILL if plan.fault == "kill" else signal.SIGSTOP
             pid = processes[plan.victim].pid

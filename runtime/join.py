@@ -101,8 +101,15 @@ class JoinLedger:
         return self.num_ranks if self.divide_by_initial_world_size else len(agreement.live)
 
 
-def change_group(group: Group, former_ranks: Sequence[int]) -> None:
-    """Every Join that this process is in goes on in another group. former_ranks: by new rank.
+def change_ranks(former_ranks: Sequence[int]) -> None:
+    """The ranks of every Join that this process is in are numbered anew. former_ranks: by new rank
+    its rank so far."""
+    for join in _active:
+        join.ledger.change_ranks(former_ranks)
+
+
+def change_group(group: Group) -> None:
+    """Every Join that this process is in goes on in another group.
 
     Raises RuntimeError for a Join that follows groups: those have ended with the generation.
     """
@@ -115,7 +122,6 @@ def change_group(group: Group, former_ranks: Sequence[int]) -> None:
             )
         join._group = group
         join._groups = [group] * len(join._groups)
-        join.ledger.change_ranks(former_ranks)
 
 
 class _Stepping(Protocol):
@@ -195,6 +201,8 @@ class Join:
         self._pacemaker = next((j for j in joinables if j._begins_passes()), joinables[0])
         self.last_step_live: tuple[int, ...] = ()
         """Ranks that took the last step; empty for the one that all ranks shadow at the end."""
+        self.at_boundary: Callable[[], None] | None = None
+        """Called after each step that this rank shadows, as `ctx.shard` does between batches."""
         self.ledger = JoinLedger(
             self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
         )
@@ -300,6 +308,8 @@ class Join:
         if self.last_step_live:
             for follower in self._step_along:
                 follower.step()
+            if self.at_boundary is not None:
+                self.at_boundary()
 
     @property
     def takes_forward_for_step(self) -> bool:

@@ -8,24 +8,25 @@ which returns in the next generation, and the step goes on. Nothing of the user'
         since nobody votes before all gradients are reduced and with their replicas.
     (c) Meet the others in the new generation, and tell them what this rank holds.
     (d) Send and receive what the new shard map wants moved (collectives/resharding.py).
-    (e) When all have what they need, and not before: cut the shards, deal the samples, and drop
-        what is not kept any more. Before this point everybody still has all that it had.
+    (e) When all have what they need, and not before, *enter* the generation: cut the shards, deal
+        the samples, and drop what is not kept any more. Until then all have what they had.
     (f) Gather the parameters and the buffers: the end of a step that somebody may have missed.
     (g) Reduce again the buckets of steps that do not count yet.
 
-A failure on the way begins again at (a), with what is held then.
+A failure on the way begins again at (a), with what is held then. Some may have entered by then and
+some not: those had come to the same point, and enter behind, which needs no peer.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from actors.errors import StateLost
 from actors.lifeline import Lifeline, ends_a_generation
-from actors.messages import DROPPED, Progress, Resumption
+from actors.messages import DROPPED, Assignment, Progress, Resumption
 from collectives import Group
 from collectives.objects import all_gather_object
 from collectives.resharding import Range, RangesLost, plan_transfers
@@ -53,6 +54,16 @@ class Standing:
     position: Position
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What it takes to enter a generation. former_ranks: by rank in it, the rank in the generation
+    that was entered before."""
+
+    assignment: Assignment
+    former_ranks: tuple[int, ...]
+    positions: tuple[Position, ...]
+
+
 class Recovery:
     """One rank's, for one run. Optimizers and models are numbered in the order of their making,
     which is the same on all ranks; those that the user has dropped leave a gap."""
@@ -63,6 +74,11 @@ class Recovery:
         self._lifeline = lifeline
         self._optimizers: list[weakref.ref[ZeroRedundancyOptimizer]] = []
         self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._entered = lifeline.generation
+        self._entry: Entry | None = None
+        """Into the generation that this rank was about to enter; the others may have."""
+        self._since_entered: dict[int, tuple[int, ...]] = {}
+        """By generation that was formed since, its ranks in the one before it."""
         self.bytes_moved = 0
         """Sent by this rank in all recoveries of the run so far, parameters of (f) left out."""
         self.num_recoveries = 0
@@ -82,7 +98,11 @@ class Recovery:
         """Return in the next generation. Raises what ended the run, if it does not go on."""
         held: dict[int, HeldState] = {}
         while True:
-            resumption = self._lifeline.regenerate(error, self._progress)  # (a)
+            resumption = self._lifeline.regenerate(error, self._progress, self._entered)  # (a)
+            if self._entry is not None and resumption.entered > self._entered:
+                self._enter(self._entry)
+            self._entry = None
+            self._since_entered[resumption.assignment.generation] = resumption.former_ranks
             try:
                 self._go_on(resumption, held)
                 return
@@ -115,40 +135,69 @@ class Recovery:
         everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
         for number in everywhere:
             self._move(optimizers[number], held[number], number, standings, group)  # (d)
+        self._entry = Entry(
+            resumption.assignment,
+            self._former_ranks(),
+            tuple(standing.position for standing in standings),
+        )
         group.barrier().wait()
-        self._context.enter(resumption.assignment, group)  # (e)
+        self._enter(self._entry)  # (e)
+        self._context.enter(resumption.assignment, group)
         for number in everywhere:
             optimizers[number].change_group(group, held.pop(number))
         for model in models.values():
             model.group = group
             if model.reducer.group is not group:
                 model.reducer.change_group(group)
-        join.change_group(group, resumption.former_ranks)
-        self._deal([one.position for one in standings], resumption.former_ranks)
+        join.change_group(group)
         for number in everywhere:  # (f)
             optimizers[number].shard.gather()
-        new_rank = {old: new for new, old in enumerate(resumption.former_ranks)}
         for number, model in models.items():
             if all(number in one.synced for one in standings):
                 synced, step, live = [one.synced[number] for one in standings], 0, []
                 for optimizer in optimizers.values():
                     if optimizer.model is model:
                         step = optimizer.progress.ballots
-                        live = [new_rank[old] for old in optimizer.last_live if old in new_rank]
+                        live = list(optimizer.last_live)
                 model.sync_buffers_again(synced, step or max(synced), live)
         for model in models.values():  # (g)
             if model.reducer.has_launched:
                 model.reducer.launch_again()
         self.num_recoveries += 1
 
-    def _deal(self, positions: Sequence[Position], former_ranks: Sequence[int]) -> None:
-        left = self.dealer.redeal(self._context.rank, positions, former_ranks)
+    def _former_ranks(self) -> tuple[int, ...]:
+        """By rank of the last generation that was formed, the rank in the one entered last."""
+        generations = sorted(self._since_entered)
+        ranks = self._since_entered[generations[0]]
+        for generation in generations[1:]:
+            ranks = tuple(ranks[former] for former in self._since_entered[generation])
+        return ranks
+
+    def _enter(self, entry: Entry) -> None:
+        """What is numbered by ranks, or dealt to them, goes on in the generation."""
+        self._entry = None
+        self._entered = entry.assignment.generation
+        self._since_entered = {
+            generation: ranks
+            for generation, ranks in self._since_entered.items()
+            if generation > self._entered
+        }
+        new_rank = {old: new for new, old in enumerate(entry.former_ranks)}
+        for optimizer in (one for reference in self._optimizers if (one := reference())):
+            live = (new_rank[old] for old in optimizer.last_live if old in new_rank)
+            optimizer.last_live = tuple(live)
+        join.change_ranks(entry.former_ranks)
+        self._deal(entry)
+
+    def _deal(self, entry: Entry) -> None:
+        rank = entry.assignment.rank
+        left = self.dealer.redeal(rank, entry.positions, entry.former_ranks)
         inside = join.active_join()
         if left is None:
             return
         if inside is not None:
             inside.ledger.begin_epoch(left)
-            inside.ledger.has_next = left[self._context.rank] > 0
+            inside.ledger.has_next = left[rank] > 0
         elif min(left) < max(left):
             by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(left))
             raise RuntimeError(

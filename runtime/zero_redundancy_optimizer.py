@@ -9,6 +9,9 @@ A step has the phases below; the numbers stand again where they happen.
     (4) Apply the shard's gradient to the shard, and the replicas' to the replicas.
     (5) All-gather the parameters, and take over the buffers.
 
+(4) and (5) go bucket by bucket; with `overlap_with_ddp` those of most buckets come during backward
+(early_update.py).
+
 Where the run goes on after a death (recovery.py), a failure in any of them parks the step: if some
 rank has seen the ballot the step counts, and what it lacks is done in the next generation;
 otherwise it begins again at (1), from the buckets that every rank has kept.
@@ -78,7 +81,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     rank three float64 and one per numeric option of a group, and one per parameter tensor.
 
     Raises torch's errors for what is no list of parameters; ValueError for LBFGS and SparseAdam,
-    with the reason.
+    with the reason; CollectiveMismatch, on all ranks, if parameters or options differ.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
     """
 
@@ -158,7 +161,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         self._take_up_trainable()
         self._early: EarlyUpdate | None = None
         if overlap_with_ddp:
-            self._early = self._overlap()
+            self._early = self._overlap(replicas)
         self._seen = Progress(0)
         """The last ballot that this rank has seen, and what it said."""
         self.last_live: tuple[int, ...] = ()
@@ -171,7 +174,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             self.reducer.parks = True
             self._recovery.watch_optimizer(self)
 
-    def _overlap(self) -> EarlyUpdate:
+    def _overlap(self, replicas: int) -> EarlyUpdate:
         if self.max_norm is not None:
             raise ValueError(
                 "overlap_with_ddp steps parameters before the norm of the whole gradient is known; "
@@ -181,6 +184,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             raise ValueError(
                 "overlap_with_ddp steps the parameters of one of our DistributedDataParallel, all "
                 "that it reduces, with one of torch's elementwise optimizers (SGD, Adam, AdamW, …)"
+            )
+        if replicas > 1:
+            raise ValueError(
+                "overlap_with_ddp steps a shard before its gradient has gone to the ranks that "
+                "keep its replicas; leave out replicas, or overlap_with_ddp"
             )
         if recovery_of(self.group) is not None:
             raise ValueError(

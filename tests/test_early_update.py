@@ -106,6 +106,7 @@ def refusals(group):
             lambda: cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, max_norm=1.0, **overlap),
             lambda: cl.ZeroRedundancyOptimizer(plain, torch.optim.SGD, group=own, **overlap),
             lambda: cl.ZeroRedundancyOptimizer(model, torch.optim.Adafactor, **overlap),
+            lambda: cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, replicas=2, **overlap),
             lambda: cl.GradScaler(cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **overlap)),
             lambda: step_once(cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **overlap)),
         ):
@@ -117,9 +118,10 @@ def refusals(group):
 
 
 def test_what_cannot_be_undone_is_refused_with_the_reason(ranks_of):
-    for norm, no_model, whole, scaler, twice in ranks_of(2).run(refusals):
+    for norm, no_model, whole, replicas, scaler, twice in ranks_of(2).run(refusals):
         assert "before the norm of the whole gradient is known; leave out max_norm" in norm
         assert "one of our DistributedDataParallel" in no_model
         assert "torch's elementwise optimizers (SGD" in whole
+        assert "keep its replicas; leave out replicas, or overlap_with_ddp" in replicas
         assert "a scaled step may have to be left out" in scaler
         assert "accumulate under no_sync()" in twice

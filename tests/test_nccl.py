@@ -24,14 +24,8 @@ from collectives.errors import (
     GroupAborted,
 )
 from collectives.group import Group
-from collectives.nccl import (
-    DTYPE_CODES,
-    REDUCE_OP_CODES,
-    as_moved,
-    connect,
-    lacks,
-    load_nccl,
-)
+from collectives.nccl import connect, load_nccl
+from collectives.nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
 from collectives.operation import DTYPES
 from collectives.reduce_op import ReduceOp
 from collectives.store import HashStore

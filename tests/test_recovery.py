@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.errors import StateLost, WorkerLost  # noqa: F401
+from actors.errors import StateLost, WorkerLost
 
 NUM_SAMPLES, BATCH_SIZE, LEARNING_RATE = 61, 4, 0.05
 
@@ -101,12 +101,16 @@ def train(
     victims: dict[int, tuple[int, str]],
     replicas: int = 2,
     num_epochs: int = 1,
-    optimizer: Any = torch.optim.AdamW,
+    in_recovery: dict[int, Callable[[cl.Context], None]] | None = None,
 ) -> Told:
-    """victims: by first rank, the step in which it dies, and the phase."""
+    """victims: by first rank, the step in which it dies, and the phase. in_recovery: by first rank,
+    what is done to its context at the start."""
     first_rank = ctx.rank
+    (in_recovery or {}).get(first_rank, lambda _: None)(ctx)
     model = cl.DistributedDataParallel(network(), bucket_cap_mb=0.001)
-    optim = cl.ZeroRedundancyOptimizer(model, optimizer, lr=LEARNING_RATE, replicas=replicas)
+    optim = cl.ZeroRedundancyOptimizer(
+        model, torch.optim.AdamW, lr=LEARNING_RATE, replicas=replicas
+    )
     taken: dict[int, list[int]] = {}
     lost: list[int] = []
     for epoch in ctx.epochs(num_epochs):
@@ -132,6 +136,18 @@ def train(
         optim.num_steps,
         sum(t.numel() for s in state for t in s.values() if t.dim() > 0),
     )
+
+
+def assert_equal_and_whole(told: list[Told], num_epochs: int = 1) -> None:
+    """All that are left hold the same bits, and every sample was used once in each epoch."""
+    assert [one.rank for one in told] == list(range(len(told)))
+    for one in told[1:]:
+        assert all(map(torch.equal, one.parameters, told[0].parameters))
+        assert one.num_steps == told[0].num_steps
+        assert one.ids_of_the_lost == told[0].ids_of_the_lost
+    # What the survivors took, and what the victims did before they died.
+    taken = [n for one in told for numbers in one.taken.values() for n in numbers]
+    assert sorted(taken + told[0].ids_of_the_lost) == sorted([*range(NUM_SAMPLES)] * num_epochs)
 
 
 def reference(told: list[Told], victim: int, num_ranks: int) -> list[torch.Tensor]:
@@ -162,9 +178,16 @@ def reference(told: list[Told], victim: int, num_ranks: int) -> list[torch.Tenso
 
 
 @pytest.fixture(scope="module")
-async def session(cluster: None) -> AsyncIterator[cl.Session]:
+async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
     async with cl.Session(num_workers=(1, 3), timeout_s=20) as session:
         yield session
+
+
+@pytest.fixture
+async def session(shared_session: cl.Session) -> AsyncIterator[cl.Session]:
+    """Three workers, and three again when the test is over."""
+    yield shared_session
+    await shared_session.run(lambda ctx: None)
 
 
 CASES = [
@@ -185,14 +208,99 @@ async def test_a_killed_worker_costs_no_step_and_no_sample(
     session: cl.Session, phase: str, victim: int
 ) -> None:
     told = await session.run(train, victims={victim: (2, phase)})
-    assert [one.rank for one in told] == [0, 1]
     assert {one.world_size for one in told} == {2}
-    for one in told[1:]:
-        assert all(map(torch.equal, one.parameters, told[0].parameters))
-        assert one.num_steps == told[0].num_steps
-        assert one.ids_of_the_lost == told[0].ids_of_the_lost
-    # Every sample once: what the survivors took, and what the victim did before it died.
-    taken = [n for one in told for numbers in one.taken.values() for n in numbers]
-    assert sorted(taken + told[0].ids_of_the_lost) == list(range(NUM_SAMPLES))
+    assert_equal_and_whole(told)
     expected = reference(told, victim, num_ranks=3)
     assert all(map(torch.equal, told[0].parameters, expected))
+
+
+async def test_one_death_after_another_leaves_one_that_has_everything(session: cl.Session) -> None:
+    phase = "when it has seen the ballot"
+    told = await session.run(train, victims={0: (1, phase), 2: (4, phase)}, num_epochs=2)
+    assert [one.world_size for one in told] == [1]
+    assert_equal_and_whole(told, num_epochs=2)
+
+
+def dies_before(name: str) -> Callable[[cl.Context], None]:
+    return lambda ctx: before(ctx.recovery, name)
+
+
+def dies_before_it_connects(ctx: cl.Context) -> None:
+    assert ctx.recovery is not None
+    before(ctx.recovery._lifeline, "connect")
+
+
+IN_RECOVERY = {
+    "before it meets the others (c)": dies_before_it_connects,
+    "before it sends what moves (d)": dies_before("_move"),
+    "before it deals the samples (e)": dies_before("_deal"),
+}
+
+
+@pytest.mark.parametrize("moment", IN_RECOVERY)
+async def test_a_death_while_the_others_recover_from_a_death_is_survived(
+    session: cl.Session, moment: str
+) -> None:
+    told = await session.run(
+        train,
+        victims={0: (2, "after they are reduced")},
+        in_recovery={1: IN_RECOVERY[moment]},
+        # When ranks 0 and 1 are gone, two copies of rank 0's shard are.
+        replicas=3,
+    )
+    assert [one.world_size for one in told] == [1]
+    assert_equal_and_whole(told)
+
+
+async def test_without_replicas_the_lost_state_is_named(session: cl.Session) -> None:
+    with pytest.raises(StateLost) as raised:
+        await session.run(train, victims={1: (2, "before it votes (3)")}, replicas=1)
+    assert "no rank holds bucket 0[" in str(raised.value)
+    assert "replicas=2" in str(raised.value)
+
+
+async def test_more_losses_than_allowed_end_the_run(cluster: None) -> None:
+    few = {"CPU": 0.1}
+    async with cl.Session((2, 2), resources_per_worker=few, timeout_s=20) as session:
+        with pytest.raises(WorkerLost, match="rank 1 of generation 0 is gone"):
+            await session.run(train, victims={1: (2, "before it votes (3)")})
+
+
+def raise_on_rank_1(ctx: cl.Context) -> None:
+    model = cl.DistributedDataParallel(network())
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        if ctx.rank == 1 and step == 1:
+            raise ValueError("a mistake of the user's")
+        optim.step()
+
+
+async def test_an_exception_of_the_function_is_not_survived(session: cl.Session) -> None:
+    with pytest.raises(ValueError, match="a mistake of the user's"):
+        await session.run(raise_on_rank_1)
+
+
+def stop_on_rank_1(ctx: cl.Context) -> Told:
+    def stop(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def prepare(context: cl.Context) -> None:
+        original = cl.ZeroRedundancyOptimizer._try_step
+
+        def stepped(optim: cl.ZeroRedundancyOptimizer, is_live: bool) -> None:
+            if optim.num_steps == 2:
+                stop()
+            original(optim, is_live)
+
+        cl.ZeroRedundancyOptimizer._try_step = stepped  # type: ignore[method-assign]
+
+    return train(ctx, {}, in_recovery={1: prepare})
+
+
+async def test_a_stopped_process_is_killed_and_survived(cluster: None) -> None:
+    few = {"CPU": 0.1}
+    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=3) as session:
+        told = await session.run(stop_on_rank_1)
+    assert [one.world_size for one in told] == [2, 2]
+    assert_equal_and_whole(told)
