@@ -29,7 +29,14 @@ SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["torch", "numpy", "pytest", "collectives.gloo", "collectives.shared_memory"]
+    [
+        "torch",
+        "torch.distributed.checkpoint",  # A second or more, paid once instead of by each rank.
+        "numpy",
+        "pytest",
+        "collectives.gloo",
+        "collectives.shared_memory",
+    ]
 )
 
 
