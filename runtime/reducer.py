@@ -46,7 +46,7 @@ class GradientBucket:
 
     flat: local gradients, and room behind them. padded: elements of it that a reduce-scatter takes.
     shard: (n,) reduced, this rank's part, in REDUCE_SCATTER mode. missing: gradients that this
-    backward pass still owes.
+    backward pass still owes; parameters that are frozen get none.
     """
 
     def __init__(
@@ -260,7 +260,12 @@ class Reducer:
             self._launch_complete_buckets()
 
     def _num_expected(self, number: int) -> int:
+        if self._is_frozen(number):
+            return 0
         return self._expected.get(number, 1) if self._expected else 1
+
+    def _is_frozen(self, number: int) -> bool:
+        return not self.parameters[number].requires_grad
 
     def _is_launched(self, bucket: GradientBucket) -> bool:
         return bucket in self.buckets[: self._num_launched]
@@ -277,6 +282,10 @@ class Reducer:
         self._arrivals.clear()
         for bucket in self.buckets:
             bucket.missing = sum(self._num_expected(number) for number in bucket.views)
+            for number, view in bucket.views.items():
+                # Now, because a bucket may be on its way when the pass ends.
+                if self._is_frozen(number) and self.parameters[number].grad is None:
+                    view.zero_()
 
     def _end_backward(self) -> None:
         """Send what is left; parameters outside this backward pass contribute what they hold."""
@@ -288,9 +297,10 @@ class Reducer:
             self.clock.backward_ended()
         if self.unused is not None:
             self.unused.tell([number in self._arrivals for number in range(len(self.parameters))])
-        for number, parameter in enumerate(self.parameters):
-            if number not in self._arrivals and parameter.grad is None:
-                self._home[number][1].zero_()
+        for bucket in self.buckets[self._num_launched :]:
+            for number, view in bucket.views.items():
+                if number not in self._arrivals and self.parameters[number].grad is None:
+                    view.zero_()
         self._launch_rest()
         self._has_leftover = False
         if self.mode is Mode.ALL_REDUCE:
