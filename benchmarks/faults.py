@@ -129,8 +129,7 @@ def draw(seed: int, transport: str) -> Plan:
         rng.randrange(num_steps),
         0.05 * rng.random() ** 2,
         tuple(steps),
-        # Between hosts nobody sees a death while the channel is being connected, before LONG_S.
-        rng.random() < 0.5 or (transport == "gloo" and fault == "kill"),
+        rng.random() < 0.5,
     )
 
 

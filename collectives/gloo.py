@@ -25,6 +25,7 @@ Therefore three threads, besides those of gloo_messages.py:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -234,6 +235,15 @@ class GlooCommunicator(Communicator):
 
     def barrier(self, operation: Operation) -> Work:
         return self._issue(operation, None, None)  # The exchange of signatures is a barrier.
+
+    def watching(
+        self, ranks: Sequence[int], what: str, limit_s: float
+    ) -> contextlib.AbstractContextManager[None]:
+        assert self._messages is not None
+        last = self._in_flight.last_done
+        sequence = -1 if last is None else last.sequence
+        timeout_s = limit_s + _GRACE_S  # The block itself has the deadline.
+        return self._messages.watching(ranks, what, self.generation, sequence, timeout_s)
 
     def abort(self, error: CollectiveError) -> None:
         """End the generation with `error`. Returns at once; the others are told meanwhile."""

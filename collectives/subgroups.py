@@ -142,16 +142,17 @@ def _meet(
     what, timeout_s: for that error.
     """
     try:
-        group = Group.create(
-            _meeting_place(prefix, parent, members),
-            members.index(parent.rank),
-            len(members),
-            device,
-            generation=parent.generation,
-            timeout_s=limit_s,
-            name=name,
-            backend=backend,
-        )
+        with parent._communicator.watching(members, what, limit_s):
+            group = Group.create(
+                _meeting_place(prefix, parent, members),
+                members.index(parent.rank),
+                len(members),
+                device,
+                generation=parent.generation,
+                timeout_s=limit_s,
+                name=name,
+                backend=backend,
+            )
     except (CollectiveError, StoreTimeout) as error:
         failure = parent.failure()
         if failure is None:
