@@ -109,7 +109,7 @@ def pass_on(rank: Rank) -> Any:
             time.sleep(0.02)
         return group.failure()
     try:
-        timeout_s = 1 if rank.rank == rank.size - 1 else 30
+        timeout_s = 0.7 if rank.rank == rank.size - 1 else 30
         group.recv(torch.ones(3), rank.rank - 1, timeout_s=timeout_s).wait()
     except CollectiveError as error:
         return error
@@ -136,7 +136,7 @@ def stop_in_a_pair(rank: Rank) -> Any:
                 time.sleep(0.02)
         elif pair is not None:
             pair.all_reduce(torch.ones(3), timeout_s=30).wait()
-        group.barrier(timeout_s=1).wait()
+        group.barrier(timeout_s=0.7).wait()
     except CollectiveError as error:
         errors.append(group.as_counted_here(error))
     rank.say("over")
