@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import ray
@@ -95,7 +95,8 @@ class Crew:
         self._is_assembled = False  # Until it is known that all is well.
         call = driver.run.remote(request, [ray.put(payload)])
         try:
-            outcome = await answer(call)
+            async with self._recruiting(driver, request):
+                outcome = await answer(call)
         except asyncio.CancelledError:
             await self.cancel(request.run, "the caller of run() was cancelled")
             with contextlib.suppress(ActorGone, NoAnswer):
@@ -115,6 +116,32 @@ class Crew:
             isinstance(outcome, RunSucceeded) and len(outcome.results) == self.num_workers
         )
         return outcome  # type: ignore[no-any-return]
+
+    @contextlib.asynccontextmanager
+    async def _recruiting(self, driver: Actor, request: RunRequest) -> AsyncIterator[None]:
+        """While the body runs, start a worker in each seat that a run loses and goes on without."""
+        if not request.goes_on:
+            yield
+            return
+        recruiter = asyncio.create_task(self._recruit(driver, request), name="recruiter")
+        try:
+            yield
+        finally:
+            recruiter.cancel()
+            await asyncio.wait([recruiter])
+
+    async def _recruit(self, driver: Actor, request: RunRequest) -> None:
+        known = 0
+        # Whatever happens to the driver is told to who waits for the run.
+        with contextlib.suppress(ActorGone):
+            while seats := await answer(driver.lost_seats.remote(request.run, known)):
+                known += len(seats)
+                for seat in seats:
+                    self._kill_worker(seat)
+                    actor = self._worker_class.options(**self._options(seat))
+                    self._workers[seat] = actor.remote(seat, self._use_gpu)
+                    # A node that is gone may come back late: wait as long as the run would.
+                    await answer(driver.adopt.remote({seat: self._workers[seat]}, request.pause_s))
 
     async def cancel(self, run: int, reason: str) -> None:
         """End a run; returns when its ranks have stopped, or have had their time to."""

@@ -22,7 +22,7 @@ from collectives.errors import (
 from collectives.group import Group
 
 from .calls import Actor
-from .messages import Frozen, Progress, Resumption, RunRequest
+from .messages import Assignment, Frozen, Progress, Resumption, RunRequest
 
 
 def ends_a_generation(error: BaseException) -> bool:
@@ -42,12 +42,12 @@ class Lifeline:
         request: RunRequest,
         driver: Actor,
         group: Group,
-        rank: int,
+        assignment: Assignment,
         connect: Callable[[Resumption], Group],
     ) -> None:
         self.goes_on = request.goes_on
         self.group = group
-        self.rank = rank
+        self.assignment = assignment
         self.generation = group.generation
         """The last one that this rank was put into; its group may not have come about."""
         self._request = request
@@ -60,7 +60,13 @@ class Lifeline:
         self._is_released = False
 
     def regenerate(
-        self, error: BaseException, progress: Callable[[], tuple[Progress, ...]], entered: int
+        self,
+        error: BaseException,
+        progress: Callable[[], tuple[Progress, ...]],
+        entered: int,
+        *,
+        is_parked: bool,
+        can_restart: bool,
     ) -> Resumption:
         """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
 
@@ -73,7 +79,9 @@ class Lifeline:
         met = self._as_collective_error(error)
         if not self.group.failure():
             self.group.abort(met)  # 1
-        frozen = Frozen(self.rank, self.generation, progress(), met, entered)
+        frozen = Frozen(
+            self.assignment.rank, self.generation, progress(), met, entered, is_parked, can_restart
+        )
         # That the driver lives is watched by the session, which stops the workers if it does not.
         self._driver.froze.remote(self._request.run, frozen)  # 2
         with self._changed:
@@ -82,8 +90,8 @@ class Lifeline:
                 raise fresh_copy(self._stop_error)
             resumption, self._resumption = self._resumption, None
             assert resumption is not None
-            self.rank = resumption.assignment.rank  # 3
-            self.generation = resumption.assignment.generation
+            self.assignment = resumption.assignment  # 3
+            self.generation = self.assignment.generation
             self._freeze_error = None
         return resumption
 
@@ -97,7 +105,7 @@ class Lifeline:
         Returns None when that is so, or the error for which this rank has to take part in another
         regeneration first. Raises what the run was stopped with.
         """
-        self._driver.finished.remote(self._request.run, self.rank, self.generation)
+        self._driver.finished.remote(self._request.run, self.assignment.rank, self.generation)
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_released or self._freeze_error or self._stop_error

@@ -16,9 +16,12 @@ The rules:
 3. **A run may go on** without the workers that it loses, if its request says so. Then the first
    loss, or a rank that has frozen itself, freezes all (regeneration.py). When all who live are
    frozen the next generation forms of them, and the run goes on in it. A rank whose function has
-   returned stays until all have, because others may need its shard. What else ends a run still
-   ends it: an exception of a function, too many losses, too few workers left, ranks that fail to
-   meet again and again though none of them dies.
+   returned stays until all have, because others may need its shard. Where the functions can be run
+   again from the top (they have registered what has to survive), they are, with the newcomers:
+   if one of them was left by an error of its own collectives, or if new workers have come. With
+   fewer than the fewest workers the run waits for some. What else ends a run still ends it: an
+   exception of a function, too many losses, ranks that fail to meet again and again though none
+   of them dies.
 4. **Ranks** follow the seats, and ranks of one node are adjacent: nodes in the order of their
    lowest seat. A worker that was replaced thus leaves the others' ranks alone.
 """
@@ -77,6 +80,7 @@ class RankEnded:
     """The user's function has returned or raised on a rank, and its training thread is over."""
 
     ending: Success | Failure
+    worker_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,13 @@ class RankSilent:
 @dataclass(frozen=True, slots=True)
 class PatienceEnded:
     """The ranks of a generation have had their time to freeze."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PauseEnded:
+    """A run has waited long enough for new workers."""
 
     generation: int
 
@@ -138,6 +149,7 @@ Event: TypeAlias = (
     | RankFinished
     | RankSilent
     | PatienceEnded
+    | PauseEnded
     | RanksTold
     | WorkerDied
     | RunCancelled
@@ -149,8 +161,11 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class StartRank:
+    """resumption: of a newcomer to a run in progress, what the others are told."""
+
     worker_id: str
     assignment: Assignment
+    resumption: Resumption | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +208,13 @@ class StartPatience:
 
 
 @dataclass(frozen=True, slots=True)
+class StartPause:
+    """Send PauseEnded when the run has waited long enough for new workers."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """Kill a worker that says nothing: what it might still do would contradict the decision."""
 
@@ -227,6 +249,7 @@ Instruction: TypeAlias = (
     | StartGrace
     | FreezeRank
     | StartPatience
+    | StartPause
     | Fence
     | ResumeRank
     | ReleaseRank
@@ -250,8 +273,9 @@ class _Run:
     follows from the answers; None before anybody was asked.
     losses: workers that it has gone on without. finished: ranks that wait for the others to return;
     is_released: all have, and were told so.
-    regeneration: while one generation has ended and the next has not begun. num_vain: generations
-    in a row that ended though nobody died and nothing was achieved; `achieved` says what was.
+    regeneration: while one generation has ended and the next has not begun. takes_newcomers: as far
+    as is known. is_paused: too few are left; the round is complete, and waits for newcomers.
+    num_vain: generations in a row that ended though nobody died and nothing was achieved; `achieved` says what was.
     """
 
     number: int
@@ -268,6 +292,8 @@ class _Run:
     finished: set[int] = field(default_factory=set)
     is_released: bool = False
     regeneration: Regeneration | None = None
+    takes_newcomers: bool = True
+    is_paused: bool = False
     num_vain: int = 0
     achieved: int = -1
 
@@ -295,8 +321,8 @@ class Membership:
                 return self._register(worker, generation)
             case RunStarted(run, fewest, max_failures):
                 return self._start(run, fewest, max_failures)
-            case RankEnded(ending):
-                return self._rank_ended(ending)
+            case RankEnded(ending, worker_id):
+                return self._rank_ended(ending, worker_id)
             case RankFroze(frozen):
                 return self._rank_froze(frozen)
             case RankFinished(rank, generation):
@@ -305,6 +331,8 @@ class Membership:
                 return self._fence([worker_id], generation, "its control loop does not answer")
             case PatienceEnded(generation):
                 return self._patience_ended(generation)
+            case PauseEnded(generation):
+                return self._pause_ended(generation)
             case RanksTold(testimonies):
                 return self._ranks_told(testimonies)
             case WorkerDied(worker_id, detail):
@@ -336,7 +364,14 @@ class Membership:
         if generation > self._generation:
             self._generation = generation
             self._formed = ()
-        return []
+        run = self._run
+        if run is None or not run.goes_on or run.is_stopping or run.is_released:
+            return []
+        if run.regeneration is not None:
+            return self._decide()
+        if not run.takes_newcomers:
+            return []
+        return self._freeze_others(GroupAborted(self._generation, [], f"{worker} has come"))
 
     def _start(self, run: int, fewest: int, max_failures: int | None) -> list[Instruction]:
         if self._run is not None:
@@ -359,10 +394,12 @@ class Membership:
             for worker_id, assignment in zip(order, assignments, strict=True)
         ]
 
-    def _rank_ended(self, ending: Success | Failure) -> list[Instruction]:
+    def _rank_ended(self, ending: Success | Failure, worker_id: str) -> list[Instruction]:
         run = self._run
         if run is None or ending.rank not in run.running:
             return []
+        if worker_id and run.members[ending.rank].info.worker_id != worker_id:
+            return []  # It has had that rank in an earlier generation.
         run.running.discard(ending.rank)
         run.members[ending.rank].state = MemberState.READY
         if isinstance(ending, Failure):
@@ -391,8 +428,7 @@ class Membership:
         assert run is not None
         run.losses.append(loss)
         is_too_many = run.max_failures is not None and len(run.losses) > run.max_failures
-        is_over = run.is_stopping or run.is_released
-        if is_over or is_too_many or len(run.running) < run.fewest:
+        if run.is_stopping or run.is_released or is_too_many or not run.running:
             return self._stop(loss)
         begun = self._freeze_others(stop_error(loss, self._generation))
         assert run.regeneration is not None
@@ -446,31 +482,87 @@ class Membership:
             return []
         frozen = round_.frozen
         met = next(iter(frozen.values()))
+        survivors = [run.members[rank] for rank in sorted(frozen)]
+        newcomers = [
+            member
+            for member in self._members.values()
+            if member.state is MemberState.READY and all(member is not one for one in run.members)
+        ]
+        can_restart = all(word.can_restart for word in frozen.values())
+        if not can_restart:
+            newcomers, run.takes_newcomers = [], False
         unparked = sorted(rank for rank, word in frozen.items() if not word.is_parked)
-        if unparked or not frozen:
-            return self._give_up(met, f"ranks {unparked} were outside a step")
+        if unparked and not can_restart:
+            return self._give_up(
+                met,
+                f"ranks {unparked} were outside a step of a sharded optimizer, and their function "
+                "cannot be run again in the middle, because it has not registered its model and "
+                "optimizer (ctx.register)",
+            )
+        if len(survivors) + len(newcomers) < run.fewest:
+            return self._pause(met, can_restart)
         try:
             progress = decide(frozen)
         except ValueError as error:
             return self._give_up(met, str(error))
         achieved = sum(one.ballots for one in progress)
-        run.num_vain = 0 if round_.lost or achieved > run.achieved else run.num_vain + 1
+        has_changed = round_.lost or newcomers or achieved > run.achieved
+        run.num_vain = 0 if has_changed else run.num_vain + 1
         run.achieved = achieved
         if run.num_vain >= MAX_VAIN:
             return self._give_up(met, f"ranks did not meet {MAX_VAIN} times in a row")
-        former = tuple(sorted(frozen))
+        before = run.members
+        members = in_rank_order([*survivors, *newcomers]) if newcomers else survivors
+        former = tuple(
+            next((rank for rank, one in enumerate(before) if one is member), -1)
+            for member in members
+        )
         entered = max(word.entered for word in frozen.values())
-        run.members = tuple(run.members[rank] for rank in former)
-        run.running = set(range(len(former)))
+        run.members = tuple(members)
+        run.running = set(range(len(members)))
         run.finished.clear()
-        run.regeneration = None
+        run.regeneration, run.is_paused = None, False
         self._generation += 1
-        self._formed = tuple(member.info.worker_id for member in run.members)
-        assignments = assign([member.info for member in run.members], self._generation)
-        return [
-            ResumeRank(worker_id, Resumption(assignment, former, progress, entered))
-            for worker_id, assignment in zip(self._formed, assignments, strict=True)
-        ]
+        self._formed = tuple(member.info.worker_id for member in members)
+        restarts = bool(unparked or newcomers)
+        instructions: list[Instruction] = []
+        for member, old, assignment in zip(
+            members,
+            former,
+            assign([member.info for member in members], self._generation),
+            strict=True,
+        ):
+            member.state = MemberState.RUNNING
+            told = Resumption(assignment, former, progress, entered, restarts)
+            instructions.append(
+                ResumeRank(member.info.worker_id, told)
+                if old >= 0
+                else StartRank(member.info.worker_id, assignment, told)
+            )
+        return instructions
+
+    def _pause(self, met: Frozen, can_restart: bool) -> list[Instruction]:
+        """Fewer are left than the run may go on with."""
+        run = self._run
+        assert run is not None
+        if not can_restart:
+            return self._give_up(
+                met,
+                f"fewer than {run.fewest} workers are left, and new ones cannot be taken in, "
+                "because the function has not registered its model and optimizer (ctx.register)",
+            )
+        if run.is_paused:
+            return []
+        run.is_paused = True
+        return [StartPause(self._generation)]
+
+    def _pause_ended(self, generation: int) -> list[Instruction]:
+        run = self._run
+        if run is None or not run.is_paused or generation != self._generation:
+            return []
+        assert run.regeneration is not None
+        met = next(iter(run.regeneration.frozen.values()))
+        return self._give_up(met, f"no new workers came, and fewer than {run.fewest} are left")
 
     def _give_up(self, met: Frozen, why: str) -> list[Instruction]:
         """The run cannot go on: it ends with the last loss, or with what a rank has met with."""

@@ -58,7 +58,12 @@ class Program(Protocol):
     """
 
     def __call__(
-        self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
+        self,
+        assignment: Assignment,
+        group: Group,
+        journal: Journal,
+        lifeline: Lifeline,
+        resumption: Resumption | None,
     ) -> object: ...
 
 
@@ -118,8 +123,11 @@ class Worker:
         store: ActorStore,
         program: bytes,
         driver: Actor,
+        resumption: Resumption | None = None,
     ) -> Success | Failure:
         """Run the program as this rank; its ending, never an exception.
+
+        resumption: of a run that others are in already, what they are told of the generation.
 
         1. The training thread unpickles the program (a module missing here must not cost the
            others a rendezvous),
@@ -138,7 +146,7 @@ class Worker:
             run.stop_error = self._early_stops.pop(request.run, None)
             self._early_stops.clear()
             run.thread = TrainingThread(
-                lambda: self._train(run, program),
+                lambda: self._train(run, program, resumption),
                 lambda value, error: self._conclude(run, value, error),
                 name=f"training-rank-{assignment.rank}",
                 num_threads=self._num_threads,
@@ -270,20 +278,20 @@ class Worker:
 
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
-    def _train(self, run: _Run, payload: bytes) -> object:
+    def _train(self, run: _Run, payload: bytes, resumption: Resumption | None) -> object:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         set_debug_level(max(run.request.debug_level, get_debug_level()))
         program: Program = cloudpickle.loads(payload)
         group = self._meet(run)
         lifeline = Lifeline(
-            run.request, run.driver, group, run.assignment.rank, lambda _: self._meet(run)
+            run.request, run.driver, group, run.assignment, lambda _: self._meet(run)
         )
         with self._lock:
             run.lifeline = lifeline
             if run.stop_error is not None:
                 lifeline.stop(run.stop_error)
-        return program(run.assignment, group, run.journal, lifeline)
+        return program(run.assignment, group, run.journal, lifeline, resumption)
 
     def _meet(self, run: _Run) -> Group:
         """The group of the run's generation."""

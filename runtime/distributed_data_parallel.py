@@ -110,7 +110,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.synced_step = 0
         """Steps whose buffers this rank has taken over."""
-        self._kept_buffers: list[torch.Tensor] = []
+        self.kept_buffers: list[torch.Tensor] = []
         """As they were then; kept where the run goes on after a death."""
         self._recovery = recovery_of(self.group)
         if self._recovery is not None:
@@ -215,7 +215,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _keep_buffers(self) -> None:
         self.synced_step += 1
         if self._recovery is not None and self.broadcast_buffers:
-            self._kept_buffers = [buffer.clone() for buffer in self.module.buffers()]
+            self.kept_buffers = [buffer.clone() for buffer in self.module.buffers()]
 
     def sync_buffers_again(self, synced: Sequence[int], step: int, live: Sequence[int]) -> None:
         """End `step` on ranks that have not ended it. synced: `synced_step` by rank. live: ranks
@@ -228,7 +228,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.broadcast_buffers and buffers:
             somebody_has = step in synced
             root = synced.index(step) if somebody_has else max(live, default=0)
-            broadcast_tensors(self._kept_buffers if has_ended else buffers, root, self.group)
+            broadcast_tensors(self.kept_buffers if has_ended else buffers, root, self.group)
         if not has_ended:
             self._keep_buffers()
 
