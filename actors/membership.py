@@ -275,7 +275,8 @@ class _Run:
     is_released: all have, and were told so.
     regeneration: while one generation has ended and the next has not begun. takes_newcomers: as far
     as is known. is_paused: too few are left; the round is complete, and waits for newcomers.
-    num_vain: generations in a row that ended though nobody died and nothing was achieved; `achieved` says what was.
+    num_vain: generations in a row that ended though nobody died and nothing was achieved;
+    `achieved` says what was.
     """
 
     number: int

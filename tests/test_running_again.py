@@ -13,10 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from test_recovery import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die, loss_of, network
+import training_to_kill
+from ray import cloudpickle
+from training_to_kill import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    NUM_SAMPLES,
+    Samples,
+    die,
+    loss_of,
+    network,
+)
 
 import chorusline as cl
 from actors.errors import WorkerLost
+
+cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
 
 class Ledger:
