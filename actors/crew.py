@@ -21,6 +21,11 @@ from .journal import JournalReader
 from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from .worker import worker_class
 
+_DRIVERS_PER_RUN = 4
+"""One that begins it, and three that take it over; a run that ends its drivers ends."""
+
+_DRIVER_START_S = 30.0
+
 _ANSWER_S = 5.0
 """Seconds in which a live control loop answers, on a machine that is busy with training."""
 
@@ -62,13 +67,7 @@ class Crew:
         if self._is_assembled:
             return
         if self._driver is None:
-            self._incarnation += 1
-            self._driver = driver_class().options(**self._driver_options).remote(self._incarnation)
-            try:
-                await answer(self._driver.snapshot.remote(), timeout_s)
-            except (ActorGone, NoAnswer) as error:
-                self._kill_driver()
-                raise StartupError("the driver actor did not start", error.detail) from None
+            await self._start_driver(timeout_s)
         if self._workers:
             for unfit in await self._adopt(self._workers, _ANSWER_S):
                 self._kill_worker(unfit.seat)
@@ -89,14 +88,41 @@ class Crew:
                 )
         self._is_assembled = True
 
+    async def _start_driver(self, timeout_s: float) -> Actor:
+        self._incarnation += 1
+        driver = driver_class().options(**self._driver_options).remote(self._incarnation)
+        self._driver = driver
+        try:
+            await answer(driver.snapshot.remote(), timeout_s)
+        except (ActorGone, NoAnswer) as error:
+            self._kill_driver()
+            raise StartupError("the driver actor did not start", error.detail) from None
+        return driver
+
     async def run(self, request: RunRequest, payload: bytes) -> RunSucceeded | RunFailed:
-        """Have the driver run a pickled program. Cancelled: ends the run on all ranks first."""
+        """Have the driver run a pickled program. Cancelled: ends the run on all ranks first.
+
+        If the driver dies, the ranks go on, and a new driver takes over from them.
+        """
         driver = self._living_driver()
         self._is_assembled = False  # Until it is known that all is well.
-        call = driver.run.remote(request, [ray.put(payload)])
+        program = [ray.put(payload)]
+        call = driver.run.remote(request, program)
         try:
-            async with self._recruiting(driver, request):
-                outcome = await answer(call)
+            for left in reversed(range(_DRIVERS_PER_RUN)):
+                try:
+                    async with self._recruiting(driver, request):
+                        outcome = await answer(call)
+                    break
+                except ActorGone as gone:
+                    self._kill_driver()
+                    if not left:
+                        raise
+                    driver = await self._start_driver(_DRIVER_START_S)
+                    call = driver.take_over.remote(request, program, dict(self._workers))
+                    lost = gone
+            if outcome is None:
+                raise lost  # No worker had heard of the run.
         except asyncio.CancelledError:
             await self.cancel(request.run, "the caller of run() was cancelled")
             with contextlib.suppress(ActorGone, NoAnswer):

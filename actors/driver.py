@@ -24,6 +24,7 @@ from .calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers
 from .membership import (
     AbortRank,
     AskRanks,
+    AttachRank,
     EndRun,
     Event,
     Fence,
@@ -42,6 +43,7 @@ from .membership import (
     ResumeRank,
     RunCancelled,
     RunStarted,
+    RunTakenOver,
     StartGrace,
     StartPatience,
     StartPause,
@@ -49,7 +51,15 @@ from .membership import (
     WorkerDied,
     WorkerRegistered,
 )
-from .messages import DriverSnapshot, Frozen, RunFailed, RunRequest, RunSucceeded, WorkerState
+from .messages import (
+    DriverSnapshot,
+    Frozen,
+    RunFailed,
+    RunRequest,
+    RunSucceeded,
+    Stand,
+    WorkerState,
+)
 
 GRACE_S = 5.0
 """Seconds that ranks have to stop after they were told to; who still runs then is stuck."""
@@ -116,9 +126,32 @@ class Driver(StoreActor):
         program: one reference to the pickled program, in a list so that Ray hands the reference
         on and the driver never holds the bytes.
         """
-        begun = self._membership.handle(
-            RunStarted(request.run, request.fewest, request.max_failures)
-        )
+        started = RunStarted(request.run, request.fewest, request.max_failures)
+        return await self._carry_on(request, program, started)
+
+    async def take_over(
+        self, request: RunRequest, program: list[Any], workers: Mapping[int, Actor]
+    ) -> RunSucceeded | RunFailed | None:
+        """See a run to its end that another driver has begun; None if no worker is in it.
+
+        workers: by seat, all of the session. They know where the run is, and they went on.
+        """
+        calls = {seat: worker.stand.remote(request.run) for seat, worker in workers.items()}
+        stands = []
+        for seat, said in (await answers(calls, GRACE_S)).items():
+            if isinstance(said, Stand):
+                stands.append(said)
+                self._workers[said.info.worker_id] = workers[seat]
+                self._membership.handle(WorkerRegistered(said.info, said.assignment.generation))
+        if not stands:
+            return None
+        taken = RunTakenOver(request.run, request.fewest, request.max_failures, tuple(stands))
+        return await self._carry_on(request, program, taken)
+
+    async def _carry_on(
+        self, request: RunRequest, program: list[Any], event: Event
+    ) -> RunSucceeded | RunFailed:
+        begun = self._membership.handle(event)
         self._run, self._events = request.run, asyncio.Queue()
         self._lost_seats = []
         self._run_is_over.clear()
@@ -208,6 +241,8 @@ class _Errands:
             match instruction:
                 case StartRank(worker_id, assignment):
                     self._start(self._run_rank(instruction), f"rank-{assignment.rank}")
+                case AttachRank(worker_id):
+                    self._start(self._attach_rank(instruction), f"attach-{worker_id}")
                 case AskRanks():
                     self._start(self._ask_ranks(instruction), "ask-ranks")
                 case AbortRank(worker_id):
@@ -256,6 +291,16 @@ class _Errands:
             event = RankEnded(ending, start.worker_id)
         except ActorGone as gone:
             event = WorkerDied(start.worker_id, gone.detail)
+        self._events.put_nowait(event)
+
+    async def _attach_rank(self, attach: AttachRank) -> None:
+        worker = self._driver.worker(attach.worker_id)
+        event: Event
+        try:
+            ending = await answer(worker.attach.remote(self._request.run, self._actor))
+            event = RankEnded(ending, attach.worker_id)
+        except ActorGone as gone:
+            event = WorkerDied(attach.worker_id, gone.detail)
         self._events.put_nowait(event)
 
     async def _abort_rank(self, abort: AbortRank) -> None:

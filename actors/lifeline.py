@@ -58,6 +58,9 @@ class Lifeline:
         self._stop_error: CollectiveError | None = None
         self._freeze_error: CollectiveError | None = None
         self._is_released = False
+        self.last_resumption: Resumption | None = None
+        self._unanswered: Callable[[Actor], object] | None = None
+        """What this rank has told the driver, and waits for the answer to."""
 
     def regenerate(
         self,
@@ -82,14 +85,16 @@ class Lifeline:
         frozen = Frozen(
             self.assignment.rank, self.generation, progress(), met, entered, is_parked, can_restart
         )
-        # That the driver lives is watched by the session, which stops the workers if it does not.
-        self._driver.froze.remote(self._request.run, frozen)  # 2
+        run = self._request.run
+        self._tell(lambda driver: driver.froze.remote(run, frozen))  # 2
         with self._changed:
             self._changed.wait_for(lambda: self._resumption or self._stop_error)
+            self._unanswered = None
             if self._stop_error is not None:
                 raise fresh_copy(self._stop_error)
             resumption, self._resumption = self._resumption, None
             assert resumption is not None
+            self.last_resumption = resumption
             self.assignment = resumption.assignment  # 3
             self.generation = self.assignment.generation
             self._freeze_error = None
@@ -105,14 +110,22 @@ class Lifeline:
         Returns None when that is so, or the error for which this rank has to take part in another
         regeneration first. Raises what the run was stopped with.
         """
-        self._driver.finished.remote(self._request.run, self.assignment.rank, self.generation)
+        run, rank, generation = self._request.run, self.assignment.rank, self.generation
+        self._tell(lambda driver: driver.finished.remote(run, rank, generation))
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_released or self._freeze_error or self._stop_error
             )
+            self._unanswered = None
             if self._stop_error is not None:
                 raise fresh_copy(self._stop_error)
             return None if self._is_released else self._freeze_error
+
+    def _tell(self, word: Callable[[Actor], object]) -> None:
+        """Nobody waits for the call: if the driver dies, the next one hears it again (`attach`)."""
+        with self._changed:
+            self._unanswered = word
+            word(self._driver)
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -126,6 +139,13 @@ class Lifeline:
         with self._changed:
             self._resumption = resumption
             self._changed.notify_all()
+
+    def attach(self, driver: Actor) -> None:
+        """Another driver has taken over."""
+        with self._changed:
+            self._driver = driver
+            if self._unanswered is not None:
+                self._unanswered(driver)
 
     def stop(self, error: CollectiveError) -> None:
         with self._changed:

@@ -46,6 +46,7 @@ from .messages import (
     Resumption,
     RunFailed,
     RunSucceeded,
+    Stand,
     Success,
     WorkerInfo,
 )
@@ -73,6 +74,20 @@ class RunStarted:
     run: int
     fewest: int = 1
     max_failures: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunTakenOver:
+    """A run that another driver had begun. stands: of the workers that are in it.
+
+    All are in the same generation, or some have not heard of it yet: then those that have say how
+    it was formed.
+    """
+
+    run: int
+    fewest: int
+    max_failures: int | None
+    stands: tuple[Stand, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +159,7 @@ class GraceEnded:
 Event: TypeAlias = (
     WorkerRegistered
     | RunStarted
+    | RunTakenOver
     | RankEnded
     | RankFroze
     | RankFinished
@@ -166,6 +182,13 @@ class StartRank:
     worker_id: str
     assignment: Assignment
     resumption: Resumption | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRank:
+    """Take over a rank that runs; its ending comes as that of one that was started."""
+
+    worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +267,7 @@ class EndRun:
 
 Instruction: TypeAlias = (
     StartRank
+    | AttachRank
     | AskRanks
     | AbortRank
     | StartGrace
@@ -322,6 +346,8 @@ class Membership:
                 return self._register(worker, generation)
             case RunStarted(run, fewest, max_failures):
                 return self._start(run, fewest, max_failures)
+            case RunTakenOver():
+                return self._take_over(event)
             case RankEnded(ending, worker_id):
                 return self._rank_ended(ending, worker_id)
             case RankFroze(frozen):
@@ -394,6 +420,52 @@ class Membership:
             StartRank(worker_id, assignment)
             for worker_id, assignment in zip(order, assignments, strict=True)
         ]
+
+    def _take_over(self, taken: RunTakenOver) -> list[Instruction]:
+        """Go on with what the workers say; a rank that none of them has is lost."""
+        newest = max(taken.stands, key=lambda stand: stand.assignment.generation)
+        generation, size = newest.assignment.generation, newest.assignment.world_size
+        by_rank: dict[int, Stand] = {}
+        late: list[tuple[int, Stand]] = []
+        for stand in taken.stands:
+            if stand.assignment.generation == generation:
+                by_rank[stand.assignment.rank] = stand
+            elif newest.resumption is not None:
+                former = newest.resumption.former_ranks
+                if stand.assignment.rank in former:
+                    late.append((former.index(stand.assignment.rank), stand))
+        by_rank.update(late)
+        members = []
+        for rank in range(size):
+            if rank in by_rank:
+                member = self._members[by_rank[rank].info.seat]
+                member.state = MemberState.RUNNING
+            else:
+                unknown = replace(newest.info, worker_id=f"lost with the driver, rank {rank}")
+                member = _Member(unknown, MemberState.LOST)
+            members.append(member)
+        self._generation = generation
+        self._formed = tuple(member.info.worker_id for member in members)
+        self._run = _Run(
+            taken.run, taken.fewest, taken.max_failures, tuple(members), set(range(size))
+        )
+        instructions: list[Instruction] = [
+            AttachRank(stand.info.worker_id) for _, stand in sorted(by_rank.items())
+        ]
+        assignments = assign([member.info for member in members], generation)
+        if newest.resumption is not None:
+            instructions += [
+                ResumeRank(
+                    stand.info.worker_id, replace(newest.resumption, assignment=assignments[rank])
+                )
+                for rank, stand in late
+            ]
+        for rank in range(size):
+            if rank not in by_rank:
+                instructions += self._worker_died(
+                    members[rank].info.worker_id, "it died with the driver"
+                )
+        return instructions
 
     def _rank_ended(self, ending: Success | Failure, worker_id: str) -> list[Instruction]:
         run = self._run

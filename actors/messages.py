@@ -186,6 +186,19 @@ class Resumption:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """What a worker tells a new driver of the run that it is in.
+
+    assignment: in the last generation that it was put into. resumption: what put it there, None in
+    the first.
+    """
+
+    info: WorkerInfo
+    assignment: Assignment
+    resumption: Resumption | None
+
+
 # ── How a rank ends ──────────────────────────────────────────────────────────────────────────────
 
 
