@@ -104,25 +104,26 @@ class Crew:
 
         If the driver dies, the ranks go on, and a new driver takes over from them.
         """
-        driver = self._living_driver()
+        driver: Actor | None = self._living_driver()
         self._is_assembled = False  # Until it is known that all is well.
         program = [ray.put(payload)]
-        call = driver.run.remote(request, program)
+        call = self._living_driver().run.remote(request, program)
         try:
             for left in reversed(range(_DRIVERS_PER_RUN)):
                 try:
+                    if driver is None:
+                        driver = await self._start_driver(_DRIVER_START_S)
+                        call = driver.take_over.remote(request, program, dict(self._workers))
                     async with self._recruiting(driver, request):
                         outcome = await answer(call)
+                    if outcome is None:
+                        raise ActorGone("it died before any worker had heard of the run")
                     break
-                except ActorGone as gone:
+                except (ActorGone, StartupError):
                     self._kill_driver()
+                    driver = None
                     if not left:
                         raise
-                    driver = await self._start_driver(_DRIVER_START_S)
-                    call = driver.take_over.remote(request, program, dict(self._workers))
-                    lost = gone
-            if outcome is None:
-                raise lost  # No worker had heard of the run.
         except asyncio.CancelledError:
             await self.cancel(request.run, "the caller of run() was cancelled")
             with contextlib.suppress(ActorGone, NoAnswer):
