@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from .calls import Actor, ActorGone, NoAnswer, answer, answers
+from .calls import Actor, ActorGone, NoAnswer, answer, answers, nodes_leaving
 from .driver import GRACE_S, Unfit, driver_class
 from .errors import DriverLost, StartupError
 from .journal import JournalReader
@@ -25,6 +25,8 @@ _DRIVERS_PER_RUN = 4
 """One that begins it, and three that take it over; a run that ends its drivers ends."""
 
 _DRIVER_START_S = 30.0
+
+_NODE_WATCH_S = 1.0
 
 _ANSWER_S = 5.0
 """Seconds in which a live control loop answers, on a machine that is busy with training."""
@@ -150,12 +152,28 @@ class Crew:
         if not request.goes_on:
             yield
             return
-        recruiter = asyncio.create_task(self._recruit(driver, request), name="recruiter")
+        watchers = [
+            asyncio.create_task(self._recruit(driver, request), name="recruiter"),
+            asyncio.create_task(self._watch_nodes(driver, request), name="node-watch"),
+        ]
         try:
             yield
         finally:
-            recruiter.cancel()
-            await asyncio.wait([recruiter])
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.wait(watchers)
+
+    async def _watch_nodes(self, driver: Actor, request: RunRequest) -> None:
+        """Tell the driver of nodes that are to go: drained, or preempted."""
+        told: set[str] = set()
+        with contextlib.suppress(ActorGone):
+            while True:
+                await asyncio.sleep(_NODE_WATCH_S)
+                leaving = await asyncio.to_thread(nodes_leaving)
+                for node_id, why in leaving.items():
+                    if node_id not in told:
+                        told.add(node_id)
+                        await answer(driver.node_leaves.remote(request.run, node_id, why))
 
     async def _recruit(self, driver: Actor, request: RunRequest) -> None:
         known = 0

@@ -32,6 +32,7 @@ from .membership import (
     GraceEnded,
     Instruction,
     Membership,
+    NodeLeaving,
     PatienceEnded,
     PauseEnded,
     RankEnded,
@@ -195,6 +196,10 @@ class Driver(StoreActor):
             self._has_lost.clear()
             await self._has_lost.wait()
         return self._lost_seats[known:] if self._run == run else []
+
+    async def node_leaves(self, run: int, node_id: str, why: str) -> None:
+        """A node has been told to go; its ranks leave the run first."""
+        self._tell(run, NodeLeaving(node_id, why))
 
     async def froze(self, run: int, frozen: Frozen) -> None:
         """A rank of the run has frozen itself; `Worker.resume` will tell it how to go on."""

@@ -70,6 +70,7 @@ class Lifeline:
         *,
         is_parked: bool,
         can_restart: bool,
+        spare: int,
     ) -> Resumption:
         """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
 
@@ -83,7 +84,14 @@ class Lifeline:
         if not self.group.failure():
             self.group.abort(met)  # 1
         frozen = Frozen(
-            self.assignment.rank, self.generation, progress(), met, entered, is_parked, can_restart
+            self.assignment.rank,
+            self.generation,
+            progress(),
+            met,
+            entered,
+            is_parked,
+            can_restart,
+            spare,
         )
         run = self._request.run
         self._tell(lambda driver: driver.froze.remote(run, frozen))  # 2

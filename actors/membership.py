@@ -127,6 +127,14 @@ class PatienceEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeLeaving:
+    """A node has been told to go: its workers leave before it does. why: what Ray says."""
+
+    node_id: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class PauseEnded:
     """A run has waited long enough for new workers."""
 
@@ -166,6 +174,7 @@ Event: TypeAlias = (
     | RankSilent
     | PatienceEnded
     | PauseEnded
+    | NodeLeaving
     | RanksTold
     | WorkerDied
     | RunCancelled
@@ -299,6 +308,7 @@ class _Run:
     is_released: all have, and were told so.
     regeneration: while one generation has ended and the next has not begun. takes_newcomers: as far
     as is known. is_paused: too few are left; the round is complete, and waits for newcomers.
+    leaving: nodes that go, and why.
     num_vain: generations in a row that ended though nobody died and nothing was achieved;
     `achieved` says what was.
     """
@@ -319,6 +329,7 @@ class _Run:
     regeneration: Regeneration | None = None
     takes_newcomers: bool = True
     is_paused: bool = False
+    leaving: dict[str, str] = field(default_factory=dict)
     num_vain: int = 0
     achieved: int = -1
 
@@ -360,6 +371,8 @@ class Membership:
                 return self._patience_ended(generation)
             case PauseEnded(generation):
                 return self._pause_ended(generation)
+            case NodeLeaving(node_id, why):
+                return self._node_leaving(node_id, why)
             case RanksTold(testimonies):
                 return self._ranks_told(testimonies)
             case WorkerDied(worker_id, detail):
@@ -508,6 +521,26 @@ class Membership:
         run.regeneration.died(loss.rank)
         return [*begun, *self._decide()]
 
+    def _node_leaving(self, node_id: str, why: str) -> list[Instruction]:
+        run = self._run
+        if run is None or not run.goes_on or run.is_stopping or run.is_released:
+            return []
+        is_news = node_id not in run.leaving
+        run.leaving[node_id] = why
+        if not is_news or all(member.info.node_id != node_id for member in run.members):
+            return []
+        error = GroupAborted(self._generation, [], f"a node leaves: {why}")
+        return self._freeze_others(error)
+
+    def _leavers(self, frozen: Mapping[int, Frozen], num_lost: int) -> list[int]:
+        """Ranks whose node goes, if the others can do without what they keep, and some are left."""
+        run = self._run
+        assert run is not None
+        leavers = [r for r in sorted(frozen) if run.members[r].info.node_id in run.leaving]
+        spare = min(word.spare for word in frozen.values())
+        is_possible = num_lost + len(leavers) <= spare and len(frozen) - len(leavers) >= run.fewest
+        return leavers if is_possible else []
+
     def _rank_froze(self, frozen: Frozen) -> list[Instruction]:
         run = self._run
         if run is None or run.is_stopping or frozen.generation != self._generation:
@@ -555,11 +588,15 @@ class Membership:
             return []
         frozen = round_.frozen
         met = next(iter(frozen.values()))
-        survivors = [run.members[rank] for rank in sorted(frozen)]
+        leavers = self._leavers(frozen, len(round_.lost))
+        gone = [run.members[rank] for rank in leavers]
+        survivors = [run.members[rank] for rank in sorted(frozen) if rank not in leavers]
         newcomers = [
             member
             for member in self._members.values()
-            if member.state is MemberState.READY and all(member is not one for one in run.members)
+            if member.state is MemberState.READY
+            and member.info.node_id not in run.leaving
+            and all(member is not one for one in run.members)
         ]
         can_restart = all(word.can_restart for word in frozen.values())
         if not can_restart:
@@ -579,7 +616,7 @@ class Membership:
         except ValueError as error:
             return self._give_up(met, str(error))
         achieved = sum(one.ballots for one in progress)
-        has_changed = round_.lost or newcomers or achieved > run.achieved
+        has_changed = round_.lost or newcomers or leavers or achieved > run.achieved
         run.num_vain = 0 if has_changed else run.num_vain + 1
         run.achieved = achieved
         if run.num_vain >= MAX_VAIN:
@@ -599,6 +636,10 @@ class Membership:
         self._formed = tuple(member.info.worker_id for member in members)
         restarts = bool(unparked or newcomers)
         instructions: list[Instruction] = []
+        for member in gone:
+            why = run.leaving[member.info.node_id]
+            left = GroupAborted(self._generation - 1, [], f"{member.info} has left: {why}")
+            instructions.append(AbortRank(member.info.worker_id, left))
         for member, old, assignment in zip(
             members,
             former,

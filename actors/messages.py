@@ -151,6 +151,7 @@ class Frozen:
     entered: the last generation that it has gone on in; later ones have not come about for it.
     is_parked: its function waits inside a step, and can go on there; otherwise it has been left,
     and has to run again from the top. can_restart: all that has to survive that is registered.
+    spare: ranks that may go at once without any state being lost, as far as this rank knows.
     """
 
     rank: int
@@ -160,6 +161,7 @@ class Frozen:
     entered: int = 0
     is_parked: bool = True
     can_restart: bool = False
+    spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)

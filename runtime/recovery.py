@@ -165,7 +165,11 @@ class Recovery:
             self._entered,
             is_parked=is_parked,
             can_restart=self._can_restart(),
+            spare=min((one.shard.replicas - 1 for one in self._living()), default=0),
         )
+
+    def _living(self) -> list[ZeroRedundancyOptimizer]:
+        return [one for made in self._optimizers if (one := made())]
 
     def _progress(self) -> tuple[Progress, ...]:
         live = [one.progress if (one := made()) else DROPPED for made in self._optimizers]
@@ -179,7 +183,7 @@ class Recovery:
         if self._retained is not None:
             return True
         registered = {id(entry.object) for entry in self._context.registry}
-        optimizers = [one for made in self._optimizers if (one := made())]
+        optimizers = self._living()
         models = [model for made in self._models if (model := made())]
         return bool(optimizers) and all(id(one) in registered for one in [*optimizers, *models])
 
