@@ -82,8 +82,11 @@ class StaleStore(ChoruslineError):
         )
 
 
-class CollectiveError(ChoruslineError):
-    """An operation of a group failed. `ranks` are the culprits, as far as known."""
+class CollectiveError(ChoruslineError, RuntimeError):
+    """An operation of a group failed. `ranks` are the culprits, as far as known.
+
+    A RuntimeError too, as torch's own are: scripts that catch those catch these.
+    """
 
     operation: str
     generation: int

@@ -60,7 +60,7 @@ def channel_group(owner: Group, limit_s: float) -> Group:
         name=f"{owner.name}, objects",
         backend=backend,
     )
-    _adopt(owner, group, range(owner.size))
+    adopt(owner, group, range(owner.size))
     return group
 
 
@@ -84,11 +84,12 @@ def _make(parent: Group, members: Sequence[int], name: str | None, key: str) -> 
         name=name or f"{parent.name}.{key}",
         backend=parent._asked_backend,
     )
-    _adopt(parent, child, members)
+    adopt(parent, child, members)
     return child
 
 
-def _adopt(parent: Group, child: Group, members: Sequence[int]) -> None:
+def adopt(parent: Group, child: Group, members: Sequence[int]) -> None:
+    """Make `child` one of the family of `parent`, whose ranks `members` it is made of, in order."""
     child.parent = parent
     child.ranks = tuple(parent.ranks[rank] for rank in members)
     child._family.remove(child)

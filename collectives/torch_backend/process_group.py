@@ -1,0 +1,499 @@
+"""A process group of torch's that runs on our groups.
+
+torch calls it in two ways. Its C++ (DDP's reducer, functional collectives) finds overridden methods
+by their C++ names and passes lists of tensors and an options object. Its Python calls methods by
+other names as well, most of them aliases here. All of them are kept out of torch.compile, which
+would otherwise trace into whatever its graphs call.
+
+Whatever is here of `Backend`'s interface is here because torch asks `_get_backend(device)` for it,
+which gives this object itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo
+
+from ..errors import UnsupportedOperation
+from ..group import Group
+from ..store import PrefixStore, Store
+from ..torch_store import StoreFromTorch
+from ..work import Work
+from . import sparse
+from .depths import Depths
+from .monitored_barrier import monitored_barrier
+from .registration import NAME, Options
+from .torch_work import TorchWork
+from .translation import all_moved, listed, moved, reduction, seconds
+
+_MAX_TAG = (1 << 30) - 2  # the one above is monitored_barrier's
+
+
+def create(arguments: Any, options: Options) -> ChoruslineProcessGroup:
+    """The process group that torch asks for in `arguments`, its _DistributedBackendOptions."""
+    parent, members = options.parent, range(arguments.group_size)
+    if parent is None and dist.is_initialized():
+        world = dist.group.WORLD
+        if isinstance(world, ChoruslineProcessGroup):
+            parent = world.group
+            members = arguments.global_ranks_in_group
+    return ChoruslineProcessGroup(
+        StoreFromTorch(arguments.store),
+        arguments.group_rank,
+        arguments.group_size,
+        name=f"torch {arguments.group_id}",
+        timeout_s=arguments.timeout.total_seconds(),
+        parent=parent,
+        members=members,
+        torch_store=arguments.store,
+    )
+
+
+class ChoruslineProcessGroup(dist.ProcessGroup):
+    """`size` ranks of torch.distributed over groups of ours.
+
+    group: the one for tensors on the host, in which the program runs; its flight recorder, its
+    `describe()` and its failure are there for whoever asks.
+    """
+
+    profiling_name = NAME
+    """What names of ranges in torch.profiler begin with."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        name: str,
+        timeout_s: float,
+        parent: Group | None,
+        members: Sequence[int],
+        torch_store: Any,
+    ) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._torch_store = torch_store
+        self._group_name = name
+        self._group_desc = "undefined"
+        self._next_sequence = 0
+        self._splits = 0
+        self._coalescing: Any = None
+        self._depths = Depths(
+            store,
+            rank,
+            size,
+            name=name,
+            generation=0 if parent is None else parent.generation,
+            timeout_s=timeout_s,
+            parent=parent,
+            members=members,
+        )
+
+    @property
+    def group(self) -> Group:
+        return self._depths.host
+
+    # -- operations ------------------------------------------------------------------------------
+
+    @_disable_dynamo
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> TorchWork:
+        tensors = listed(tensors)
+        op, factor = reduction(opts)
+        limit_s = seconds(opts if timeout is None else timeout)
+        group = self._depths.group(tensors[0].device)
+        if tensors[0].layout is not torch.strided:
+            work, add_up = sparse.all_reduce(group, tensors[0], op, limit_s)
+            return self._in_flight(work, tensors, "all_reduce", add_up)
+        work = _together(
+            group,
+            [
+                lambda t=tensor: group.all_reduce(t, op, factor=factor, timeout_s=limit_s)
+                for tensor in tensors
+            ],
+        )
+        return self._in_flight(work, tensors, "all_reduce")
+
+    allreduce_coalesced = allreduce
+
+    @_disable_dynamo
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> TorchWork:
+        tensors = listed(tensors)
+        root = opts if isinstance(opts, int) else 0 if opts is None else opts.rootRank
+        limit_s = seconds(opts if timeout is None else timeout)
+        group = self._depths.group(tensors[0].device)
+        work = _together(
+            group,
+            [
+                lambda t=tensor: group.broadcast(t, root, timeout_s=limit_s)
+                for tensor in all_moved(tensors)
+            ],
+        )
+        return self._in_flight(work, tensors, "broadcast")
+
+    @_disable_dynamo
+    def reduce(self, tensors: Any, opts: Any) -> TorchWork:
+        tensors = listed(tensors)
+        op, factor = reduction(opts)
+        group = self._depths.group(tensors[0].device)
+        work = group.reduce(
+            tensors[0], opts.rootRank, op, factor=factor, timeout_s=seconds(opts)
+        )
+        return self._in_flight(work, tensors, "reduce")
+
+    @_disable_dynamo
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        group = self._depths.group(inputs[0].device)
+        limit_s = seconds(opts)
+        work = _together(
+            group,
+            [
+                lambda o=output, i=input: group.all_gather(
+                    all_moved(o), moved(i), timeout_s=limit_s
+                )
+                for output, input in zip(outputs, inputs, strict=True)
+            ],
+        )
+        written = [tensor for output in outputs for tensor in output]
+        return self._in_flight(work, written, "all_gather")
+
+    @_disable_dynamo
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        """outputs[r][i] gets inputs[i] of rank r."""
+        by_input = [[by_rank[i] for by_rank in outputs] for i in range(len(inputs))]
+        return self.allgather(by_input, inputs, opts)
+
+    @_disable_dynamo
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        group = self._depths.group(inputs[0].device)
+        limit_s = seconds(opts)
+        work = _together(
+            group,
+            [
+                lambda o=output, i=input: group.all_gather(moved(o), moved(i), timeout_s=limit_s)
+                for output, input in zip(outputs, inputs, strict=True)
+            ],
+        )
+        return self._in_flight(work, list(outputs), "_all_gather_base")
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> TorchWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    @_disable_dynamo
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> TorchWork:
+        group = self._depths.group(inputs[0].device)
+        output = list(outputs[0]) if outputs else None
+        work = group.gather(
+            moved(inputs[0]),
+            None if output is None else all_moved(output),
+            opts.rootRank,
+            timeout_s=seconds(opts),
+        )
+        return self._in_flight(work, output or [], "gather", shapes_of=inputs)
+
+    @_disable_dynamo
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> TorchWork:
+        group = self._depths.group(outputs[0].device)
+        work = group.scatter(
+            moved(outputs[0]),
+            all_moved(inputs[0]) if inputs else None,
+            opts.rootRank,
+            timeout_s=seconds(opts),
+        )
+        return self._in_flight(work, list(outputs), "scatter")
+
+    @_disable_dynamo
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        return self._reduce_scatter(outputs, [list(parts) for parts in inputs], opts)
+
+    @_disable_dynamo
+    def reduce_scatter_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> TorchWork:
+        return self._reduce_scatter(outputs, inputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> TorchWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> TorchWork:
+        """inputs: by output, a tensor or a list with one for each rank."""
+        op, factor = reduction(opts)
+        limit_s = seconds(opts)
+        group = self._depths.group(outputs[0].device)
+        work = _together(
+            group,
+            [
+                lambda o=output, i=input: group.reduce_scatter(
+                    o, i, op, factor=factor, timeout_s=limit_s
+                )
+                for output, input in zip(outputs, inputs, strict=True)
+            ],
+        )
+        return self._in_flight(work, list(outputs), "reduce_scatter")
+
+    @_disable_dynamo
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any,
+        input_split_sizes: Any,
+        opts: Any = None,
+    ) -> TorchWork:
+        group = self._depths.group(output.device)
+        work = group.all_to_all(
+            moved(output),
+            moved(input),
+            list(output_split_sizes) if output_split_sizes else None,
+            list(input_split_sizes) if input_split_sizes else None,
+            timeout_s=seconds(opts),
+        )
+        return self._in_flight(work, [output], "all_to_all")
+
+    alltoall_base = all_to_all_single
+
+    @_disable_dynamo
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        group = self._depths.group(outputs[0].device)
+        work = group.all_to_all(all_moved(outputs), all_moved(inputs), timeout_s=seconds(opts))
+        return self._in_flight(work, list(outputs), "all_to_all")
+
+    @_disable_dynamo
+    def barrier(self, opts: Any = None, timeout: Any = None) -> TorchWork:
+        """On the GPU that `opts` names, or on the host."""
+        device = getattr(opts, "device", None)
+        on_gpu = device is not None and device.type == "cuda"
+        group = self._depths.group(device if on_gpu else torch.device("cpu"))
+        work = group.barrier(timeout_s=seconds(opts if timeout is None else timeout))
+        return self._in_flight(work, [], "barrier")
+
+    @_disable_dynamo
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> TorchWork:
+        tensor = listed(tensors)[0]
+        group = self._depths.group(tensor.device)
+        work = group.send(moved(tensor), dst, _checked_tag(tag))
+        return self._in_flight(work, [tensor], "send")
+
+    @_disable_dynamo
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> TorchWork:
+        tensor = listed(tensors)[0]
+        group = self._depths.group(tensor.device)
+        work = group.recv(moved(tensor), src, _checked_tag(tag))
+        return self._in_flight(work, [tensor], "recv")
+
+    @_disable_dynamo
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
+        tensor = listed(tensors)[0]
+        group = self._depths.group(tensor.device)
+        work = group.recv(moved(tensor), None, _checked_tag(tag))
+        return self._in_flight(work, [tensor], "recvAnySource")
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """On the host. `dist.monitored_barrier` asks for a backend named gloo; this asks for none.
+
+        Raises CollectiveTimeout that names the ranks which did not come.
+        """
+        limit_s = self._depths.timeout_s if timeout is None else timeout.total_seconds()
+        monitored_barrier(self.group, limit_s, wait_all_ranks)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = self._depths.group(torch.device(device)).coalesce()
+
+    def _end_coalescing(self, device: torch.device) -> TorchWork:
+        block, self._coalescing = self._coalescing, None
+        with block:
+            pass
+        return self._in_flight(block, [], "coalesced")
+
+    def _in_flight(
+        self,
+        work: Work,
+        outputs: list[torch.Tensor],
+        name: str,
+        after: Callable[[], None] | None = None,
+        shapes_of: Any = None,
+    ) -> TorchWork:
+        self._next_sequence += 1
+        return TorchWork(
+            work, outputs, f"{self.profiling_name}:{name}", after, shapes_of
+        )
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ChoruslineProcessGroup | None:
+        """A process group of some ranks of this one; None on a rank that is not among them.
+
+        new_ranks: as this group counts, on this rank: ranks of other splits pass theirs.
+        """
+        self._splits += 1
+        ranks = list(new_ranks)
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"{self._group_name}:split:{self._splits}"
+        prefix = f"split/{self._splits}/{'-'.join(map(str, ranks))}"
+        made = ChoruslineProcessGroup(
+            PrefixStore(prefix, self._store),
+            ranks.index(self.rank()),
+            len(ranks),
+            name=name,
+            timeout_s=self._depths.timeout_s if timeout is None else timeout.total_seconds(),
+            parent=self.group,
+            members=ranks,
+            torch_store=dist.PrefixStore(prefix, self._torch_store),
+        )
+        made._set_group_desc(group_desc or f"{self._group_desc}:split")
+        return made
+
+    splitGroup = split_group
+
+    def merge_remote_group(self, *_: Any, **__: Any) -> ChoruslineProcessGroup:
+        raise UnsupportedOperation(
+            "merge_remote_group",
+            NAME,
+            "a group's membership never changes; destroy the process groups and initialise one of "
+            "all ranks",
+        )
+
+    mergeRemoteGroup = merge_remote_group
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return True
+
+    @property
+    def options(self) -> None:
+        """What torch hands on to `split_group`."""
+
+    def comm_split_count(self) -> int:
+        return self._splits
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing: ranks that are left out of a group have no part in making it."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._depths.group(device)
+
+    # -- who it is -------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    _get_backend_name = name = getBackendName
+
+    def getRank(self) -> int:
+        return self._depths.rank
+
+    def getSize(self) -> int:
+        return self._depths.size
+
+    rank, size = getRank, getSize
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
+
+    def getGroupDesc(self) -> str:
+        return self._group_desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._group_desc = desc
+
+    _set_group_desc = setGroupDesc
+    group_desc = property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(kind) for kind in types]
+
+    def _get_backend(self, device: torch.device) -> ChoruslineProcessGroup:
+        if device not in self._device_types and device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
+
+    def get_group_store(self) -> Any:
+        return self._torch_store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._next_sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Ours are counted from the start."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        """Nothing is left behind in threads of C++."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._depths.set_timeout(timeout.total_seconds())
+
+    _set_default_timeout = set_timeout
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End the generation on all ranks: what is in flight raises GroupAborted, here and there."""
+        self._depths.abort("the process group was aborted")
+        self._depths.close()
+
+    def shutdown(self) -> None:
+        self._depths.close()
+
+    def __repr__(self) -> str:
+        return f"<ChoruslineProcessGroup {self._group_name!r} over {self.group!r}>"
+
+
+def _together(group: Group, issue: list[Callable[[], Work]]) -> Work:
+    """Several operations as one work."""
+    if len(issue) == 1:
+        return issue[0]()
+    with group.coalesce() as work:
+        for one in issue:
+            one()
+    return work
+
+
+def _checked_tag(tag: int) -> int:
+    if not 0 <= tag <= _MAX_TAG:
+        raise ValueError(f"tag must be in [0, {_MAX_TAG}], got {tag}")
+    return tag
