@@ -74,6 +74,7 @@ from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E
 from runtime.grad_scaler import GradScaler  # noqa: E402
 from runtime.join import Join, Joinable, JoinHook  # noqa: E402
 from runtime.progress import Progress  # noqa: E402
+from runtime.pure_distributed_data_parallel import PureDistributedDataParallel  # noqa: E402
 from runtime.session import Session, SessionSnapshot, run  # noqa: E402
 from runtime.sharding import Shard, deal  # noqa: E402
 from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
@@ -90,6 +91,7 @@ __all__ = [
     "Progress",
     # Training.
     "DistributedDataParallel",
+    "PureDistributedDataParallel",
     "ZeroRedundancyOptimizer",
     "GradScaler",
     "Join",

@@ -116,7 +116,7 @@ class CollectiveTimeout(CollectiveError):
         return (
             f"{self.operation} in generation {self.generation}: ranks {self.ranks} did not arrive "
             f"within {self.timeout_s:g} s{where}. Ranks that may run out of data at different "
-            "steps belong inside Join(); if steps are only slow, raise timeout_s."
+            "steps belong inside Join(); if steps are only slow, raise the timeout (timeout_s)."
         )
 
 

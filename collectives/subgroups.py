@@ -7,7 +7,7 @@ from typing import Any
 
 from .errors import CollectiveMismatch
 from .group import Group
-from .store import PrefixStore
+from .store import PrefixStore, Store
 
 
 def new_group(parent: Group, ranks: Sequence[int], name: str | None) -> Group | None:
@@ -46,6 +46,14 @@ def split(parent: Group, color: int | None, key: int | None, name: str | None) -
     members = [rank for rank in range(parent.size) if said[rank][0] == color]
     members.sort(key=lambda rank: (said[rank][1], rank))
     return _make(parent, members, name, f"{number}.{color}")
+
+
+def another_store(parent: Group) -> Store:
+    """A place of its own in the store that `parent` met in, for whatever else its ranks agree on.
+
+    All ranks ask for it in the same order, between the groups that they make.
+    """
+    return PrefixStore(f"others/{next(parent._children_made)}", parent._store)
 
 
 def channel_group(owner: Group, limit_s: float) -> Group:

@@ -76,8 +76,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.module = module
         self.group = group if group is not None else current_group()
         self.broadcast_buffers = broadcast_buffers
-        _check_devices(named, self.group)
-        _check_same_model(list(module.named_parameters()), self.group)
+        check_devices(named, self.group)
+        check_same_model(list(module.named_parameters()), self.group)
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
         self.reducer = Reducer(
@@ -217,7 +217,7 @@ class _Hook(JoinHook):
             broadcast_tensors([tensor.detach() for tensor in state], root, model.group)
 
 
-def _check_devices(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
+def check_devices(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
     first_name, first = named[0]
     for name, parameter in named:
         if parameter.device != first.device:
@@ -233,7 +233,7 @@ def _check_devices(named: list[tuple[str, torch.nn.Parameter]], group: Group) ->
         )
 
 
-def _check_same_model(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
+def check_same_model(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
     """Compare names, shapes, dtypes and trainability by number before anything is overwritten."""
     told = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
     digests = [

@@ -12,6 +12,7 @@ from actors.journal import Journal
 from actors.messages import Assignment
 from collectives.group import Group
 
+from . import torch_distributed
 from .context import Context, running
 
 
@@ -23,15 +24,23 @@ class Program:
         self.kwargs = dict(kwargs)
 
     def __call__(self, assignment: Assignment, group: Group, journal: Journal) -> object:
+        # What a function that failed has left behind was kept until now: to close it before the
+        # peers were told would tell them another story.
+        torch_distributed.end()
         context = Context(assignment, group, journal)
         with running(context):
             result = self.train(context, **self.kwargs)
         # A coroutine has not begun yet; the training thread awaits it on its own loop.
-        return self._finish(context, result) if inspect.isawaitable(result) else result
+        if inspect.isawaitable(result):
+            return self._finish(context, result)
+        torch_distributed.end()
+        return result
 
     async def _finish(self, context: Context, result: Awaitable[object]) -> object:
         with running(context):
-            return await result
+            value = await result
+        torch_distributed.end()
+        return value
 
 
 def pickled(train: Callable[..., object], kwargs: Mapping[str, Any]) -> bytes:

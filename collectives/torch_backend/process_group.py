@@ -61,8 +61,8 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
     `describe()` and its failure are there for whoever asks.
     """
 
-    profiling_name = NAME
-    """What names of ranges in torch.profiler begin with."""
+    backend_name = NAME
+    """What torch is told, and what names of ranges in its profiler begin with."""
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
     ) -> TorchWork:
         self._next_sequence += 1
         return TorchWork(
-            work, outputs, f"{self.profiling_name}:{name}", after, shapes_of
+            work, outputs, f"{self.backend_name}:{name}", after, shapes_of
         )
 
     # -- groups ----------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
     # -- who it is -------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        return NAME
+        return self.backend_name
 
     _get_backend_name = name = getBackendName
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
+from ..coalesce import Coalesced
 from ..work import Work
 from .ordered_future import OrderedFuture, callback_thread, current_depth
 from .translation import seconds
@@ -48,6 +49,7 @@ class TorchWork(dist._Work):
         self._depth = current_depth()
         self._future: OrderedFuture | None = None
         self._is_settled = False
+        self._span: Any = None
         if profiler._is_profiler_enabled:
             self._profile(name, outputs if shapes_of is None else shapes_of)
         _kept[id(self)] = self
@@ -55,6 +57,8 @@ class TorchWork(dist._Work):
             _kept.popitem(last=False)
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
+        if isinstance(self._inner, Coalesced) and self._inner.is_open:
+            return True  # torch's synchronous calls wait inside a block, for what begins at its end
         try:
             limit_s = seconds(timeout)
             if limit_s is not None and not self._inner.is_completed():
@@ -130,19 +134,25 @@ class TorchWork(dist._Work):
         if future is None or self._is_settled:
             return
         with future._callbacks.streams(future._devices):
+            failure: BaseException | None = None
             try:
                 self._inner.wait()
                 self._finish()
             except BaseException as error:
-                self._is_settled = True
-                future.fail(error)
-            else:
-                self._is_settled = True
+                failure = error
+            self._is_settled = True
+            if self._span is not None:
+                self._span.__exit__(None, None, None)
+                self._span = None  # torch notes the thread that drops it as the one that ended it.
+            if failure is None:
                 future.set_result(self._outputs)
+            else:
+                future.fail(failure)
         _kept.pop(id(self), None)
 
     def _profile(self, name: str, tensors: list[torch.Tensor]) -> None:
         """A range from the issue to the end, with the shapes, as torch's own backends have it."""
-        span: Any = torch._C._profiler._RecordFunctionFast(name, list(tensors))
-        span.__enter__()
-        self._inner.add_done_callback(lambda: span.__exit__(None, None, None))
+        self._span = torch._C._profiler._RecordFunctionFast(name, list(tensors))
+        self._span.__enter__()
+        # torch shows a range as asynchronous if another thread than the one that began it ends it.
+        self.get_future()
