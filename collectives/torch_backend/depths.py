@@ -1,4 +1,4 @@
-"""The groups beneath one process group: one for each device and depth, made when they are needed."""
+"""The groups beneath one process group: one for each device and depth, made when needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import CollectiveError
+from ..errors import CollectiveError, fresh_copy
 from ..group import Group
 from ..store import PrefixStore, Store
 from ..subgroups import adopt
@@ -77,7 +77,7 @@ class Depths:
             group.close()
 
     def _make(self, device: torch.device, depth: int) -> Group:
-        if device.type == "cuda" and device.index is None:
+        if str(device) == "cuda":
             return self.group(torch.device("cuda", torch.cuda.current_device()))
         # One lock for each: a rendezvous of one depth must not wait for that of another.
         with self._guard:
@@ -87,7 +87,7 @@ class Depths:
                 return self._groups[device, depth]
             failure = self.host.failure()
             if failure is not None:
-                raise failure
+                raise fresh_copy(failure)
             group = self._made(device, depth)
             adopt(self.host, group, range(self.size))
             with self._guard:

@@ -74,26 +74,41 @@ def callback_thread(depth: int) -> CallbackThread:
         return _threads[depth]
 
 
-class _Failure:
-    """The value of a future that has failed.
+class _FailedTensor(torch.Tensor):
+    """The value of a future that has failed: whoever computes with it raises the error.
 
-    torch keeps no exception of Python's in a future, only values; its Python half raises through
-    `_set_unwrap_func`. Its C++ (DDP's reducer) looks for tensors in the value instead: by pickling
-    it, or behind a communication hook by a cast, which names what it cannot cast. In both places
-    the error comes out as itself.
+    torch keeps no exception of Python's in a future, only values. Its Python half raises what
+    `_set_unwrap_func` says; its C++ (DDP's reducer) takes the value for tensors, cuts the gradients
+    out of it, and so raises the very error as well.
     """
+
+    error: BaseException
+
+    @staticmethod
+    def __new__(cls, error: BaseException) -> _FailedTensor:
+        tensor: _FailedTensor = torch.Tensor._make_wrapper_subclass(cls, (0,))  # type: ignore[attr-defined]
+        tensor.error = error
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise next(value.error for value in args if isinstance(value, _FailedTensor))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<failed: {self.error}>"
+
+
+class _Failure:
+    """The same on GPUs, where torch pickles a value at once to find its tensors: that fails, and
+    torch does keep that as the future's error, as text."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
     def __reduce__(self) -> NoReturn:
         raise self.error
-
-    def __str__(self) -> NoReturn:
-        raise self.error
-
-    def __repr__(self) -> str:
-        return f"<failed: {self.error}>"
 
 
 class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
@@ -117,7 +132,7 @@ class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
             raise error
 
         self._set_unwrap_func(unwrap)
-        self.set_result(_Failure(error))
+        self.set_result(_Failure(error) if self._devices else _FailedTensor(error))
 
     def set_exception(self, result: BaseException) -> None:
         self.fail(result)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
+from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
 
 from ..errors import UnsupportedOperation
 from ..group import Group
@@ -54,15 +55,19 @@ def create(arguments: Any, options: Options) -> ChoruslineProcessGroup:
     )
 
 
-class ChoruslineProcessGroup(dist.ProcessGroup):
+# Untyped: torch's stubs have its C++ signatures, overloads that no one Python method can match.
+_TorchProcessGroup: Any = dist.ProcessGroup
+
+
+class ChoruslineProcessGroup(_TorchProcessGroup):
     """`size` ranks of torch.distributed over groups of ours.
 
     group: the one for tensors on the host, in which the program runs; its flight recorder, its
     `describe()` and its failure are there for whoever asks.
     """
 
-    backend_name = NAME
-    """What torch is told, and what names of ranges in its profiler begin with."""
+    profiling_name = NAME
+    """What names of ranges in torch.profiler begin with."""
 
     def __init__(
         self,
@@ -112,29 +117,23 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
             return self._in_flight(work, tensors, "all_reduce", add_up)
         work = _together(
             group,
-            [
-                lambda t=tensor: group.all_reduce(t, op, factor=factor, timeout_s=limit_s)
-                for tensor in tensors
-            ],
+            lambda tensor: group.all_reduce(tensor, op, factor=factor, timeout_s=limit_s),
+            tensors,
         )
         return self._in_flight(work, tensors, "all_reduce")
 
     allreduce_coalesced = allreduce
 
     @_disable_dynamo
-    def broadcast(
-        self, tensors: Any, opts: Any = None, timeout: Any = None
-    ) -> TorchWork:
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> TorchWork:
         tensors = listed(tensors)
         root = opts if isinstance(opts, int) else 0 if opts is None else opts.rootRank
         limit_s = seconds(opts if timeout is None else timeout)
         group = self._depths.group(tensors[0].device)
         work = _together(
             group,
-            [
-                lambda t=tensor: group.broadcast(t, root, timeout_s=limit_s)
-                for tensor in all_moved(tensors)
-            ],
+            lambda tensor: group.broadcast(tensor, root, timeout_s=limit_s),
+            all_moved(tensors),
         )
         return self._in_flight(work, tensors, "broadcast")
 
@@ -143,9 +142,7 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
         tensors = listed(tensors)
         op, factor = reduction(opts)
         group = self._depths.group(tensors[0].device)
-        work = group.reduce(
-            tensors[0], opts.rootRank, op, factor=factor, timeout_s=seconds(opts)
-        )
+        work = group.reduce(tensors[0], opts.rootRank, op, factor=factor, timeout_s=seconds(opts))
         return self._in_flight(work, tensors, "reduce")
 
     @_disable_dynamo
@@ -156,15 +153,14 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
         limit_s = seconds(opts)
         work = _together(
             group,
-            [
-                lambda o=output, i=input: group.all_gather(
-                    all_moved(o), moved(i), timeout_s=limit_s
-                )
-                for output, input in zip(outputs, inputs, strict=True)
-            ],
+            lambda output, input: group.all_gather(
+                all_moved(output), moved(input), timeout_s=limit_s
+            ),
+            outputs,
+            inputs,
         )
         written = [tensor for output in outputs for tensor in output]
-        return self._in_flight(work, written, "all_gather")
+        return self._in_flight(work, written, "all_gather", shapes_of=inputs)
 
     @_disable_dynamo
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
@@ -178,12 +174,11 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
         limit_s = seconds(opts)
         work = _together(
             group,
-            [
-                lambda o=output, i=input: group.all_gather(moved(o), moved(i), timeout_s=limit_s)
-                for output, input in zip(outputs, inputs, strict=True)
-            ],
+            lambda output, input: group.all_gather(moved(output), moved(input), timeout_s=limit_s),
+            outputs,
+            inputs,
         )
-        return self._in_flight(work, list(outputs), "_all_gather_base")
+        return self._in_flight(work, list(outputs), "_all_gather_base", shapes_of=inputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -241,12 +236,11 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
         group = self._depths.group(outputs[0].device)
         work = _together(
             group,
-            [
-                lambda o=output, i=input: group.reduce_scatter(
-                    o, i, op, factor=factor, timeout_s=limit_s
-                )
-                for output, input in zip(outputs, inputs, strict=True)
-            ],
+            lambda output, input: group.reduce_scatter(
+                output, input, op, factor=factor, timeout_s=limit_s
+            ),
+            outputs,
+            inputs,
         )
         return self._in_flight(work, list(outputs), "reduce_scatter")
 
@@ -281,8 +275,9 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None, timeout: Any = None) -> TorchWork:
         """On the GPU that `opts` names, or on the host."""
         device = getattr(opts, "device", None)
-        on_gpu = device is not None and device.type == "cuda"
-        group = self._depths.group(device if on_gpu else torch.device("cpu"))
+        if device is None or device.type != "cuda":
+            device = torch.device("cpu")
+        group = self._depths.group(device)
         work = group.barrier(timeout_s=seconds(opts if timeout is None else timeout))
         return self._in_flight(work, [], "barrier")
 
@@ -335,9 +330,7 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
         shapes_of: Any = None,
     ) -> TorchWork:
         self._next_sequence += 1
-        return TorchWork(
-            work, outputs, f"{self.backend_name}:{name}", after, shapes_of
-        )
+        return TorchWork(work, outputs, f"{self.profiling_name}:{name}", after, shapes_of)
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -368,7 +361,7 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
             timeout_s=self._depths.timeout_s if timeout is None else timeout.total_seconds(),
             parent=self.group,
             members=ranks,
-            torch_store=dist.PrefixStore(prefix, self._torch_store),
+            torch_store=TorchPrefixStore(prefix, self._torch_store),
         )
         made._set_group_desc(group_desc or f"{self._group_desc}:split")
         return made
@@ -409,7 +402,7 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
     # -- who it is -------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        return self.backend_name
+        return NAME
 
     _get_backend_name = name = getBackendName
 
@@ -472,7 +465,7 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
     # -- the end ---------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End the generation on all ranks: what is in flight raises GroupAborted, here and there."""
+        """End the generation on all ranks: what is in flight anywhere raises GroupAborted."""
         self._depths.abort("the process group was aborted")
         self._depths.close()
 
@@ -483,13 +476,14 @@ class ChoruslineProcessGroup(dist.ProcessGroup):
         return f"<ChoruslineProcessGroup {self._group_name!r} over {self.group!r}>"
 
 
-def _together(group: Group, issue: list[Callable[[], Work]]) -> Work:
-    """Several operations as one work."""
-    if len(issue) == 1:
-        return issue[0]()
+def _together(group: Group, issue: Callable[..., Work], *arguments: Sequence[Any]) -> Work:
+    """`issue` of each of the arguments, as one work."""
+    calls = list(zip(*arguments, strict=True))
+    if len(calls) == 1:
+        return issue(*calls[0])
     with group.coalesce() as work:
-        for one in issue:
-            one()
+        for call in calls:
+            issue(*call)
     return work
 
 

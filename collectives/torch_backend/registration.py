@@ -27,7 +27,7 @@ class Options:
 
 def register() -> None:
     """Make the backend known to torch. Harmless when done again."""
-    # torch chooses by device type where a script names no backend, and keeps Gloo and NCCL for that.
+    # Where a script names no backend, torch goes on choosing Gloo and NCCL.
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 

@@ -21,11 +21,15 @@ _NONE = timedelta(0)
 _KEPT = 256
 
 _kept: OrderedDict[int, TorchWork] = OrderedDict()
-"""Works that nobody has waited for. torch's C++ keeps its own half of a work that Python hands to it
-(DDP does, in Join), and calls into the void once ours is collected. It waits within the step."""
+"""Works that nobody has waited for. Of a work that Python hands to torch's C++ (DDP does, in Join),
+C++ keeps its own half only, and calls into the void once ours is collected. It waits for it within
+the step."""
 
 
-class TorchWork(dist._Work):
+_TorchWork: Any = dist._Work  # type: ignore[attr-defined]
+
+
+class TorchWork(_TorchWork):
     """inner: ours. outputs: what its future gives. after: what is left to do when the data is here,
     before anybody may look at it. name, shapes_of: its range in a profiler.
 
