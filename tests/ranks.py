@@ -29,7 +29,7 @@ SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["torch", "numpy", "pytest", "collectives.gloo", "collectives.shared_memory"]
+    ["torch", "torch._dynamo", "numpy", "pytest", "collectives.gloo", "collectives.shared_memory"]
 )
 
 
