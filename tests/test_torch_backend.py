@@ -155,6 +155,7 @@ def coalesced(rank, size):
     with dist._coalescing_manager(device=torch.device("cpu")):
         for tensor in tensors:
             dist.broadcast(tensor, 0)
+        dist.group.WORLD.allreduce_coalesced([torch.ones(1), torch.ones(2)])
     wholes, scattered = [torch.empty(size), torch.empty(2 * size)], [torch.empty(1), torch.empty(2)]
     with dist._coalescing_manager():
         for whole, numel in zip(wholes, (1, 2), strict=True):

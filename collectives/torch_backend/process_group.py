@@ -479,8 +479,8 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
 def _together(group: Group, issue: Callable[..., Work], *arguments: Sequence[Any]) -> Work:
     """`issue` of each of the arguments, as one work."""
     calls = list(zip(*arguments, strict=True))
-    if len(calls) == 1:
-        return issue(*calls[0])
+    if len(calls) == 1 or group._coalesced is not None:
+        return [issue(*call) for call in calls][-1]  # In an open block each gives the block's work.
     with group.coalesce() as work:
         for call in calls:
             issue(*call)
