@@ -70,13 +70,14 @@ from collectives import (  # noqa: E402
     store_from_url,
 )
 from runtime.context import Context  # noqa: E402
+from runtime.dealing import deal  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
 from runtime.grad_scaler import GradScaler  # noqa: E402
 from runtime.join import Join, Joinable, JoinHook  # noqa: E402
 from runtime.progress import Progress  # noqa: E402
 from runtime.pure_distributed_data_parallel import PureDistributedDataParallel  # noqa: E402
 from runtime.session import Session, SessionSnapshot, run  # noqa: E402
-from runtime.sharding import Shard, deal  # noqa: E402
+from runtime.sharding import Shard  # noqa: E402
 from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
 
 __version__ = "0.1.0"

@@ -111,7 +111,9 @@ class Crew:
             self._kill_driver()
             await self._stop_workers("the driver actor failed")
             raise
-        self._is_assembled = isinstance(outcome, RunSucceeded)
+        self._is_assembled = (
+            isinstance(outcome, RunSucceeded) and len(outcome.results) == self.num_workers
+        )
         return outcome  # type: ignore[no-any-return]
 
     async def cancel(self, run: int, reason: str) -> None:

@@ -83,9 +83,7 @@ def measure_training(rank: int, num_ranks: int, store_path: str, size: str) -> d
     medians: dict[str, float] = {}
     for kind in (ddp, zero, fsdp2):
         ways = {
-            f"{kind.__name__} {backend}": steps_of(
-                *kind(size, groups[backend]), batch, num_steps
-            )
+            f"{kind.__name__} {backend}": steps_of(*kind(size, groups[backend]), batch, num_steps)
             for backend in _BACKENDS
         }
         medians |= alternate(ways, rounds=7, calls=1, warm_up=2)

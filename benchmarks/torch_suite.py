@@ -37,6 +37,7 @@ _TEST_TIMEOUT_S = 100
 def put_ours_in_the_place_of_gloo() -> None:
     from torch.distributed import distributed_c10d
 
+    from collectives.group import Group
     from collectives.torch_backend.process_group import ChoruslineProcessGroup
     from collectives.torch_store import StoreFromTorch
 
@@ -44,16 +45,10 @@ def put_ours_in_the_place_of_gloo() -> None:
         profiling_name = "gloo"  # The suite looks for ranges of this name.
 
         def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-            super().__init__(
-                StoreFromTorch(store),
-                rank,
-                size,
-                name="default",
-                timeout_s=timeout.total_seconds(),
-                parent=None,
-                members=(),
-                torch_store=store,
+            host = Group.create(
+                StoreFromTorch(store), rank, size, timeout_s=timeout.total_seconds()
             )
+            super().__init__(host, store)
             self.gloo_options = SimpleNamespace()
 
         @property

@@ -25,6 +25,11 @@ class BucketPlan:
     spans: tuple[tuple[int, int, int], ...]
     content: int
 
+    def numbered_from(self, first: int) -> BucketPlan:
+        """The same bucket of parameters that are numbered from `first` instead of 0."""
+        spans = tuple((number + first, offset, numel) for number, offset, numel in self.spans)
+        return BucketPlan(spans, self.content)
+
 
 def plan_buckets(
     numels: Sequence[int],

@@ -1,11 +1,12 @@
 """The job and its user: sessions, data parallelism, sharded optimizers, uneven inputs."""
 
 from .context import Context
+from .dealing import deal
 from .distributed_data_parallel import DistributedDataParallel
 from .grad_scaler import GradScaler
 from .join import Join, Joinable, JoinHook
 from .session import Session, SessionSnapshot, SessionState, run
-from .sharding import Shard, deal
+from .sharding import Shard
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __all__ = [

@@ -11,12 +11,15 @@ import torch
 from ray import cloudpickle
 
 from actors.journal import Journal
+from actors.lifeline import Lifeline
 from actors.messages import Assignment, Report
 from collectives.group import Group
 from collectives.objects import broadcast_object
 from collectives.reduce_op import ReduceOp
 
 from . import torch_distributed
+from .dealing import Dealer
+from .recovery import Recovery
 from .sharding import MapStyleDataset, Shard
 
 T = TypeVar("T")
@@ -35,24 +38,38 @@ class Context:
 
     rank, world_size: this rank and their number. local_rank: among the ranks of this node.
     node_rank: of this node. device: of this rank's tensors. group: all ranks, for collectives.
-    generation: number of the membership; another one after a failure.
+    generation: number of the membership; another one after a failure. Where the run goes on
+    without a lost worker, rank, world_size, generation and group change during a step.
 
     What exchanges data (`barrier`, `broadcast`, `reduce`) is called by all ranks in the same
     order, and blocks the training thread, also in an `async def` function: no rank could go on
     without the others anyway.
     """
 
-    def __init__(self, assignment: Assignment, group: Group, journal: Journal) -> None:
+    def __init__(
+        self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
+    ) -> None:
+        self.device = group.device
+        self.dealer = Dealer(assignment.rank, assignment.world_size)
+        self.recovery = Recovery(self, lifeline) if lifeline.goes_on else None
+        self._journal = journal
+        self._num_reports = 0
+        self.enter(assignment, group)
+
+    def enter(self, assignment: Assignment, group: Group) -> None:
+        """Be a rank of another generation; what was made of the former group has ended with it."""
         self.rank = assignment.rank
         self.world_size = assignment.world_size
         self.local_rank = assignment.local_rank
         self.local_world_size = assignment.local_world_size
         self.node_rank = assignment.node_rank
         self.generation = assignment.generation
-        self.device = group.device
         self.group = group
-        self._journal = journal
-        self._num_reports = 0
+
+    def finish(self) -> None:
+        """The function has returned: wait for the other ranks, if they may still need this one."""
+        if self.recovery is not None:
+            self.recovery.finish()
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs, 0 to num_epochs - 1."""
@@ -87,6 +104,7 @@ class Context:
             batch_size,
             rank=self.rank,
             world_size=self.world_size,
+            dealer=self.dealer,
             epoch=epoch,
             seed=seed,
             shuffle=shuffle,
@@ -139,7 +157,8 @@ class Context:
         After it, `torch.distributed.*` and what is built on it (stock DDP, FSDP2, DTensor,
         torch.distributed.checkpoint) work as they are; the backend's name is "chorusline". They
         meet through the session's store. Collective: all ranks call it, before or between
-        collectives of `group`. Harmless when it was done already.
+        collectives of `group`. Harmless when it was done already; after a failure that ended the
+        generation it initialises anew, over the new `group`.
 
         Its process groups share the fate of this generation: a failure in one of them ends all, and
         `group`. They are destroyed when the train function has returned, or before that by
@@ -221,3 +240,9 @@ def current_group() -> Group:
             "make one with Group.create and pass it"
         )
     return _current.group
+
+
+def recovery_of(group: Group) -> Recovery | None:
+    """What takes the objects of `group` into the next generation; None where the run ends with
+    the first loss, and for groups that the user made."""
+    return _current.recovery if _current is not None and _current.group is group else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -12,26 +11,40 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collectives import CollectiveMismatch, Group
+from collectives import Group
 from collectives.debug import is_informing
 
 from .agreement import Agreement
-from .context import current_group
+from .context import current_group, recovery_of
 from .join import Join, Joinable, JoinHook
-from .reducer import Mode, Reducer
+from .reducer import GradientBucket, Mode, Reducer
 from .replication import broadcast_tensors
+from .same_model import check_same_parameters
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its model
 
 
 def owner_of(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | None:
-    """The model that reduces exactly these parameters, if there is one."""
-    reference = _owners.get(parameters[0])
-    owner: DistributedDataParallel | None = reference() if reference else None
-    if owner and {id(p) for p in owner.reducer.parameters} == {id(p) for p in parameters}:
-        return owner
-    return None
+    """The model that has all these parameters and reduces no others, if there is one."""
+    references = [reference for p in parameters if (reference := _owners.get(p))]
+    owner: DistributedDataParallel | None = references[0]() if references else None
+    if owner is None:
+        return None
+    given = {id(p) for p in parameters}
+    reduced = {id(p) for p in owner.reducer.parameters}
+    return owner if reduced <= given <= {id(p) for p in owner.parameters()} else None
+
+
+def names_of(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
+    """By id() what their modules call them, for those that are in one of ours."""
+    models = {id(r): r() for p in parameters if (r := _owners.get(p))}
+    return {
+        id(parameter): name
+        for model in models.values()
+        if model is not None
+        for name, parameter in model.module.named_parameters()
+    }
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
@@ -77,7 +90,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.group = group if group is not None else current_group()
         self.broadcast_buffers = broadcast_buffers
         check_devices(named, self.group)
-        check_same_model(list(module.named_parameters()), self.group)
+        _check_same(list(module.named_parameters()), self.group)
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
         self.reducer = Reducer(
@@ -87,16 +100,26 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             on_agreement=self._on_agreement,
             has_next=self._has_next,
         )
+        self._names = [name for name, _ in named]  # as the reducer numbers them
         if is_informing():
-            names = [name for name, _ in named]
             self.reducer.clock = StepClock()
-            self.reducer.unused = UnusedParameters(self.group.rank, names)
-            tell_choice(self.reducer, names)
+            self.reducer.unused = UnusedParameters(self.group.rank, self._names)
+            tell_choice(self.reducer, self._names)
         for _, parameter in named:
             _owners[parameter] = weakref.ref(self)
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.synced_step = 0
+        """Steps whose buffers this rank has taken over."""
+        self._kept_buffers: list[torch.Tensor] = []
+        """As they were then; kept where the run goes on after a death."""
+        self._recovery = recovery_of(self.group)
+        if self._recovery is not None:
+            self._recovery.watch_model(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         Join.notify_join_context(self)
+        if self._frozen and torch.is_grad_enabled():
+            self._reduce_unfrozen()
         clock = self.reducer.clock
         if clock is None:
             return self.module(*inputs, **kwargs)
@@ -139,11 +162,75 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.reducer.weight = (self.reducer.weight or 0.0) + weight
         return loss * weight
 
+    def reduce_also(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
+        """Reduce the gradients of these too, from now on; every rank calls it alike.
+
+        parameters: of the module, with gradients required; they start from rank 0's values, and
+        those that are reduced already stay as they are. Returns the buckets of the others.
+
+        Raises ValueError for a parameter that the module does not have; CollectiveMismatch, on all
+        ranks, if theirs differ.
+        """
+        self.check_has(parameters)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        known = {id(p) for p in self.reducer.parameters}
+        fresh = [p for p in parameters if id(p) not in known]
+        if not fresh:
+            return []
+        named = [(names[id(p)], p) for p in fresh]
+        check_devices(named, self.group)
+        _check_same(named, self.group)
+        broadcast_tensors([p.detach() for p in fresh], 0, self.group)
+        self._names += [name for name, _ in named]
+        for parameter in fresh:
+            _owners[parameter] = weakref.ref(self)
+        taken = {id(p) for p in fresh}
+        self._frozen = [p for p in self._frozen if id(p) not in taken]
+        return self.reducer.add_parameters(fresh)
+
+    def check_has(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Raises ValueError for a parameter that is none of the module's."""
+        own = {id(p) for p in self.module.parameters()}
+        for parameter in parameters:
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is none of the module's, so "
+                    "nothing would reduce its gradient. Register it in the module, or give it an "
+                    "optimizer of its own"
+                )
+
+    def _reduce_unfrozen(self) -> None:
+        """Take up parameters that were frozen when the model was wrapped and are no more. With
+        sharded gradients that is for the optimizer to do, which also lays out its shards."""
+        if self.reducer.mode is Mode.ALL_REDUCE:
+            self.reduce_also([p for p in self._frozen if p.requires_grad])
+
     def sync_buffers(self, live: Sequence[int]) -> None:
         """Take the buffers of one of the ranks that took this step."""
         buffers = list(self.module.buffers())
         if self.broadcast_buffers and buffers and live:
             broadcast_tensors(buffers, max(live) if self._join else 0, self.group)
+        self._keep_buffers()
+
+    def _keep_buffers(self) -> None:
+        self.synced_step += 1
+        if self._recovery is not None and self.broadcast_buffers:
+            self._kept_buffers = [buffer.clone() for buffer in self.module.buffers()]
+
+    def sync_buffers_again(self, synced: Sequence[int], step: int, live: Sequence[int]) -> None:
+        """End `step` on ranks that have not ended it. synced: `synced_step` by rank. live: ranks
+        that took the step and are there. Who has ended it may be in the next forward pass already,
+        and gives what it had before that."""
+        if min(synced) == step:
+            return
+        buffers = list(self.module.buffers())
+        has_ended = self.synced_step == step
+        if self.broadcast_buffers and buffers:
+            somebody_has = step in synced
+            root = synced.index(step) if somebody_has else max(live, default=0)
+            broadcast_tensors(self._kept_buffers if has_ended else buffers, root, self.group)
+        if not has_ended:
+            self._keep_buffers()
 
     # -- Join ----------------------------------------------------------------------------------
 
@@ -197,6 +284,7 @@ class _Hook(JoinHook):
         model = self._model
         if model.reducer.mode is Mode.ALL_REDUCE:
             assert model._join is not None
+            model._reduce_unfrozen()
             model.reducer.shadow()
             # With gradients that were left over from no_sync, this rank does take the step.
             model._join.ledger.live = model.reducer.is_live
@@ -233,41 +321,9 @@ def check_devices(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> 
         )
 
 
-def check_same_model(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
-    """Compare names, shapes, dtypes and trainability by number before anything is overwritten."""
-    told = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
-    digests = [
-        int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-        for text in told
-    ]
-    counts = _gathered([len(digests)], group)
-    if len({count for (count,) in counts}) > 1:
-        by_rank = {rank: count for rank, (count,) in enumerate(counts)}
-        differing = [rank for rank, count in by_rank.items() if count != by_rank[0]]
-        raise CollectiveMismatch(
-            "DistributedDataParallel",
-            group.generation,
-            differing,
-            f"the models have different numbers of parameters, by rank: {by_rank}",
-        )
-    everybody = _gathered(digests, group)
-    for number, text in enumerate(told):
-        differing = [
-            r for r, theirs in enumerate(everybody) if theirs[number] != everybody[0][number]
-        ]
-        if differing:
-            raise CollectiveMismatch(
-                "DistributedDataParallel",
-                group.generation,
-                differing,
-                f"parameter {number} differs from rank 0's; on rank {group.rank} it is {text}",
-            )
-
-
-def _gathered(values: list[int], group: Group) -> list[list[int]]:
-    """The values of all ranks, by rank; each gives the same number of them."""
-    mine = torch.tensor(values, dtype=torch.int64, device=group.device)
-    everybody = mine.new_empty(group.size * len(values))
-    group.all_gather(everybody, mine).wait()
-    rows: list[list[int]] = everybody.view(group.size, -1).tolist()
-    return rows
+def _check_same(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
+    check_same_parameters(
+        "DistributedDataParallel",
+        [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
+        group,
+    )

@@ -27,6 +27,11 @@ class GradScaler(torch.amp.GradScaler, Joinable):
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, **options: Any) -> None:
         super().__init__(optimizer.group.device.type, **options)
+        if optimizer.overlap_with_ddp and self.is_enabled():
+            raise ValueError(
+                "a scaled step may have to be left out, but overlap_with_ddp steps parameters "
+                "before that is known; make the optimizer without it"
+            )
         self._optimizer = optimizer
         optimizer.uses_scaler = self.is_enabled()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -52,6 +52,14 @@ class JoinLedger:
         self.steps_taken = [0] * num_ranks
         # Nobody knows better before the first agreement.
         self._may_continue = tuple(range(num_ranks))
+
+    def change_ranks(self, former_ranks: Sequence[int]) -> None:
+        """former_ranks: by new rank its rank so far, -1 for a newcomer."""
+        new = {old: rank for rank, old in enumerate(former_ranks) if old >= 0}
+        self.num_ranks = len(former_ranks)
+        self.last_live = tuple(new[rank] for rank in self.last_live if rank in new)
+        self._may_continue = tuple(new[rank] for rank in self._may_continue if rank in new)
+        self.steps_taken = [self.steps_taken[old] if old >= 0 else 0 for old in former_ranks]
 
     def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
         """The iterator knows how many batches each rank starts with."""
@@ -120,6 +128,19 @@ class Joinable(ABC):
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         """Raise ValueError if it cannot be shadowed without another joinable."""
+
+
+def change_ranks(former_ranks: Sequence[int]) -> None:
+    """The ranks of every Join that this process is in are numbered anew. former_ranks: by new rank
+    its rank so far."""
+    for join in _active:
+        join.ledger.change_ranks(former_ranks)
+
+
+def change_group(group: Group) -> None:
+    """Every Join that this process is in goes on in another group."""
+    for join in _active:
+        join._group = group
 
 
 class _Stepping(Protocol):
@@ -236,8 +257,9 @@ class Join:
     ) -> None:
         self.__exit__(kind, error, trace)
 
-    def shadow(self) -> None:
-        """Take part in the steps that other ranks still take, until nobody takes any."""
+    def shadow(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Take part in the steps that other ranks still take, until nobody takes any, or `until`:
+        a rank that is lost leaves its samples to those that wait."""
         ledger = self.ledger
         ledger.live = False
         ledger.has_next = False
@@ -247,6 +269,8 @@ class Join:
             if self.last_step_live:
                 for follower in self._step_along:
                     follower.step()
+            if until():
+                break
         ledger.live = True
         ledger.has_next = True
 

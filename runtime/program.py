@@ -9,6 +9,7 @@ from typing import Any
 from ray import cloudpickle
 
 from actors.journal import Journal
+from actors.lifeline import Lifeline
 from actors.messages import Assignment
 from collectives.group import Group
 
@@ -23,24 +24,29 @@ class Program:
         self.train = train
         self.kwargs = dict(kwargs)
 
-    def __call__(self, assignment: Assignment, group: Group, journal: Journal) -> object:
+    def __call__(
+        self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
+    ) -> object:
         # What a function that failed has left behind was kept until now: to close it before the
         # peers were told would tell them another story.
         torch_distributed.end()
-        context = Context(assignment, group, journal)
+        context = Context(assignment, group, journal, lifeline)
         with running(context):
             result = self.train(context, **self.kwargs)
-        # A coroutine has not begun yet; the training thread awaits it on its own loop.
-        if inspect.isawaitable(result):
-            return self._finish(context, result)
+            # A coroutine has not begun yet; the training thread awaits it on its own loop.
+            if inspect.isawaitable(result):
+                return self._awaited(context, result)
+            return self._ended(context, result)
+
+    async def _awaited(self, context: Context, awaitable: Awaitable[object]) -> object:
+        with running(context):
+            return self._ended(context, await awaitable)
+
+    @staticmethod
+    def _ended(context: Context, result: object) -> object:
+        context.finish()
         torch_distributed.end()
         return result
-
-    async def _finish(self, context: Context, result: Awaitable[object]) -> object:
-        with running(context):
-            value = await result
-        torch_distributed.end()
-        return value
 
 
 def pickled(train: Callable[..., object], kwargs: Mapping[str, Any]) -> bytes:

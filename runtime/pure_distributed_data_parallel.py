@@ -11,8 +11,9 @@ import torch
 from collectives import Group, ReduceOp
 
 from .context import current_group
-from .distributed_data_parallel import check_devices, check_same_model
+from .distributed_data_parallel import check_devices
 from .replication import broadcast_tensors
+from .same_model import check_same_parameters
 
 
 class PureDistributedDataParallel(torch.nn.Module):
@@ -45,7 +46,11 @@ class PureDistributedDataParallel(torch.nn.Module):
         self.group = group if group is not None else current_group()
         self.is_syncing = True
         check_devices(named, self.group)
-        check_same_model(list(module.named_parameters()), self.group)
+        check_same_parameters(
+            "PureDistributedDataParallel",
+            [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
+            self.group,
+        )
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
         for _, parameter in named:

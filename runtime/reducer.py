@@ -21,9 +21,10 @@ from functools import partial
 
 import torch
 
-from collectives import Group, Work
+from actors.lifeline import ends_a_generation
+from collectives import CollectiveError, Group, Work
 from collectives.buckets import BucketPlan, plan_buckets
-from collectives.shards import padded_numel, shard_numel
+from collectives.shards import padded_numel, room_for, shard_numel
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
 from .step_statistics import StepClock, UnusedParameters
@@ -39,8 +40,9 @@ class Mode(enum.Enum):
 class GradientBucket:
     """Gradients that travel together. The work and the memory that it uses live side by side.
 
-    flat: (padded content or content + vote,) local gradients. shard: (n,) reduced, this rank's
-    part, in REDUCE_SCATTER mode. missing: gradients that this backward pass still owes.
+    flat: local gradients, and room behind them. padded: elements of it that a reduce-scatter takes.
+    shard: (n,) reduced, this rank's part, in REDUCE_SCATTER mode. missing: gradients that this
+    backward pass still owes.
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class GradientBucket:
         first = parameters[plan.spans[0][0]]
         self.plan = plan
         self.padded = padded_numel(plan.content, group.size)
-        room = max(self.padded, plan.content + vote_numel(group.size, len(parameters)))
+        vote = plan.content + vote_numel(group.size, len(parameters))
+        room = max(room_for(plan.content, group.size), vote)
         self.flat = torch.zeros(room, dtype=first.dtype, device=first.device)
         self.views = {
             number: self.flat[offset : offset + numel].view_as(parameters[number])
@@ -80,7 +83,7 @@ class Reducer:
         on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
     ) -> None:
-        self.parameters = list(parameters)
+        self.parameters: list[torch.nn.Parameter] = []
         self.group = group
         self.mode = Mode.ALL_REDUCE
         self.is_syncing = True
@@ -89,39 +92,73 @@ class Reducer:
         """Whether what was launched last held gradients of this rank's own data."""
         self.weight: float | None = None
         """Sum of the weights of the losses since the last step; None where nobody weighs."""
+        self.parks = False
+        """Whether a launch that fails because the generation is over is kept for `wait` to raise:
+        then the optimizer's step can begin again in the next generation."""
         self.clock: StepClock | None = None
         """Times the steps and tells what has no gradient; there at debug level INFO and above."""
         self.unused: UnusedParameters | None = None
+        self.on_launched: Callable[[int], None] | None = None
+        """Called with the number of each bucket that a pass launched in REDUCE_SCATTER mode."""
         self._on_agreement = on_agreement
         self._has_next = has_next
+        self._bucket_bytes = bucket_bytes
+        self.buckets: list[GradientBucket] = []
+        self._home: dict[int, tuple[GradientBucket, torch.Tensor]] = {}
+        self._vote_work: Work | None = None
+        self._failure: CollectiveError | None = None
+        self._in_backward = False
+        self._num_launched = 0
+        self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
+        self._arrived: set[int] = set()
+        self.add_parameters(parameters)
+
+    def add_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
+        """Reduce these too, from now on; called alike on all ranks. Returns their buckets.
+
+        Those go behind the others: what is made trainable later is mostly what lies deeper. Between
+        a backward pass and the sharded step that it is for, what the parameters hold is sent too.
+        """
+        is_in_step = bool(self.buckets) and self.has_launched and self.mode is Mode.REDUCE_SCATTER
+        before = len(self.parameters)
+        self.parameters += parameters
         plans = plan_buckets(
-            [p.numel() for p in self.parameters],
-            [(p.dtype, p.device) for p in self.parameters],
-            [p.element_size() for p in self.parameters],
-            bucket_bytes=bucket_bytes,
-            first_bucket_bytes=min(FIRST_BUCKET_BYTES, bucket_bytes),
+            [p.numel() for p in parameters],
+            [(p.dtype, p.device) for p in parameters],
+            [p.element_size() for p in parameters],
+            bucket_bytes=self._bucket_bytes,
+            first_bucket_bytes=min(FIRST_BUCKET_BYTES, self._bucket_bytes),
         )
-        self.buckets = [GradientBucket(plan, self.parameters, group) for plan in plans]
-        self._home = {
-            number: (bucket, bucket.views[number])
-            for bucket in self.buckets
-            for number in bucket.views
-        }
+        fresh = [
+            GradientBucket(plan.numbered_from(before), self.parameters, self.group)
+            for plan in plans
+        ]
+        self.buckets += fresh
+        for bucket in fresh:
+            if self.mode is Mode.REDUCE_SCATTER:
+                bucket.prepare_shard(self.group)
+            for number, view in bucket.views.items():
+                self._home[number] = (bucket, view)
+                parameter = self.parameters[number]
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
+                    parameter.grad = view
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
+        self._place_vote()
+        for bucket in fresh if is_in_step else ():
+            self._num_launched += 1
+            self._reduce_scatter(bucket)
+        return fresh
+
+    def _place_vote(self) -> None:
         last = self.buckets[-1]
-        numel = vote_numel(group.size, len(self.parameters))
+        numel = vote_numel(self.group.size, len(self.parameters))
         self._vote_rides = last.flat.dtype in (torch.float32, torch.float64)
         self._vote = (
             last.flat[last.plan.content : last.plan.content + numel]
             if self._vote_rides
             else torch.zeros(numel, dtype=torch.float32, device=last.flat.device)
         )
-        self._vote_work: Work | None = None
-        self._in_backward = False
-        self._num_launched = 0
-        self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
-        self._arrived: set[int] = set()
-        for number, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
 
     # -- the backward pass ---------------------------------------------------------------------
 
@@ -149,6 +186,7 @@ class Reducer:
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self.is_live = True
         self._begin_launching()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -161,7 +199,6 @@ class Reducer:
     def _end_backward(self) -> None:
         """Send what is left; parameters outside this backward pass contribute what they hold."""
         self._in_backward = False
-        self.is_live = True
         if self.clock is not None:
             self.clock.backward_ended()
         if self.unused is not None:
@@ -194,10 +231,20 @@ class Reducer:
     def _launch(self, bucket: GradientBucket) -> None:
         self._num_launched += 1
         if self.mode is Mode.REDUCE_SCATTER:
-            bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
+            try:
+                self._reduce_scatter(bucket)
+            except CollectiveError as error:
+                if not self.parks or not ends_a_generation(error):
+                    raise
+                self._failure = error
+            if self.on_launched is not None:
+                self.on_launched(self._num_launched - 1)
         else:
             rider = len(self._vote) if self._vote_rides and bucket is self.buckets[-1] else 0
             bucket.work = self.group.all_reduce(bucket.flat[: bucket.plan.content + rider])
+
+    def _reduce_scatter(self, bucket: GradientBucket) -> None:
+        bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
 
     def _write_vote(self, vote: torch.Tensor, has_next: bool) -> None:
         write_vote(
@@ -218,7 +265,7 @@ class Reducer:
         self.wait()
         if self._vote_work is not None:
             self._vote_work.wait()
-        agreement = read_agreement(self._vote, self.group.size)
+        agreement = read_agreement(self._vote.tolist(), self.group.size)
         self.weight = None
         divisor = self._on_agreement(agreement)
         if divisor not in (0, 1):
@@ -230,6 +277,8 @@ class Reducer:
 
     def wait(self) -> None:
         """Block until all launched buckets are reduced."""
+        if self._failure is not None:
+            raise self._failure
         operations = [bucket.work.operation for bucket in self.buckets if bucket.work is not None]
         began_at = time.monotonic()
         for bucket in self.buckets:
@@ -246,6 +295,24 @@ class Reducer:
         self.mode = Mode.REDUCE_SCATTER
         for bucket in self.buckets:
             bucket.prepare_shard(self.group)
+
+    def change_group(self, group: Group) -> None:
+        """The buckets stay as they are, also if they were launched; see `launch_again`."""
+        self.group = group
+        self._failure = None
+        for bucket in self.buckets:
+            bucket.work = None
+            bucket.padded = padded_numel(bucket.plan.content, group.size)
+            assert bucket.padded <= bucket.flat.numel()
+            bucket.flat[bucket.plan.content :] = 0
+            bucket.prepare_shard(group)
+        self._place_vote()
+
+    def launch_again(self) -> None:
+        """Reduce all kept buckets once more, in the group that is there now."""
+        for bucket in self.buckets:
+            self._launch(bucket)
+        self._num_launched = len(self.buckets)
 
     @property
     def has_launched(self) -> bool:

@@ -30,6 +30,15 @@ notebook, which is seen only when the loop wakes, is seen that soon."""
 _LAST_PULL_S = 5.0
 
 
+class Default(enum.Enum):
+    """What an argument is when it was left out, where None means something else."""
+
+    DEFAULT = "default"
+
+
+DEFAULT = Default.DEFAULT
+
+
 class SessionState(enum.Enum):
     """NEW: nothing was started. READY: the workers are there, idle. RUNNING: a function runs.
     CLOSED: nothing is left; for good.
@@ -63,6 +72,9 @@ class Session:
             results = await session.run(train, epochs=3)
 
     num_workers: how many, or (fewest, most): as many as fit when the session starts.
+    max_failures: workers that may be lost before a run fails; None: any number, as long as
+    `fewest` are left. By default 0, and None where num_workers is a pair. A run goes on without
+    them where its function can: see ZeroRedundancyOptimizer, `replicas`.
     use_gpu: one GPU for each. resources_per_worker: Ray's names and amounts, over the default of
     one CPU (shared CPUs on a cluster that the session starts itself).
     placement_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD", as in Ray.
@@ -86,8 +98,10 @@ class Session:
         startup_timeout_s: float = 60.0,
         address: str | None = None,
         on_report: Callable[[Report], None] | None = None,
+        max_failures: int | None | Default = DEFAULT,
     ) -> None:
         self._fewest, self._most = _checked_range(num_workers)
+        self._max_failures = _checked_failures(max_failures, isinstance(num_workers, tuple))
         _check_resources(resources_per_worker, use_gpu)
         if placement_strategy not in placement.STRATEGIES:
             raise ValueError(
@@ -222,7 +236,12 @@ class Session:
             raise RuntimeError(_REMEDIES[self._state])
         self._state = SessionState.RUNNING
         request = RunRequest(
-            self._next_run, self._timeout_s, self._on_report is not None, get_debug_level()
+            self._next_run,
+            self._timeout_s,
+            self._on_report is not None,
+            get_debug_level(),
+            self._fewest,
+            self._max_failures,
         )
         self._next_run += 1
         try:
@@ -288,6 +307,7 @@ def run(
     startup_timeout_s: float = 60.0,
     address: str | None = None,
     on_report: Callable[[Report], None] | None = None,
+    max_failures: int | None | Default = DEFAULT,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `train(ctx, **kwargs)` on `num_workers` ranks; their results, by rank.
@@ -313,6 +333,7 @@ def run(
         startup_timeout_s=startup_timeout_s,
         address=address,
         on_report=on_report,
+        max_failures=max_failures,
     )
     program = pickled(train, kwargs)
 
@@ -336,6 +357,17 @@ def _checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
     if most < fewest:
         raise ValueError(f"num_workers=(fewest, most) must be in order, got {num_workers!r}")
     return fewest, most
+
+
+def _checked_failures(max_failures: int | None | Default, is_pair: bool) -> int | None:
+    if isinstance(max_failures, Default):
+        return None if is_pair else 0
+    if max_failures is not None and (type(max_failures) is not int or max_failures < 0):
+        raise ValueError(
+            "max_failures must be a number of workers that may be lost, at least 0, or None for "
+            f"any number, got {max_failures!r}"
+        )
+    return max_failures
 
 
 def _check_resources(resources: Mapping[str, float] | None, use_gpu: bool) -> None:

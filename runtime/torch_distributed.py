@@ -18,8 +18,10 @@ _ours: tuple[object, Group, TorchStore] | None = None
 def initialise(group: Group, timeout_s: float | None) -> None:
     """`Context.init_torch_distributed`."""
     global _ours
+    if _ours is not None and _ours[1] is not group:
+        end()  # of a generation that has ended
     if dist.is_initialized():
-        if _ours is not None and _ours[0] is dist.group.WORLD and _ours[1] is group:
+        if _ours is not None and _ours[0] is dist.group.WORLD:
             return
         raise RuntimeError(
             f"torch.distributed is initialised in this process already, with the backend "

@@ -26,11 +26,13 @@ _OPTIMIZERS = {
 @dataclass(frozen=True)
 class Scenario:
     """lengths: batches per rank. accumulate: batches per step. branches: parts of the model that
-    a batch uses only one of. sharded: with ZeRO. weighed: losses by their number of samples."""
+    a batch uses only one of. sharded: with ZeRO; overlapped: and its early updates, where they are
+    possible. weighed: losses by their number of samples."""
 
     lengths: tuple[int, ...]
     optimizer: str
     sharded: bool
+    overlapped: bool
     batch_norm: bool
     branches: int
     frozen: bool
@@ -47,6 +49,7 @@ scenarios = st.builds(
     lengths=st.lists(st.integers(0, 5), min_size=2, max_size=3).map(tuple).filter(any),
     optimizer=st.sampled_from(sorted(_OPTIMIZERS)),
     sharded=st.booleans(),
+    overlapped=st.booleans(),
     batch_norm=st.booleans(),
     branches=st.integers(1, 3),
     frozen=st.booleans(),
@@ -94,7 +97,14 @@ def distributed(group, scenario):
     )
     kind, options = _OPTIMIZERS[scenario.optimizer]
     if scenario.sharded:
-        optimizer = cl.ZeroRedundancyOptimizer(model, kind, max_norm=scenario.max_norm, **options)
+        can_overlap = scenario.max_norm is None and scenario.optimizer != "adafactor"
+        optimizer = cl.ZeroRedundancyOptimizer(
+            model,
+            kind,
+            max_norm=scenario.max_norm,
+            overlap_with_ddp=scenario.overlapped and can_overlap,
+            **options,
+        )
         join = cl.Join(
             [model, optimizer],
             divide_by_initial_world_size=scenario.divide_by_initial,

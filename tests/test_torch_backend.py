@@ -355,7 +355,7 @@ def nobody_else_comes(rank, size, how):
             if rank == 0:
                 dist.all_reduce(torch.ones(1))
         assert rank != 0
-        while dist.group.WORLD.group.failure() is None:
+        while dist.group.WORLD.group.failure() is None and time.monotonic() - began_at < 10:
             time.sleep(0.01)
         return str(dist.group.WORLD.group.failure())
     except RuntimeError as error:  # as scripts written for torch catch it

@@ -97,11 +97,13 @@ def rank_of_groups(rank):
     if rank.rank == 0:
         with pytest.raises(cl.PeerLost, match=r"ranks \[1\] are gone"):
             dist.all_reduce(tensor)
+        rank.store.wait(["said/told/2"], 30)  # To end now would be a death of its own.
     began_at = time.monotonic()
     if rank.rank == 2:
         # Rank 0 has been told, and will not come.
         with pytest.raises(cl.GroupAborted, match=r"ranks \[1\] are gone"):
             dist.all_reduce(tensor, group=pair)
+        rank.say("told")
     return time.monotonic() - began_at
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import torch
 
-from ..errors import CollectiveError, fresh_copy
 from ..group import Group
-from ..store import PrefixStore, Store
-from ..subgroups import adopt
+from ..subgroups import connect_child
 from .ordered_future import current_depth
 
 _CPU = torch.device("cpu")
@@ -23,35 +20,14 @@ class Depths:
     may exchange messages while the others do not. One on a GPU, and those of callbacks, are made by
     the first operation that needs them, in which all ranks take part.
 
-    parent, members: the group whose fate they share, and its ranks that these are.
+    host: that group. All others are children of it.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        *,
-        name: str,
-        generation: int,
-        timeout_s: float,
-        parent: Group | None,
-        members: Sequence[int],
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.name = name
-        self.generation = generation
-        self.timeout_s = timeout_s
-        self._store = store
-        self._groups: dict[tuple[torch.device, int], Group] = {}
+    def __init__(self, host: Group) -> None:
+        self.host = host
+        self._groups: dict[tuple[torch.device, int], Group] = {(_CPU, 0): host}
         self._making: dict[tuple[torch.device, int], threading.Lock] = {}
         self._guard = threading.Lock()
-        self._closed = False
-        self.host = self._made(_CPU, 0)
-        if parent is not None:
-            adopt(parent, self.host, members)
-        self._groups[_CPU, 0] = self.host
 
     def group(self, device: torch.device) -> Group:
         """For tensors on `device`, at the depth of the calling thread."""
@@ -63,18 +39,14 @@ class Depths:
         return list(self._groups.values())
 
     def set_timeout(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
         for group in self.all():
             group.timeout_s = timeout_s
 
-    def abort(self, reason: str | CollectiveError) -> None:
+    def abort(self, reason: str) -> None:
         self.host.abort(reason)
 
     def close(self) -> None:
-        with self._guard:
-            self._closed = True
-        for group in reversed(self.all()):
-            group.close()
+        self.host.close()
 
     def _make(self, device: torch.device, depth: int) -> Group:
         if str(device) == "cuda":
@@ -83,29 +55,21 @@ class Depths:
         with self._guard:
             lock = self._making.setdefault((device, depth), threading.Lock())
         with lock:
-            if (device, depth) in self._groups:
-                return self._groups[device, depth]
-            failure = self.host.failure()
-            if failure is not None:
-                raise fresh_copy(failure)
-            group = self._made(device, depth)
-            adopt(self.host, group, range(self.size))
-            with self._guard:
-                is_late = self._closed
-                if not is_late:
-                    self._groups[device, depth] = group
-            if is_late:
-                group.close()
-            return group
+            if (device, depth) not in self._groups:
+                self._groups[device, depth] = self._made(device, depth)
+            return self._groups[device, depth]
 
     def _made(self, device: torch.device, depth: int) -> Group:
-        name = self.name if depth == 0 else f"{self.name}, callbacks {depth}"
-        return Group.create(
-            PrefixStore(f"{device.type}/{depth}", self._store),
-            self.rank,
-            self.size,
-            device,
-            generation=self.generation,
-            timeout_s=self.timeout_s,
+        host = self.host
+        name = host.name if depth == 0 else f"{host.name}, callbacks {depth}"
+        return connect_child(
+            host,
+            range(host.size),
+            f"{device.type}/{depth}",
             name=name,
+            what=f"the making of group {name!r} on {device}",
+            device=device,
+            backend=host._asked_backend if device.type == "cpu" else None,
+            limit_s=host.timeout_s,
+            timeout_s=host.timeout_s,
         )

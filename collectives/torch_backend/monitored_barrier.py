@@ -9,7 +9,7 @@ import torch
 from ..errors import CollectiveError, CollectiveTimeout
 from ..group import Group
 
-_TAG = (1 << 30) - 1  # the last one; those of programs begin at 0
+_TAG = (1 << 29) - 1  # the last one that a group takes; those of programs begin at 0
 _LOOK_S = 0.001
 
 

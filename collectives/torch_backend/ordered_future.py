@@ -86,12 +86,12 @@ class _FailedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, error: BaseException) -> _FailedTensor:
-        tensor: _FailedTensor = torch.Tensor._make_wrapper_subclass(cls, (0,))  # type: ignore[attr-defined]
+        tensor: _FailedTensor = torch.Tensor._make_wrapper_subclass(cls, (0,))
         tensor.error = error
         return tensor
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
         raise next(value.error for value in args if isinstance(value, _FailedTensor))

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
 
 from ..errors import UnsupportedOperation
 from ..group import Group
-from ..store import PrefixStore, Store
+from ..subgroups import connect_child
 from ..torch_store import StoreFromTorch
 from ..work import Work
 from . import sparse
@@ -32,27 +32,42 @@ from .registration import NAME, Options
 from .torch_work import TorchWork
 from .translation import all_moved, listed, moved, reduction, seconds
 
-_MAX_TAG = (1 << 30) - 2  # the one above is monitored_barrier's
+_MAX_TAG = (1 << 29) - 2  # the one above is monitored_barrier's
 
 
 def create(arguments: Any, options: Options) -> ChoruslineProcessGroup:
     """The process group that torch asks for in `arguments`, its _DistributedBackendOptions."""
-    parent, members = options.parent, range(arguments.group_size)
+    name = f"torch {arguments.group_id}"
+    timeout_s = arguments.timeout.total_seconds()
+    parent, members = options.parent, list(range(arguments.group_size))
     if parent is None and dist.is_initialized():
         world = dist.group.WORLD
         if isinstance(world, ChoruslineProcessGroup):
-            parent = world.group
-            members = arguments.global_ranks_in_group
-    return ChoruslineProcessGroup(
-        StoreFromTorch(arguments.store),
-        arguments.group_rank,
-        arguments.group_size,
-        name=f"torch {arguments.group_id}",
-        timeout_s=arguments.timeout.total_seconds(),
-        parent=parent,
-        members=members,
-        torch_store=arguments.store,
+            parent, members = world.group, list(arguments.global_ranks_in_group)
+    if parent is None:
+        store = StoreFromTorch(arguments.store)
+        size = arguments.group_size
+        host = Group.create(store, arguments.group_rank, size, timeout_s=timeout_s, name=name)
+    else:
+        # In the store that the parent met in: there a rank that is lost is not waited for.
+        host = _child(parent, members, name, timeout_s)
+    return ChoruslineProcessGroup(host, arguments.store)
+
+
+def _child(parent: Group, members: Sequence[int], name: str, timeout_s: float) -> Group:
+    group = connect_child(
+        parent,
+        members,
+        name,
+        name=name,
+        what=f"the making of group {name!r}",
+        device=torch.device("cpu"),
+        backend=parent._asked_backend if parent.device.type == "cpu" else None,
+        limit_s=timeout_s,
+        timeout_s=timeout_s,
     )
+    group.timeout_s = timeout_s
+    return group
 
 
 # Untyped: torch's stubs have its C++ signatures, overloads that no one Python method can match.
@@ -69,36 +84,16 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
     profiling_name = NAME
     """What names of ranges in torch.profiler begin with."""
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        *,
-        name: str,
-        timeout_s: float,
-        parent: Group | None,
-        members: Sequence[int],
-        torch_store: Any,
-    ) -> None:
-        super().__init__(rank, size)
-        self._store = store
+    def __init__(self, host: Group, torch_store: Any) -> None:
+        """torch_store: what torch is given when it asks for the store of this process group."""
+        super().__init__(host.rank, host.size)
+        self._depths = Depths(host)
         self._torch_store = torch_store
-        self._group_name = name
+        self._group_name = host.name
         self._group_desc = "undefined"
         self._next_sequence = 0
         self._splits = 0
         self._coalescing: Any = None
-        self._depths = Depths(
-            store,
-            rank,
-            size,
-            name=name,
-            generation=0 if parent is None else parent.generation,
-            timeout_s=timeout_s,
-            parent=parent,
-            members=members,
-        )
 
     @property
     def group(self) -> Group:
@@ -309,7 +304,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
 
         Raises CollectiveTimeout that names the ranks which did not come.
         """
-        limit_s = self._depths.timeout_s if timeout is None else timeout.total_seconds()
+        limit_s = self.group.timeout_s if timeout is None else timeout.total_seconds()
         monitored_barrier(self.group, limit_s, wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -352,17 +347,15 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self._group_name}:split:{self._splits}"
-        prefix = f"split/{self._splits}/{'-'.join(map(str, ranks))}"
-        made = ChoruslineProcessGroup(
-            PrefixStore(prefix, self._store),
-            ranks.index(self.rank()),
-            len(ranks),
-            name=name,
-            timeout_s=self._depths.timeout_s if timeout is None else timeout.total_seconds(),
-            parent=self.group,
-            members=ranks,
-            torch_store=TorchPrefixStore(prefix, self._torch_store),
+        # Ranks of one split agree on its name, and no other split has it.
+        host = _child(
+            self.group,
+            ranks,
+            f"torch {name} of ranks {ranks}",
+            self.group.timeout_s if timeout is None else timeout.total_seconds(),
         )
+        made = ChoruslineProcessGroup(host, TorchPrefixStore(host.name, self._torch_store))
+        made._set_group_name(name)
         made._set_group_desc(group_desc or f"{self._group_desc}:split")
         return made
 
@@ -407,10 +400,10 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
     _get_backend_name = name = getBackendName
 
     def getRank(self) -> int:
-        return self._depths.rank
+        return self.group.rank
 
     def getSize(self) -> int:
-        return self._depths.size
+        return self.group.size
 
     rank, size = getRank, getSize
 
