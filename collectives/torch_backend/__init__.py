@@ -1,7 +1,8 @@
 """Our groups beneath torch.distributed: `dist.init_process_group("chorusline", ...)`.
 
     registration.py       the name, and how torch makes a process group of it
-    process_group.py      what torch calls: operations, names, ends
+    process_group.py      who a process group is, how it is made and ended
+    torch_operations.py   the operations, as torch calls them
     translation.py        torch's arguments as ours
     depths.py             which of our groups an operation runs on
     ordered_future.py     futures whose callbacks run in one order on all ranks
