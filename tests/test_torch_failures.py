@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import GLOO, SHARED_MEMORY, Ranks
 from torch.nn.parallel import DistributedDataParallel
 from training_reference import batches_of, loss_of, make_model
 
@@ -73,9 +73,12 @@ def summed(buffer, size):
     return future.then(lambda done: done.value()[0])
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["plain", "hook"])
-def test_a_rank_killed_under_stock_ddp_is_named_and_the_others_train_on(tmp_path, hook):
-    with Ranks(rank_under_ddp, 3, tmp_path, "shared-memory", hook) as ranks:
+@pytest.mark.parametrize(
+    ("transport", "hook"), [(SHARED_MEMORY, False), (SHARED_MEMORY, True), (GLOO, False)]
+)
+def test_a_rank_killed_under_stock_ddp_is_named_and_the_others_train_on(tmp_path, transport, hook):
+    """With Gloo, the ranks are told that they are on several hosts."""
+    with Ranks(rank_under_ddp, 3, tmp_path, transport, hook) as ranks:
         ranks.wait_for("ready")
         ranks.signal(VICTIM, signal.SIGKILL)
         for told, late_s, agrees in ranks.results(ranks=[0, 2]):
