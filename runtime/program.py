@@ -14,15 +14,23 @@ from actors.messages import Assignment
 from collectives.group import Group
 
 from . import torch_distributed
+from .checkpoint.checkpoints import Checkpoints
+from .checkpoint.config import CheckpointConfig
 from .context import Context, running
 
 
 class Program:
     """A train function and its arguments; what `actors.worker.Program` asks for."""
 
-    def __init__(self, train: Callable[..., object], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        train: Callable[..., object],
+        kwargs: Mapping[str, Any],
+        checkpoint: CheckpointConfig | None = None,
+    ) -> None:
         self.train = train
         self.kwargs = dict(kwargs)
+        self.checkpoint = checkpoint
 
     def __call__(
         self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
@@ -31,15 +39,22 @@ class Program:
         # peers were told would tell them another story.
         torch_distributed.end()
         context = Context(assignment, group, journal, lifeline)
-        with running(context):
+        checkpoints = context.checkpoints = Checkpoints(group, context.registry, self.checkpoint)
+        checkpoints.tell_progress = context.told_data
+        # Entered anew for a coroutine, which has not begun when its function returns.
+        with running(context), checkpoints:
+            if checkpoints.reader is not None:
+                context.resume_data(checkpoints.reader.manifest.progress)
             result = self.train(context, **self.kwargs)
-            # A coroutine has not begun yet; the training thread awaits it on its own loop.
+            # The training thread awaits it on its own loop.
             if inspect.isawaitable(result):
-                return self._awaited(context, result)
+                return self._awaited(context, checkpoints, result)
             return self._ended(context, result)
 
-    async def _awaited(self, context: Context, awaitable: Awaitable[object]) -> object:
-        with running(context):
+    async def _awaited(
+        self, context: Context, checkpoints: Checkpoints, awaitable: Awaitable[object]
+    ) -> object:
+        with running(context), checkpoints:
             return self._ended(context, await awaitable)
 
     @staticmethod
@@ -49,7 +64,11 @@ class Program:
         return result
 
 
-def pickled(train: Callable[..., object], kwargs: Mapping[str, Any]) -> bytes:
+def pickled(
+    train: Callable[..., object],
+    kwargs: Mapping[str, Any],
+    checkpoint: CheckpointConfig | None = None,
+) -> bytes:
     """The program as bytes. Every mistake that can be seen before anything is sent is a TypeError
     here: not callable, other parameters, a part that cannot be pickled."""
     if not callable(train):
@@ -59,7 +78,7 @@ def pickled(train: Callable[..., object], kwargs: Mapping[str, Any]) -> bytes:
         )
     _check_parameters(train, kwargs)
     try:
-        return bytes(cloudpickle.dumps(Program(train, kwargs)))
+        return bytes(cloudpickle.dumps(Program(train, kwargs, checkpoint)))
     except Exception as error:
         raise TypeError(
             f"{_culprit(train, kwargs)} cannot be sent to the workers: {error}. Make it inside the "

@@ -21,6 +21,7 @@ from actors.outcomes import raise_failure
 from collectives.debug import get_debug_level
 
 from . import placement
+from .checkpoint.config import CheckpointConfig
 from .program import pickled
 
 _PULL_S = 0.3
@@ -82,6 +83,7 @@ class Session:
     placing the workers, and for their start. address: of a running cluster; without it RAY_ADDRESS
     counts, and without that a local cluster is started, and stopped by `close`.
     on_report: called in this process's loop with each Report of each rank.
+    checkpoint: where every run keeps what it has registered, and goes on from.
 
     Raises StartupError if the workers cannot be had. It must be closed: Ray runs no clean-up code
     in actors that are left alone.
@@ -98,6 +100,7 @@ class Session:
         startup_timeout_s: float = 60.0,
         address: str | None = None,
         on_report: Callable[[Report], None] | None = None,
+        checkpoint: CheckpointConfig | None = None,
         max_failures: int | None | Default = DEFAULT,
     ) -> None:
         self._fewest, self._most = _checked_range(num_workers)
@@ -117,6 +120,11 @@ class Session:
             raise TypeError(
                 f"on_report must be a function of a Report, got {type(on_report).__name__}"
             )
+        if checkpoint is not None and not isinstance(checkpoint, CheckpointConfig):
+            raise TypeError(
+                f"checkpoint must be a CheckpointConfig, got {type(checkpoint).__name__}; write "
+                "checkpoint=CheckpointConfig(storage_path=...)"
+            )
         self._use_gpu = use_gpu
         self._resources_per_worker = resources_per_worker
         self._placement_strategy = placement_strategy
@@ -124,6 +132,7 @@ class Session:
         self._startup_timeout_s = startup_timeout_s
         self._address = address
         self._on_report = on_report
+        self._checkpoint = checkpoint
         self._state = SessionState.NEW
         self._is_local = False  # We started the cluster.
         self._placement: PlacementGroup | None = None
@@ -214,11 +223,13 @@ class Session:
         If a rank raises, all are stopped, and the exception is raised here, as itself, with a note
         of its rank and the traceback from there. WorkerLost: a rank's process died. DriverLost.
         RankFailed: the exception cannot be rebuilt in this process. TypeError before anything is
-        sent: `train` or an argument cannot be pickled. Afterwards the session can run again.
+        sent: `train` or an argument cannot be pickled. CheckpointError: the session's place cannot
+        be used, or what is in it does not fit. Afterwards the session can run again; with
+        checkpoints it then goes on from the newest whole one.
 
         Cancelling it stops all ranks before it returns.
         """
-        return await self._run(pickled(train, kwargs))
+        return await self._run(pickled(train, kwargs, self._checkpoint))
 
     async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
         """What everybody is doing; also while a function runs. Who is silent does not delay it
@@ -307,6 +318,7 @@ def run(
     startup_timeout_s: float = 60.0,
     address: str | None = None,
     on_report: Callable[[Report], None] | None = None,
+    checkpoint: CheckpointConfig | None = None,
     max_failures: int | None | Default = DEFAULT,
     **kwargs: Any,
 ) -> list[Any]:
@@ -333,9 +345,10 @@ def run(
         startup_timeout_s=startup_timeout_s,
         address=address,
         on_report=on_report,
+        checkpoint=checkpoint,
         max_failures=max_failures,
     )
-    program = pickled(train, kwargs)
+    program = pickled(train, kwargs, checkpoint)
 
     async def main() -> list[Any]:
         async with session:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import default_collate
 
+from .cursor import Cursor, Rest
 from .dealing import Dealer, Hands, deal
 from .join import active_join
 
@@ -46,9 +48,12 @@ class Shard:
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         dealer: Dealer | None = None,
+        cursor: Cursor | None = None,
+        at_boundary: Callable[[], None] | None = None,
     ) -> None:
         """dealer: knows where the rank is in all the samples of a run; without it nothing is dealt
-        anew when ranks are lost."""
+        anew when ranks are lost. cursor: notes what this rank was given, for checkpoints.
+        at_boundary: called between two batches."""
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"shard needs a dataset with a length and numbered samples, got "
@@ -68,7 +73,18 @@ class Shard:
         self._keep_together = keep_together
         self._round_up = 0 if drop_last else batch_size - 1
         self._collate = collate_fn or default_collate
+        self._cursor = cursor
+        self._at_boundary = at_boundary
+        # What tells one pass over data from another, when a run goes on from a checkpoint.
+        self._key = f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}"
+        self._rest = self._coming()
         self.take_hand(self.deal(world_size), rank)
+
+    def _coming(self) -> Rest:
+        """What is left of the coming pass, which is all unless the run goes on in it."""
+        if self._cursor is None or not torch.is_grad_enabled():
+            return Rest()
+        return self._cursor.rest_of(self._key)
 
     def __len__(self) -> int:
         return self.num_batches(len(self.sample_ids))
@@ -84,24 +100,40 @@ class Shard:
         return self.sample_ids[: self.taken]
 
     def __iter__(self) -> Iterator[Any]:
+        self._rest = self._coming()
+        passage = None
+        if self._cursor is not None and torch.is_grad_enabled():
+            passage = self._cursor.begin(self._key, self)
         join = active_join()
         self.taken = 0
         self.ids_of_the_lost = []
         self._dealer.begin(self)
         if join:
             join.ledger.begin_epoch(self.batches_per_rank)
+            join.at_boundary = self._at_boundary
         try:
             if join and not self._has_more():
                 join.shadow(until=self._has_more)
+            number = 0
             while self._has_more():
                 ids = self.sample_ids[self.taken : self.taken + self.batch_size]
                 batch = self._collate([self.dataset[i] for i in ids])
                 self.taken += len(ids)
                 if join:
-                    join.ledger.has_next = self._has_more()
+                    join.begin_batch(number, is_last=not self._has_more())
                 yield batch
+                number += 1
+                if passage is not None and self._at_boundary is not None:
+                    self._at_boundary()
                 if join and not self._has_more():
+                    join.ledger.batch = number
                     join.shadow(until=self._has_more)
+            if passage is not None:
+                passage.end()
+        except GeneratorExit:  # The loop was left early: nobody knows who goes on.
+            if join:
+                join.ledger.batch = None
+            raise
         finally:
             self._dealer.end(self)
 
@@ -111,14 +143,17 @@ class Shard:
     # -- for the dealer --------------------------------------------------------------------------
 
     def deal(self, num_ranks: int) -> Hands:
-        return deal(
-            self._num_samples,
-            world_size=num_ranks,
-            epoch=self._epoch,
-            seed=self._seed,
-            shuffle=self._shuffle,
-            keep_together=self._keep_together,
-        )
+        def whole(size: int) -> Hands:
+            return deal(
+                self._num_samples,
+                world_size=size,
+                epoch=self._epoch,
+                seed=self._seed,
+                shuffle=self._shuffle,
+                keep_together=self._keep_together,
+            )
+
+        return self._rest.dealt(whole, num_ranks, self._keep_together)
 
     def num_batches(self, num_samples: int) -> int:
         return (num_samples + self._round_up) // self.batch_size

@@ -29,7 +29,15 @@ SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["torch", "torch._dynamo", "numpy", "pytest", "collectives.gloo", "collectives.shared_memory"]
+    [
+        "torch",
+        "torch._dynamo",  # The first optimizer, and torch.distributed on our groups, import it.
+        "torch.distributed.checkpoint",  # A second or more, paid once instead of by each rank.
+        "numpy",
+        "pytest",
+        "collectives.gloo",
+        "collectives.shared_memory",
+    ]
 )
 
 
