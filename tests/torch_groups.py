@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,10 @@ def with_torch(group: Group, backend: str, body: Callable[..., Any], *args: Any)
         timeout=timedelta(seconds=30),
     )
     try:
-        return body(group.rank, group.size, *args)
+        result = body(group.rank, group.size, *args)
     finally:
         dist.destroy_process_group()
+    group.barrier().wait()  # Nobody looks into the store any more.
+    if group.rank == 0:
+        Path(path).unlink(missing_ok=True)
+    return result
