@@ -17,10 +17,12 @@ from collectives.group import Group
 from collectives.objects import broadcast_object
 from collectives.reduce_op import ReduceOp
 
+from . import torch_distributed
 from .checkpoint.saving import Saving
 from .cursor import Cursor
 from .dealing import Dealer
-from .join import Joinable, active_join
+from .join import active_join
+from .joinable import Joinable
 from .recovery import Recovery
 from .registry import Registry, Stateful
 from .sharding import MapStyleDataset, Shard
@@ -274,6 +276,25 @@ class Context:
             dtype = torch.float64 if isinstance(value, float) else torch.int64
             return self._reduced(torch.tensor([value], dtype=dtype), op).item()
         return value
+
+    def init_torch_distributed(self, timeout_s: float | None = None) -> None:
+        """Initialise torch.distributed among the ranks of this run, over groups of ours.
+
+        After it, `torch.distributed.*` and what is built on it (stock DDP, FSDP2, DTensor,
+        torch.distributed.checkpoint) work as they are; the backend's name is "chorusline". They
+        meet through the session's store. Collective: all ranks call it, before or between
+        collectives of `group`. Harmless when it was done already; after a failure that ended the
+        generation it initialises anew, over the new `group`.
+
+        Its process groups share the fate of this generation: a failure in one of them ends all, and
+        `group`. They are destroyed when the train function has returned, or before that by
+        `torch.distributed.destroy_process_group()`.
+
+        timeout_s: seconds that an operation may take; by default the session's.
+
+        Raises RuntimeError if torch.distributed is initialised with something else.
+        """
+        torch_distributed.initialise(self.group, timeout_s)
 
     def _reduced(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """A new tensor where `tensor` is."""

@@ -16,6 +16,7 @@ from actors.lifeline import Lifeline, ends_a_generation
 from actors.messages import Assignment, Resumption
 from collectives.group import Group
 
+from . import torch_distributed
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.config import AUTO, NEVER, CheckpointConfig
 from .context import Context, running
@@ -70,9 +71,7 @@ class Run:
                 self._enter(assignment, group, resumption)
                 with self._scope() as context:
                     result = self._program.train(context, **self._program.kwargs)
-                    if not inspect.isawaitable(result):
-                        context.finish()
-                    return result
+                    return result if inspect.isawaitable(result) else _ended(context, result)
             except BaseException as error:
                 assignment, group, resumption = self._again(error)
 
@@ -82,8 +81,7 @@ class Run:
             try:
                 with self._scope() as context:
                     value = await result if inspect.isawaitable(result) else result
-                    context.finish()
-                    return value
+                    return _ended(context, value)
             except BaseException as error:
                 result = self.begun(*self._again(error))
                 if not inspect.isawaitable(result):
@@ -91,6 +89,9 @@ class Run:
 
     def _enter(self, assignment: Assignment, group: Group, resumption: Resumption | None) -> None:
         """Make what the function is given. resumption: of a run that was begun before."""
+        # What a function that failed, or was left, has made was kept until now: to close it before
+        # the peers were told would tell them another story.
+        torch_distributed.end()
         context = Context(assignment, group, self._journal, self._recovery, self._context)
         self._context = context
         config = self._program.checkpoint
@@ -132,6 +133,12 @@ class Run:
                 if not ends_a_generation(failure):
                     raise
                 error = failure
+
+
+def _ended(context: Context, result: object) -> object:
+    context.finish()
+    torch_distributed.end()
+    return result
 
 
 def pickled(
