@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,11 +69,14 @@ def train(
     num_epochs: int = 1,
     step_s: float = 0.0,
     registers: bool = True,
+    replicas: int = 2,
 ) -> Told:
     """dies_on: rank of the first generation; where: "own collective", or "step"."""
     calls.append(ctx.generation)
     model = cl.DistributedDataParallel(network(), bucket_cap_mb=0.001)
-    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, replicas=2)
+    optim = cl.ZeroRedundancyOptimizer(
+        model, torch.optim.AdamW, lr=LEARNING_RATE, replicas=replicas
+    )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optim, gamma=0.9)
     ledger = Ledger()
     if registers:
@@ -168,3 +172,23 @@ async def test_a_function_that_registers_nothing_cannot_run_again(cluster: None)
     async with cl.Session(2, resources_per_worker=few, timeout_s=20, max_failures=1) as session:
         with pytest.raises(WorkerLost, match="has not registered its model and optimizer"):
             await session.run(train, dies_on=1, dies_at=3, where="step", registers=False)
+
+
+async def test_when_a_shard_is_lost_the_run_goes_back_to_the_last_checkpoint(
+    cluster: None, tmp_path: Path
+) -> None:
+    few = {"CPU": 0.1}
+    saves = cl.CheckpointConfig(tmp_path, every_n_steps=2)
+    async with cl.Session(
+        (1, 3), resources_per_worker=few, timeout_s=20, checkpoint=saves
+    ) as session:
+        # Slow enough for the checkpoint of step 4 to be whole before step 5 is lost.
+        told = await session.run(train, dies_on=1, dies_at=5, where="step", replicas=1, step_s=0.3)
+    assert_equal(told)
+    taken = [n for one in told for numbers in one.taken.values() for n in numbers]
+    assert len(set(taken)) == len(taken), "no sample counts twice"
+    # The checkpoint has three ledgers. Two ranks load two of them; what is in the third is missing,
+    # up to the step that was saved, unless a third rank has come by then.
+    lost = sorted(set(range(NUM_SAMPLES)) - set(taken))
+    hand = cl.deal(NUM_SAMPLES, world_size=3)[2]
+    assert lost in ([], sorted(hand[: 4 * BATCH_SIZE]))
