@@ -195,6 +195,13 @@ def test_a_newcomer_is_taken_in_with_a_rank_of_its_seat() -> None:
     assert all(word.restarts for word in resumptions(told).values())
 
 
+def test_a_worker_that_is_registered_twice_is_no_newcomer() -> None:
+    membership, _ = running(worker(0), worker(1))
+    assert membership.handle(WorkerRegistered(worker(1))) == []
+    told = membership.handle(death(1))
+    assert [one.worker_id for one in told if isinstance(one, FreezeRank)] == ["worker-0-0"]
+
+
 def test_a_newcomer_waits_for_the_next_run_where_functions_cannot_run_again() -> None:
     membership, _ = running(worker(0), worker(1), worker(2))
     for event in (death(1), froze(0), froze(2)):
