@@ -6,8 +6,11 @@ Each seed draws a number of ranks, a sequence of operations, a fault, its victim
 All ranks that live must end with the same typed error, which names the victim, within the deadline
 and two seconds (Gloo: eight, since its ranks ask each other through the store); or with right
 results, where the fault came too late to matter. Then the same processes form the next generation
-and reduce once more. Counted: hangs, late errors, wrong results and wrong errors, leaked
-descriptors, mappings and threads of the ranks, leaked processes, leaked files in /dev/shm.
+and reduce once more. A rank that the system kept off its cores for half of a deadline is late in
+fact, and may be named beside the victim: counted as starved.
+
+Counted: hangs, late errors, wrong results and wrong errors, leaked descriptors, mappings and
+threads of the ranks, leaked processes, leaked files in /dev/shm.
 """
 
 from __future__ import annotations
@@ -91,12 +94,14 @@ class Plan:
 
 @dataclass
 class Report:
-    """What a rank found. late_s: seconds from the issue of what failed to the error."""
+    """What a rank found. late_s: seconds from the issue of what failed to the error. starved_s:
+    seconds, of those that the deadline takes, for which it was ready to run and had no core."""
 
     rank: int
     done: int = 0
     error: CollectiveError | None = None
     late_s: float = 0.0
+    starved_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
 
@@ -320,7 +325,8 @@ def run_rank(plan: Plan, rank: int, path: str) -> Report:
             report.wrong.append("the all_reduce of the next generation")
         group.barrier().wait()
     del group
-    give_up_at = time.monotonic() + (1 if plan.transport == "shared-memory" else 10)
+    # A thread that had no core for a while gives back what it holds when it gets one.
+    give_up_at = time.monotonic() + (5 if plan.transport == "shared-memory" else 10)
     while True:
         gc.collect()
         report.leaks = sorted((_held(plan) - before).elements())
@@ -340,8 +346,10 @@ def _first_generation(plan: Plan, rank: int, store: FileStore, report: Report) -
     in_flight: list[tuple[Work, Callable[[], bool], str]] = []
     thread: threading.Thread | None = None
     issued_at = time.monotonic()
+    queued: list[tuple[float, float]] = []  # when, and seconds in the queue for a core by then
     try:
         for number, step in enumerate(plan.steps):
+            queued.append((time.monotonic(), _queued_s()))
             time.sleep(step.pauses_s[rank])
             commits = rank == plan.victim and number == plan.at_step
             if commits and plan.fault == "raise":
@@ -370,6 +378,8 @@ def _first_generation(plan: Plan, rank: int, store: FileStore, report: Report) -
             report.done = number + 1
     except CollectiveError as error:
         report.late_s = time.monotonic() - issued_at
+        since = time.monotonic() - plan.timeout_s
+        report.starved_s = _queued_s() - max((s for at, s in queued if at <= since), default=0.0)
         report.error = fresh_copy(error)  # Its traceback would keep the group alive.
     if thread is not None:
         thread.join()
@@ -383,6 +393,11 @@ def _first_generation(plan: Plan, rank: int, store: FileStore, report: Report) -
     else:
         return  # Stopped or killed when all was done; the group must not close on the others.
     group.close()
+
+
+def _queued_s() -> float:
+    """Seconds for which this thread was ready to run and another one had the core."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def _wait(work: Work, way: str) -> None:
@@ -442,6 +457,7 @@ class Outcome:
     late: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
+    starved: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
 
 
@@ -523,7 +539,17 @@ def judge(outcome: Outcome, reports: list[Report]) -> None:
             if report.done < len(plan.steps) and not report.wrong:
                 outcome.wrong.append(f"{who} ended after {report.done} steps without an error")
             continue
-        if not isinstance(report.error, expected) or report.error.ranks != [plan.victim]:
+        beside = [rank for rank in report.error.ranks if rank != plan.victim]
+        starved = {
+            other.rank: other.starved_s
+            for other in reports
+            if plan.fault == "stop" and other.starved_s >= plan.timeout_s / 2
+        }
+        if not isinstance(report.error, expected) or plan.victim not in report.error.ranks:
+            outcome.wrong.append(f"{who} raised {report.error!r}")
+        elif beside and set(beside) <= starved.keys():
+            outcome.starved += [f"rank {rank}, for {starved[rank]:.1f} s" for rank in beside]
+        elif beside:
             outcome.wrong.append(f"{who} raised {report.error!r}")
         limit_s = SLACK_S[plan.transport] + (plan.timeout_s if plan.fault == "stop" else 0)
         outcome.slowest_s = max(outcome.slowest_s, report.late_s)
@@ -550,7 +576,7 @@ def main() -> None:
     for seed in range(args.first, args.first + args.seeds):
         outcome = run_seed(draw(seed, args.transport))
         outcomes.append(outcome)
-        for kind in ("hangs", "late", "wrong", "leaks"):
+        for kind in (*KINDS, "starved"):
             for text in getattr(outcome, kind):
                 p = outcome.plan
                 print(f"seed {seed} ({p.transport}, {p.size} ranks, {p.fault}): {kind}: {text}")
@@ -577,6 +603,7 @@ def main() -> None:
         "seeds": len(outcomes),
         "struck": struck,
         **totals,
+        "starved": sum(len(outcome.starved) for outcome in outcomes),
         "slowest_s": slowest,
         "operations": sum(len(o.plan.steps) for o in outcomes),
         "transports": Counter(o.plan.transport for o in outcomes),
