@@ -7,7 +7,8 @@ All ranks that live must end with the same typed error, which names the victim, 
 and two seconds (Gloo: eight, since its ranks ask each other through the store); or with right
 results, where the fault came too late to matter. Then the same processes form the next generation
 and reduce once more. A rank that the system kept off its cores for half of a deadline is late in
-fact, and may be named beside the victim: counted as starved.
+fact, and may be named beside the victim; time without a core does not count as late. Both are
+counted as starved.
 
 Counted: hangs, late errors, wrong results and wrong errors, leaked descriptors, mappings and
 threads of the ranks, leaked processes, leaked files in /dev/shm.
@@ -95,7 +96,7 @@ class Plan:
 @dataclass
 class Report:
     """What a rank found. late_s: seconds from the issue of what failed to the error. starved_s:
-    seconds, of those that the deadline takes, for which it was ready to run and had no core."""
+    seconds of those, or of the deadline, for which it was ready to run and had no core."""
 
     rank: int
     done: int = 0
@@ -378,7 +379,7 @@ def _first_generation(plan: Plan, rank: int, store: FileStore, report: Report) -
             report.done = number + 1
     except CollectiveError as error:
         report.late_s = time.monotonic() - issued_at
-        since = time.monotonic() - plan.timeout_s
+        since = min(issued_at, time.monotonic() - plan.timeout_s * (plan.fault == "stop"))
         report.starved_s = _queued_s() - max((s for at, s in queued if at <= since), default=0.0)
         report.error = fresh_copy(error)  # Its traceback would keep the group alive.
     if thread is not None:
@@ -554,7 +555,11 @@ def judge(outcome: Outcome, reports: list[Report]) -> None:
         limit_s = SLACK_S[plan.transport] + (plan.timeout_s if plan.fault == "stop" else 0)
         outcome.slowest_s = max(outcome.slowest_s, report.late_s)
         if report.late_s > limit_s:
-            outcome.late.append(f"{who} knew after {report.late_s:.1f} s")
+            told = (
+                f"{who} knew after {report.late_s:.1f} s, {report.starved_s:.1f} s without a core"
+            )
+            is_starved = report.late_s - report.starved_s <= limit_s
+            (outcome.starved if is_starved else outcome.late).append(told)
     # Objects have a group of their own, and each group tells the end as its ranks met it.
     has_objects = any("object" in step.name for step in plan.steps)
     told = {

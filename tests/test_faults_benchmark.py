@@ -68,6 +68,14 @@ def test_a_rank_without_a_core_for_half_of_the_deadline_is_late_in_fact(starved_
     assert bool(outcome.wrong) == (starved_s < 0.5)
 
 
+def test_time_without_a_core_is_not_late() -> None:
+    for starved_s, late in ((0.1, 1), (2.0, 0)):
+        outcome = Outcome(plan("kill"))
+        error = PeerLost("a", 0, [1], "")
+        judge(outcome, [Report(0, error=error, late_s=3.8, starved_s=starved_s)])
+        assert (len(outcome.late), len(outcome.starved)) == (late, 1 - late)
+
+
 def test_an_error_that_names_the_victim_in_time_is_what_we_want() -> None:
     outcome = Outcome(plan("kill"))
     judge(outcome, [Report(rank, error=PeerLost("a", 0, [1], "")) for rank in (0, 2)])
