@@ -556,7 +556,7 @@ def judge(outcome: Outcome, reports: list[Report]) -> None:
         outcome.slowest_s = max(outcome.slowest_s, report.late_s)
         if report.late_s > limit_s:
             told = (
-                f"{who} knew after {report.late_s:.1f} s, {report.starved_s:.1f} s without a core"
+                f"{who} knew after {report.late_s:.1f} s, {report.starved_s:.1f} without a core"
             )
             is_starved = report.late_s - report.starved_s <= limit_s
             (outcome.starved if is_starved else outcome.late).append(told)
