@@ -6,6 +6,7 @@ What goes well is in the contract (group_contract.py).
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import signal
@@ -210,22 +211,25 @@ def many_messages(rank: Rank) -> None:
 
 
 def outlive_a_wait(rank: Rank) -> list[str]:
-    """Rank 0 waits for rank 2, which never sends, when rank 1 ends it for all and leaves first."""
+    """Rank 0 waits for rank 2, which never sends, and gives up after rank 1 has gone."""
     group = rank.group()
     group.barrier().wait()
     if rank.rank == 0:
+        rank.say("ready")
+        rank.store.wait(["rank 1 is gone"], 60)
+        threading.Timer(0.3, group.abort, ["enough"]).start()
         with pytest.raises(GroupAborted):
             group.recv(torch.ones(3), 2).wait()
-        give_up_at = time.monotonic() + 8
+        give_up_at = time.monotonic() + 5
         while (left := message_threads()) and time.monotonic() < give_up_at:
             time.sleep(0.02)
         rank.say("over")
         return left
     if rank.rank == 1:
-        time.sleep(0.3)
-        group.abort("enough")
-        group.close()
-    rank.store.wait(["said/over/0"], 60)
+        rank.say("ready")
+        time.sleep(600)
+    rank.say("ready")
+    os.kill(os.getpid(), signal.SIGSTOP)
     return []
 
 
@@ -234,7 +238,11 @@ def message_threads() -> list[str]:
 
 
 def test_between_hosts_no_thread_stays_in_a_wait_when_it_is_over(tmp_path: Path) -> None:
-    assert run_ranks(outlive_a_wait, 3, tmp_path, GLOO) == [[]] * 3
+    with Ranks(outlive_a_wait, 3, tmp_path, GLOO) as ranks:
+        ranks.wait_for("ready")
+        ranks.signal(1, signal.SIGKILL)
+        ranks.store.set("rank 1 is gone", "")
+        assert ranks.results(ranks=[0]) == [[]]
 
 
 @both_transports

@@ -147,7 +147,7 @@ def test_awaiting_a_late_rank_neither_blocks_nor_spins_the_loop(
     transport: str, tmp_path: Path
 ) -> None:
     (spent_s, turns), _ = run_ranks(await_a_late_rank, 2, tmp_path, transport)
-    assert turns > 15
+    assert turns > 4, "blocked, it would turn once or twice; a loaded machine turns it seldom"
     assert spent_s < 0.2
 
 
