@@ -40,7 +40,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
 from .arithmetic import reduce_into
 from .communicator import Communicator
-from .errors import CollectiveError, GroupClosed
+from .errors import CollectiveError, GroupClosed, StoreTimeout
 from .gloo_messages import GlooMessages
 from .in_flight import InFlight, PendingWork
 from .interfaces import GLOO_VARIABLE, check_gloo_interfaces
@@ -121,6 +121,8 @@ class GlooCommunicator(Communicator):
                 self._torch_store, self.rank, self.size, timedelta(seconds=store.timeout_s)
             )
         except Exception as error:
+            if isinstance(error.__cause__, StoreTimeout):  # Late, and for all we know not lost.
+                raise error.__cause__ from None
             broken = (
                 f"{error}. Gloo listens at the address of this host's name; the environment "
                 f"variable {GLOO_VARIABLE} names another network interface"
@@ -242,8 +244,7 @@ class GlooCommunicator(Communicator):
         assert self._messages is not None
         last = self._in_flight.last_done
         sequence = -1 if last is None else last.sequence
-        timeout_s = limit_s + _GRACE_S  # The block itself has the deadline.
-        return self._messages.watching(ranks, what, self.generation, sequence, timeout_s)
+        return self._messages.watching(ranks, what, self.generation, sequence, limit_s)
 
     def abort(self, error: CollectiveError) -> None:
         """End the generation with `error`. Returns at once; the others are told meanwhile."""

@@ -150,6 +150,7 @@ def connect_child(
     All have agreed to come: who does not is lost to the parent as well, and its generation ends.
     what, timeout_s: for that error.
     """
+    group: Group | None = None
     try:
         with parent._communicator.watching(members, what, limit_s):
             group = Group.create(
@@ -162,7 +163,11 @@ def connect_child(
                 name=name,
                 backend=backend,
             )
-    except (CollectiveError, StoreTimeout) as error:
+    except BaseException as error:
+        if group is not None:  # It met, and somebody was lost before all had said so.
+            group.close()
+        if not isinstance(error, CollectiveError | StoreTimeout):
+            raise
         failure = parent.failure()
         if failure is None:
             failure = _lost(error, what, parent, members, timeout_s)
