@@ -80,12 +80,23 @@ from runtime.checkpoint import (  # noqa: E402
     Saving,
     SavingTimes,
 )
+from runtime.comm_hooks import GradBucket  # noqa: E402
 from runtime.context import Context  # noqa: E402
 from runtime.dealing import deal  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
 from runtime.grad_scaler import GradScaler  # noqa: E402
 from runtime.join import Join  # noqa: E402
 from runtime.joinable import Joinable, JoinHook  # noqa: E402
+from runtime.model_averaging import (  # noqa: E402
+    HierarchicalModelAverager,
+    ModelAverager,
+    PeriodicModelAverager,
+)
+from runtime.post_local_sgd import (  # noqa: E402
+    PostLocalSGDOptimizer,
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from runtime.progress import Progress  # noqa: E402
 from runtime.pure_distributed_data_parallel import PureDistributedDataParallel  # noqa: E402
 from runtime.random_state import RandomState  # noqa: E402
@@ -115,6 +126,14 @@ __all__ = [
     "JoinHook",
     "Shard",
     "deal",
+    # Other ways to bring ranks together.
+    "GradBucket",
+    "ModelAverager",
+    "PeriodicModelAverager",
+    "HierarchicalModelAverager",
+    "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
+    "post_localSGD_hook",
     # Checkpoints.
     "CheckpointConfig",
     "Saving",
