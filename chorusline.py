@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util as _importlib_util
 import pathlib as _pathlib
+import typing as _typing
 
 
 def _refuse_strangers() -> None:
@@ -104,6 +105,19 @@ from runtime.session import Session, SessionSnapshot, run  # noqa: E402
 from runtime.sharding import Shard  # noqa: E402
 from runtime.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
+
+if _typing.TYPE_CHECKING:
+    from runtime.lightning_strategy import ChoruslineStrategy  # noqa: F401
+
+
+def __getattr__(name: str) -> object:
+    # Of the extra `lightning`, and seconds to import.
+    if name == "ChoruslineStrategy":
+        from runtime.lightning_strategy import ChoruslineStrategy
+
+        return ChoruslineStrategy
+    raise AttributeError(f"module 'chorusline' has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 
