@@ -29,7 +29,12 @@ from .messages import Cancellation, Failure, Loss, RunFailed, Success
 
 _OUR_FILES = {
     str(Path(__file__).resolve().parent.parent / name)
-    for name in ("actors/training_thread.py", "actors/worker.py", "runtime/program.py")
+    for name in (
+        "actors/training_thread.py",
+        "actors/worker.py",
+        "runtime/program.py",
+        "runtime/commands/rank_output.py",
+    )
 }
 
 

@@ -226,6 +226,10 @@ class Context:
         self._journal.append(Report(self.rank, self._num_reports, time.time(), plain))
         self._num_reports += 1
 
+    def say(self, values: dict[str, float | int | str]) -> None:
+        """What travels with the reports, in their order, and is not counted as one of them."""
+        self._journal.append(Report(self.rank, self._num_reports, time.time(), values))
+
     def barrier(self) -> None:
         """Return on no rank before all ranks have called it."""
         self.group.barrier().wait()

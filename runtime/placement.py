@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import signal
 import socket
+import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +31,7 @@ _KNOCK_S = 5.0
 _ELASTIC_TRY_S = 5.0  # How long more workers than the minimum may take to be placed.
 
 
-def connect(address: str | None) -> bool:
+def connect(address: str | None, log_to_driver: bool = True) -> bool:
     """Connect this process to Ray; True if that meant starting a local cluster, for us to stop.
 
     The connection that is there already; else `address`; else RAY_ADDRESS (each job has it); else
@@ -37,11 +40,19 @@ def connect(address: str | None) -> bool:
     Blocks the calling thread for the seconds it takes: Ray installs its SIGTERM handler only from
     the main thread, and a start that runs on in another thread could not be cancelled.
     """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return _connect(address, log_to_driver)
+    finally:
+        _hear_sigterm(before)
+
+
+def _connect(address: str | None, log_to_driver: bool) -> bool:
     if ray.is_initialized():
         return False
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
-        ray.init(address="local", include_dashboard=False)
+        ray.init(address="local", include_dashboard=False, log_to_driver=log_to_driver)
         return True
     if "://" in address:
         raise StartupError(
@@ -51,7 +62,7 @@ def connect(address: str | None) -> bool:
         )
     try:
         _knock(address)
-        ray.init(address=address)
+        ray.init(address=address, log_to_driver=log_to_driver)
     except OSError as error:  # Ray's ConnectionError is one.
         raise StartupError(
             f"no Ray cluster answers at {address!r}",
@@ -59,6 +70,23 @@ def connect(address: str | None) -> bool:
             "both out to have a local cluster started",
         ) from error
     return False
+
+
+def _hear_sigterm(before: Any) -> None:
+    """Have SIGTERM unwind this process, so that sessions are closed, as after an interrupt.
+
+    ray.init replaces any handler, and then Ray's own ends the process with a dump of its stack.
+    before: the handler that was there; one of the user's own is put back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    is_rays = getattr(before, "__module__", "").startswith("ray.")
+    is_users = callable(before) and before is not signal.SIG_DFL and not is_rays
+    signal.signal(signal.SIGTERM, before if is_users else _end_by_signal)
+
+
+def _end_by_signal(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _knock(address: str) -> None:

@@ -84,6 +84,7 @@ class Session:
     counts, and without that a local cluster is started, and stopped by `close`.
     on_report: called in this process's loop with each Report of each rank.
     checkpoint: where every run keeps what it has registered, and goes on from.
+    log_to_driver: whether Ray prints here what workers print, if it is the session that connects.
 
     Raises StartupError if the workers cannot be had. It must be closed: Ray runs no clean-up code
     in actors that are left alone.
@@ -102,6 +103,7 @@ class Session:
         on_report: Callable[[Report], None] | None = None,
         checkpoint: CheckpointConfig | None = None,
         max_failures: int | None | Default = DEFAULT,
+        log_to_driver: bool = True,
     ) -> None:
         self._fewest, self._most = _checked_range(num_workers)
         self._max_failures = _checked_failures(max_failures, isinstance(num_workers, tuple))
@@ -133,6 +135,7 @@ class Session:
         self._address = address
         self._on_report = on_report
         self._checkpoint = checkpoint
+        self._log_to_driver = log_to_driver
         self._state = SessionState.NEW
         self._is_local = False  # We started the cluster.
         self._placement: PlacementGroup | None = None
@@ -156,7 +159,7 @@ class Session:
         if self._state is not SessionState.NEW:
             raise RuntimeError(f"the session is {self._state.value}; make a new Session to start")
         try:
-            self._is_local = placement.connect(self._address)
+            self._is_local = placement.connect(self._address, self._log_to_driver)
             bundle = placement.bundle_of_worker(
                 self._most,
                 use_gpu=self._use_gpu,
