@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,11 @@ from .errors import DriverLost, StartupError
 from .journal import JournalReader
 from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from .worker import worker_class
+
+NAMESPACE = "chorusline"
+"""Ray's, of the names of driver actors: by them another process finds the sessions of a cluster."""
+
+INCARNATION = "/driver-"
 
 _ANSWER_S = 5.0
 """Seconds in which a live control loop answers, on a machine that is busy with training."""
@@ -41,6 +47,7 @@ class Crew:
         driver_options: Mapping[str, Any],
     ) -> None:
         self.num_workers = num_workers
+        self.name = f"session-{uuid.uuid4().hex[:8]}"
         self._use_gpu = use_gpu
         self._options = options
         self._driver_options = driver_options
@@ -63,7 +70,16 @@ class Crew:
             return
         if self._driver is None:
             self._incarnation += 1
-            self._driver = driver_class().options(**self._driver_options).remote(self._incarnation)
+            # Named, so that others can find the session; the name dies with the actor.
+            self._driver = (
+                driver_class()
+                .options(
+                    name=f"{self.name}{INCARNATION}{self._incarnation}",
+                    namespace=NAMESPACE,
+                    **self._driver_options,
+                )
+                .remote(self._incarnation)
+            )
             try:
                 await answer(self._driver.snapshot.remote(), timeout_s)
             except (ActorGone, NoAnswer) as error:

@@ -47,7 +47,15 @@ from .membership import (
     WorkerDied,
     WorkerRegistered,
 )
-from .messages import DriverSnapshot, Frozen, RunFailed, RunRequest, RunSucceeded, WorkerState
+from .messages import (
+    DriverSnapshot,
+    Frozen,
+    RunFailed,
+    RunRequest,
+    RunSucceeded,
+    Survey,
+    WorkerState,
+)
 
 GRACE_S = 5.0
 """Seconds that ranks have to stop after they were told to; who still runs then is stuck."""
@@ -149,6 +157,21 @@ class Driver(StoreActor):
 
     async def snapshot(self) -> DriverSnapshot:
         return self._membership.snapshot(self._incarnation)
+
+    async def survey(self, timeout_s: float) -> Survey:
+        """Snapshots of the driver and of the workers, for who does not own them."""
+        seen = await self.snapshot()
+        calls = {
+            info.seat: self._workers[info.worker_id].snapshot.remote() for info, _ in seen.members
+        }
+        said = await answers(calls, timeout_s)
+        return Survey(
+            seen,
+            tuple(
+                word.detail if isinstance(word, ActorGone | NoAnswer) else word
+                for _, word in sorted(said.items())
+            ),
+        )
 
     def worker(self, worker_id: str) -> Actor:
         return self._workers[worker_id]

@@ -324,3 +324,11 @@ class DriverSnapshot:
         lines = [f"driver {self.incarnation}: generation {self.generation}, {doing}"]
         lines += [f"  {info}: {state.value}" for info, state in self.members]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A session as its driver sees it. workers: by seat; a text says why one said nothing."""
+
+    driver: DriverSnapshot
+    workers: tuple[WorkerSnapshot | str, ...]

@@ -54,6 +54,12 @@ def _connect(address: str | None, log_to_driver: bool) -> bool:
     if address == "local":
         ray.init(address="local", include_dashboard=False, log_to_driver=log_to_driver)
         return True
+    join(address, log_to_driver=log_to_driver)
+    return False
+
+
+def join(address: str, **options: Any) -> None:
+    """Connect to a running cluster. options: of ray.init. Raises StartupError."""
     if "://" in address:
         raise StartupError(
             f"address={address!r}",
@@ -62,14 +68,13 @@ def _connect(address: str | None, log_to_driver: bool) -> bool:
         )
     try:
         _knock(address)
-        ray.init(address=address, log_to_driver=log_to_driver)
+        ray.init(address=address, **options)
     except OSError as error:  # Ray's ConnectionError is one.
         raise StartupError(
             f"no Ray cluster answers at {address!r}",
             f"{error}. Start one with `ray start --head`, correct address or RAY_ADDRESS, or leave "
             "both out to have a local cluster started",
         ) from error
-    return False
 
 
 def _hear_sigterm(before: Any) -> None:
