@@ -84,11 +84,13 @@ from runtime.context import Context  # noqa: E402
 from runtime.dealing import deal  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
 from runtime.grad_scaler import GradScaler  # noqa: E402
-from runtime.join import Join, Joinable, JoinHook  # noqa: E402
+from runtime.join import Join  # noqa: E402
+from runtime.joinable import Joinable, JoinHook  # noqa: E402
 from runtime.progress import Progress  # noqa: E402
 from runtime.random_state import RandomState  # noqa: E402
 from runtime.session import Session, SessionSnapshot, run  # noqa: E402
 from runtime.sharding import Shard  # noqa: E402
+from runtime.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
 
 __version__ = "0.1.0"
@@ -105,6 +107,7 @@ __all__ = [
     "DistributedDataParallel",
     "ZeroRedundancyOptimizer",
     "GradScaler",
+    "SyncBatchNorm",
     "Join",
     "Joinable",
     "JoinHook",

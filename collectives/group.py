@@ -36,6 +36,9 @@ from .work import Work
 
 DEFAULT_TIMEOUT_S = 60.0
 
+Announce = Callable[[Kind, int, int, int], None]
+"""Called with the kind, numel, dtype and detail of an operation, as `Operation` has them."""
+
 
 @dataclass(frozen=True)
 class GroupDescription:
@@ -117,6 +120,7 @@ class Group(Operations, ObjectCollectives):
         self._family.add(self)
         self._coalesced: Coalesced | None = None  # the block that is open
         self._wire_ops = {}
+        self._announce: Announce | None = None
 
     @classmethod
     def create(
@@ -221,6 +225,8 @@ class Group(Operations, ObjectCollectives):
         if self._coalesced is not None:
             raise RuntimeError("coalesce() inside coalesce(): end the outer block first")
         deadline_s = self._deadline_s(Kind.COALESCED, timeout_s)
+        if self._announce is not None:
+            self._announce(Kind.COALESCED, 0, -1, -1)
         operation = Operation(
             Kind.COALESCED, self._next_sequence, self.generation, 0, -1, -1, deadline_s
         )
@@ -242,6 +248,17 @@ class Group(Operations, ObjectCollectives):
         ends the generation, as every timeout does. On every backend; torch's only on Gloo.
         """
         return MonitoredBarrier(self.barrier(timeout_s=timeout_s), wait_all_ranks)
+
+    def announce_to(self, announce: Announce | None) -> None:
+        """Call `announce` before each operation that this rank issues, before it is numbered; None:
+        no more. It may run operations of this group first, or raise: then nothing is issued.
+        """
+        self._announce = announce
+
+    @property
+    def waits_on_issue(self) -> bool:
+        """Whether an operation waits for all ranks before it is issued: at debug level DETAIL."""
+        return self._communicator.compares
 
     # -- subgroups -------------------------------------------------------------------------------
 
@@ -390,6 +407,8 @@ class Group(Operations, ObjectCollectives):
         finish: Callable[[], None] | None = None,
     ) -> Operation:
         deadline_s = self._deadline_s(kind, timeout_s)
+        if self._announce is not None:
+            self._announce(kind, numel, dtype, detail)
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
         self.statistics.count(kind, elements)
@@ -398,8 +417,9 @@ class Group(Operations, ObjectCollectives):
         )
         self._recorder.record(operation, sys._getframe(2))
         if self._notes_shapes:
-            issuing = sys._getframe(1)
-            operation.shapes = tuple(shape for frame, shape in self._shapes if frame is issuing)
+            if self._announce is None:  # Else ranks may take part that know no shape.
+                frame = sys._getframe(1)
+                operation.shapes = tuple(shape for of, shape in self._shapes if of is frame)
             self._shapes.clear()  # Also what an operation left behind that was refused.
         if profiler._is_profiler_enabled or self._has_nvtx:
             operation.span = begin_span(operation, self._has_nvtx)
@@ -409,6 +429,8 @@ class Group(Operations, ObjectCollectives):
         self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: float | None
     ) -> Operation:
         deadline_s = self._deadline_s(kind, timeout_s)
+        if self._announce is not None:
+            self._announce(kind, numel, dtype, peer)
         self.statistics.count(kind, numel if kind is Kind.SEND else 0)
         last = self._next_sequence - 1
         operation = Operation(
@@ -438,6 +460,8 @@ class Group(Operations, ObjectCollectives):
 
     def _count_objects(self, kind: Kind, timeout_s: float | None) -> float:
         deadline_s = self._deadline_s(kind, timeout_s)
+        if self._announce is not None:
+            self._announce(kind, 0, -1, -1)
         self.statistics.count(kind, 0)
         return deadline_s
 

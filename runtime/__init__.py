@@ -15,10 +15,12 @@ from .context import Context
 from .dealing import deal
 from .distributed_data_parallel import DistributedDataParallel
 from .grad_scaler import GradScaler
-from .join import Join, Joinable, JoinHook
+from .join import Join
+from .joinable import Joinable, JoinHook
 from .random_state import RandomState
 from .session import Session, SessionSnapshot, SessionState, run
 from .sharding import Shard
+from .sync_batch_norm import SyncBatchNorm
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "SessionSnapshot",
     "SessionState",
     "Shard",
+    "SyncBatchNorm",
     "ZeroRedundancyOptimizer",
     "deal",
     "run",

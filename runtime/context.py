@@ -21,7 +21,8 @@ from collectives.reduce_op import ReduceOp
 from .checkpoint.saving import Saving
 from .cursor import Cursor
 from .dealing import Dealer
-from .join import Joinable, active_join
+from .join import active_join
+from .joinable import Joinable
 from .recovery import Recovery
 from .registry import Registry, Stateful
 from .sharding import MapStyleDataset, Shard

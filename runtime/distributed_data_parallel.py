@@ -6,9 +6,11 @@ import contextlib
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import Group
@@ -16,11 +18,13 @@ from collectives.debug import is_informing
 
 from .agreement import Agreement
 from .context import current_group, recovery_of
-from .join import Join, Joinable, JoinHook
+from .join import Join
+from .joinable import GroupJoinable, Joinable, JoinHook
 from .reducer import GradientBucket, Mode, Reducer
 from .replication import broadcast_tensors
 from .same_model import check_same_parameters
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
+from .sync_batch_norm import SyncBatchNorm
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its model
 
@@ -47,7 +51,7 @@ def names_of(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
     }
 
 
-class DistributedDataParallel(torch.nn.Module, Joinable):
+class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     """A module whose gradients are the mean over all ranks, as in torch.nn.parallel.
 
     module: the same on all ranks; it starts from rank 0's parameters and buffers.
@@ -56,10 +60,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     broadcast_buffers: after each step that is synchronised, all ranks take the buffers of one:
     rank 0, or inside Join the largest rank that took the step.
 
-    find_unused_parameters, gradient_as_bucket_view, static_graph: accepted from scripts written
-    for torch, and without effect. Parameters that took no part in a rank's forward pass need no
-    flag (they count as zero where other ranks have a gradient, and keep none where nobody has),
-    `.grad` is always a view of a bucket, and nothing is assumed of the graph.
+    static_graph: a parameter may get several gradients in one backward pass, the same number in
+    each: reentrant checkpoints that share it.
+
+    find_unused_parameters, gradient_as_bucket_view: accepted from scripts written for torch, and
+    without effect. Parameters that took no part in a rank's forward pass need no flag (they count
+    as zero where other ranks have a gradient, and keep none where nobody has), and `.grad` is
+    always a view of a bucket.
 
     Raises ValueError for a module without trainable parameters, for parameters on several
     devices, or on another one than the group's; CollectiveMismatch, on all ranks, if the models
@@ -91,20 +98,25 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.broadcast_buffers = broadcast_buffers
         _check_devices(named, self.group)
         _check_same(list(module.named_parameters()), self.group)
+        self._sync_norms = _sync_norms(module, self.group)
+        self._norms_group = self.group
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
         self.reducer = Reducer(
-            [parameter for _, parameter in named],
+            named,
             self.group,
             int(bucket_cap_mb * (1 << 20)),
+            has_repeats=static_graph,
+            on_backward_end=self._on_backward_end,
             on_agreement=self._on_agreement,
             has_next=self._has_next,
         )
-        self._names = [name for name, _ in named]  # as the reducer numbers them
         if is_informing():
             self.reducer.clock = StepClock()
-            self.reducer.unused = UnusedParameters(self.group.rank, self._names)
-            tell_choice(self.reducer, self._names)
+            names = self.reducer.names
+            self.reducer.unused = UnusedParameters(self.group.rank, names)
+            tell_choice(self.reducer, names)
+            self.reducer.on_new_order = partial(tell_choice, self.reducer, names)
         for _, parameter in named:
             _owners[parameter] = weakref.ref(self)
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
@@ -120,13 +132,35 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         Join.notify_join_context(self)
         if self._frozen and torch.is_grad_enabled():
             self._reduce_unfrozen()
+        if self._norms_group is not self.group:  # The run went on in another generation.
+            self._norms_group = self.group
+            for norm in self._sync_norms:
+                norm.bind(self.group)
+        # A launch that waits for all ranks holds up the statistics of the backward pass, for which
+        # they may be waiting, and the announcement of them.
+        has_others = bool(self._sync_norms) or (self._join is not None and self._join.is_following)
+        launch_waits = self.group.waits_on_issue or self.reducer.on_launched is not None
+        self.reducer.launches_early = not (has_others and launch_waits)
         clock = self.reducer.clock
-        if clock is None:
-            return self.module(*inputs, **kwargs)
         began_at = time.monotonic()
         output = self.module(*inputs, **kwargs)
-        clock.forward_ran(began_at)
+        if clock is not None:
+            clock.forward_ran(began_at)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._output_has_gradient)
         return output
+
+    def _output_has_gradient(self, gradient: torch.Tensor) -> None:
+        self.reducer.output_has_gradient()
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """torch's place for compression and other ways of reducing. Raises NotImplementedError."""
+        raise NotImplementedError(
+            "communication hooks are not there yet: buckets are all-reduced, or reduced to shards, "
+            "in the dtype of their parameters. To send half as much, keep the parameters in "
+            "bfloat16 and step them with a ZeroRedundancyOptimizer, which holds float32 copies"
+        )
 
     def statistics(self) -> StepStatistics:
         """Where the time of the last hundred steps went, on average, on this rank.
@@ -142,7 +176,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the next one outside sends the sum."""
+        """Backward passes inside only accumulate; the next one outside sends the sum.
+
+        Raises RuntimeError inside a Join whose joinables of your own need a header in each step.
+        """
+        if self._join is not None and self._join.takes_forward_for_step:
+            raise RuntimeError(
+                "no_sync() in a Join with joinables of your own: a rank without data takes each "
+                "forward for a step. Give Join a group to follow, groups=[…]; then each joinable's "
+                "part of a step is announced"
+            )
         before = self.reducer.is_syncing
         self.reducer.is_syncing = False
         try:
@@ -181,12 +224,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         _check_devices(named, self.group)
         _check_same(named, self.group)
         broadcast_tensors([p.detach() for p in fresh], 0, self.group)
-        self._names += [name for name, _ in named]
         for parameter in fresh:
             _owners[parameter] = weakref.ref(self)
         taken = {id(p) for p in fresh}
         self._frozen = [p for p in self._frozen if id(p) not in taken]
-        return self.reducer.add_parameters(fresh)
+        return self.reducer.add_parameters(named)
 
     def check_has(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Raises ValueError for a parameter that is none of the module's."""
@@ -205,11 +247,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.reducer.mode is Mode.ALL_REDUCE:
             self.reduce_also([p for p in self._frozen if p.requires_grad])
 
-    def sync_buffers(self, live: Sequence[int]) -> None:
+    def sync_buffers(self, live: tuple[int, ...]) -> None:
         """Take the buffers of one of the ranks that took this step."""
         buffers = list(self.module.buffers())
         if self.broadcast_buffers and buffers and live:
-            broadcast_tensors(buffers, max(live) if self._join else 0, self.group)
+            root = self._join.newest_rank(live) if self._join else 0
+            broadcast_tensors(buffers, root, self.group)
         self._keep_buffers()
 
     def _keep_buffers(self) -> None:
@@ -237,19 +280,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return _Hook(self)
 
-    @property
-    def join_device(self) -> torch.device:
-        return self.group.device
-
-    @property
-    def join_group(self) -> Group:
-        return self.group
-
-    def _carries_agreement(self) -> bool:
-        return True
-
     def _ends_step(self) -> bool:
         return self.reducer.mode is Mode.ALL_REDUCE
+
+    def _begins_passes(self) -> bool:
+        return True
+
+    def _groups_to_follow(self) -> Sequence[Group]:
+        groups = [norm.group for norm in self._sync_norms if norm.group]
+        return [group for group in dict.fromkeys(groups) if group.size > 1]
+
+    def _on_backward_end(self) -> None:
+        if self._join:
+            self._join.begin_hook(self)
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         if self.reducer.mode is Mode.REDUCE_SCATTER and not any(
@@ -279,15 +322,15 @@ class _Hook(JoinHook):
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
 
+    @torch.no_grad()
     def main_hook(self) -> None:
-        # A sharded step is shadowed by its optimizer, from the first phase to the last.
+        """The gradients; of a sharded step the optimizer's hook, behind this one, does the rest."""
         model = self._model
-        if model.reducer.mode is Mode.ALL_REDUCE:
-            assert model._join is not None
-            model._reduce_unfrozen()
-            model.reducer.shadow()
-            # With gradients that were left over from no_sync, this rank does take the step.
-            model._join.ledger.live = model.reducer.is_live
+        assert model._join is not None
+        model._reduce_unfrozen()
+        model.reducer.shadow()
+        # With gradients that were left over from no_sync, this rank does take the step.
+        model._join.ledger.live = model.reducer.is_live
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ranks that joined earlier did not step: they take the state of a last joiner."""
@@ -301,7 +344,7 @@ class _Hook(JoinHook):
         elif not model.broadcast_buffers:
             state += model.module.buffers()
         if state:
-            root = max(ledger.last_live)
+            root = model._join.newest_rank(ledger.last_live)
             broadcast_tensors([tensor.detach() for tensor in state], root, model.group)
 
 
@@ -319,6 +362,22 @@ def _check_devices(named: list[tuple[str, torch.nn.Parameter]], group: Group) ->
             f"the module is on {first.device}, but this rank's group reduces on {group.device}; "
             f"move the module with .to({str(group.device)!r}) (in a session: ctx.device)"
         )
+
+
+def _sync_norms(module: torch.nn.Module, group: Group) -> list[SyncBatchNorm]:
+    """The layers that take statistics over all ranks, each with its group."""
+    found = []
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
+            raise ValueError(
+                f"{name or 'the module'} is torch's SyncBatchNorm, which needs torch.distributed "
+                "and would take this rank's statistics alone; convert the module with "
+                "chorusline.SyncBatchNorm.convert_sync_batchnorm(module)"
+            )
+        if isinstance(layer, SyncBatchNorm):
+            layer.bind(group)
+            found.append(layer)
+    return found
 
 
 def _check_same(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:

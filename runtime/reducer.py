@@ -10,6 +10,10 @@ ranks, and the network works while the pass goes on.
 
 In ALL_REDUCE mode the step's agreement (agreement.py) rides behind the content of the last bucket
 if that is float32 or float64, and goes on its own otherwise.
+
+Buckets are laid out anew once, in the order in which gradients came: that of the lowest rank that
+took the first step, which a broadcast gives to all, so it cannot differ between them. In
+REDUCE_SCATTER mode it stays as it was when the optimizer cut its shards.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ class GradientBucket:
             for number, offset, numel in plan.spans
         }
         self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
-        self.missing = len(plan.spans)
+        self.missing = 0
         self.work: Work | None = None
 
     def prepare_shard(self, group: Group) -> None:
@@ -69,25 +73,35 @@ class GradientBucket:
 class Reducer:
     """The gradients of one model on one rank.
 
-    parameters: those that require gradients, in the order of registration; same on all ranks.
-    on_agreement: called with each step's agreement in ALL_REDUCE mode; returns the divisor.
+    named: names and parameters of those that require gradients, in the order of registration; same
+    on all ranks.
+    has_repeats: a parameter may get several gradients in one backward pass, the same number in each
+    pass (`static_graph`).
+    on_backward_end: called when a backward pass that is sent has ended, before anything is waited
+    for. on_agreement: called with each step's agreement in ALL_REDUCE mode; returns the divisor.
     has_next: asked when a vote is written.
     """
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
+        named: Sequence[tuple[str, torch.nn.Parameter]],
         group: Group,
         bucket_bytes: int,
         *,
+        has_repeats: bool = False,
+        on_backward_end: Callable[[], None],
         on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
     ) -> None:
+        self.names: list[str] = []
+        """Of the parameters, as they are numbered."""
         self.parameters: list[torch.nn.Parameter] = []
         self.group = group
         self.mode = Mode.ALL_REDUCE
         self.is_syncing = True
         """Whether the coming backward pass launches the buckets; `no_sync` switches it off."""
+        self.launches_early = True
+        """Whether buckets are launched while the backward pass still runs."""
         self.is_live = False
         """Whether what was launched last held gradients of this rank's own data."""
         self.weight: float | None = None
@@ -100,6 +114,11 @@ class Reducer:
         self.unused: UnusedParameters | None = None
         self.on_launched: Callable[[int], None] | None = None
         """Called with the number of each bucket that a pass launched in REDUCE_SCATTER mode."""
+        self.on_new_order: Callable[[], None] | None = None
+        """Called when the buckets have been laid out in the order that was measured."""
+        self.order: list[int] = []
+        """Numbers of the parameters in the order in which their gradients are expected."""
+        self._on_backward_end = on_backward_end
         self._on_agreement = on_agreement
         self._has_next = has_next
         self._bucket_bytes = bucket_bytes
@@ -107,13 +126,19 @@ class Reducer:
         self._home: dict[int, tuple[GradientBucket, torch.Tensor]] = {}
         self._vote_work: Work | None = None
         self._failure: CollectiveError | None = None
+        self._has_repeats = has_repeats
+        self._expected: dict[int, int] | None = None  # gradients per pass, where there are repeats
         self._in_backward = False
+        self._sees_end = False
         self._num_launched = 0
         self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
-        self._arrived: set[int] = set()
-        self.add_parameters(parameters)
+        # Gradients of this pass by parameter; in the order of the last ones.
+        self._arrivals: dict[int, int] = {}
+        self.add_parameters(named)
 
-    def add_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
+    def add_parameters(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]]
+    ) -> list[GradientBucket]:
         """Reduce these too, from now on; called alike on all ranks. Returns their buckets.
 
         Those go behind the others: what is made trainable later is mostly what lies deeper. Between
@@ -121,34 +146,59 @@ class Reducer:
         """
         is_in_step = bool(self.buckets) and self.has_launched and self.mode is Mode.REDUCE_SCATTER
         before = len(self.parameters)
-        self.parameters += parameters
+        self.names += [name for name, _ in named]
+        self.parameters += [parameter for _, parameter in named]
+        added = range(before, len(self.parameters))
+        self.order += reversed(added)
+        fresh = self._buckets_for(list(added), None)
+        self.buckets += fresh
+        for bucket in fresh:
+            if self.mode is Mode.REDUCE_SCATTER:
+                bucket.prepare_shard(self.group)
+            self._take_home(bucket)
+        for number in added:
+            self.parameters[number].register_post_accumulate_grad_hook(
+                partial(self._on_gradient, number)
+            )
+        self._place_vote()
+        self._has_measured_order = len(self.buckets) == 1  # Then there is nothing to gain.
+        for bucket in fresh if is_in_step else ():
+            self._num_launched += 1
+            self._reduce_scatter(bucket)
+        return fresh
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Make all buckets anew for gradients that come in this order, equal on all ranks.
+        Gradients that are there move; between steps only, and never once shards are cut."""
+        self.order = list(order)
+        self.buckets = self._buckets_for(list(range(len(self.parameters))), order)
+        for bucket in self.buckets:
+            self._take_home(bucket)
+        self._place_vote()
+
+    def _buckets_for(self, numbers: list[int], order: Sequence[int] | None) -> list[GradientBucket]:
+        """numbers: consecutive ones. order: of them all, from 0; None: reversed."""
+        parameters = [self.parameters[number] for number in numbers]
         plans = plan_buckets(
             [p.numel() for p in parameters],
             [(p.dtype, p.device) for p in parameters],
             [p.element_size() for p in parameters],
             bucket_bytes=self._bucket_bytes,
             first_bucket_bytes=min(FIRST_BUCKET_BYTES, self._bucket_bytes),
+            order=order,
         )
-        fresh = [
-            GradientBucket(plan.numbered_from(before), self.parameters, self.group)
+        return [
+            GradientBucket(plan.numbered_from(numbers[0]), self.parameters, self.group)
             for plan in plans
         ]
-        self.buckets += fresh
-        for bucket in fresh:
-            if self.mode is Mode.REDUCE_SCATTER:
-                bucket.prepare_shard(self.group)
-            for number, view in bucket.views.items():
-                self._home[number] = (bucket, view)
-                parameter = self.parameters[number]
-                if parameter.grad is not None:
-                    view.copy_(parameter.grad)
-                    parameter.grad = view
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
-        self._place_vote()
-        for bucket in fresh if is_in_step else ():
-            self._num_launched += 1
-            self._reduce_scatter(bucket)
-        return fresh
+
+    def _take_home(self, bucket: GradientBucket) -> None:
+        for number, view in bucket.views.items():
+            self._home[number] = (bucket, view)
+            parameter = self.parameters[number]
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                view.copy_(parameter.grad)
+                parameter.grad = view
 
     def _place_vote(self) -> None:
         last = self.buckets[-1]
@@ -162,14 +212,30 @@ class Reducer:
 
     # -- the backward pass ---------------------------------------------------------------------
 
+    def output_has_gradient(self) -> None:
+        """A backward pass has come to the model's output: the pass whose end counts. Parameters
+        may get their gradients in passes inside it, one for each checkpointed segment."""
+        if self.is_syncing and not self._sees_end:
+            self._see_end()
+
+    def _see_end(self) -> None:
+        self._sees_end = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
+
+    def _pass_ended(self) -> None:
+        self._sees_end = False
+        if self._in_backward:  # Else it was for gradients of something else than parameters.
+            self._end_backward()
+
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
         bucket, view = self._home[number]
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise ValueError(
-                f"parameter {number} of shape {tuple(parameter.shape)} has a {gradient.layout} "
-                "gradient; only dense gradients are reduced (for nn.Embedding: sparse=False)"
+                f"parameter {self.names[number]} of shape {tuple(parameter.shape)} has a "
+                f"{gradient.layout} gradient; only dense gradients are reduced (for nn.Embedding: "
+                "sparse=False)"
             )
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
@@ -179,32 +245,51 @@ class Reducer:
             return
         if not self._in_backward:
             self._begin_backward()
-        self._arrived.add(number)
-        bucket.missing -= 1
+        so_far = self._arrivals.pop(number, 0)
+        self._arrivals[number] = so_far + 1
+        if so_far < self._num_expected(number):
+            bucket.missing -= 1
+        elif self._is_launched(bucket):
+            raise RuntimeError(
+                f"parameter {self.names[number]} of shape {tuple(parameter.shape)} got another "
+                "gradient in the same backward pass after its bucket was sent: it is used in "
+                "several checkpointed segments. Checkpoint with use_reentrant=False, or pass "
+                "static_graph=True, which waits for all of them"
+            )
         if bucket.missing == 0:
             self._launch_complete_buckets()
+
+    def _num_expected(self, number: int) -> int:
+        return self._expected.get(number, 1) if self._expected else 1
+
+    def _is_launched(self, bucket: GradientBucket) -> bool:
+        return bucket in self.buckets[: self._num_launched]
 
     def _begin_backward(self) -> None:
         self._in_backward = True
         self.is_live = True
         self._begin_launching()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if not self._sees_end:
+            self._see_end()
 
     def _begin_launching(self) -> None:
         self._num_launched = 0
-        self._arrived.clear()
+        self._arrivals.clear()
         for bucket in self.buckets:
-            bucket.missing = len(bucket.plan.spans)
+            bucket.missing = sum(self._num_expected(number) for number in bucket.views)
 
     def _end_backward(self) -> None:
         """Send what is left; parameters outside this backward pass contribute what they hold."""
         self._in_backward = False
+        if self._has_repeats and self._expected is None:
+            self._expected = dict(self._arrivals)
+        self._on_backward_end()
         if self.clock is not None:
             self.clock.backward_ended()
         if self.unused is not None:
-            self.unused.tell([number in self._arrived for number in range(len(self.parameters))])
+            self.unused.tell([number in self._arrivals for number in range(len(self.parameters))])
         for number, parameter in enumerate(self.parameters):
-            if number not in self._arrived and parameter.grad is None:
+            if number not in self._arrivals and parameter.grad is None:
                 self._home[number][1].zero_()
         self._launch_rest()
         self._has_leftover = False
@@ -212,6 +297,8 @@ class Reducer:
             self._finish_all_reduce()
 
     def _launch_complete_buckets(self) -> None:
+        if not self.launches_early or (self._has_repeats and self._expected is None):
+            return
         while self._num_launched < len(self.buckets):
             bucket = self.buckets[self._num_launched]
             carries_vote = self.mode is Mode.ALL_REDUCE and bucket is self.buckets[-1]
@@ -274,6 +361,19 @@ class Reducer:
         for number, parameter in enumerate(self.parameters):
             # Who has no gradient on any rank keeps none: an optimizer must not step it.
             parameter.grad = self._home[number][1] if agreement.used[number] else None
+        if agreement.live and not self._has_measured_order:
+            self._take_order_of(min(agreement.live))
+
+    def _take_order_of(self, rank: int) -> None:
+        self._has_measured_order = True
+        rest = [number for number in self.order if number not in self._arrivals]
+        measured = torch.tensor([*self._arrivals, *rest], dtype=torch.int32).to(self.group.device)
+        self.group.broadcast(measured, rank).wait()
+        order = measured.tolist()
+        if order != self.order:
+            self.lay_out(order)
+        if self.on_new_order is not None:
+            self.on_new_order()
 
     def wait(self) -> None:
         """Block until all launched buckets are reduced."""

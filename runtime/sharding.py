@@ -114,19 +114,26 @@ class Shard:
         try:
             if join and not self._has_more():
                 join.shadow(until=self._has_more)
+            number = 0
             while self._has_more():
                 ids = self.sample_ids[self.taken : self.taken + self.batch_size]
                 batch = self._collate([self.dataset[i] for i in ids])
                 self.taken += len(ids)
                 if join:
-                    join.ledger.has_next = self._has_more()
+                    join.begin_batch(number, is_last=not self._has_more())
                 yield batch
+                number += 1
                 if passage is not None and self._at_boundary is not None:
                     self._at_boundary()
                 if join and not self._has_more():
+                    join.ledger.batch = number
                     join.shadow(until=self._has_more)
             if passage is not None:
                 passage.end()
+        except GeneratorExit:  # The loop was left early: nobody knows who goes on.
+            if join:
+                join.ledger.batch = None
+            raise
         finally:
             self._dealer.end(self)
 

@@ -36,7 +36,8 @@ from .context import current_group, recovery_of
 from .distributed_data_parallel import DistributedDataParallel, names_of, owner_of
 from .early_update import EarlyUpdate
 from .held_state import HeldState
-from .join import Join, Joinable, JoinHook
+from .join import Join
+from .joinable import GroupJoinable, Joinable, JoinHook
 from .loss_scale import check_scale, given_scale
 from .parameter_shard import Gather, ParameterShard
 from .plain_state import match_state, parameter_name, plain_state, with_names
@@ -50,7 +51,7 @@ from .shardable_optimizers import (
 )
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     """A torch optimizer whose state is sharded over the ranks of a group.
 
     params: a DistributedDataParallel of ours, or what a torch optimizer takes (tensors, or
@@ -504,25 +505,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return _Hook(self)
 
-    @property
-    def join_device(self) -> torch.device:
-        return self.group.device
-
-    @property
-    def join_group(self) -> Group:
-        return self.group
-
-    def _carries_agreement(self) -> bool:
-        return True
-
     def _ends_step(self) -> bool:
         return True
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
-        if self._model is not None and self._model not in joinables:
+        if self._model is None:
+            return
+        if [j for j in joinables if j is self or j is self._model] != [self._model, self]:
             raise ValueError(
                 "this ZeroRedundancyOptimizer finishes the steps of its model, so the model has to "
-                "be joined with it: Join([model, optimizer])"
+                "be joined with it, and before it: Join([model, optimizer])"
             )
 
 
@@ -535,9 +527,6 @@ class _Hook(JoinHook):
     @torch.no_grad()
     def main_hook(self) -> None:
         optimizer = self._optimizer
-        if optimizer.reducer is None:
-            assert optimizer._join is not None
-            optimizer._take_step(optimizer._join.ledger.live)
-            return
-        optimizer.reducer.shadow()
-        optimizer._take_step(optimizer.reducer.is_live)
+        assert optimizer._join is not None
+        # The model's hook, which ran before, has sent the gradients.
+        optimizer._take_step(optimizer._join.ledger.live)
