@@ -20,6 +20,8 @@ from .driver import GRACE_S, Unfit, driver_class
 from .errors import DriverLost, StartupError
 from .journal import JournalReader
 from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from .testimony import Testimony
+from .versions import versions_here
 from .worker import worker_class
 
 NAMESPACE = "chorusline"
@@ -161,6 +163,21 @@ class Crew:
             },
         )
 
+    async def testimonies(
+        self, timeout_s: float
+    ) -> dict[int, tuple[WorkerSnapshot, Testimony] | str]:
+        """Who each worker is, and what it has done last; by seat."""
+        workers = sorted(self._workers.items())
+        calls = {(seat, 0): worker.snapshot.remote() for seat, worker in workers}
+        calls |= {(seat, 1): worker.testify.remote() for seat, worker in workers}
+        said = await answers(calls, timeout_s)
+        told: dict[int, tuple[WorkerSnapshot, Testimony] | str] = {}
+        for seat, _ in workers:
+            who, what = said[seat, 0], said[seat, 1]
+            why = next((w.detail for w in (who, what) if isinstance(w, ActorGone | NoAnswer)), None)
+            told[seat] = (who, what) if why is None else why
+        return told
+
     async def dismiss(self) -> None:
         """End all: close the groups, kill the actors, and see them dead."""
         self._is_assembled = False
@@ -179,7 +196,7 @@ class Crew:
         await answers(dying, _ANSWER_S)
 
     async def _adopt(self, workers: Mapping[int, Actor], timeout_s: float) -> tuple[Unfit, ...]:
-        call = self._living_driver().adopt.remote(dict(workers), timeout_s)
+        call = self._living_driver().adopt.remote(dict(workers), timeout_s, versions_here())
         try:
             return await answer(call, timeout_s + _ANSWER_S)  # type: ignore[no-any-return]
         except (ActorGone, NoAnswer) as error:

@@ -55,7 +55,7 @@ from .messages import (
     RunSucceeded,
     Survey,
     WorkerState,
-)
+)from .versions import difference
 
 GRACE_S = 5.0
 """Seconds that ranks have to stop after they were told to; who still runs then is stuck."""
@@ -89,8 +89,12 @@ class Driver(StoreActor):
         self._run_is_over = asyncio.Event()
         self._early_cancels: set[int] = set()  # A cancellation may overtake its run.
 
-    async def adopt(self, workers: Mapping[int, Actor], timeout_s: float) -> tuple[Unfit, ...]:
+    async def adopt(
+        self, workers: Mapping[int, Actor], timeout_s: float, versions: dict[str, str]
+    ) -> tuple[Unfit, ...]:
         """Ask the workers, by seat, who they are, and register those that are idle.
+
+        versions: of the caller, whose functions they are to run.
 
         The first start, a replacement and a new driver all come this way. Returns the others.
         """
@@ -101,6 +105,8 @@ class Driver(StoreActor):
                 unfit.append(Unfit(seat, isinstance(said, ActorGone), said.detail))
             elif said.state is not WorkerState.IDLE:
                 unfit.append(Unfit(seat, False, f"is still {said.state.value}"))
+            elif told := difference(said.info.versions, versions):
+                unfit.append(Unfit(seat, False, told))
             else:
                 self._workers[said.info.worker_id] = workers[seat]
                 self._membership.handle(WorkerRegistered(said.info, said.generation))

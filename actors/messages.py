@@ -28,7 +28,7 @@ class WorkerInfo:
 
     worker_id: Ray's actor id. seat: its place in the session, from 0; a replacement sits down in
     the same seat. device: of its tensors, as torch writes it. num_cpus: promised by Ray, may be a
-    fraction.
+    fraction. versions: as versions.py tells them.
     """
 
     worker_id: str
@@ -38,6 +38,7 @@ class WorkerInfo:
     pid: int
     device: str
     num_cpus: float
+    versions: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.worker_id or not self.node_id:

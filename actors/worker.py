@@ -45,6 +45,7 @@ from .messages import (
 )
 from .testimony import Testimony
 from .training_thread import TrainingThread
+from .versions import versions_here
 
 COROUTINE_GRACE_S = 1.0
 """Seconds for a coroutine to end by its collectives' error before it is cancelled as well: code
@@ -103,6 +104,7 @@ class Worker:
             pid=os.getpid(),
             device=str(self._device),
             num_cpus=num_cpus,
+            versions=versions_here(),
         )
         self._lock = threading.Lock()
         self._run: _Run | None = None

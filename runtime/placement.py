@@ -75,6 +75,14 @@ def join(address: str, **options: Any) -> None:
             f"{error}. Start one with `ray start --head`, correct address or RAY_ADDRESS, or leave "
             "both out to have a local cluster started",
         ) from error
+    except RuntimeError as error:
+        if "ersion mismatch" not in str(error):
+            raise
+        raise StartupError(
+            f"the cluster at {address!r} runs other versions than this process",
+            f"{' '.join(str(error).split())} Use the cluster's Python and Ray here (its image, or "
+            "a job that runs on it), or start the cluster with these",
+        ) from None
 
 
 def _hear_sigterm(before: Any) -> None:

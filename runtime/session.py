@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +25,7 @@ from collectives.debug import get_debug_level
 from . import placement
 from .checkpoint.config import CheckpointConfig
 from .program import pickled
+from .trace import as_json, traced
 
 _PULL_S = 0.3
 """Seconds between two pulls of reports. It is also what wakes the loop, so that an interrupt in a
@@ -241,6 +244,15 @@ class Session:
             return SessionSnapshot(self._state, None, ())
         driver, workers = await self._crew.snapshots(timeout_s)
         return SessionSnapshot(self._state, driver, tuple(workers.values()))
+
+    async def trace(self, path: str | Path, timeout_s: float = 2.0) -> int:
+        """Write what all ranks did last to a file that ui.perfetto.dev shows (runtime/trace.py);
+        how many collectives are in it. Also while a function runs, and after one has failed."""
+        if self._crew is None:
+            raise RuntimeError(_REMEDIES[self._state])
+        told = as_json(*traced(await self._crew.testimonies(timeout_s)))
+        await asyncio.to_thread(Path(path).write_text, json.dumps(told))
+        return sum(event["ph"] == "X" for event in told["traceEvents"])
 
     async def _run(self, program: bytes) -> list[Any]:
         """1. Replace what is missing since the last run. 2. Run, and pass reports on meanwhile.
