@@ -32,7 +32,13 @@ def _refuse_strangers() -> None:
 
 _refuse_strangers()
 
-from actors.errors import DriverLost, RankFailed, StartupError, WorkerLost  # noqa: E402
+from actors.errors import (  # noqa: E402
+    DriverLost,
+    Interrupted,
+    RankFailed,
+    StartupError,
+    WorkerLost,
+)
 from actors.messages import Report  # noqa: E402
 from collectives import (  # noqa: E402
     ChoruslineError,
@@ -137,4 +143,5 @@ __all__ = [
     "StartupError",
     "RankFailed",
     "DriverLost",
+    "Interrupted",
 ]

@@ -21,6 +21,9 @@ from .journal import JournalReader
 from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from .worker import worker_class
 
+STEP_S = 2.0
+"""Seconds for the step in progress to end, when a run is to stop; then it is aborted inside it."""
+
 _ANSWER_S = 5.0
 """Seconds in which a live control loop answers, on a machine that is busy with training."""
 
@@ -90,16 +93,18 @@ class Crew:
         self._is_assembled = True
 
     async def run(self, request: RunRequest, payload: bytes) -> RunSucceeded | RunFailed:
-        """Have the driver run a pickled program. Cancelled: ends the run on all ranks first."""
+        """Have the driver run a pickled program. Cancelled: ends the run on all ranks first,
+        between two steps if it can."""
         driver = self._living_driver()
         self._is_assembled = False  # Until it is known that all is well.
         call = driver.run.remote(request, [ray.put(payload)])
         try:
             outcome = await answer(call)
         except asyncio.CancelledError:
-            await self.cancel(request.run, "the caller of run() was cancelled")
-            with contextlib.suppress(ActorGone, NoAnswer):
-                await answer(call, _ANSWER_S)  # The cancellation may have overtaken the call.
+            if not await self._stopped_after_step(request.run, call):
+                await self.cancel(request.run, "the caller of run() was cancelled")
+                with contextlib.suppress(ActorGone, NoAnswer):
+                    await answer(call, _ANSWER_S)  # The cancellation may have overtaken the call.
             raise
         except ActorGone as gone:
             incarnation = self._incarnation
@@ -113,6 +118,21 @@ class Crew:
             raise
         self._is_assembled = isinstance(outcome, RunSucceeded)
         return outcome  # type: ignore[no-any-return]
+
+    async def _stopped_after_step(self, run: int, call: Any) -> bool:
+        """Ask the ranks to stop at the end of their step; whether the run has ended by that.
+
+        False at once where no rank takes steps, and where the caller is cancelled once more.
+        """
+        asked = {seat: worker.stop_after_step.remote(run) for seat, worker in self._workers.items()}
+        try:
+            if not any(said is True for said in (await answers(asked, _ANSWER_S)).values()):
+                return False
+            outcome = await answer(call, STEP_S)
+        except (ActorGone, NoAnswer, asyncio.CancelledError):
+            return False
+        self._is_assembled = isinstance(outcome, RunSucceeded)
+        return True
 
     async def cancel(self, run: int, reason: str) -> None:
         """End a run; returns when its ranks have stopped, or have had their time to."""

@@ -16,6 +16,8 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray
@@ -40,6 +42,7 @@ from .messages import (
     WorkerSnapshot,
     WorkerState,
 )
+from .steps import Steps
 from .testimony import Testimony
 from .training_thread import TrainingThread
 
@@ -54,7 +57,9 @@ class Program(Protocol):
     An awaitable that it returns is awaited on the training thread's loop.
     """
 
-    def __call__(self, assignment: Assignment, group: Group, journal: Journal) -> object: ...
+    def __call__(
+        self, assignment: Assignment, group: Group, journal: Journal, steps: Steps
+    ) -> object: ...
 
 
 class _Run:
@@ -67,6 +72,7 @@ class _Run:
         self.request = request
         self.store = store
         self.journal = journal
+        self.steps = Steps()
         self.thread: TrainingThread[Success | Failure] | None = None
         self.state = WorkerState.STARTING
         self.stop_error: CollectiveError | None = None
@@ -95,6 +101,7 @@ class Worker:
         self._run: _Run | None = None
         self._group: Group | None = None  # of the last generation; lives on between runs
         self._last: tuple[int, Journal] = (-1, Journal(keep=False))  # number, journal of a run
+        self._last_steps = Steps()
         self._generation = -1
         self._early_stops: dict[int, CollectiveError] = {}  # by run; the calls may overtake `run`
 
@@ -116,6 +123,7 @@ class Worker:
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
             self._run = run
             self._last = (request.run, run.journal)
+            self._last_steps = run.steps
             self._generation = assignment.generation
             run.stop_error = self._early_stops.pop(request.run, None)
             self._early_stops.clear()
@@ -145,6 +153,11 @@ class Worker:
             running_s=time.monotonic() - run.began_at if run else None,
             collectives=dict(group.statistics.operations) if group else {},
             last_report=self._last[1].last,
+            steps=replace(run.steps if run else self._last_steps),
+            memory_bytes=_resident_bytes(),
+            device_memory_bytes=(
+                torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+            ),
         )
 
     @ray.method(concurrency_group="control")
@@ -163,6 +176,19 @@ class Worker:
         """The reports of a run from number `since` on; those before are dropped here."""
         number, journal = self._last
         return journal.read(since) if number == run else []
+
+    @ray.method(concurrency_group="control")
+    async def stop_after_step(self, run: int) -> bool:
+        """Have all ranks stop a run after the step that they are in: this rank's next vote says so.
+
+        Returns whether this rank is taking steps at all.
+        """
+        with self._lock:
+            current = self._run
+            if current is None or current.request.run != run:
+                return False
+            current.steps.stop_is_wanted = True
+            return current.steps.taken > 0
 
     @ray.method(concurrency_group="control")
     async def abort(self, run: int, error: CollectiveError) -> None:
@@ -213,7 +239,7 @@ class Worker:
         set_debug_level(max(run.request.debug_level, get_debug_level()))
         program: Program = cloudpickle.loads(payload)
         group = self._meet(run)
-        return program(run.assignment, group, run.journal)
+        return program(run.assignment, group, run.journal, run.steps)
 
     def _meet(self, run: _Run) -> Group:
         """The group of the run's generation."""
@@ -258,6 +284,12 @@ class Worker:
                 GroupAborted(generation, ending.culprits, ending.reason, ending.traceback)
             )
         return ending
+
+
+def _resident_bytes() -> int:
+    """Memory of this process, as the kernel counts it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def worker_class() -> Any:

@@ -28,6 +28,7 @@ class Vote:
     used: per parameter, whether the rank has a gradient. weight: of its losses; None: not weighed.
     squared_norm: (), of its reduced shard, or 0.0. loss_scale: of its losses, or 0.0.
     options: numbers of the optimizer's options, from the rank that speaks for all; else None.
+    stop: this rank was asked to have all stop after this step.
     """
 
     step: int
@@ -38,6 +39,7 @@ class Vote:
     squared_norm: torch.Tensor | float
     loss_scale: float
     options: Sequence[float] | None
+    stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class Ballot:
         numel = self._vote_at + vote_numel(group.size, num_parameters)
         self._vector = torch.zeros(numel, dtype=torch.float64, device=group.device)
 
+    def move_to(self, group: Group) -> None:
+        self._group = group
+
     def hold(self, vote: Vote) -> Outcome:
         """Cast this rank's vote and read everybody's.
 
@@ -81,6 +86,7 @@ class Ballot:
             has_next=vote.has_next,
             used=vote.used,
             weight=vote.weight,
+            stop=vote.stop,
         )
         group.all_reduce(vector).wait()
         total: list[float] = vector[: self._vote_at].tolist()

@@ -16,9 +16,16 @@ from collectives.group import Group
 from collectives.objects import broadcast_object
 from collectives.reduce_op import ReduceOp
 
+from .boundary import boundary
+from .kept import Place, kept
 from .sharding import MapStyleDataset, Shard
 
 T = TypeVar("T")
+
+_BEGIN_ANEW = (
+    "Call ctx.forget() on all ranks (await session.run(lambda ctx: ctx.forget())) and begin anew, "
+    "or from a checkpoint of yours"
+)
 
 _OPS = {
     "mean": ReduceOp.AVG,
@@ -53,11 +60,86 @@ class Context:
         self._journal = journal
         self._num_reports = 0
 
-    def epochs(self, num_epochs: int) -> Iterator[int]:
-        """The numbers of the epochs, 0 to num_epochs - 1."""
+    def epochs(self, num_epochs: int, *, resume: str | None = None) -> Iterator[int]:
+        """The numbers of the epochs, 0 to num_epochs - 1.
+
+        resume: a name for this loop. It is remembered on the ranks, from one run of the session to
+        the next: a loop of this name that was stopped goes on where it was. Epochs that are over
+        are left out, and in the one that was interrupted `shard` begins after the batches whose
+        steps were taken. Keep the model and the optimizer with `keep`, or they begin anew.
+
+        Raises RuntimeError, on all ranks, if they remember different epochs.
+        """
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
-        return iter(range(num_epochs))
+        return iter(range(num_epochs)) if resume is None else self._resumed(num_epochs, resume)
+
+    def _resumed(self, num_epochs: int, name: str) -> Iterator[int]:
+        place = kept().places.setdefault(name, Place())
+        by_rank = self._told([place.epoch])
+        if len({epoch for (epoch,) in by_rank}) > 1:
+            told = ", ".join(f"rank {rank}: {epoch}" for rank, (epoch,) in enumerate(by_rank))
+            raise RuntimeError(
+                f"the ranks remember different epochs of {name!r} ({told}): a worker was replaced, "
+                f"or the last run stopped between them. {_BEGIN_ANEW}"
+            )
+        bound = boundary()
+        outer, bound.place = bound.place, place
+        place.is_resumed = True
+        try:
+            while place.epoch < num_epochs:
+                yield place.epoch
+                place.next_epoch()
+                bound.pass_()
+        finally:
+            bound.place = outer
+
+    # ── What stays for the next run ──────────────────────────────────────────────────────────────
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """This rank's objects that stay from run to run, by name; the variables of `%%ranks`."""
+        return kept().objects
+
+    def keep(self, name: str, make: Callable[[], T]) -> T:
+        """The object of this name, made by `make()` the first time, and the same one in later runs
+        of the session, also when a run was interrupted or has failed.
+
+        All ranks call it, in the same order. Models and optimizers of ours go on in the group of
+        the run that they are used in.
+
+        Raises RuntimeError, on all ranks, if some have lost the object (their worker was replaced),
+        or if a run was aborted inside a step, so that it is applied on some ranks only.
+        """
+        stay = kept()
+        ages = self._told([int(number) for number in stay.age_of(name)])
+        lost = [rank for rank, (is_here, _, _) in enumerate(ages) if not is_here]
+        if len(lost) == self.world_size:
+            stay.put(name, make())
+        elif lost:
+            raise RuntimeError(
+                f"ranks {lost} do not keep {name!r}, the others do: their workers were replaced, "
+                f"or failed while they made it. {_BEGIN_ANEW}"
+            )
+        elif len({steps for _, steps, _ in ages}) > 1 or any(torn for _, _, torn in ages):
+            raise RuntimeError(
+                f"{name!r} cannot go on: a run was aborted inside a step, which is applied on some "
+                f"ranks only (steps by rank: {[steps for _, steps, _ in ages]}). {_BEGIN_ANEW}"
+            )
+        value: T = stay.objects[name]
+        return value
+
+    def forget(self, *names: str) -> None:
+        """Drop these kept objects; without names all, and the places of `epochs(resume=...)`."""
+        kept().forget(names)
+
+    def _told(self, numbers: list[int]) -> list[list[int]]:
+        """What each rank tells the others, by rank."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        everybody = mine.new_empty(self.world_size * len(numbers))
+        self.group.all_gather(everybody, mine).wait()
+        rows: list[list[int]] = everybody.view(self.world_size, -1).tolist()
+        return rows
 
     def shard(
         self,

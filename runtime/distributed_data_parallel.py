@@ -16,8 +16,10 @@ from collectives import CollectiveMismatch, Group
 from collectives.debug import is_informing
 
 from .agreement import Agreement
+from .boundary import boundary
 from .context import current_group
 from .join import Join, Joinable, JoinHook
+from .kept import kept
 from .reducer import Mode, Reducer
 from .replication import broadcast_tensors
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
@@ -94,8 +96,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             tell_choice(self.reducer, names)
         for _, parameter in named:
             _owners[parameter] = weakref.ref(self)
+        kept().wrap(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        boundary().begin_forward()
         Join.notify_join_context(self)
         clock = self.reducer.clock
         if clock is None:
@@ -138,6 +142,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise ValueError(f"weight must be at least 0, got {weight}")
         self.reducer.weight = (self.reducer.weight or 0.0) + weight
         return loss * weight
+
+    def move_to(self, group: Group) -> None:
+        """Go on in a group of the same ranks, at the beginning of a step."""
+        self.group = group
+        self.reducer.move_to(group)
 
     def sync_buffers(self, live: Sequence[int]) -> None:
         """Take the buffers of one of the ranks that took this step."""

@@ -22,9 +22,11 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from actors.errors import Interrupted
 from collectives import Group, Work
 
 from .agreement import Agreement
+from .boundary import boundary
 
 
 class JoinHook:
@@ -50,12 +52,18 @@ class JoinLedger:
         self.has_next = True
         self.last_live: tuple[int, ...] = tuple(range(num_ranks))
         self.steps_taken = [0] * num_ranks
+        self._began_earlier = False
         # Nobody knows better before the first agreement.
         self._may_continue = tuple(range(num_ranks))
 
     def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
         """The iterator knows how many batches each rank starts with."""
         self._may_continue = tuple(rank for rank, n in enumerate(batches_per_rank) if n)
+
+    def resume(self, last_live: tuple[int, ...]) -> None:
+        """Steps of this epoch were taken in an earlier Join; the last one by these ranks."""
+        self._began_earlier = True
+        self.last_live = last_live or self.last_live
 
     def record(self, agreement: Agreement, *, is_step: bool = True) -> None:
         """is_step: a step ended with it; a second agreement on the same step is none."""
@@ -67,7 +75,7 @@ class JoinLedger:
 
     @property
     def somebody_missed_a_step(self) -> bool:
-        return min(self.steps_taken) < max(self.steps_taken)
+        return self._began_earlier or min(self.steps_taken) < max(self.steps_taken)
 
     def skew(self) -> float:
         """The share of the longest rank's steps that the shortest one did not take, in [0, 1]."""
@@ -212,6 +220,8 @@ class Join:
         if not self._enable:
             return
         try:
+            if isinstance(error, Interrupted):
+                return  # All ranks are here: the generation goes on.
             if error is not None:
                 self._group.abort(error)
                 return
@@ -238,17 +248,37 @@ class Join:
 
     def shadow(self) -> None:
         """Take part in the steps that other ranks still take, until nobody takes any."""
-        ledger = self.ledger
+        ledger, bound = self.ledger, boundary()
         ledger.live = False
         ledger.has_next = False
+        bound.pass_()
         while self._header() if self._needs_header else ledger.somebody_may_continue():
+            bound.steps.has_joined = True
             for hook in self._hooks:
                 hook.main_hook()
             if self.last_step_live:
                 for follower in self._step_along:
                     follower.step()
+            bound.pass_()
+        bound.steps.has_joined = False
         ledger.live = True
         ledger.has_next = True
+
+    def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
+        """An iteration over a shard begins, which knows how many batches every rank has.
+
+        One that was stopped inside its epoch knows only how many are left to this rank: then, and
+        only then, one all-gather tells.
+        """
+        place = boundary().place
+        if place is None or not place.is_resumed:
+            self.ledger.begin_epoch(batches_per_rank)
+            return
+        left = torch.tensor([boundary().steps.batches_left or 0], device=self._device)
+        everybody = left.new_empty(self._group.size)
+        self._group.all_gather(everybody, left).wait()
+        self.ledger.begin_epoch(everybody.tolist())
+        self.ledger.resume(place.last_live)
 
     def record(self, joinable: Joinable, agreement: Agreement) -> None:
         """A step of a joinable ended with this agreement."""

@@ -8,11 +8,15 @@ from typing import Any
 
 from ray import cloudpickle
 
+from actors.errors import Interrupted
 from actors.journal import Journal
 from actors.messages import Assignment
+from actors.steps import Steps
 from collectives.group import Group
 
+from .boundary import entered
 from .context import Context, running
+from .kept import kept
 
 
 class Program:
@@ -22,16 +26,29 @@ class Program:
         self.train = train
         self.kwargs = dict(kwargs)
 
-    def __call__(self, assignment: Assignment, group: Group, journal: Journal) -> object:
+    def __call__(
+        self, assignment: Assignment, group: Group, journal: Journal, steps: Steps
+    ) -> object:
+        """None where the function was interrupted: all ranks have stopped alike, so no rank has
+        failed, and the caller knows that it asked for it."""
+        kept().enter(group)
         context = Context(assignment, group, journal)
-        with running(context):
-            result = self.train(context, **self.kwargs)
+        try:
+            with running(context), entered(steps):
+                result = self.train(context, **self.kwargs)
+        except Interrupted:
+            return None
         # A coroutine has not begun yet; the training thread awaits it on its own loop.
-        return self._finish(context, result) if inspect.isawaitable(result) else result
+        if inspect.isawaitable(result):
+            return self._finish(context, steps, result)
+        return result
 
-    async def _finish(self, context: Context, result: Awaitable[object]) -> object:
-        with running(context):
-            return await result
+    async def _finish(self, context: Context, steps: Steps, result: Awaitable[object]) -> object:
+        try:
+            with running(context), entered(steps):
+                return await result
+        except Interrupted:
+            return None
 
 
 def pickled(train: Callable[..., object], kwargs: Mapping[str, Any]) -> bytes:

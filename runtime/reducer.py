@@ -26,6 +26,8 @@ from collectives.buckets import BucketPlan, plan_buckets
 from collectives.shards import padded_numel, shard_numel
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
+from .boundary import boundary
+from .kept import kept
 from .step_statistics import StepClock, UnusedParameters
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -89,6 +91,8 @@ class Reducer:
         """Whether what was launched last held gradients of this rank's own data."""
         self.weight: float | None = None
         """Sum of the weights of the losses since the last step; None where nobody weighs."""
+        self.ends_steps = True
+        """Whether a step is over with its agreement here; not where a sharded optimizer votes."""
         self.clock: StepClock | None = None
         """Times the steps and tells what has no gradient; there at debug level INFO and above."""
         self.unused: UnusedParameters | None = None
@@ -208,6 +212,7 @@ class Reducer:
             has_next=has_next,
             used=self.local_usage(),
             weight=self.weight,
+            stop=boundary().steps.stop_is_wanted,
         )
 
     def local_usage(self) -> list[bool]:
@@ -221,12 +226,15 @@ class Reducer:
         agreement = read_agreement(self._vote, self.group.size)
         self.weight = None
         divisor = self._on_agreement(agreement)
+        boundary().step_agreed(agreement, self.group, ends_step=self.ends_steps)
         if divisor not in (0, 1):
             for bucket in self.buckets:
                 bucket.flat[: bucket.plan.content].div_(divisor)
         for number, parameter in enumerate(self.parameters):
             # Who has no gradient on any rank keeps none: an optimizer must not step it.
             parameter.grad = self._home[number][1] if agreement.used[number] else None
+        if self.ends_steps:
+            kept().end_applying()
 
     def wait(self) -> None:
         """Block until all launched buckets are reduced."""
@@ -256,6 +264,20 @@ class Reducer:
         """The optimizer has used what was reduced."""
         self._num_launched = 0
         self.weight = None
+
+    def move_to(self, group: Group) -> None:
+        """Go on in a group of the same ranks, at the beginning of a step, without gradients."""
+        self.group = group
+        self.is_syncing = True
+        self.is_live = False
+        self._in_backward = False
+        self._has_leftover = False
+        self._vote_work = None
+        for bucket in self.buckets:
+            bucket.work = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.end_step()
 
     def shadow(self) -> None:
         """Take part in one step of other ranks: with what was accumulated and never sent, then

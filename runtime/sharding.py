@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import default_collate
 
+from .boundary import boundary
 from .join import active_join
 
 
@@ -70,7 +71,8 @@ class Shard:
 
     Inside `Join` the iteration of a rank that is out of batches goes on, without giving any,
     until the other ranks are out of theirs. Ranks know one another's number of batches, so no
-    step is shadowed in vain.
+    step is shadowed in vain. In a loop over `ctx.epochs(..., resume=name)` that was stopped inside
+    an epoch, it begins after the batches whose steps were taken.
 
     sample_ids: the numbers of this rank's samples, in order. batches_per_rank: of all ranks.
     len(): of this rank's batches.
@@ -108,6 +110,7 @@ class Shard:
             keep_together=keep_together,
         )
         self.dataset = dataset
+        self.epoch = epoch
         self.batch_size = batch_size
         self.sample_ids = hands[rank]
         round_up = 0 if drop_last else batch_size - 1
@@ -120,14 +123,17 @@ class Shard:
 
     def __iter__(self) -> Iterator[Any]:
         join = active_join()
-        if join:
-            join.ledger.begin_epoch(self.batches_per_rank)
-        for number in range(self._num_batches):
-            start = number * self.batch_size
-            ids = self.sample_ids[start : start + self.batch_size]
-            batch = self._collate([self.dataset[i] for i in ids])
+        with boundary().iterating(
+            self.sample_ids, self.batch_size, self.epoch, self._num_batches
+        ) as numbers:
             if join:
-                join.ledger.has_next = number + 1 < self._num_batches
-            yield batch
-        if join:
-            join.shadow()
+                join.begin_epoch(self.batches_per_rank)
+            for number in numbers:
+                start = number * self.batch_size
+                ids = self.sample_ids[start : start + self.batch_size]
+                batch = self._collate([self.dataset[i] for i in ids])
+                if join:
+                    join.ledger.has_next = number + 1 < self._num_batches
+                yield batch
+            if join:
+                join.shadow()

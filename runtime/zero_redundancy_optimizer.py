@@ -26,9 +26,11 @@ from collectives.shards import whole_parameter_spans
 
 from .agreement import Agreement
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
+from .boundary import boundary
 from .context import current_group
 from .distributed_data_parallel import DistributedDataParallel, owner_of
 from .join import Join, Joinable, JoinHook
+from .kept import kept
 from .optimizer_state import PieceState, gather_state, slice_state
 from .parameter_shard import ParameterShard
 from .reducer import Reducer
@@ -141,6 +143,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._shard.make_optimizer(optimizer_class, self.param_groups, defaults)
         self._consolidated: dict[str, Any] | None = None
         self._ballot = Ballot(self.group, len(self._parameters), len(self._option_numbers()))
+        if self._model:
+            self._model.reducer.ends_steps = False
+        kept().wrap(self)
 
     def _plan(self, is_elementwise: bool) -> list[BucketPlan]:
         """Buckets for parameters that no reducer has laid out, one per dtype and device."""
@@ -223,6 +228,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self.reducer is not None:
             self.reducer.wait()  # (1)
         outcome = self._hold_ballot(is_live)  # (3)
+        boundary().step_agreed(outcome.agreement, self.group, ends_step=True)
         divisor = self._divisor(outcome.agreement)
         if outcome.agreement.live and not self.found_overflow:
             self._shard.apply(  # (4)
@@ -237,6 +243,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self.num_steps += 1
         if self.reducer is not None:
             self.reducer.end_step()
+        kept().end_applying()
+
+    def move_to(self, group: Group) -> None:
+        """Go on in a group of the same ranks, at the beginning of a step; the shards stay."""
+        self.group = self._shard.group = group
+        self._ballot.move_to(group)
 
     def _hold_ballot(self, is_live: bool) -> Outcome:
         """Vote, and take over what the others' votes mean for this rank."""
@@ -253,6 +265,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 squared_norm=self._shard.squared_norm() if needs_norm else 0.0,
                 loss_scale=(self._loss_scale or 0.0) if is_live else 0.0,
                 options=self._option_numbers() if self.group.rank == speaker else None,
+                stop=boundary().steps.stop_is_wanted,
             )
         )
         live = outcome.agreement.live
