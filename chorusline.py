@@ -79,6 +79,7 @@ from runtime.context import Context  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
 from runtime.grad_scaler import GradScaler  # noqa: E402
 from runtime.join import Join, Joinable, JoinHook  # noqa: E402
+from runtime.notebook import load_ipython_extension, unload_ipython_extension  # noqa: E402, F401
 from runtime.progress import Progress  # noqa: E402
 from runtime.session import Session, SessionSnapshot, run  # noqa: E402
 from runtime.sharding import Shard, deal  # noqa: E402

@@ -92,6 +92,11 @@ class Crew:
                 )
         self._is_assembled = True
 
+    @property
+    def is_assembled(self) -> bool:
+        """Whether the last run left all actors as they were, so that the next one just begins."""
+        return self._is_assembled
+
     async def run(self, request: RunRequest, payload: bytes) -> RunSucceeded | RunFailed:
         """Have the driver run a pickled program. Cancelled: ends the run on all ranks first,
         between two steps if it can."""
@@ -148,19 +153,22 @@ class Crew:
 
     async def snapshots(
         self, timeout_s: float
-    ) -> tuple[DriverSnapshot | None, dict[int, WorkerSnapshot | str]]:
+    ) -> tuple[DriverSnapshot | None, tuple[WorkerSnapshot | str, ...]]:
         """What driver and workers say of themselves; by seat, or in words why one says nothing."""
+        calls = {"driver": self._driver.snapshot.remote()} if self._driver is not None else {}
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(answers(calls, timeout_s), name="driver-snapshot")
+            workers = await self.workers_seen(timeout_s)
+        driver = (await asked).get("driver")
+        return driver if isinstance(driver, DriverSnapshot) else None, workers
+
+    async def workers_seen(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
+        """What the workers say of themselves, by seat; the driver is not asked."""
         calls = {seat: worker.snapshot.remote() for seat, worker in self._workers.items()}
-        if self._driver is not None:
-            calls[-1] = self._driver.snapshot.remote()
         said = await answers(calls, timeout_s)
-        driver = said.pop(-1, None)
-        return (
-            driver if isinstance(driver, DriverSnapshot) else None,
-            {
-                seat: word.detail if isinstance(word, ActorGone | NoAnswer) else word
-                for seat, word in sorted(said.items())
-            },
+        return tuple(
+            word.detail if isinstance(word, ActorGone | NoAnswer) else word
+            for _, word in sorted(said.items())
         )
 
     async def dismiss(self) -> None:

@@ -102,13 +102,14 @@ class Report:
     """What one rank said by `ctx.report`.
 
     step: calls of `report` before this one, on this rank in this run. time: seconds since the
-    epoch, of that machine's clock.
+    epoch, of that machine's clock. taken: optimizer steps of the run by then, on all ranks.
     """
 
     rank: int
     step: int
     time: float
     values: dict[str, float | int | str]
+    taken: int = 0
 
 
 # ── How a rank ends ──────────────────────────────────────────────────────────────────────────────

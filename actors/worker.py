@@ -47,8 +47,9 @@ from .testimony import Testimony
 from .training_thread import TrainingThread
 
 COROUTINE_GRACE_S = 1.0
-"""Seconds for a coroutine to end by its collectives' error before it is cancelled as well: code
-that sees the error can tell its story; code that awaits something else would never see it."""
+"""Seconds for a function to end by its collectives' error before its coroutine is cancelled as
+well, and as many more before it is interrupted in its Python code: code that sees the error can
+tell its story; code that waits for something else, or only computes, would never see it."""
 
 
 class Program(Protocol):
@@ -72,7 +73,7 @@ class _Run:
         self.request = request
         self.store = store
         self.journal = journal
-        self.steps = Steps()
+        self.steps = Steps(rank=assignment.rank)
         self.thread: TrainingThread[Success | Failure] | None = None
         self.state = WorkerState.STARTING
         self.stop_error: CollectiveError | None = None
@@ -194,7 +195,7 @@ class Worker:
     async def abort(self, run: int, error: CollectiveError) -> None:
         """Stop a run: whatever waits in it raises `error`.
 
-        Returns when the function is over, or has ignored it for COROUTINE_GRACE_S.
+        Returns when the function is over, or was interrupted.
         """
         await self._abort(run, error)
 
@@ -213,9 +214,9 @@ class Worker:
         if group is not None:
             await asyncio.to_thread(group.abort, error)  # ncclCommAbort may take its time.
         if thread is not None:
-            is_over = await asyncio.to_thread(thread.wait_ended, COROUTINE_GRACE_S)
-            if not is_over:
-                thread.cancel()
+            for stop_harder in (thread.cancel, thread.interrupt):
+                if not await asyncio.to_thread(thread.wait_ended, COROUTINE_GRACE_S):
+                    stop_harder()
 
     @ray.method(concurrency_group="control")
     async def stop(self, reason: str) -> None:

@@ -183,7 +183,8 @@ class Context:
         are numbered, one step per call.
         """
         plain = {name: _plain(name, value) for name, value in values.items()}
-        self._journal.append(Report(self.rank, self._num_reports, time.time(), plain))
+        taken = boundary().steps.taken
+        self._journal.append(Report(self.rank, self._num_reports, time.time(), plain, taken))
         self._num_reports += 1
 
     def barrier(self) -> None:
