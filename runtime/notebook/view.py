@@ -61,11 +61,11 @@ class LiveView:
 
     async def finish(self, error: BaseException | None) -> None:
         """Draw once more, as it will be saved; how it ended, above."""
-        if self._handle is None and not self._history.losses:
-            return
         elapsed_s = time.monotonic() - self._began_at
         try:
             self._seen = await self._ask(_ANSWER_S)
+            if self._handle is None and not self._history.losses:
+                return
             ending = (
                 f"{self.step} steps in {elapsed_s:.1f} s" if self.step else f"{elapsed_s:.1f} s"
             )
@@ -140,7 +140,9 @@ _CELL = "text-align:left;padding:2px 14px 2px 0;border-bottom:1px solid rgba(128
 
 def _row(seat: int, said: WorkerSnapshot | str) -> str:
     if isinstance(said, str):
-        cells = ["?", f"<b>gone</b>: {escape(said)}", "", "", "", "", f"seat {seat}"]
+        # Ray's sentence about a death is longer than a row: it is told in full by the error.
+        short = escape(said) if len(said) < 40 else "<b>gone</b>"
+        cells = ["?", f'<span title="{escape(said)}">{short}</span>', *[""] * 4, f"seat {seat}"]
     else:
         steps = said.steps
         state = "joined: shadows the others" if steps.has_joined else said.state.value
