@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from jupyter_client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
 _PATIENCE_S = 60.0
@@ -36,7 +37,9 @@ class Kernel:
     def __init__(self, **environment: str) -> None:
         self.manager = KernelManager(kernel_name="python3")
         self.manager.start_kernel(env={**os.environ, **environment})
-        self._client = self.manager.client()
+        # Not the manager's own client: nbclient, which borrows the manager, ends its context.
+        self._client = BlockingKernelClient(connection_file=self.manager.connection_file)
+        self._client.load_connection_file()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=_PATIENCE_S)
 

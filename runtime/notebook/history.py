@@ -1,4 +1,4 @@
-"""What the reports of one run add up to: series to draw, in bounded memory."""
+"""What the reports of one run add up to: series to draw, in bounded memory and evenly spaced."""
 
 from __future__ import annotations
 
@@ -8,52 +8,89 @@ from statistics import median
 from actors.messages import Report
 
 _MOST_POINTS = 2000  # Of a rank; beyond that every other one is dropped.
+_MOST_BINS = 512
+_FIRST_BIN_S = 0.01
 _MOST_RATES = 60
-_REPORTS_A_RATE = 6  # Fewer in one bin, and the rate would jump between two values.
+_REPORTS_A_RATE = 6  # Fewer, and the rate would jump between two values.
+
+
+class _Points:
+    """A curve of which every `every`th point is held, twice as many apart whenever it is full."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[float, float]] = []
+        self._every = 1
+        self._count = 0
+
+    def add(self, point: tuple[float, float]) -> None:
+        if self._count % self._every == 0:
+            self.held.append(point)
+        self._count += 1
+        if len(self.held) > _MOST_POINTS:
+            self.held = self.held[::2]
+            self._every *= 2
 
 
 class History:
-    """losses: by rank, (optimizer step, loss). unit: of the rate: "tokens" or "samples" if the
-    reports hold them, else "batches"."""
+    """unit: of the rate: "tokens" or "samples" if the reports hold them, else "batches"."""
 
     def __init__(self) -> None:
-        self.losses: dict[int, list[tuple[float, float]]] = {}
         self.unit = "batches"
-        self._amounts: list[tuple[float, float]] = []  # (time, what was done since the one before)
+        self._losses: dict[int, _Points] = {}
+        self._began_at: float | None = None
+        self._length_s = 0.0
         self._num_reports = 0
+        self._bins: list[float] = []  # What was done in each stretch of _bin_s since the beginning.
+        self._bin_s = _FIRST_BIN_S
+
+    @property
+    def has_losses(self) -> bool:
+        return bool(self._losses)
 
     def add(self, report: Report) -> None:
         values = report.values
         loss = values.get("loss")
         if isinstance(loss, int | float):
-            points = self.losses.setdefault(report.rank, [])
-            points.append((float(report.taken or report.step + 1), float(loss)))
-            if len(points) > _MOST_POINTS:
-                del points[1:-1:2]
+            points = self._losses.setdefault(report.rank, _Points())
+            points.add((float(report.taken or report.step + 1), float(loss)))
         self.unit = next((name for name in ("tokens", "samples") if name in values), self.unit)
         amount = values.get(self.unit, 1)
         self._num_reports += 1
-        self._amounts.append((report.time, float(amount) if not isinstance(amount, str) else 0.0))
-        if len(self._amounts) > _MOST_POINTS:
-            pairs = zip(self._amounts[::2], self._amounts[1::2], strict=False)
-            self._amounts = [(second, a + b) for (_, a), (second, b) in pairs]
+        if self._began_at is None:
+            self._began_at = report.time  # How long its own step took is not known.
+        elif not isinstance(amount, str):
+            # Clocks of machines may differ: a report may seem to come before the first one.
+            self._done(max(0.0, report.time - self._began_at), float(amount))
 
     def loss_lines(self) -> dict[int, list[tuple[float, float] | None]]:
-        """By rank, with a break where a rank took no step for a while: it had joined."""
-        return {rank: _broken(points) for rank, points in sorted(self.losses.items())}
+        """By rank, (optimizer step, loss), with a break where a rank took no step for a while:
+        it had joined."""
+        return {rank: _broken(points.held) for rank, points in sorted(self._losses.items())}
 
     def rates(self) -> list[tuple[float, float]]:
-        """(seconds since the first report, amount per second), over bins of equal length."""
-        amounts = sorted(self._amounts)
-        if len(amounts) < 2 or amounts[-1][0] <= amounts[0][0]:
-            return []
-        start, length = amounts[0][0], amounts[-1][0] - amounts[0][0]
-        num_bins = max(1, min(_MOST_RATES, self._num_reports // _REPORTS_A_RATE))
-        bins = [0.0] * num_bins
-        for at, amount in amounts[1:]:  # The first one's own time is not known.
-            bins[min(num_bins - 1, int((at - start) / length * num_bins))] += amount
-        width = length / num_bins
-        return [((number + 0.5) * width, amount / width) for number, amount in enumerate(bins)]
+        """(seconds since the first report, amount per second), over stretches of equal length."""
+        most = max(1, min(_MOST_RATES, self._num_reports // _REPORTS_A_RATE))
+        together = -(-len(self._bins) // most) if self._bins else 1
+        found = []
+        for first in range(0, len(self._bins), together):
+            start_s = first * self._bin_s
+            end_s = min(self._length_s, (first + together) * self._bin_s)
+            # The last stretch is still going on: a sliver of one would give any rate.
+            if end_s - start_s > 0.5 * together * self._bin_s:
+                rate = sum(self._bins[first : first + together]) / (end_s - start_s)
+                found.append(((start_s + end_s) / 2, rate))
+        return found
+
+    def _done(self, at_s: float, amount: float) -> None:
+        self._length_s = max(self._length_s, at_s)
+        while at_s >= _MOST_BINS * self._bin_s:
+            if len(self._bins) % 2:
+                self._bins.append(0.0)
+            self._bins = [a + b for a, b in zip(self._bins[::2], self._bins[1::2], strict=True)]
+            self._bin_s *= 2
+        number = int(at_s / self._bin_s)
+        self._bins += [0.0] * (number + 1 - len(self._bins))
+        self._bins[number] += amount
 
 
 def _broken(points: list[tuple[float, float]]) -> list[tuple[float, float] | None]:

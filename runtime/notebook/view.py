@@ -53,7 +53,7 @@ class LiveView:
                     async with asyncio.timeout(_DRAW_S):
                         await is_over.wait()
                 waited_s = time.monotonic() - self._began_at
-                if self._history.losses or waited_s > _SHOW_AFTER_S:
+                if self._history.has_losses or waited_s > _SHOW_AFTER_S:
                     self._seen = await self._ask(_ANSWER_S)
                     self._draw(f"running for {waited_s:.0f} s")
         except Exception:
@@ -64,7 +64,7 @@ class LiveView:
         elapsed_s = time.monotonic() - self._began_at
         try:
             self._seen = await self._ask(_ANSWER_S)
-            if self._handle is None and not self._history.losses:
+            if self._handle is None and not self._history.has_losses:
                 return
             ending = (
                 f"{self.step} steps in {elapsed_s:.1f} s" if self.step else f"{elapsed_s:.1f} s"
