@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -199,21 +200,52 @@ class Context:
         received: T = broadcast_object(self.group, value, root, cloudpickle.dumps)
         return received
 
-    def reduce(self, value: T, op: str = "mean") -> T | float | torch.Tensor:
+    def reduce(
+        self, value: T, op: str = "mean", *, weight: float | None = None
+    ) -> T | float | torch.Tensor:
         """The mean (or "sum", "min", "max", "product") of a value over all ranks, on every rank.
 
         A tensor gives a new tensor, a number a number; integers stay integers, except in their
         mean. Anything else comes back as it is, so that a dictionary's worth of metrics can be
         reduced without sorting it first.
+
+        weight: of this rank's value in the mean; every rank gives one. With a mean over samples and
+        their number it makes the mean over all samples, however many each rank has. A rank whose
+        weight is 0 does not count, whatever its value is (0/0 as well).
+
+        Raises ValueError, on all ranks, if the weights add up to 0.
         """
         if op not in _OPS:
             raise ValueError(f"op must be one of {', '.join(map(repr, _OPS))}, got {op!r}")
+        if weight is not None and isinstance(value, torch.Tensor | int | float):
+            return self._weighted_mean(value, op, weight)
         if isinstance(value, torch.Tensor):
             return self._reduced(value.detach(), op)
         if isinstance(value, int | float):
             dtype = torch.float64 if isinstance(value, float) else torch.int64
             return self._reduced(torch.tensor([value], dtype=dtype), op).item()
         return value
+
+    def _weighted_mean(
+        self, value: torch.Tensor | float, op: str, weight: float
+    ) -> torch.Tensor | float:
+        if op != "mean" or not 0 <= weight < math.inf:
+            raise ValueError(
+                f"weight must be a number of at least 0, for the mean; got {weight!r}, op={op!r}"
+            )
+        given = torch.as_tensor(value).detach()
+        # The weight travels behind the weighed values, in float64: counts stay exact.
+        sums = torch.zeros(given.numel() + 1, dtype=torch.float64)
+        sums[-1] = weight
+        if weight:
+            sums[:-1] = given.reshape(-1).to(torch.float64) * weight
+        sums = self._reduced(sums, "sum")
+        if not sums[-1] > 0:
+            raise ValueError("the weights of all ranks add up to 0: no rank had anything to count")
+        mean = (sums[:-1] / sums[-1]).view(given.shape)
+        if not isinstance(value, torch.Tensor):
+            return mean.item()
+        return mean.to(given.device, given.dtype if given.is_floating_point() else torch.float64)
 
     def _reduced(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """A new tensor where `tensor` is."""

@@ -23,7 +23,6 @@ from ..program import pickled
 from .cells import latest_session
 from .interrupt import shell
 from .remote_cell import check_source, run_cell, take_printed
-from .tracebacks import show_once
 
 _START = "Start one: session = await cl.Session(num_workers=2).start()"
 _TAKE_S = 5.0
@@ -59,12 +58,16 @@ async def ranks(line: str, cell: str) -> list[Any] | None:
     `torch` and `cl` are there. Variables stay for the next cell and for `ctx.kept`. `await` works.
     A last value that cannot be pickled comes back as its text. None if no rank has one.
     """
+    from IPython.core.error import UsageError
+
     session = _named(line.strip())
     name = f"<ranks cell {next(_cell_numbers)}>"
     try:
         check_source(cell, name)
     except SyntaxError as error:
-        raise show_once(error, "".join(traceback.format_exception_only(error))) from None
+        # IPython would show it with the frames that lead here, as of a program that compiles.
+        told = "".join(traceback.format_exception_only(error)).rstrip()
+        raise UsageError(f"%%ranks: the cell was not sent:\n{told}") from None
     try:
         results = await session.run(run_cell, source=cell, name=name)
     except (Exception, asyncio.CancelledError):
