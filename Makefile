@@ -25,6 +25,8 @@ bench: $(INSTALLED)  ## every benchmark, as tables
 	$(BIN)/python benchmarks/join.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/recorder.py
+	$(BIN)/python benchmarks/bucket_order.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 clean:
 	rm -rf .venv out .mypy_cache .ruff_cache .pytest_cache *.egg-info

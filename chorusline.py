@@ -75,14 +75,29 @@ from collectives import (  # noqa: E402
     set_debug_level_from_env,
     store_from_url,
 )
+from runtime.checkpoint import (  # noqa: E402
+    CheckpointConfig,
+    CheckpointCorrupted,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointPlaceUnusable,
+    CheckpointWriteFailed,
+    Saving,
+    SavingTimes,
+)
 from runtime.context import Context  # noqa: E402
+from runtime.dealing import deal  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
 from runtime.grad_scaler import GradScaler  # noqa: E402
-from runtime.join import Join, Joinable, JoinHook  # noqa: E402
+from runtime.join import Join  # noqa: E402
+from runtime.joinable import Joinable, JoinHook  # noqa: E402
 from runtime.notebook import load_ipython_extension, unload_ipython_extension  # noqa: E402, F401
 from runtime.progress import Progress  # noqa: E402
+from runtime.random_state import RandomState  # noqa: E402
 from runtime.session import Session, SessionSnapshot, run  # noqa: E402
-from runtime.sharding import Shard, deal  # noqa: E402
+from runtime.sharding import Shard  # noqa: E402
+from runtime.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
 
 __version__ = "0.1.0"
@@ -99,11 +114,17 @@ __all__ = [
     "DistributedDataParallel",
     "ZeroRedundancyOptimizer",
     "GradScaler",
+    "SyncBatchNorm",
     "Join",
     "Joinable",
     "JoinHook",
     "Shard",
     "deal",
+    # Checkpoints.
+    "CheckpointConfig",
+    "Saving",
+    "SavingTimes",
+    "RandomState",
     # Collectives.
     "Group",
     "GroupDescription",
@@ -145,4 +166,10 @@ __all__ = [
     "RankFailed",
     "DriverLost",
     "Interrupted",
+    "CheckpointError",
+    "CheckpointWriteFailed",
+    "CheckpointPlaceUnusable",
+    "CheckpointNotFound",
+    "CheckpointCorrupted",
+    "CheckpointMismatch",
 ]

@@ -121,7 +121,9 @@ class Crew:
             self._kill_driver()
             await self._stop_workers("the driver actor failed")
             raise
-        self._is_assembled = isinstance(outcome, RunSucceeded)
+        self._is_assembled = (
+            isinstance(outcome, RunSucceeded) and len(outcome.results) == self.num_workers
+        )
         return outcome  # type: ignore[no-any-return]
 
     async def _stopped_after_step(self, run: int, call: Any) -> bool:

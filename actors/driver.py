@@ -26,19 +26,28 @@ from .membership import (
     AskRanks,
     EndRun,
     Event,
+    Fence,
+    FreezeRank,
     GraceEnded,
     Instruction,
     Membership,
+    PatienceEnded,
     RankEnded,
+    RankFinished,
+    RankFroze,
+    RankSilent,
     RanksTold,
+    ReleaseRank,
+    ResumeRank,
     RunCancelled,
     RunStarted,
     StartGrace,
+    StartPatience,
     StartRank,
     WorkerDied,
     WorkerRegistered,
 )
-from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerState
+from .messages import DriverSnapshot, Frozen, RunFailed, RunRequest, RunSucceeded, WorkerState
 
 GRACE_S = 5.0
 """Seconds that ranks have to stop after they were told to; who still runs then is stuck."""
@@ -97,7 +106,9 @@ class Driver(StoreActor):
         program: one reference to the pickled program, in a list so that Ray hands the reference
         on and the driver never holds the bytes.
         """
-        begun = self._membership.handle(RunStarted(request.run))
+        begun = self._membership.handle(
+            RunStarted(request.run, request.fewest, request.max_failures)
+        )
         self._run, self._events = request.run, asyncio.Queue()
         self._run_is_over.clear()
         if request.run in self._early_cancels:
@@ -124,6 +135,18 @@ class Driver(StoreActor):
         else:
             self._early_cancels.add(run)
 
+    async def froze(self, run: int, frozen: Frozen) -> None:
+        """A rank of the run has frozen itself; `Worker.resume` will tell it how to go on."""
+        self._tell(run, RankFroze(frozen))
+
+    async def finished(self, run: int, rank: int, generation: int) -> None:
+        """The function has returned on a rank, which waits for `Worker.release`."""
+        self._tell(run, RankFinished(rank, generation))
+
+    def _tell(self, run: int, event: Event) -> None:
+        if self._run == run and self._events is not None:
+            self._events.put_nowait(event)
+
     async def snapshot(self) -> DriverSnapshot:
         return self._membership.snapshot(self._incarnation)
 
@@ -148,7 +171,8 @@ class _Errands:
         self._events = events
         self._group = tasks
         self._tasks: list[asyncio.Task[None]] = []
-        self._store = ActorStore(ray.get_runtime_context().current_actor)
+        self._actor = ray.get_runtime_context().current_actor
+        self._store = ActorStore(self._actor)
 
     def carry_out(self, instructions: list[Instruction]) -> RunSucceeded | RunFailed | None:
         """Send them on their way; the outcome if they say that the run is over."""
@@ -162,6 +186,17 @@ class _Errands:
                     self._start(self._abort_rank(instruction), f"abort-{worker_id}")
                 case StartGrace():
                     self._start(self._end_grace(), "grace")
+                case FreezeRank(worker_id):
+                    self._start(self._freeze_rank(instruction), f"freeze-{worker_id}")
+                case StartPatience():
+                    self._start(self._end_patience(instruction), "patience")
+                case Fence(worker_id):
+                    # Its run call ends with that, and says so.
+                    ray.kill(self._driver.worker(worker_id))
+                case ResumeRank(worker_id):
+                    self._start(self._resume_rank(instruction), f"resume-{worker_id}")
+                case ReleaseRank(worker_id):
+                    self._start(self._release_rank(instruction), f"release-{worker_id}")
                 case EndRun(outcome):
                     return outcome
         return None
@@ -179,7 +214,9 @@ class _Errands:
         event: Event
         try:
             ending = await answer(
-                worker.run.remote(start.assignment, self._request, self._store, self._program)
+                worker.run.remote(
+                    start.assignment, self._request, self._store, self._program, self._actor
+                )
             )
             event = RankEnded(ending)
         except ActorGone as gone:
@@ -191,6 +228,33 @@ class _Errands:
         # Whether it died is told by its run call; whether it hangs, by the grace period.
         with contextlib.suppress(ActorGone, NoAnswer):
             await answer(worker.abort.remote(self._request.run, abort.error), GRACE_S)
+
+    async def _freeze_rank(self, freeze: FreezeRank) -> None:
+        worker = self._driver.worker(freeze.worker_id)
+        try:
+            await answer(
+                worker.freeze.remote(self._request.run, freeze.generation, freeze.error),
+                _TESTIMONY_S,
+            )
+        except NoAnswer:
+            self._events.put_nowait(RankSilent(freeze.worker_id, freeze.generation))
+        except ActorGone:
+            pass  # Its run call says so.
+
+    async def _end_patience(self, patience: StartPatience) -> None:
+        # Who computes finds out at its next collective, which may be a long step away.
+        await asyncio.sleep(self._request.timeout_s + _TESTIMONY_S)
+        self._events.put_nowait(PatienceEnded(patience.generation))
+
+    async def _resume_rank(self, resume: ResumeRank) -> None:
+        worker = self._driver.worker(resume.worker_id)
+        with contextlib.suppress(ActorGone, NoAnswer):  # As in _abort_rank.
+            await answer(worker.resume.remote(self._request.run, resume.resumption), GRACE_S)
+
+    async def _release_rank(self, release: ReleaseRank) -> None:
+        worker = self._driver.worker(release.worker_id)
+        with contextlib.suppress(ActorGone, NoAnswer):
+            await answer(worker.release.remote(self._request.run), GRACE_S)
 
     async def _ask_ranks(self, ask: AskRanks) -> None:
         calls = {

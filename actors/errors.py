@@ -7,7 +7,8 @@
     ├── StartupError           the workers cannot be placed, or did not start
     ├── Interrupted            the caller had all ranks stop, between two steps
     ├── RankFailed             a rank raised something that cannot be rebuilt in this process
-    └── DriverLost             the driver actor is gone; the workers may live
+    ├── DriverLost             the driver actor is gone; the workers may live
+    └── StateLost              owner and replicas of a shard are gone; no rank has its state
 
 An ordinary exception of the user's function is none of these: it reaches the caller as itself.
 Fields are positional and the text is made in `__str__`, as in `collectives.errors`.
@@ -90,4 +91,23 @@ class DriverLost(ChoruslineError):
             f"the driver actor (incarnation {self.incarnation}) is gone: {self.detail}. "
             "The workers were told to stop. Call run() again: it starts a new driver, which asks "
             "the workers that live."
+        )
+
+
+class StateLost(ChoruslineError):
+    """Every rank that kept some part of an optimizer's state is gone, so the run cannot go on from
+    memory. replicas: ranks that kept each part. lost: which part."""
+
+    def __init__(self, generation: int, replicas: int, lost: str) -> None:
+        super().__init__(generation, replicas, lost)
+        self.generation = generation
+        self.replicas = replicas
+        self.lost = lost
+
+    def __str__(self) -> str:
+        return (
+            f"optimizer state is lost in generation {self.generation}: {self.lost}, of which "
+            f"{self.replicas} rank(s) kept a copy. Start again from the last checkpoint; with "
+            f"ZeroRedundancyOptimizer(..., replicas={self.replicas + 1}) one more rank may be lost "
+            "at a time"
         )

@@ -13,30 +13,40 @@ The rules:
    is told to stop, once. What the others then raise (GroupAborted, PeerLost) is an echo. An echo
    can be faster than its cause, so the cause is settled only when every rank has stopped, or when
    the grace period is over: the first that is no echo, else the first echo.
-3. **Ranks** follow the seats, and ranks of one node are adjacent: nodes in the order of their
+3. **A run may go on** without the workers that it loses, if its request says so. Then the first
+   loss, or a rank that has frozen itself, freezes all (regeneration.py). When all who live are
+   frozen the next generation forms of them, and the run goes on in it. A rank whose function has
+   returned stays until all have, because others may need its shard. What else ends a run still
+   ends it: an exception of a function, too many losses, too few workers left, ranks that fail to
+   meet again and again though none of them dies.
+4. **Ranks** follow the seats, and ranks of one node are adjacent: nodes in the order of their
    lowest seat. A worker that was replaced thus leaves the others' ranks alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from collectives.errors import CollectiveError, GroupAborted, PeerLost
 
+from . import outcomes
 from .messages import (
     Assignment,
     Cancellation,
     DriverSnapshot,
     Failure,
+    Frozen,
     Loss,
     MemberState,
+    Resumption,
     RunFailed,
     RunSucceeded,
     Success,
     WorkerInfo,
 )
+from .regeneration import Regeneration, decide
 from .testimony import Testimony, tell
 
 # ── Events: what has happened ────────────────────────────────────────────────────────────────────
@@ -55,7 +65,11 @@ class WorkerRegistered:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
+    """fewest, max_failures: as in RunRequest."""
+
     run: int
+    fewest: int = 1
+    max_failures: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,34 @@ class RankEnded:
     """The user's function has returned or raised on a rank, and its training thread is over."""
 
     ending: Success | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class RankFroze:
+    frozen: Frozen
+
+
+@dataclass(frozen=True, slots=True)
+class RankFinished:
+    """The user's function has returned on a rank, which waits until it has on all."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankSilent:
+    """A control loop does not answer though its process lives: stopped, or cut off."""
+
+    worker_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PatienceEnded:
+    """The ranks of a generation have had their time to freeze."""
+
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +131,17 @@ class GraceEnded:
 
 
 Event: TypeAlias = (
-    WorkerRegistered | RunStarted | RankEnded | RanksTold | WorkerDied | RunCancelled | GraceEnded
+    WorkerRegistered
+    | RunStarted
+    | RankEnded
+    | RankFroze
+    | RankFinished
+    | RankSilent
+    | PatienceEnded
+    | RanksTold
+    | WorkerDied
+    | RunCancelled
+    | GraceEnded
 )
 
 # ── Instructions: what to do about it ────────────────────────────────────────────────────────────
@@ -125,13 +177,61 @@ class StartGrace:
 
 
 @dataclass(frozen=True, slots=True)
+class FreezeRank:
+    """Have a rank end the generation for itself and say how far it is; `error` is the reason."""
+
+    worker_id: str
+    generation: int
+    error: CollectiveError
+
+
+@dataclass(frozen=True, slots=True)
+class StartPatience:
+    """Send PatienceEnded when the ranks of a generation have had long enough to freeze."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Kill a worker that says nothing: what it might still do would contradict the decision."""
+
+    worker_id: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRank:
+    worker_id: str
+    resumption: Resumption
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRank:
+    """The function has returned on all ranks; this one may end."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class EndRun:
     """The run is over; nothing more comes for it."""
 
     outcome: RunSucceeded | RunFailed
 
 
-Instruction: TypeAlias = StartRank | AskRanks | AbortRank | StartGrace | EndRun
+Instruction: TypeAlias = (
+    StartRank
+    | AskRanks
+    | AbortRank
+    | StartGrace
+    | FreezeRank
+    | StartPatience
+    | Fence
+    | ResumeRank
+    | ReleaseRank
+    | EndRun
+)
 
 # ── The state machine ────────────────────────────────────────────────────────────────────────────
 
@@ -148,9 +248,15 @@ class _Run:
 
     is_asking: the ranks were asked what they do, and the answers are still to come. story: what
     follows from the answers; None before anybody was asked.
+    losses: workers that it has gone on without. finished: ranks that wait for the others to return;
+    is_released: all have, and were told so.
+    regeneration: while one generation has ended and the next has not begun. num_vain: generations
+    in a row that ended though nobody died and nothing was achieved; `achieved` says what was.
     """
 
     number: int
+    fewest: int
+    max_failures: int | None
     members: tuple[_Member, ...]  # by rank
     running: set[int]
     returned: dict[int, Success] = field(default_factory=dict)
@@ -158,6 +264,20 @@ class _Run:
     is_stopping: bool = False
     is_asking: bool = False
     story: str | None = None
+    losses: list[Loss] = field(default_factory=list)
+    finished: set[int] = field(default_factory=set)
+    is_released: bool = False
+    regeneration: Regeneration | None = None
+    num_vain: int = 0
+    achieved: int = -1
+
+    @property
+    def goes_on(self) -> bool:
+        return self.max_failures != 0
+
+
+MAX_VAIN = 3
+"""Generations in which ranks did not meet, one after another, before the run is given up."""
 
 
 class Membership:
@@ -173,10 +293,18 @@ class Membership:
         match event:
             case WorkerRegistered(worker, generation):
                 return self._register(worker, generation)
-            case RunStarted(run):
-                return self._start(run)
+            case RunStarted(run, fewest, max_failures):
+                return self._start(run, fewest, max_failures)
             case RankEnded(ending):
                 return self._rank_ended(ending)
+            case RankFroze(frozen):
+                return self._rank_froze(frozen)
+            case RankFinished(rank, generation):
+                return self._rank_finished(rank, generation)
+            case RankSilent(worker_id, generation):
+                return self._fence([worker_id], generation, "its control loop does not answer")
+            case PatienceEnded(generation):
+                return self._patience_ended(generation)
             case RanksTold(testimonies):
                 return self._ranks_told(testimonies)
             case WorkerDied(worker_id, detail):
@@ -210,7 +338,7 @@ class Membership:
             self._formed = ()
         return []
 
-    def _start(self, run: int) -> list[Instruction]:
+    def _start(self, run: int, fewest: int, max_failures: int | None) -> list[Instruction]:
         if self._run is not None:
             raise RuntimeError(f"run {self._run.number} is still in progress")
         unready = [m for m in self._members.values() if m.state is not MemberState.READY]
@@ -222,7 +350,7 @@ class Membership:
         if order != self._formed:
             self._generation += 1
             self._formed = order
-        self._run = _Run(run, members, set(range(len(members))))
+        self._run = _Run(run, fewest, max_failures, members, set(range(len(members))))
         for member in members:
             member.state = MemberState.RUNNING
         assignments = assign([member.info for member in members], self._generation)
@@ -253,13 +381,123 @@ class Membership:
         for rank in sorted(run.running):
             if run.members[rank].info.worker_id == worker_id:
                 run.running.discard(rank)
-                return self._stop(Loss(rank, run.members[rank].info, detail))
+                return self._lose(Loss(rank, run.members[rank].info, detail))
         return []
+
+    # ── Rule 3: a run goes on ────────────────────────────────────────────────────────────────────
+
+    def _lose(self, loss: Loss) -> list[Instruction]:
+        run = self._run
+        assert run is not None
+        run.losses.append(loss)
+        is_too_many = run.max_failures is not None and len(run.losses) > run.max_failures
+        is_over = run.is_stopping or run.is_released
+        if is_over or is_too_many or len(run.running) < run.fewest:
+            return self._stop(loss)
+        begun = self._freeze_others(stop_error(loss, self._generation))
+        assert run.regeneration is not None
+        run.regeneration.died(loss.rank)
+        return [*begun, *self._decide()]
+
+    def _rank_froze(self, frozen: Frozen) -> list[Instruction]:
+        run = self._run
+        if run is None or run.is_stopping or frozen.generation != self._generation:
+            return []
+        begun = self._freeze_others(frozen.error, but=frozen.rank)
+        assert run.regeneration is not None
+        run.regeneration.froze(frozen)
+        return [*begun, *self._decide()]
+
+    def _freeze_others(self, error: CollectiveError, but: int = -1) -> list[Instruction]:
+        """Begin a round, if none has begun."""
+        run = self._run
+        assert run is not None
+        if run.regeneration is not None:
+            return []
+        run.regeneration = Regeneration(self._generation, range(len(run.members)))
+        freezes = [
+            FreezeRank(run.members[rank].info.worker_id, self._generation, error)
+            for rank in sorted(run.running - {but})
+        ]
+        return [*freezes, StartPatience(self._generation)]
+
+    def _patience_ended(self, generation: int) -> list[Instruction]:
+        run = self._run
+        if run is None or run.regeneration is None:
+            return []
+        silent = [run.members[rank].info.worker_id for rank in run.regeneration.unfrozen]
+        return self._fence(silent, generation, "its function did not come to a stop in time")
+
+    def _fence(self, worker_ids: Iterable[str], generation: int, why: str) -> list[Instruction]:
+        run = self._run
+        if run is None or run.is_stopping or generation != self._generation:
+            return []
+        round_ = run.regeneration
+        unfrozen = round_.unfrozen if round_ is not None else []
+        silent = {run.members[rank].info.worker_id for rank in unfrozen}
+        return [Fence(worker_id, why) for worker_id in worker_ids if worker_id in silent]
+
+    def _decide(self) -> list[Instruction]:
+        """Form the next generation, if all who live are frozen."""
+        run = self._run
+        assert run is not None and run.regeneration is not None
+        round_ = run.regeneration
+        if not round_.is_complete:
+            return []
+        frozen = round_.frozen
+        met = next(iter(frozen.values()))
+        unparked = sorted(rank for rank, word in frozen.items() if not word.is_parked)
+        if unparked or not frozen:
+            return self._give_up(met, f"ranks {unparked} were outside a step")
+        try:
+            progress = decide(frozen)
+        except ValueError as error:
+            return self._give_up(met, str(error))
+        achieved = sum(one.ballots for one in progress)
+        run.num_vain = 0 if round_.lost or achieved > run.achieved else run.num_vain + 1
+        run.achieved = achieved
+        if run.num_vain >= MAX_VAIN:
+            return self._give_up(met, f"ranks did not meet {MAX_VAIN} times in a row")
+        former = tuple(sorted(frozen))
+        entered = max(word.entered for word in frozen.values())
+        run.members = tuple(run.members[rank] for rank in former)
+        run.running = set(range(len(former)))
+        run.finished.clear()
+        run.regeneration = None
+        self._generation += 1
+        self._formed = tuple(member.info.worker_id for member in run.members)
+        assignments = assign([member.info for member in run.members], self._generation)
+        return [
+            ResumeRank(worker_id, Resumption(assignment, former, progress, entered))
+            for worker_id, assignment in zip(self._formed, assignments, strict=True)
+        ]
+
+    def _give_up(self, met: Frozen, why: str) -> list[Instruction]:
+        """The run cannot go on: it ends with the last loss, or with what a rank has met with."""
+        run = self._run
+        assert run is not None
+        run.regeneration = None
+        if run.losses:
+            last = run.losses[-1]
+            return self._stop(Loss(last.rank, last.worker, f"{last.detail} ({why})"))
+        return self._stop(failure_of(met))
+
+    def _rank_finished(self, rank: int, generation: int) -> list[Instruction]:
+        run = self._run
+        if run is None or run.is_stopping or generation != self._generation:
+            return []
+        run.finished.add(rank)
+        if run.regeneration is not None or run.finished < run.running:
+            return []
+        run.is_released = True
+        return [ReleaseRank(member.info.worker_id) for member in run.members]
 
     def _stop(self, cause: Failure | Loss | Cancellation) -> list[Instruction]:
         """Rule 2: note what happened; the first time, tell all who still run."""
         run = self._run
         assert run is not None
+        if _is_echo(cause) and run.losses:
+            cause = run.losses[-1]
         if run.cause is None or (_is_echo(run.cause) and not _is_echo(cause)):
             run.cause = cause
         self._formed = ()
@@ -298,7 +536,7 @@ class Membership:
 
 
 def in_rank_order(members: Iterable[_Member]) -> list[_Member]:
-    """Rule 3."""
+    """Rule 4."""
     by_seat = sorted(members, key=lambda member: member.info.seat)
     first_seat: dict[str, int] = {}
     for member in by_seat:
@@ -332,6 +570,11 @@ def stop_error(cause: Failure | Loss | Cancellation, generation: int) -> Collect
             return PeerLost("run", generation, [cause.rank], f"{cause.worker}: {cause.detail}")
         case Cancellation():
             return GroupAborted(generation, [], cause.reason)
+
+
+def failure_of(met: Frozen) -> Failure:
+    """What a frozen rank would have raised."""
+    return replace(outcomes.failure(met.rank, met.error), is_echo=False)
 
 
 def _is_echo(cause: Failure | Loss | Cancellation) -> bool:

@@ -5,6 +5,8 @@ Who speaks to whom:
     Session ── RunRequest ──▶ Driver ── Assignment, RunRequest ──▶ Worker
     Session ◀─ RunSucceeded / RunFailed ─ Driver ◀── Success / Failure ── Worker
     Session ◀──────────── Report (pulled while a run is in progress) ──── Worker
+                        Driver ◀── Frozen ── Worker, Driver ── Resumption ──▶ Worker
+                                             (a run that goes on in the next generation)
     anybody ◀── snapshots ── Driver, Worker
 
 User objects (the function, its result, its exception) travel as bytes made by cloudpickle, so
@@ -17,6 +19,7 @@ import enum
 from dataclasses import dataclass, field
 
 from collectives.debug import DebugLevel
+from collectives.errors import CollectiveError
 
 from .steps import Steps
 
@@ -83,18 +86,31 @@ class RunRequest:
     run: its number in the session, from 0. timeout_s: deadline of rendezvous and of each
     collective. keep_reports: whether somebody will pull the reports; if not, only the last stays.
     debug_level: of the session's process; a worker whose own is higher keeps that.
+    fewest: workers with which the run goes on when others are lost. max_failures: how many may be
+    lost before the run fails; 0: the first loss ends it, None: any number.
     """
 
     run: int
     timeout_s: float
     keep_reports: bool
     debug_level: DebugLevel = DebugLevel.OFF
+    fewest: int = 1
+    max_failures: int | None = 0
 
     def __post_init__(self) -> None:
         if self.run < 0:
             raise ValueError(f"run must be at least 0, got {self.run}")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+        if self.fewest < 1:
+            raise ValueError(f"fewest must be at least 1, got {self.fewest}")
+        if self.max_failures is not None and self.max_failures < 0:
+            raise ValueError(f"max_failures must be at least 0, or None, got {self.max_failures}")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the loss of a worker may be survived."""
+        return self.max_failures != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +126,60 @@ class Report:
     time: float
     values: dict[str, float | int | str]
     taken: int = 0
+
+
+# ── How a run goes on without some of its ranks (regeneration.py) ────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one optimizer is. ballots: how many it has seen. payload: the last one's numbers, as
+    all ranks read them; empty before the first."""
+
+    ballots: int
+    payload: tuple[float, ...] = ()
+
+
+DROPPED = Progress(-1)
+"""Of an optimizer that the function has let go of: nobody waits for it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A rank has ended `generation` for itself and waits for the next one.
+
+    progress: of its optimizers, in the order in which they were made. error: what it met with.
+    entered: the last generation that it has gone on in; later ones have not come about for it.
+    is_parked: its function waits inside a step, and can go on there; otherwise it has been left,
+    and has to run again from the top.
+    """
+
+    rank: int
+    generation: int
+    progress: tuple[Progress, ...]
+    error: CollectiveError
+    entered: int = 0
+    is_parked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """How a frozen rank goes on. former_ranks: by new rank, the rank in the generation that ended.
+    progress: what holds for all; who has seen less takes it from here. entered: the last generation
+    that any rank has gone on in; who has not did all that was needed for it, and counts it, too.
+    """
+
+    assignment: Assignment
+    former_ranks: tuple[int, ...]
+    progress: tuple[Progress, ...]
+    entered: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.former_ranks) != self.assignment.world_size:
+            raise ValueError(
+                f"former_ranks has {len(self.former_ranks)} ranks for a world of "
+                f"{self.assignment.world_size}"
+            )
 
 
 # ── How a rank ends ──────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -64,11 +64,18 @@ def success(rank: int, value: object, collectives: int) -> Success | Failure:
         return failure(rank, told)
 
 
-def failure(rank: int, error: BaseException, *, was_told_to_stop: bool = False) -> Failure:
-    """was_told_to_stop: then a cancelled coroutine is an echo, too."""
+def failure(
+    rank: int,
+    error: BaseException,
+    *,
+    was_told_to_stop: bool = False,
+    as_counted: Callable[[CollectiveError], CollectiveError] | None = None,
+) -> Failure:
+    """was_told_to_stop: then a cancelled coroutine is an echo, too. as_counted: gives the error of
+    a group that was made of the session's the ranks as the session counts them."""
     reason = "".join(traceback.format_exception_only(error)).strip()
     text = "".join(traceback.format_exception(error.with_traceback(_users_part(error))))
-    told_by = _told_by(error, rank)
+    told_by = _told_by(error, rank, as_counted or (lambda link: link))
     culprits = tuple(told_by.ranks) if told_by else (rank,)
     is_echo = isinstance(told_by, GroupAborted | PeerLost) or (
         was_told_to_stop and isinstance(error, asyncio.CancelledError)
@@ -87,14 +94,15 @@ def failure(rank: int, error: BaseException, *, was_told_to_stop: bool = False) 
     return Failure(rank, exception, reason, text, culprits, is_echo, asks_all)
 
 
-def _told_by(error: BaseException, rank: int) -> CollectiveError | None:
+def _told_by(
+    error: BaseException, rank: int, as_counted: Callable[[CollectiveError], CollectiveError]
+) -> CollectiveError | None:
     """The group's error that began this one, also if the user's code wrapped it in its own."""
     for link in _chain(error):
-        if (
-            isinstance(link, CollectiveTimeout | CollectiveMismatch | GroupAborted | PeerLost)
-            and rank not in link.ranks
-        ):
-            return link
+        if isinstance(link, CollectiveTimeout | CollectiveMismatch | GroupAborted | PeerLost):
+            counted = as_counted(link)
+            if rank not in counted.ranks:
+                return counted
     return None
 
 

@@ -16,18 +16,21 @@ from collectives.call_site import is_users_file
 from collectives.flight_recorder import tell_positions
 from collectives.operation import State
 
+GroupId = tuple[str, tuple[int, ...]]
+"""Name, and ranks as the session counts them: groups that one `split` made may share the name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Testimony:
     """What one worker says of its rank.
 
-    recording: None before it had a group. stack: of the training thread, the user's frames; empty
-    if it is over, or in no code of the user's.
+    recordings: of its groups, the session's first; none before it had one. stack: of the training
+    thread, the user's frames; empty if it is over, or in no code of the user's.
     """
 
     __test__ = False  # For pytest, which takes the name for that of a test.
 
-    recording: FlightRecording | None
+    recordings: tuple[FlightRecording, ...]
     stack: str
     is_over: bool
 
@@ -35,52 +38,85 @@ class Testimony:
 def tell(testimonies: Mapping[int, Testimony | str], late: Sequence[int]) -> str:
     """The story for a person: one sentence of all ranks, then the late ones, each with its stack.
 
+    It is about the group whose collective failed first. Where that is one that was made of the
+    session's, the sentence names it; its ranks are told as the session counts them.
+
     testimonies: by rank; a text says why a rank said nothing. late: the ranks to blame.
     """
-    before = _first_failure(testimonies.values())
-    places = {}
-    for rank, said in testimonies.items():
-        if isinstance(said, Testimony) and said.recording is not None:
-            at = said.recording.position(before)
-            places[rank] = at.place if at else "nothing yet"
-    lines = [tell_positions(places, [r for r in late if r in places])] if places else []
+    answers = {rank: said for rank, said in testimonies.items() if isinstance(said, Testimony)}
+    session = next((_id(said.recordings[0]) for said in answers.values() if said.recordings), None)
+    group, before = _first_failure(answers.values()) or (session, None)
+    lines = []
+    places = {
+        rank: _place(said, group, before)
+        for rank, said in answers.items()
+        if said.recordings and group is not None and rank in group[1]
+    }
+    if places:
+        told = tell_positions(places, [r for r in late if r in places])
+        if group is not None and group != session:
+            told = f"in group {group[0]!r}, of ranks {list(group[1])}: {told}"
+        lines.append(told)
     for rank in sorted(testimonies):
         said = testimonies[rank]
         if isinstance(said, str):
             lines.append(f"rank {rank} {said}; its process may be stopped, or busy without end")
         elif rank in late:
-            lines.append(f"rank {rank} {_doing(said, before)}")
+            lines.append(f"rank {rank} {_doing(said, group, session, before)}")
             if said.stack:
                 lines.append(said.stack.rstrip())
     return "\n".join(lines)
 
 
-def _doing(said: Testimony, before: float | None) -> str:
-    if said.recording is None:
+def _id(recording: FlightRecording) -> GroupId:
+    return recording.name, recording.ranks
+
+
+def _place(said: Testimony, group: GroupId | None, before: float | None) -> str:
+    for recording in said.recordings:
+        if _id(recording) == group and (at := recording.position(before)):
+            return at.place
+    return "nothing yet"
+
+
+def _doing(
+    said: Testimony, group: GroupId | None, session: GroupId | None, before: float | None
+) -> str:
+    if not said.recordings:
         return "has not met the other ranks" + ("; its Python stack:" if said.stack else "")
-    at = said.recording.position(before)
-    if at is None:
-        words = "has issued nothing"
-    elif at.state is State.DONE:
-        words = f"has finished {at.place}, and issued nothing since"
-    else:
-        words = f"is in {at.place}"
+    words = "has issued nothing"
+    elsewhere = []  # What it does in other groups may be why it is late in this one.
+    for recording in said.recordings:
+        at = recording.position(before)
+        if _id(recording) == group and at is not None:
+            if at.state is State.DONE:
+                words = f"has finished {at.place}, and issued nothing since"
+            else:
+                words = f"is in {at.place}"
+        elif at is not None and at.state is not State.DONE:
+            elsewhere.append(f"; in group {recording.name!r} it is in {at.place}")
+    if group != session and group is not None:
+        words += f" in group {group[0]!r}"
+    words += "".join(elsewhere)
     if said.is_over:
         return f"{words}; its function is over"
     return f"{words}; its Python stack:" if said.stack else words
 
 
-def _first_failure(testimonies: Iterable[Testimony | str]) -> float | None:
-    """When the generation ended, in seconds since the epoch: what was issued later came too late,
-    and would hide where its rank was when it mattered."""
+def _first_failure(testimonies: Iterable[Testimony]) -> tuple[GroupId, float] | None:
+    """In which group the generation ended, and when, in seconds since the epoch: what was issued
+    later came too late, and would hide where its rank was when it mattered."""
     ends = [
-        recorded.ended_at
+        (recorded.ended_at, _id(recording))
         for said in testimonies
-        if isinstance(said, Testimony) and said.recording is not None
-        for recorded in said.recording.collectives
+        for recording in said.recordings
+        for recorded in recording.collectives
         if recorded.state is State.FAILED and recorded.ended_at is not None
     ]
-    return min(ends, default=None)
+    if not ends:
+        return None
+    ended_at, group = min(ends)
+    return group, ended_at
 
 
 def users_stack(frames: Iterable[tuple[FrameType, int]]) -> str:

@@ -3,7 +3,8 @@
     control loop    Ray's own, concurrency group "control": snapshot, abort, pull_reports, stop.
                     Never blocked, whatever the user's function does.
     default loop    holds `run` while the training thread works.
-    training thread makes the group, calls the user's function.
+    training thread makes the group, calls the user's function; when a generation ends and the run
+                    goes on, it waits in its lifeline (lifeline.py) and makes the next group.
 
 The loops are two threads (Ray gives each concurrency group one), so what they share is behind a
 lock that is never held while anything blocks.
@@ -30,12 +31,14 @@ from collectives.group import Group
 
 from . import outcomes
 from .actor_store import ActorStore
-from .calls import actor_class
+from .calls import Actor, actor_class
 from .journal import Journal
+from .lifeline import Lifeline
 from .messages import (
     Assignment,
     Failure,
     Report,
+    Resumption,
     RunRequest,
     Success,
     WorkerInfo,
@@ -59,21 +62,34 @@ class Program(Protocol):
     """
 
     def __call__(
-        self, assignment: Assignment, group: Group, journal: Journal, steps: Steps
+        self,
+        assignment: Assignment,
+        group: Group,
+        journal: Journal,
+        lifeline: Lifeline,
+        steps: Steps,
     ) -> object: ...
 
 
 class _Run:
-    """The run in progress. stop_error: set when this rank was told to stop."""
+    """The run in progress. stop_error: set when this rank was told to stop. store: of the
+    generation; a cancelled one stays so, and the next generation has its own."""
 
     def __init__(
-        self, assignment: Assignment, request: RunRequest, store: ActorStore, journal: Journal
+        self,
+        assignment: Assignment,
+        request: RunRequest,
+        store: ActorStore,
+        journal: Journal,
+        driver: Actor,
     ) -> None:
         self.assignment = assignment
         self.request = request
         self.store = store
         self.journal = journal
         self.steps = Steps(rank=assignment.rank)
+        self.driver = driver
+        self.lifeline: Lifeline | None = None
         self.thread: TrainingThread[Success | Failure] | None = None
         self.state = WorkerState.STARTING
         self.stop_error: CollectiveError | None = None
@@ -107,7 +123,12 @@ class Worker:
         self._early_stops: dict[int, CollectiveError] = {}  # by run; the calls may overtake `run`
 
     async def run(
-        self, assignment: Assignment, request: RunRequest, store: ActorStore, program: bytes
+        self,
+        assignment: Assignment,
+        request: RunRequest,
+        store: ActorStore,
+        program: bytes,
+        driver: Actor,
     ) -> Success | Failure:
         """Run the program as this rank; its ending, never an exception.
 
@@ -118,7 +139,7 @@ class Worker:
         4. and if that raised, ends the generation for the peers at once: no news to the driver
            and back has to pass before they stop waiting for this rank.
         """
-        run = _Run(assignment, request, store, Journal(keep=request.keep_reports))
+        run = _Run(assignment, request, store, Journal(keep=request.keep_reports), driver)
         with self._lock:
             if self._run is not None:
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
@@ -167,7 +188,7 @@ class Worker:
         with self._lock:
             run, group = self._run, self._group
         return Testimony(
-            recording=group.flight_recorder if group else None,
+            recordings=tuple(group.flight_recorders()) if group else (),
             stack=run.thread.stack() if run and run.thread else "",
             is_over=run is None or run.thread is None or run.thread.wait_ended(0),
         )
@@ -210,13 +231,58 @@ class Worker:
             current.state = WorkerState.STOPPING
             group = self._group
             thread = current.thread
-        current.store.cancel(error)
+            store, lifeline = current.store, current.lifeline
+        store.cancel(error)
+        if lifeline is not None:
+            lifeline.stop(error)
         if group is not None:
             await asyncio.to_thread(group.abort, error)  # ncclCommAbort may take its time.
         if thread is not None:
             for stop_harder in (thread.cancel, thread.interrupt):
                 if not await asyncio.to_thread(thread.wait_ended, COROUTINE_GRACE_S):
                     stop_harder()
+
+    @ray.method(concurrency_group="control")
+    async def freeze(self, run: int, generation: int, error: CollectiveError) -> None:
+        """A generation is over, and the run goes on: whatever waits in its collectives raises.
+
+        The training thread says how far it is when it comes to that (Lifeline.regenerate).
+        """
+        with self._lock:
+            current = self._run
+            if (
+                current is None
+                or current.request.run != run
+                or current.assignment.generation != generation
+            ):
+                return  # It has gone on already, or is over.
+            group, store, lifeline = self._group, current.store, current.lifeline
+        store.cancel(error)
+        if group is not None and group.generation == generation:
+            await asyncio.to_thread(group.abort, error)
+        if lifeline is not None:
+            lifeline.freeze(generation, error)
+
+    @ray.method(concurrency_group="control")
+    async def resume(self, run: int, resumption: Resumption) -> None:
+        """How the frozen training thread goes on."""
+        with self._lock:
+            current = self._run
+            if current is None or current.request.run != run or current.lifeline is None:
+                return
+            current.assignment = resumption.assignment
+            current.store = ActorStore(current.driver)
+            self._generation = resumption.assignment.generation
+            lifeline = current.lifeline
+        lifeline.resume(resumption)
+
+    @ray.method(concurrency_group="control")
+    async def release(self, run: int) -> None:
+        """The function has returned on all ranks."""
+        with self._lock:
+            current = self._run
+        if current is not None and current.request.run == run and current.lifeline is not None:
+            current.lifeline.release()
 
     @ray.method(concurrency_group="control")
     async def stop(self, reason: str) -> None:
@@ -240,19 +306,26 @@ class Worker:
         set_debug_level(max(run.request.debug_level, get_debug_level()))
         program: Program = cloudpickle.loads(payload)
         group = self._meet(run)
-        return program(run.assignment, group, run.journal, run.steps)
+        lifeline = Lifeline(
+            run.request, run.driver, group, run.assignment.rank, lambda _: self._meet(run)
+        )
+        with self._lock:
+            run.lifeline = lifeline
+            if run.stop_error is not None:
+                lifeline.stop(run.stop_error)
+        return program(run.assignment, group, run.journal, lifeline, run.steps)
 
     def _meet(self, run: _Run) -> Group:
         """The group of the run's generation."""
-        assignment = run.assignment
         with self._lock:
+            assignment, store = run.assignment, run.store
             group, self._group = self._group, None
         if group is not None and group.generation != assignment.generation:
             group.close()
             group = None
         if group is None:
             group = Group.create(
-                run.store,
+                store,
                 assignment.rank,
                 assignment.world_size,
                 self._device,
@@ -277,8 +350,12 @@ class Worker:
             issued = group.statistics.total_operations() if group else 0
             ending = outcomes.success(rank, value, issued)
         else:
-            told = run.stop_error is not None
-            ending = outcomes.failure(rank, error, was_told_to_stop=told)
+            ending = outcomes.failure(
+                rank,
+                error,
+                was_told_to_stop=run.stop_error is not None,
+                as_counted=self._group.as_counted_here if self._group else None,
+            )
         if isinstance(ending, Failure) and self._group is not None:
             generation = run.assignment.generation
             self._group.abort(

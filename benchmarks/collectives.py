@@ -6,7 +6,8 @@
 The peer is torch.distributed.ProcessGroupGloo made directly, its fastest form. With --ray the ranks
 are Ray actors, and ray.util.collective (its Gloo backend) takes its turns with the other two. One
 thread a rank. A size is that of the larger of the two buffers. "awaited" is all_reduce in a
-coroutine: ours awaited, Gloo's future calling back into the loop; Ray has none.
+coroutine: ours awaited, Gloo's future calling back into the loop. Ray has neither that nor
+all_to_all, and the table says so.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ from benchmarks.alternation import alternate, finish, parser, spawn, table
 from collectives import FileStore, Group
 
 _SIZES = {"4B": 4, "64KiB": 64 << 10, "1MiB": 1 << 20, "16MiB": 16 << 20}
-_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "awaited")
+_OPERATIONS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "all_to_all",
+    "barrier",
+    "awaited",
+)
 _AWAITS = 20  # in one run of the loop, which itself takes longer than a small operation
 _RAY_START_S = 120.0
 
@@ -94,6 +103,7 @@ def measure(
         tensor = torch.ones(nbytes // 4)
         part = torch.ones(max(1, nbytes // 4 // num_ranks))
         whole = torch.ones(num_ranks * len(part))
+        received = torch.empty_like(whole)
         parts = list(whole.view(num_ranks, -1))
         for operation in operations:
             name = f"{operation}/{num_ranks}/{size}"
@@ -129,6 +139,14 @@ def measure(
                         lambda t=tensor: group.broadcast(t).wait(),
                         lambda t=tensor: gloo.broadcast(t, 0).wait(),
                         lambda t=tensor: collective.broadcast(t, 0),
+                    )
+                case "all_to_all":
+                    case(
+                        name,
+                        nbytes,
+                        lambda w=whole, o=received: group.all_to_all(o, w).wait(),
+                        lambda w=whole, o=received: gloo.alltoall_base(o, w, [], []).wait(),
+                        None,
                     )
                 case "awaited":
                     awaited(
@@ -227,7 +245,9 @@ def main() -> None:
     def row(name: str, m: dict[str, float]) -> tuple[str, ...]:
         cells = [name, f"{m['ours'] * 1e6:.1f}", f"{m['gloo'] * 1e6:.1f}", f"{ratios[name]:.3f}"]
         if args.ray:
-            cells += [f"{m['ray'] * 1e6:.1f}", f"{to_ray[name]:.3f}"] if "ray" in m else ["", ""]
+            cells += (
+                [f"{m['ray'] * 1e6:.1f}", f"{to_ray[name]:.3f}"] if "ray" in m else ["lacks it", ""]
+            )
         return tuple(cells)
 
     header = ("case", "ours", "gloo", "ours/gloo", *(("ray", "ours/ray") if args.ray else ()))

@@ -41,8 +41,10 @@ from collectives import (
     Group,
     GroupAborted,
     PeerLost,
+    StoreTimeout,
     Work,
 )
+from collectives.errors import fresh_copy
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "collectives.gloo", "collectives.shared_memory"])
@@ -70,7 +72,7 @@ class Step:
 @dataclass(frozen=True)
 class Plan:
     """at_step: of faults that the victim itself commits. delay_s: of the others, from the start,
-    and from the step on."""
+    and from the step on. connected: whether the objects' channel is, before the fault."""
 
     seed: int
     transport: str
@@ -80,6 +82,7 @@ class Plan:
     at_step: int
     delay_s: float
     steps: tuple[Step, ...]
+    connected: bool = True
 
     @property
     def timeout_s(self) -> float:
@@ -116,19 +119,25 @@ def draw(seed: int, transport: str) -> Plan:
                 tuple(rng.choice((0, 0, 0, 0.003 * rng.random())) for _ in range(size)),
             )
         )
+    fault = rng.choice(FAULTS)
     return Plan(
         seed,
         transport,
         size,
-        rng.choice(FAULTS),
+        fault,
         rng.randrange(size),
         rng.randrange(num_steps),
         0.05 * rng.random() ** 2,
         tuple(steps),
+        # Between hosts nobody sees a death while the channel is being connected, before LONG_S.
+        rng.random() < 0.5 or (transport == "gloo" and fault == "kill"),
     )
 
 
 # -- the operations: what to issue, and what every rank must hold afterwards -----------------------
+
+Issued = tuple[Work, Callable[[], bool]]
+"""The work, and whether its result is right, to be asked when it is done."""
 
 
 def _part(number: int, rank: int, step: Step) -> torch.Tensor:
@@ -137,44 +146,152 @@ def _part(number: int, rank: int, step: Step) -> torch.Tensor:
     return ((torch.arange(step.numel) + start) % 5).to(step.dtype)
 
 
-def _all_reduce(group: Group, number: int, step: Step) -> tuple[Work, Callable[[], bool]]:
+def _sum(number: int, size: int, step: Step) -> torch.Tensor:
+    return sum((_part(number, r, step) for r in range(size)), torch.zeros_like(_part(0, 0, step)))
+
+
+def _all_reduce(group: Group, number: int, step: Step) -> Issued:
     tensor = _part(number, group.rank, step)
-    expected = sum((_part(number, r, step) for r in range(group.size)), torch.zeros_like(tensor))
+    expected = _sum(number, group.size, step)
     return group.all_reduce(tensor), lambda: torch.equal(tensor, expected)
 
 
-def _reduce_scatter(group: Group, number: int, step: Step) -> tuple[Work, Callable[[], bool]]:
+def _reduce(group: Group, number: int, step: Step) -> Issued:
+    tensor = _part(number, group.rank, step)
+    expected = _sum(number, group.size, step) if group.rank == step.root else tensor.clone()
+    return group.reduce(tensor, step.root), lambda: torch.equal(tensor, expected)
+
+
+def _reduce_scatter(group: Group, number: int, step: Step) -> Issued:
     output = _part(0, 0, step)
-    expected = sum(
-        (_part(number + group.rank, r, step) for r in range(group.size)), torch.zeros_like(output)
-    )
+    expected = _sum(number + group.rank, group.size, step)
     whole = torch.cat([_part(number + r, group.rank, step) for r in range(group.size)])
     return group.reduce_scatter(output, whole), lambda: torch.equal(output, expected)
 
 
-def _all_gather(group: Group, number: int, step: Step) -> tuple[Work, Callable[[], bool]]:
+def _all_gather(group: Group, number: int, step: Step) -> Issued:
     expected = torch.cat([_part(number, r, step) for r in range(group.size)])
     output = torch.zeros_like(expected)
     work = group.all_gather(output, _part(number, group.rank, step))
     return work, lambda: torch.equal(output, expected)
 
 
-def _broadcast(group: Group, number: int, step: Step) -> tuple[Work, Callable[[], bool]]:
+def _gather(group: Group, number: int, step: Step) -> Issued:
+    expected = [_part(number, r, step) for r in range(group.size)]
+    outputs = [torch.zeros_like(one) for one in expected]
+    is_root = group.rank == step.root
+    part = _part(number, group.rank, step)
+    work = group.gather(part, outputs if is_root else None, step.root)
+    return work, lambda: not is_root or all(map(torch.equal, outputs, expected))
+
+
+def _scatter(group: Group, number: int, step: Step) -> Issued:
+    parts = [_part(number, r, step) for r in range(group.size)]
+    output = torch.zeros_like(parts[0])
+    work = group.scatter(output, parts if group.rank == step.root else None, step.root)
+    return work, lambda: torch.equal(output, parts[group.rank])
+
+
+def _all_to_all(group: Group, number: int, step: Step) -> Issued:
+    """Rank s sends to rank r, of what is `step.numel` long, all but s + r elements."""
+
+    def sent(source: int, to: int) -> torch.Tensor:
+        return _part(number + source, to, step)[source + to :]
+
+    expected = [sent(r, group.rank) for r in range(group.size)]
+    outputs = [torch.zeros_like(one) for one in expected]
+    work = group.all_to_all(outputs, [sent(group.rank, r) for r in range(group.size)])
+    return work, lambda: all(map(torch.equal, outputs, expected))
+
+
+def _broadcast(group: Group, number: int, step: Step) -> Issued:
     tensor = _part(number, group.rank, step)
     expected = _part(number, step.root, step)
     return group.broadcast(tensor, step.root), lambda: torch.equal(tensor, expected)
 
 
-def _barrier(group: Group, number: int, step: Step) -> tuple[Work, Callable[[], bool]]:
+def _barrier(group: Group, number: int, step: Step) -> Issued:
     return group.barrier(), lambda: True
+
+
+def _monitored_barrier(group: Group, number: int, step: Step) -> Issued:
+    return group.monitored_barrier(), lambda: True
+
+
+def _coalesced(group: Group, number: int, step: Step) -> Issued:
+    with group.coalesce() as work:
+        _, first = _all_reduce(group, number, step)
+        _, second = _broadcast(group, number, step)
+    return work, lambda: first() and second()
+
+
+def _ring(group: Group, number: int, step: Step) -> Issued:
+    """To the right, from the left, as one work."""
+    n, me = group.size, group.rank
+    expected = _part(number, (me - 1) % n, step)
+    tensor = torch.zeros_like(expected)
+    with group.coalesce() as work:
+        group.send(_part(number, me, step), (me + 1) % n)
+        group.recv(tensor, (me - 1) % n)
+    return work, lambda: torch.equal(tensor, expected)
+
+
+def _object_ring(group: Group, number: int, step: Step) -> Issued:
+    n, me = group.size, group.rank
+    received: list[Any] = [None, None]
+    sent = group.send_object_list([me, _part(number, me, step)], (me + 1) % n)
+    work = group.recv_object_list(received, (me - 1) % n)
+
+    def is_right() -> bool:
+        sent.wait()
+        source, tensor = received
+        return source == (me - 1) % n and torch.equal(tensor, _part(number, source, step))
+
+    return work, is_right
+
+
+def _all_gather_object(group: Group, number: int, step: Step) -> Issued:
+    work = group.all_gather_object(_part(number, group.rank, step))
+    expected = [_part(number, r, step) for r in range(group.size)]
+    return work, lambda: all(map(torch.equal, work.result(), expected))
+
+
+def _broadcast_object_list(group: Group, number: int, step: Step) -> Issued:
+    objects = [_part(number, group.rank, step)]
+    work = group.broadcast_object_list(objects, step.root)
+    return work, lambda: torch.equal(objects[0], _part(number, step.root, step))
+
+
+def _gather_object(group: Group, number: int, step: Step) -> Issued:
+    work = group.gather_object((number, group.rank), step.root)
+    expected = [(number, r) for r in range(group.size)] if group.rank == step.root else None
+    return work, lambda: work.result() == expected
+
+
+def _scatter_object_list(group: Group, number: int, step: Step) -> Issued:
+    parts = [_part(number, r, step) for r in range(group.size)]
+    work = group.scatter_object_list(parts if group.rank == step.root else None, step.root)
+    return work, lambda: torch.equal(work.result(), parts[group.rank])
 
 
 OPERATIONS = {
     "all_reduce": _all_reduce,
+    "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
     "broadcast": _broadcast,
     "barrier": _barrier,
+    "monitored_barrier": _monitored_barrier,
+    "coalesced": _coalesced,
+    "send_and_recv": _ring,
+    "send_and_recv_object_list": _object_ring,
+    "all_gather_object": _all_gather_object,
+    "broadcast_object_list": _broadcast_object_list,
+    "gather_object": _gather_object,
+    "scatter_object_list": _scatter_object_list,
 }
 
 
@@ -187,6 +304,8 @@ def run_rank(plan: Plan, rank: int, path: str) -> Report:
     with Group.create(store, rank, plan.size, name="warm-up", timeout_s=30) as group:
         group.all_reduce(torch.ones(3)).wait()
         asyncio.run(_awaited(group.barrier()))
+    del group
+    gc.collect()
     before = _held(plan)
     report = Report(rank)
     _first_generation(plan, rank, store, report)
@@ -212,10 +331,13 @@ def run_rank(plan: Plan, rank: int, path: str) -> Report:
 
 
 def _first_generation(plan: Plan, rank: int, store: FileStore, report: Report) -> None:
-    group = Group.create(store, rank, plan.size, timeout_s=plan.timeout_s)
+    group = Group.create(store, rank, plan.size, timeout_s=LONG_S)
     assert group.backend == plan.transport
+    if plan.connected:
+        group.all_gather_object(None, timeout_s=30).wait()
     store.set(f"ready/{rank}", "")
     store.wait([f"ready/{r}" for r in range(plan.size)], 30)
+    group.timeout_s = plan.timeout_s
     in_flight: list[tuple[Work, Callable[[], bool], str]] = []
     thread: threading.Thread | None = None
     issued_at = time.monotonic()
@@ -249,7 +371,7 @@ def _first_generation(plan: Plan, rank: int, store: FileStore, report: Report) -
             report.done = number + 1
     except CollectiveError as error:
         report.late_s = time.monotonic() - issued_at
-        report.error = error
+        report.error = fresh_copy(error)  # Its traceback would keep the group alive.
     if thread is not None:
         thread.join()
     store.set(f"over/{rank}", "")
@@ -338,7 +460,10 @@ def run_seed(plan: Plan) -> Outcome:
             pipes.append(here)
             processes.append(process)
         if plan.fault in ("kill", "stop"):
-            store.wait([f"ready/{rank}" for rank in range(plan.size)], HANG_S)
+            try:
+                store.wait([f"ready/{rank}" for rank in range(plan.size)], HANG_S)
+            except StoreTimeout as error:
+                outcome.hangs.append(f"before the fault: {error}")  # The reports say more.
             time.sleep(plan.delay_s)
             number = signal.SIGKILL if plan.fault == "kill" else signal.SIGSTOP
             pid = processes[plan.victim].pid
@@ -405,7 +530,13 @@ def judge(outcome: Outcome, reports: list[Report]) -> None:
         outcome.slowest_s = max(outcome.slowest_s, report.late_s)
         if report.late_s > limit_s:
             outcome.late.append(f"{who} knew after {report.late_s:.1f} s")
-    if len({repr(error) for error in errors.values()}) > 1:
+    # Objects have a group of their own, and each group tells the end as its ranks met it.
+    has_objects = any("object" in step.name for step in plan.steps)
+    told = {
+        (type(error).__name__, tuple(error.ranks)) if has_objects else repr(error)
+        for error in errors.values()
+    }
+    if len(told) > 1:
         outcome.wrong.append(f"the ranks disagree: {errors}")
 
 

@@ -1,9 +1,11 @@
-"""What the flight recorder costs: one operation with it and without, in alternation.
+"""What diagnosis costs: one operation with the flight recorder, without, and at DETAIL, in turns.
 
     python benchmarks/recorder.py [--json] [--rounds 200]
 
 Two ranks, all_reduce of 4 bytes. Without: the call that records does nothing, and no site of the
 caller is written into shared memory. The part of it that is ours alone is timed on its own, too.
+DETAIL is a second group of the same ranks, which compares before each operation; an all_to_all
+compares twice.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.alternation import alternate, finish, parser, spawn, table
-from collectives import FileStore, Group
+from collectives import DebugLevel, FileStore, Group, set_debug_level
 from collectives.call_site import padded_site
 from collectives.flight_recorder import FlightRecorder
 from collectives.operation import Kind, Operation
@@ -32,8 +34,13 @@ class _NoRecorder(FlightRecorder):
 def measure(rank: int, num_ranks: int, store_path: str, rounds: int) -> dict[str, float]:
     """Seconds: an all_reduce with and without, and the recorder's own part."""
     torch.set_num_threads(1)
-    group = Group.create(FileStore(store_path), rank, num_ranks)
+    store = FileStore(store_path)
+    group = Group.create(store, rank, num_ranks)
+    set_debug_level(DebugLevel.DETAIL)
+    compared = Group.create(store, rank, num_ranks, name="compared")
+    set_debug_level(DebugLevel.OFF)
     tensor = torch.ones(1)
+    parts, received = torch.ones(num_ranks), torch.empty(num_ranks)
     recorder = group._recorder
     absent = _NoRecorder(rank, num_ranks, "default", 0)
 
@@ -46,7 +53,16 @@ def measure(rank: int, num_ranks: int, store_path: str, rounds: int) -> dict[str
         group.all_reduce(tensor).wait()
 
     medians = alternate({"with": with_recorder, "without": without}, rounds=rounds, calls=100)
+    group._recorder = recorder
+    levels = {
+        "all_reduce": lambda: group.all_reduce(tensor).wait(),
+        "all_reduce at DETAIL": lambda: compared.all_reduce(tensor).wait(),
+        "all_to_all": lambda: group.all_to_all(received, parts).wait(),
+        "all_to_all at DETAIL": lambda: compared.all_to_all(received, parts).wait(),
+    }
+    medians |= alternate(levels, rounds=max(1, rounds // 10), calls=100)
     group.barrier().wait()
+    compared.close()
     group.close()
 
     operation = Operation(Kind.ALL_REDUCE, 0, 0, 1, 0, 0, 60.0)
@@ -84,8 +100,25 @@ def main() -> None:
             ("its own work per operation", f"{figures['own'] * 1e6:.2f}"),
         ],
     )
-    ratio = figures["with"] / figures["without"]
-    finish(args, {"all_reduce/2/4B": ratio}, {"seconds": figures, "torch": torch.__version__})
+    table(
+        "debug level DETAIL, 2 ranks, microseconds",
+        ("case, 4 B to each rank", "OFF", "DETAIL", "DETAIL/OFF"),
+        [
+            (
+                name,
+                f"{figures[name] * 1e6:.1f}",
+                f"{figures[f'{name} at DETAIL'] * 1e6:.1f}",
+                f"{figures[f'{name} at DETAIL'] / figures[name]:.2f}",
+            )
+            for name in ("all_reduce", "all_to_all")
+        ],
+    )
+    ratios = {
+        "all_reduce/2/4B": figures["with"] / figures["without"],
+        "all_reduce/2/4B/DETAIL": figures["all_reduce at DETAIL"] / figures["all_reduce"],
+        "all_to_all/2/4B/DETAIL": figures["all_to_all at DETAIL"] / figures["all_to_all"],
+    }
+    finish(args, ratios, {"seconds": figures, "torch": torch.__version__})
 
 
 if __name__ == "__main__":

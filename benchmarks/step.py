@@ -83,6 +83,10 @@ def measure(rank: int, num_ranks: int, store_path: str, size: str) -> dict[str, 
     adamw = torch.optim.AdamW(ddp.parameters(), **_FLAGS)
     sharded = cl.DistributedDataParallel(make_model(size), group)
     zero = cl.ZeroRedundancyOptimizer(sharded, torch.optim.AdamW, **_FLAGS)
+    early_model = cl.DistributedDataParallel(make_model(size), group)
+    early = cl.ZeroRedundancyOptimizer(
+        early_model, torch.optim.AdamW, overlap_with_ddp=True, **_FLAGS
+    )
     torch_ddp = TorchDDP(make_model(size))
     torch_adamw = torch.optim.AdamW(torch_ddp.parameters(), **_FLAGS)
     torch_sharded = TorchDDP(make_model(size))
@@ -96,6 +100,7 @@ def measure(rank: int, num_ranks: int, store_path: str, size: str) -> dict[str, 
     ways = {
         "no communication": way(alone, alone_adamw),
         "zero": way(sharded, zero),
+        "zero overlapped": way(early_model, early),
         "torch zero": way(torch_sharded, torch_zero),
         "ddp": way(ddp, adamw),
         "torch ddp": way(torch_ddp, torch_adamw),
@@ -139,6 +144,7 @@ def main() -> None:
         }
         ratios |= {
             f"zero/{size}": step_s["zero"] / step_s["torch zero"],
+            f"zero_overlapped/{size}": step_s["zero overlapped"] / step_s["zero"],
             f"zero_vs_ddp/{size}": step_s["zero"] / step_s["torch ddp"],
             f"ddp/{size}": step_s["ddp"] / step_s["torch ddp"],
             f"zero_in_join/{size}": step_s["zero in Join"] / step_s["torch zero in Join"],

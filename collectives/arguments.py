@@ -5,7 +5,8 @@ that form here, without a copy where possible:
 
 - numpy arrays, CuPy arrays and anything with DLPack become tensors that share their memory;
 - complex numbers travel as pairs of reals, bool as uint8;
-- what is not contiguous is copied, and copied back (`Operation.finish`) where it is written.
+- what is not contiguous is copied, and copied back (`Operation.finish`) where it is written; so
+  are numpy arrays with negative strides.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ def _foreign(value: Any, name: str, written: bool) -> torch.Tensor:
             if written:
                 raise ValueError(f"{name} is a read-only numpy array; pass one that can be written")
             value = value.copy()
+        if any(stride < 0 for stride in value.strides):
+            return _running_backwards(value)
         try:
             return torch.from_numpy(value)
         except (TypeError, ValueError) as error:
@@ -115,6 +118,22 @@ def _foreign(value: Any, name: str, written: bool) -> torch.Tensor:
                 f"{name}, a {type(value).__name__}, cannot be shared through DLPack: {error}"
             ) from error
     raise not_a_tensor(value, name)
+
+
+def _running_backwards(array: Any) -> torch.Tensor:
+    """A numpy array with negative strides, which no tensor can have, as a copy that knows its home.
+
+    It is strided, so that `written` looks for that.
+    """
+    for axis in range(array.ndim):
+        if array.strides[axis] < 0 and array.shape[axis] <= 1:
+            array = array[(slice(None),) * axis + (slice(None, None, -1),)]  # the same elements
+    if array.size == 0 or all(stride >= 0 for stride in array.strides):
+        return torch.from_numpy(array if array.size else array.copy())
+    source = torch.from_numpy(array.copy())
+    copy = source.new_empty(*array.shape, 2)[..., 0].copy_(source)
+    copy._home = array  # type: ignore[attr-defined]
+    return copy
 
 
 # -- how tensors travel --------------------------------------------------------------------------
@@ -152,6 +171,9 @@ def written(
     if also_read:
         staged.copy_(tensor)
     finishers.append(lambda: tensor.copy_(staged))
+    home = getattr(tensor, "_home", None)
+    if home is not None:
+        finishers.append(lambda: home.__setitem__(..., tensor.numpy()))
     return _flat(staged)
 
 

@@ -2,8 +2,9 @@
 
 Small messages waste the network's latency, one large message cannot overlap with the backward
 pass. So gradients are grouped into buckets, in the order in which the backward pass makes them:
-the reverse of the order of registration. The plan depends on the model alone, never on the number
-of ranks, so that shards can be re-cut when ranks come and go.
+as it was measured, and before that the reverse of the order of registration. The plan depends on
+the model and that order alone, never on the number of ranks, so that shards can be re-cut when
+ranks come and go.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ class BucketPlan:
     spans: tuple[tuple[int, int, int], ...]
     content: int
 
+    def numbered_from(self, first: int) -> BucketPlan:
+        """The same bucket of parameters that are numbered from `first` instead of 0."""
+        spans = tuple((number + first, offset, numel) for number, offset, numel in self.spans)
+        return BucketPlan(spans, self.content)
+
 
 def plan_buckets(
     numels: Sequence[int],
@@ -33,9 +39,11 @@ def plan_buckets(
     *,
     bucket_bytes: int,
     first_bucket_bytes: int,
+    order: Sequence[int] | None = None,
 ) -> list[BucketPlan]:
     """Group parameters, given in the order of registration, into buckets in order of launch.
 
+    order: the numbers of all parameters as their gradients come; None: reversed.
     kinds: what may share a bucket (dtype and device). first_bucket_bytes: the first bucket is
     smaller, so that the network starts early, as in torch.
     """
@@ -46,7 +54,7 @@ def plan_buckets(
     def close(kind: Hashable) -> None:
         plans.append(BucketPlan(tuple(open_spans.pop(kind)), filled.pop(kind)))
 
-    for parameter in reversed(range(len(numels))):
+    for parameter in reversed(range(len(numels))) if order is None else order:
         kind = kinds[parameter]
         spans = open_spans.setdefault(kind, [])
         offset = filled.get(kind, 0)

@@ -107,6 +107,11 @@ class Communicator(ABC):
         Asked some twenty times a second; may be late by half a second where the end was elsewhere.
         """
 
+    def gone(self) -> dict[int, str]:
+        """The ranks that will not come again, and how they went, where no operation is needed to
+        see that. Nobody need be missing them yet."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Pending works raise GroupClosed; peers that wait: PeerLost."""

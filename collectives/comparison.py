@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import inspect
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from .communicator import Communicator
 from .errors import CollectiveError, CollectiveMismatch, GroupAborted, StoreTimeout
 from .host import connect
 from .operation import DTYPES, Kind, Operation, named
+from .signature import pair_mismatch
 from .store import PrefixStore, Store
 from .work import Work
 
@@ -29,7 +31,8 @@ _BETWEEN_TWO = {"send", "recv"}
 """Not compared: the other ranks have no part in them."""
 
 _SAME_SHAPES = {"broadcast", "all_reduce", "reduce", "reduce_scatter", "all_gather"}
-"""In the others ranks may bring tensors of different shapes, or none."""
+"""In the others ranks may bring tensors of different shapes, or none. Of those each pair of ranks
+compares what one sends with what the other expects."""
 
 
 class ComparingCommunicator(Communicator):
@@ -77,9 +80,14 @@ class ComparingCommunicator(Communicator):
         self.inner.close()
         self._side.close()
 
-    def _compare(self, operation: Operation, has_same_shapes: bool) -> None:
+    def _compare(
+        self, operation: Operation, has_same_shapes: bool, table: Sequence[int] = ()
+    ) -> None:
         """Return when all ranks do the same; else end the generation, so that the work that is
-        issued next raises the error."""
+        issued next raises the error.
+
+        table: of an exchange, elements to each rank, then from each; pairs of ranks must agree.
+        """
         shapes = [list(shape) for shape in operation.shapes] if has_same_shapes else None
         mine = Description(
             named(operation),
@@ -88,26 +96,15 @@ class ComparingCommunicator(Communicator):
             self._name,
             operation.site(),
         )
-        words = _packed(mine)
-        everybody = words.new_empty(self.size * _WORDS)
-        comparing = _Comparing(
-            Kind.COMPARISON,
-            self._num_compared,
-            operation.generation,
-            len(everybody),
-            DTYPES.index(torch.int64),
-            -1,
-            operation.timeout_s,
-        )
-        comparing.compared = operation
-        self._num_compared += 1
         error: CollectiveError | None
         try:
-            self._side.all_gather(comparing, everybody, words).wait()
-            error = mismatch(
-                operation,
-                [_unpacked(row) for row in everybody.view(self.size, _WORDS)],
-            )
+            said = [_unpacked(row) for row in self._rows_of_all(operation, _packed(mine))]
+            error = mismatch(operation, said)
+            if error is None and table:
+                tables = self._rows_of_all(operation, torch.tensor(table)).tolist()
+                error = pair_mismatch(operation, self._generation, tables)
+                if error is not None:
+                    error = _with_sites(error, said)
         except CollectiveError as failure:
             error = failure
         except BaseException as interrupt:
@@ -117,12 +114,33 @@ class ComparingCommunicator(Communicator):
         if error is not None:
             self.abort(error)
 
+    def _rows_of_all(self, operation: Operation, row: torch.Tensor) -> torch.Tensor:
+        """row: (n,) int64. Returns (size, n)."""
+        everybody = row.new_empty(self.size, len(row))
+        comparing = _Comparing(
+            Kind.COMPARISON,
+            self._num_compared,
+            operation.generation,
+            everybody.numel(),
+            DTYPES.index(torch.int64),
+            -1,
+            operation.timeout_s,
+        )
+        comparing.compared = operation
+        self._num_compared += 1
+        self._side.all_gather(comparing, everybody.view(-1), row).wait()
+        return everybody
+
 
 def _compared(name: str) -> Callable[..., Work]:
     def issue(
         self: ComparingCommunicator, operation: Operation, *arguments: Any, **named_: Any
     ) -> Work:
-        self._compare(operation, name in _SAME_SHAPES)
+        if name == "exchange":
+            outputs, inputs = arguments
+            self._compare(operation, False, [part.numel() for part in (*inputs, *outputs)])
+        else:
+            self._compare(operation, name in _SAME_SHAPES)
         work: Work = getattr(self.inner, name)(operation, *arguments, **named_)
         return work
 
@@ -219,8 +237,15 @@ def mismatch(
         for rank in ranks:
             at.setdefault(str(descriptions[rank]), []).append(rank)
         told += [f"ranks {some} issued {text}" for text, some in at.items()]
-    usual_told = descriptions[usual[0]].told.partition(" with ")[0].partition(" from ")[0]
+    usual_told = re.split(" (?:with|from|to|in) ", descriptions[usual[0]].told)[0]
     return CollectiveMismatch(usual_told, operation.generation, blamed, ", ".join(told))
+
+
+def _with_sites(error: CollectiveMismatch, said: Sequence[Description]) -> CollectiveMismatch:
+    """The same, with the lines of the ranks that it blames."""
+    at = ", ".join(f"rank {r} is at {said[r].site}" for r in error.ranks if said[r].site)
+    told = f"{error.detail}; {at}" if at else error.detail
+    return CollectiveMismatch(error.operation, error.generation, error.ranks, told)
 
 
 def _packed(description: Description) -> torch.Tensor:

@@ -191,7 +191,8 @@ class GroupClosed(CollectiveError):
 
 
 class PayloadUnreadable(CollectiveError):
-    """`ranks` could not unpickle what they were sent. Raised on all ranks; the group lives on.
+    """`ranks` could not unpickle what they were sent. Raised on all ranks, of a message between two
+    on the one that receives it; the group lives on.
 
     detail: who could not read whose payload, and why. traceback: of the first of `ranks`.
     """

@@ -15,6 +15,7 @@ import threading
 from typing import Protocol
 
 from .errors import CollectiveError, CollectiveTimeout, GroupAborted, GroupClosed, PeerLost
+from .flight_recorder import FlightRecording
 
 _LOOK_S = 0.05
 
@@ -28,6 +29,8 @@ class Member(Protocol):
     def generation(self) -> int: ...
     @property
     def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def flight_recorder(self) -> FlightRecording: ...
     def failure(self) -> CollectiveError | None: ...
     def end_with(self, error: CollectiveError) -> None: ...
 
@@ -37,6 +40,7 @@ class Family:
 
     def __init__(self) -> None:
         self._members: list[Member] = []
+        self._failed: list[tuple[Member, CollectiveError]] = []  # those that others learned of
         self._lock = threading.Lock()
         self._left = threading.Event()  # fewer than two members: nobody to tell
         self._watcher: threading.Thread | None = None
@@ -61,9 +65,28 @@ class Family:
     def end(self, source: Member, error: CollectiveError) -> None:
         """`source` has failed with `error`: so have all others."""
         with self._lock:
+            if all(member is not source for member, _ in self._failed):
+                self._failed.append((source, error))
             others = [member for member in self._members if member is not source]
         for member in others:
             member.end_with(as_seen_from(member, source, error))
+
+    def recordings(self) -> list[FlightRecording]:
+        """Of all groups that are open, and of those that failed and were closed since."""
+        return [member.flight_recorder for member in self._known()]
+
+    def as_seen_from(self, target: Member, error: CollectiveError) -> CollectiveError:
+        """`error`, which one of the groups raised, with the ranks as `target` counts them."""
+        ends = [*self._failed, *((member, member.failure()) for member in self._known())]
+        for source, end in ends:
+            if type(end) is type(error) and end is not None and end.args == error.args:
+                return error if source is target else as_seen_from(target, source, error)
+        return error
+
+    def _known(self) -> list[Member]:
+        with self._lock:
+            closed = (member for member, _ in self._failed if member not in self._members)
+            return [*self._members, *closed]
 
     def _watch(self, left: threading.Event) -> None:
         while not left.wait(_LOOK_S):

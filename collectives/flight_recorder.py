@@ -42,6 +42,7 @@ class FlightRecording:
     """What a group's flight recorder held at `read_at` (seconds since the epoch).
 
     collectives: the last ones, oldest first. num_issued: all that the group has issued.
+    ranks: the root group's number of each rank.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class FlightRecording:
     read_at: float
     num_issued: int
     collectives: tuple[RecordedCollective, ...]
+    ranks: tuple[int, ...]
 
     def position(self, before: float | None = None) -> RecordedCollective | None:
         """The first collective that is not done, else the last one; None before the first.
@@ -99,8 +101,8 @@ class FlightRecorder:
         operation.caller_at = frame.f_lasti
         self._operations.append(operation)
 
-    def read(self) -> FlightRecording:
-        """From any thread."""
+    def read(self, ranks: tuple[int, ...]) -> FlightRecording:
+        """From any thread. ranks: of the group, as its root counts them."""
         operations = self._operations.copy()
         now = time.time()
         epoch = now - time.monotonic()
@@ -112,6 +114,7 @@ class FlightRecorder:
             now,
             operations[-1].sequence + 1 if operations else 0,
             tuple(_recorded(operation, epoch) for operation in operations),
+            ranks,
         )
 
 

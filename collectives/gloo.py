@@ -237,8 +237,11 @@ class GlooCommunicator(Communicator):
 
     def abort(self, error: CollectiveError) -> None:
         """End the generation with `error`. Returns at once; the others are told meanwhile."""
-        if self._end(error):
-            self._roll_call.publish_meanwhile(error)
+        with self._tensors:
+            if self._in_flight.failure is None:
+                # First: who is freed by the end may leave the process, and this thread with it.
+                self._roll_call.publish_meanwhile(error)
+            self._end(error)
 
     def failure(self) -> CollectiveError | None:
         return self._in_flight.failure

@@ -18,21 +18,26 @@ from .backends import backend_for
 from .coalesce import Coalesced
 from .communicator import Communicator
 from .debug import DebugLevel, get_debug_level
-from .errors import CollectiveError, GroupAborted, GroupClosed, StoreTimeout
+from .errors import CollectiveError, GroupAborted, GroupClosed
 from .family import Family
 from .flight_recorder import FlightRecorder, FlightRecording
 from .interfaces import network_of
+from .meeting import meet
 from .monitored_barrier import MonitoredBarrier
 from .object_channel import ObjectChannel
 from .object_collectives import ObjectCollectives
+from .object_messages import ObjectMessages
 from .operation import Kind, Operation
 from .operations import Operations
 from .profiling import begin_span
 from .statistics import Statistics
-from .store import PrefixStore, Store
+from .store import Store
 from .work import Work
 
 DEFAULT_TIMEOUT_S = 60.0
+
+Announce = Callable[[Kind, int, int, int], None]
+"""Called with the kind, numel, dtype and detail of an operation, as `Operation` has them."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +116,11 @@ class Group(Operations, ObjectCollectives):
         self._children_made = itertools.count()  # equal on all ranks: making one is a collective
         self._family = Family()
         self._channel: ObjectChannel | None = None
+        self._messages: ObjectMessages | None = None
         self._family.add(self)
         self._coalesced: Coalesced | None = None  # the block that is open
         self._wire_ops = {}
+        self._announce: Announce | None = None
 
     @classmethod
     def create(
@@ -137,7 +144,8 @@ class Group(Operations, ObjectCollectives):
         ranks are on one host, else Gloo. Or "shared-memory", "gloo", "nccl", or the name of one of
         your own (`register_backend`); the same on all ranks.
 
-        Raises StoreTimeout naming the ranks that did not come within `timeout_s`.
+        Raises StoreTimeout naming the ranks that did not come within `timeout_s`. It may be called
+        again then, also by ranks that had given up before the others first came.
         """
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
@@ -147,33 +155,16 @@ class Group(Operations, ObjectCollectives):
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         device = torch.device(device)
         chosen = backend_for(backend, device)
-        round_ = store.add(f"group/{name}/{generation}/created_by/{rank}", 1)
-        rendezvous = PrefixStore(f"group/{name}/{generation}/{round_}", store)
-        rendezvous.set_timeout(timeout_s)
-        rendezvous.set(f"backend/{rank}", chosen.name)
-        try:
-            communicator = chosen.factory(rendezvous, rank, size, device, generation)
-        except StoreTimeout as error:
-            numbers = (key.rsplit("/", 1)[-1] for key in error.keys)
-            absent = sorted({int(number) for number in numbers if number.isdecimal()})
-            others = [
-                f"rank {r} came with {theirs!r}"
-                for r in absent
-                if rendezvous.check([f"backend/{r}"])
-                and (theirs := rendezvous.get(f"backend/{r}").decode()) != chosen.name
-            ]
-            if others:
-                raise ValueError(
-                    f"backend is {chosen.name!r} on rank {rank}, but {', '.join(others)}; choose "
-                    "the same on all ranks"
-                ) from error
-            raise StoreTimeout(
-                error.keys,
-                error.waited_s,
-                f"ranks {absent} of {size} did not come to generation {generation} of group "
-                f"{name!r}. Check that they run, and that all use the same store, size, name and "
-                "generation",
-            ) from error
+        communicator, rendezvous = meet(
+            chosen,
+            store,
+            rank,
+            size,
+            device,
+            generation=generation,
+            timeout_s=timeout_s,
+            name=name,
+        )
         if get_debug_level() >= DebugLevel.DETAIL:
             from .comparison import comparing
 
@@ -234,6 +225,8 @@ class Group(Operations, ObjectCollectives):
         if self._coalesced is not None:
             raise RuntimeError("coalesce() inside coalesce(): end the outer block first")
         deadline_s = self._deadline_s(Kind.COALESCED, timeout_s)
+        if self._announce is not None:
+            self._announce(Kind.COALESCED, 0, -1, -1)
         operation = Operation(
             Kind.COALESCED, self._next_sequence, self.generation, 0, -1, -1, deadline_s
         )
@@ -255,6 +248,17 @@ class Group(Operations, ObjectCollectives):
         ends the generation, as every timeout does. On every backend; torch's only on Gloo.
         """
         return MonitoredBarrier(self.barrier(timeout_s=timeout_s), wait_all_ranks)
+
+    def announce_to(self, announce: Announce | None) -> None:
+        """Call `announce` before each operation that this rank issues, before it is numbered; None:
+        no more. It may run operations of this group first, or raise: then nothing is issued.
+        """
+        self._announce = announce
+
+    @property
+    def waits_on_issue(self) -> bool:
+        """Whether an operation waits for all ranks before it is issued: at debug level DETAIL."""
+        return self._communicator.compares
 
     # -- subgroups -------------------------------------------------------------------------------
 
@@ -341,6 +345,9 @@ class Group(Operations, ObjectCollectives):
         self._closed = True
         for child in list(self._children):
             child.close()
+        failure = self._communicator.failure()
+        if failure is not None and not isinstance(failure, GroupClosed):
+            self._family.end(self, failure)  # Nobody looks at a group that has left.
         self._family.remove(self)
         if self.parent is not None and self in self.parent._children:
             self.parent._children.remove(self)
@@ -367,7 +374,15 @@ class Group(Operations, ObjectCollectives):
     @property
     def flight_recorder(self) -> FlightRecording:
         """The last collectives of this rank as they stand now; print it when something hangs."""
-        return self._recorder.read()
+        return self._recorder.read(self.ranks)
+
+    def flight_recorders(self) -> list[FlightRecording]:
+        """Those of this group, of all that were made of it, and of its objects' channel."""
+        return self._family.recordings()
+
+    def as_counted_here(self, error: CollectiveError) -> CollectiveError:
+        """`error`, which a group made of this one may have raised, with the ranks of this one."""
+        return self._family.as_seen_from(self, error)
 
     def __enter__(self) -> Group:
         return self
@@ -392,6 +407,8 @@ class Group(Operations, ObjectCollectives):
         finish: Callable[[], None] | None = None,
     ) -> Operation:
         deadline_s = self._deadline_s(kind, timeout_s)
+        if self._announce is not None:
+            self._announce(kind, numel, dtype, detail)
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
         self.statistics.count(kind, elements)
@@ -400,8 +417,9 @@ class Group(Operations, ObjectCollectives):
         )
         self._recorder.record(operation, sys._getframe(2))
         if self._notes_shapes:
-            issuing = sys._getframe(1)
-            operation.shapes = tuple(shape for frame, shape in self._shapes if frame is issuing)
+            if self._announce is None:  # Else ranks may take part that know no shape.
+                frame = sys._getframe(1)
+                operation.shapes = tuple(shape for of, shape in self._shapes if of is frame)
             self._shapes.clear()  # Also what an operation left behind that was refused.
         if profiler._is_profiler_enabled or self._has_nvtx:
             operation.span = begin_span(operation, self._has_nvtx)
@@ -411,6 +429,8 @@ class Group(Operations, ObjectCollectives):
         self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: float | None
     ) -> Operation:
         deadline_s = self._deadline_s(kind, timeout_s)
+        if self._announce is not None:
+            self._announce(kind, numel, dtype, peer)
         self.statistics.count(kind, numel if kind is Kind.SEND else 0)
         last = self._next_sequence - 1
         operation = Operation(
@@ -440,14 +460,26 @@ class Group(Operations, ObjectCollectives):
 
     def _count_objects(self, kind: Kind, timeout_s: float | None) -> float:
         deadline_s = self._deadline_s(kind, timeout_s)
+        if self._announce is not None:
+            self._announce(kind, 0, -1, -1)
         self.statistics.count(kind, 0)
         return deadline_s
+
+    def _object_messages(self, operation: str) -> ObjectMessages:
+        if self._coalesced is not None and not self._communicator.has_tags:
+            raise RuntimeError(
+                f"{operation} inside coalesce(): on the {self.backend} backend its length must "
+                "arrive before the rest can be issued; move it out of the block"
+            )
+        if self._messages is None:
+            self._messages = ObjectMessages(self, self._communicator)
+        return self._messages
 
     def _objects(self) -> ObjectChannel:
         if self._channel is None:
             from .subgroups import channel_group
 
-            self._channel = ObjectChannel(self, lambda limit_s: channel_group(self, limit_s))
+            self._channel = ObjectChannel(self, lambda operation: channel_group(self, operation))
             failure = self.failure()
             if failure is not None:
                 self._channel.fail(failure)

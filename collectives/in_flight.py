@@ -118,6 +118,7 @@ class InFlight(Generic[AnyWork]):
             if work.done:
                 return  # The generation ended first.
             self.works.remove(work)
+            work.operation.end(None)
             work.done = True
             self.settled_at = time.monotonic()
             self.changed.notify_all()

@@ -24,13 +24,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 
-from .errors import CollectiveError, GroupAborted, GroupClosed, PeerLost, fresh_copy
+from .driven_work import DrivenWork, call_back
+from .errors import CollectiveError, GroupAborted, GroupClosed, PeerLost
 from .operation import STARTED, Operation
 from .shared_segment import SharedSegment
 from .wake_timer import WakeTimer
-from .work import Work
 
 _WAKE_DELAY_S = 0.0001
+_UNSURE_DELAY_S = 0.001  # of a work that does not know its ticks: most have but one
 _LOOK_YIELDS = 8  # of the core, in one look; 0.4 us each on an idle one
 _LOOK_TICKS = 4  # works with more of them are large: their copying would hold up an event loop
 FIRST_TICK = 2  # SharedSegment.meet used 1
@@ -38,7 +39,7 @@ FIRST_TICK = 2  # SharedSegment.meet used 1
 Body = Generator[int, None, None]
 
 
-class LaneWork(Work):
+class LaneWork(DrivenWork):
     """An operation in a lane.
 
     make_body: makes the body, given its first tick, when all before it have ended. num_ticks: how
@@ -48,16 +49,13 @@ class LaneWork(Work):
     def __init__(
         self, lane: Lane, operation: Operation, make_body: Callable[[int], Body], num_ticks: int
     ) -> None:
-        super().__init__(operation)
+        super().__init__(operation, lane)
         self.lane = lane
         self.make_body = make_body
         self.num_ticks = num_ticks
         self.body: Body | None = None
         self.first_tick = 0
         self.awaited_tick = 0  # goes on when all ranks have published this
-        self.done = False
-        self.failure: CollectiveError | None = None
-        self.callbacks: list[Callable[[], None]] = []
 
     def start(self, first_tick: int) -> None:
         self.first_tick = first_tick
@@ -67,23 +65,6 @@ class LaneWork(Work):
     def has_said_all(self) -> bool:
         """Whether it only waits for the others, none of whom waits for it."""
         return self.num_ticks > 0 and self.awaited_tick == self.first_tick + self.num_ticks - 1
-
-    def _block(self) -> None:
-        if not self.done:
-            self.lane.run_until(self)
-        if self.failure is not None:
-            raise fresh_copy(self.failure)
-
-    def is_completed(self) -> bool:
-        if not self.done:
-            self.lane.poll(self)
-        return self.done
-
-    def error(self) -> BaseException | None:
-        return None if self.failure is None else fresh_copy(self.failure)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self.lane.call_when_done(self, callback)
 
     def _end_generation(self, reason: str) -> None:
         rank = self.lane.segment.rank
@@ -129,7 +110,7 @@ class Lane:
         # A work that has published all it has to say holds nobody up; it may wait to be waited for.
         if not work.done and not work.has_said_all():
             with self._lock:
-                self._call_background(_WAKE_DELAY_S)
+                self._call_background(_WAKE_DELAY_S if work.num_ticks else _UNSURE_DELAY_S)
 
     def run_until(self, work: LaneWork) -> None:
         """Block until `work` is done, driving the queue if no other thread does."""
@@ -190,7 +171,7 @@ class Lane:
         with self._lock:
             if not self._driven:  # Whoever drives is woken, and ends the works itself.
                 ended = self._finish_all(error)
-        _call_back(ended)
+        call_back(ended)
 
     def close(self, error: GroupClosed, lost: Callable[[Operation], PeerLost]) -> None:
         """No more works; those in the queue fail: with `error` here, with `lost` elsewhere.
@@ -208,7 +189,7 @@ class Lane:
             while self._driven:
                 self._turn.wait()
             ended = self._finish_all(error)
-        _call_back(ended)
+        call_back(ended)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._wake_up.set(0)
             self._thread.join()
@@ -272,9 +253,9 @@ class Lane:
             failure = segment.abort(self._interrupted(work, error))
             with self._lock:
                 ended = self._finish_all(failure)
-            _call_back(ended)
+            call_back(ended)
             raise
-        _call_back(ended)
+        call_back(ended)
         return True
 
     # -- with the lock held ----------------------------------------------------------------------
@@ -349,10 +330,3 @@ class Lane:
                 self._drive(None, spin=False)
             finally:
                 self._release()
-
-
-def _call_back(ended: list[LaneWork]) -> None:
-    for work in ended:
-        callbacks, work.callbacks = work.callbacks, []
-        for callback in callbacks:
-            callback()

@@ -29,30 +29,12 @@ import torch
 from .communicator import Communicator
 from .errors import CollectiveError, GroupAborted, GroupClosed, fresh_copy
 from .in_flight import InFlight, PendingWork
+from .nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
 from .operation import STARTED, Kind, Operation
 from .reduce_op import ReduceOp
 from .roll_call import LOOK_S, Position, RollCall, look_s, position_after
 from .store import Store
 from .work import Work
-
-# The numbers of nccl.h, which never change: CuPy's names for them came one release at a time.
-DTYPE_CODES: dict[torch.dtype, int] = {
-    torch.int8: 0,
-    torch.uint8: 1,
-    torch.int32: 2,
-    torch.int64: 4,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.float64: 8,
-    torch.bfloat16: 9,
-}
-REDUCE_OP_CODES: dict[ReduceOp, int] = {
-    ReduceOp.SUM: 0,
-    ReduceOp.PRODUCT: 1,
-    ReduceOp.MAX: 2,
-    ReduceOp.MIN: 3,
-    ReduceOp.AVG: 4,
-}
 
 FIRST_PAUSE_S = 0.00005  # between two looks at an event; doubles up to:
 LONGEST_PAUSE_S = 0.001
@@ -118,23 +100,6 @@ def connect(
                 "that share a GPU need NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1",
             ) from error
     return NcclCommunicator(comm, stream, store, rank, size, device, generation)
-
-
-def lacks(op: ReduceOp, dtype: torch.dtype) -> str:
-    """What to do instead, if NCCL cannot reduce `dtype` with `op`; else nothing."""
-    if op not in REDUCE_OP_CODES:
-        return "NCCL has no bitwise operations; use all_gather and combine, or a group on cpu"
-    if dtype not in DTYPE_CODES:
-        return f"NCCL does not add {dtype}; convert to torch.int32 (moving it works)"
-    return ""
-
-
-def as_moved(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Address, count and NCCL's dtype to move (n,) as bits: what NCCL has no name for, as bytes."""
-    code = DTYPE_CODES.get(tensor.dtype)
-    if code is None:
-        return tensor.data_ptr(), tensor.nbytes, DTYPE_CODES[torch.uint8]
-    return tensor.data_ptr(), tensor.numel(), code
 
 
 class _Launch(NamedTuple):

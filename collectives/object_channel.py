@@ -15,16 +15,18 @@ The tensors of a group on GPUs stay out of it: pickles are made and read by the 
 
 from __future__ import annotations
 
-import io
 import pickle
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .call_site import users_frame
 from .errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -33,16 +35,14 @@ from .errors import (
     GroupClosed,
     PayloadUnreadable,
     PeerLost,
-    StoreTimeout,
 )
+from .flight_recorder import FlightRecorder
 from .in_flight import InFlight, PendingWork
+from .object_payloads import MapLocation, bytes_of, loads, words_of
 from .operation import Kind, Operation
 
 if TYPE_CHECKING:
     from .group import Group
-
-MapLocation = Any
-"""As in torch.load: a device, a string, a dictionary, or a function of (storage, location)."""
 
 
 class ObjectWork(PendingWork):
@@ -66,15 +66,27 @@ class ObjectWork(PendingWork):
         self.map_location = map_location
 
 
-class ObjectChannel:
-    """One rank's end. connect: makes the channel's group, blocking, within so many seconds."""
+class _RecorderOnBehalf(FlightRecorder):
+    """Of the channel's group: its collectives stand at the line of the objects they carry."""
 
-    def __init__(self, owner: Group, connect: Callable[[float], Group]) -> None:
+    on_behalf_of: Operation
+
+    def record(self, operation: Operation, frame: FrameType) -> None:
+        super().record(operation, frame)
+        operation.caller = self.on_behalf_of.caller
+        operation.caller_at = self.on_behalf_of.caller_at
+
+
+class ObjectChannel:
+    """One rank's end. connect: makes the channel's group, blocking, for its first operation."""
+
+    def __init__(self, owner: Group, connect: Callable[[Operation], Group]) -> None:
         self._owner = owner
         self._connect = connect
         self._in_flight: InFlight[ObjectWork] = InFlight(owner.rank, owner.abort)
         self._next_sequence = 0
         self._group: Group | None = None  # the thread's, which makes it
+        self._recorder: _RecorderOnBehalf
         self._thread = threading.Thread(target=self._run, name="chorusline-objects", daemon=True)
         self._in_flight.worker = self._thread
         self._thread.start()
@@ -98,6 +110,8 @@ class ObjectChannel:
         self._next_sequence = sequence + 1
         generation = self._owner.generation
         operation = Operation(kind, sequence, generation, 0, -1, root, timeout_s)
+        caller = users_frame(sys._getframe(1))
+        operation.caller, operation.caller_at = caller.f_code, caller.f_lasti
         header = (int(kind), root, count, len(payload))
 
         def exchange(group: Group) -> dict[int, bytes]:
@@ -145,6 +159,7 @@ class ObjectChannel:
     def _perform(self, work: ObjectWork) -> None:
         operation = work.operation
         group = self._group = self._group or self._connected(operation)
+        self._recorder.on_behalf_of = operation
         left_s = operation.issued_at + operation.timeout_s - time.monotonic()
         group.timeout_s = max(left_s, 0.001)
         try:
@@ -178,14 +193,10 @@ class ObjectChannel:
         work.call_back()
 
     def _connected(self, operation: Operation) -> Group:
-        left_s = operation.issued_at + operation.timeout_s - time.monotonic()
-        try:
-            return self._connect(max(left_s, 0.001))
-        except StoreTimeout as error:
-            ranks = [int(key.rsplit("/", 1)[-1]) for key in error.keys]
-            raise CollectiveTimeout(
-                str(operation), operation.generation, ranks, operation.timeout_s
-            ) from error
+        group = self._connect(operation)
+        self._recorder = _RecorderOnBehalf(group.rank, group.size, group.name, group.generation)
+        group._recorder = self._recorder
+        return group
 
     def _compare(self, operation: Operation, said: list[tuple[int, ...]]) -> None:
         if len(set(said)) == 1:
@@ -213,34 +224,7 @@ class ObjectChannel:
         return PayloadUnreadable(str(operation), operation.generation, ranks, detail, where)
 
 
-# -- payloads --------------------------------------------------------------------------------------
-
-
-def dumps(value: Any, argument: str) -> bytes:
-    """Raises TypeError naming the argument, before anything is sent."""
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise TypeError(f"{argument} cannot be pickled: {type(error).__name__}: {error}") from error
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads tensors to where `map_location` says: pickle itself calls torch.load without it."""
-
-    def __init__(self, payload: bytes, map_location: MapLocation) -> None:
-        super().__init__(io.BytesIO(payload))
-        self._map_location = map_location
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return lambda data: torch.load(
-                io.BytesIO(data), map_location=self._map_location, weights_only=False
-            )
-        return super().find_class(module, name)
-
-
-def loads(payload: bytes, map_location: MapLocation = None) -> Any:
-    return _Unpickler(payload, map_location).load()
+# -- bytes of all ranks ----------------------------------------------------------------------------
 
 
 def broadcast_bytes(group: Group, payload: bytes, root: int, length: int | None = None) -> bytes:
@@ -263,24 +247,33 @@ def all_gather_bytes(group: Group, payload: bytes, lengths: Sequence[int]) -> li
     return [bytes_of(row, length) for row, length in zip(rows, lengths, strict=True)]
 
 
+def gather_bytes(
+    group: Group, payload: bytes, root: int, lengths: Sequence[int]
+) -> list[bytes] | None:
+    """lengths: by rank, in bytes. None but on `root`."""
+    into = [words_of(b"", length) for length in lengths] if group.rank == root else None
+    group.gather(words_of(payload, len(payload)), into, root).wait()
+    if into is None:
+        return None
+    return [bytes_of(words, length) for words, length in zip(into, lengths, strict=True)]
+
+
+def scatter_bytes(group: Group, payloads: Sequence[bytes] | None, root: int) -> bytes:
+    """payloads: one for each rank, on `root`. Their lengths go first."""
+    length = torch.zeros(1, dtype=torch.int64)
+    lengths = None if payloads is None else torch.tensor([len(one) for one in payloads])
+    group.scatter(length, lengths, root).wait()
+    words = words_of(b"", int(length))
+    parts = None if payloads is None else [words_of(one, len(one)) for one in payloads]
+    group.scatter(words, parts, root).wait()
+    return bytes_of(words, int(length))
+
+
 def _all_gather_row(group: Group, row: Sequence[int]) -> list[list[int]]:
     mine = torch.tensor(row, dtype=torch.int64)
     table = mine.new_empty(group.size * len(row))
     group.all_gather(table, mine).wait()
     return table.view(group.size, -1).tolist()
-
-
-def words_of(payload: bytes, length: int) -> torch.Tensor:
-    """`payload`, filled up to `length` bytes, in (ceil(length / 8),) int64."""
-    words = torch.zeros(-(-length // 8), dtype=torch.int64)
-    if payload:
-        source = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        words.view(torch.uint8)[: len(payload)] = source
-    return words
-
-
-def bytes_of(words: torch.Tensor, length: int) -> bytes:
-    return words.view(torch.uint8)[:length].numpy().tobytes()
 
 
 def _told(what: tuple[int, ...]) -> str:

@@ -1,4 +1,7 @@
-"""The half of `Group` that moves Python objects. How they travel: object_channel.py."""
+"""The half of `Group` that moves Python objects.
+
+How they travel: object_channel.py between all ranks, object_messages.py between two.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from .object_channel import (
-    MapLocation,
     ObjectChannel,
     ObjectWork,
     all_gather_bytes,
     broadcast_bytes,
-    dumps,
+    gather_bytes,
+    scatter_bytes,
 )
-from .operation import Kind
+from .object_messages import ObjectMessages, ScriptedWork
+from .object_payloads import MapLocation, dumps
+from .operation import Kind, Operation
 
 
 class ObjectCollectives(ABC):
@@ -46,6 +51,20 @@ class ObjectCollectives(ABC):
 
     @abstractmethod
     def _check_rank(self, rank: int, name: str) -> None: ...
+
+    @abstractmethod
+    def _check_peer(self, rank: int, name: str) -> None: ...
+
+    @abstractmethod
+    def _check_source(self, src: int | None) -> int: ...
+
+    @abstractmethod
+    def _begin_between_two(
+        self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: float | None
+    ) -> Operation: ...
+
+    @abstractmethod
+    def _object_messages(self, operation: str) -> ObjectMessages: ...
 
     def broadcast_object_list(
         self,
@@ -121,8 +140,7 @@ class ObjectCollectives(ABC):
         is_root = self.rank == root
 
         def body(group: Any, lengths: list[int]) -> dict[int, bytes]:
-            received = all_gather_bytes(group, payload, lengths)
-            return dict(enumerate(received)) if is_root else {}
+            return dict(enumerate(gather_bytes(group, payload, root, lengths) or ()))
 
         def read(values: dict[int, Any]) -> list[Any] | None:
             return _in_order(values) if is_root else None
@@ -146,7 +164,7 @@ class ObjectCollectives(ABC):
         Unpickles what rank `root` sent to this rank.
         """
         self._check_rank(root, "root")
-        parts: list[bytes] = []
+        parts: list[bytes] | None = None
         if self.rank == root:
             if objects is None or len(objects) != self.size:
                 got = "None" if objects is None else f"{len(objects)} objects"
@@ -155,32 +173,65 @@ class ObjectCollectives(ABC):
                     f"each of the {self.size} ranks, got {got}"
                 )
             parts = [dumps(value, f"objects[{i}]") for i, value in enumerate(objects)]
-        ends = [0]
-        for part in parts:
-            ends.append(ends[-1] + len(part))
-        # Where each part ends, 8 bytes a rank, then the parts.
-        payload = b"".join([*(end.to_bytes(8, "little") for end in ends[1:]), *parts])
 
         def body(group: Any, lengths: list[int]) -> dict[int, bytes]:
-            whole = broadcast_bytes(group, payload, root, lengths[root])
-            at = [
-                0,
-                *(int.from_bytes(whole[8 * r : 8 * r + 8], "little") for r in range(len(lengths))),
-            ]
-            start = 8 * len(lengths)
-            return {root: whole[start + at[self.rank] : start + at[self.rank + 1]]}
+            return {root: scatter_bytes(group, parts, root)}
 
         timeout_s = self._count_objects(Kind.SCATTER_OBJECT_LIST, timeout_s)
         return self._objects().issue(
             Kind.SCATTER_OBJECT_LIST,
             root,
             -1,
-            payload,
+            b"",
             timeout_s,
             body,
             lambda values: values[root],
             map_location,
         )
+
+    def send_object_list(
+        self, objects: Sequence[Any], dst: int, *, timeout_s: float | None = None
+    ) -> ScriptedWork:
+        """Send `objects` to rank `dst`, which takes as many with `recv_object_list`.
+
+        They are pickled at once, and may be changed afterwards. As with `send`: done when all is
+        on its way; lists between two ranks arrive in the order of sending; no other rank takes
+        part, and nothing else is held up, but on NCCL, where all operations run in the order of
+        issue. A list that `dst` cannot unpickle is an error there, and no error here.
+        """
+        self._check_peer(dst, "dst")
+        payload = dumps(list(objects), "objects")
+        messages = self._object_messages("send_object_list")
+        operation = self._begin_between_two(
+            Kind.SEND_OBJECT_LIST, len(objects), -1, dst, 0, timeout_s
+        )
+        return messages.send(operation, payload)
+
+    def recv_object_list(
+        self,
+        objects: list[Any],
+        src: int | None = None,
+        *,
+        map_location: MapLocation = None,
+        timeout_s: float | None = None,
+    ) -> ScriptedWork:
+        """Replace the elements of `objects` by those that rank `src` sends; None: any rank, on CPU.
+
+        objects: a list of the length that was sent; another one ends the group with
+        CollectiveMismatch. The work gives `objects`; its `source_rank` is the rank that sent them.
+        Unpickles what that rank sent, in whichever thread first sees that it has arrived. What
+        cannot be unpickled raises PayloadUnreadable here; the group stays usable.
+
+        On NCCL the call blocks until the length has arrived.
+        """
+        if not isinstance(objects, list):
+            raise TypeError(f"objects must be a list, got {type(objects).__name__}")
+        peer = self._check_source(src)
+        messages = self._object_messages("recv_object_list")
+        operation = self._begin_between_two(
+            Kind.RECV_OBJECT_LIST, len(objects), -1, peer, 0, timeout_s
+        )
+        return messages.recv(operation, objects, map_location)
 
 
 def _in_order(values: dict[int, Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .group import Group
-from .object_channel import bytes_of, loads, words_of
+from .object_payloads import bytes_of, loads, words_of
 
 
 def broadcast_object(

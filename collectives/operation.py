@@ -34,6 +34,8 @@ class Kind(enum.IntEnum):
     ALL_GATHER_OBJECT = 66
     GATHER_OBJECT = 67
     SCATTER_OBJECT_LIST = 68
+    SEND_OBJECT_LIST = 69
+    RECV_OBJECT_LIST = 70
     COMPARISON = 100
     """Of what ranks are about to do, at debug level DETAIL: comparison.py."""
 
@@ -82,6 +84,12 @@ UNEVEN = 16
 """Added to the detail of an all_gather or a reduce_scatter whose parts differ in size."""
 
 ANY_RANK = -1
+
+FIRST_OBJECT_TAG = 1 << 29
+"""Tags of messages from here on are those of objects (object_messages.py)."""
+
+_SENDS = (Kind.SEND, Kind.SEND_OBJECT_LIST)
+_RECEIVES = (Kind.RECV, Kind.RECV_OBJECT_LIST)
 
 
 @dataclass(slots=True)
@@ -133,15 +141,21 @@ class Operation:
     @property
     def is_between_two(self) -> bool:
         """Whether it is a send or a recv, which other ranks do not see."""
-        return self.kind in (Kind.SEND, Kind.RECV)
+        return self.kind in _SENDS or self.kind in _RECEIVES
+
+    @property
+    def receives(self) -> bool:
+        """Whether it is a recv, whose `peer` is then the rank that sent."""
+        return self.kind in _RECEIVES
 
     def __str__(self) -> str:
         if not self.is_between_two:
             return describe(self.kind, self.sequence, self.numel, self.dtype)
-        way = "send to" if self.kind is Kind.SEND else "recv from"
+        way = f"{self.kind.name.lower()} {'from' if self.receives else 'to'}"
         whom = "any rank" if self.peer == ANY_RANK else f"rank {self.peer}"
         tag = f", tag {self.tag}" if self.tag else ""
-        return f"{way} {whom}{tag} ({self.numel} {_DTYPE_NAMES[self.dtype]})"
+        what = "objects" if self.dtype < 0 else _DTYPE_NAMES[self.dtype]
+        return f"{way} {whom}{tag} ({self.numel} {what})"
 
     def site(self) -> str:
         """`train.py:41`; empty if it is not known."""

@@ -93,7 +93,10 @@ class RollCall:
 
     def publish_meanwhile(self, error: CollectiveError) -> threading.Thread:
         """`publish` in a thread. No daemon: who aborts and exits must still tell the others."""
-        telling = threading.Thread(target=self.publish, args=(error,), name="chorusline-abort-tell")
+        # Said here, because a thread that a daemon starts is one as well.
+        telling = threading.Thread(
+            target=self.publish, args=(error,), name="chorusline-abort-tell", daemon=False
+        )
         telling.start()
         return telling
 

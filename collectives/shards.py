@@ -30,20 +30,29 @@ def padded_numel(content: int, num_ranks: int) -> int:
     return shard_numel(content, num_ranks) * num_ranks
 
 
+def room_for(content: int, num_ranks: int) -> int:
+    """Elements to allocate for a bucket, so that it need not move when ranks come and go: enough
+    for the slack of `num_ranks`, of twice as many, and of 64."""
+    return aligned(content) + ALIGNMENT * max(64, 2 * num_ranks)
+
+
 def whole_parameter_spans(
-    numels: Sequence[int], num_ranks: int
+    numels: Sequence[int], num_ranks: int, owned: list[int] | None = None
 ) -> tuple[list[tuple[int, int, int]], int]:
     """Lay parameters out so that no cut between equal shards goes through one.
 
-    The largest goes first, each to the rank that has least so far. Returns the spans, as
-    `pieces_of` takes them, and the content: `num_ranks` times the fullest rank's elements.
+    The largest goes first, each to the rank that has least so far. owned: elements that each rank
+    has in other buckets; what it gets is added. Returns the spans, as `pieces_of` takes them, and
+    the content: `num_ranks` times the fullest rank's elements.
     """
     load = [0] * num_ranks
+    owned = owned if owned is not None else [0] * num_ranks
     placed: list[tuple[int, int, int]] = []  # (rank, offset in its shard, parameter)
     for parameter in sorted(range(len(numels)), key=lambda p: (-numels[p], p)):
-        rank = min(range(num_ranks), key=lambda r: (load[r], r))
+        rank = min(range(num_ranks), key=lambda r: (owned[r], r))
         placed.append((rank, load[rank], parameter))
         load[rank] += aligned(numels[parameter])
+        owned[rank] += aligned(numels[parameter])
     length = max(load)
     spans = [(p, rank * length + offset, numels[p]) for rank, offset, p in sorted(placed)]
     return spans, num_ranks * length

@@ -108,6 +108,9 @@ class SharedMemoryCommunicator(Communicator):
     def failure(self) -> CollectiveError | None:
         return None if self._closed else self._segment.failure()
 
+    def gone(self) -> dict[int, str]:
+        return {} if self._closed else self._segment.gone()
+
     def close(self) -> None:
         if self._closed:
             return
@@ -247,29 +250,32 @@ class SharedMemoryCommunicator(Communicator):
         """
         segment, rank, size = self._segment, self.rank, self.size
         dtype = outputs[rank].dtype
-        table = [len(part) for part in (*inputs, *outputs)]
+        table = [part.numel() for part in (*inputs, *outputs)]
         table_bytes = -(-8 * len(table) // _ALIGNMENT) * _ALIGNMENT
         chunk = self._chunk_elements(outputs[rank], (segment.slot_bytes - table_bytes) // size)
         at = [table_bytes + r * chunk * dtype.itemsize for r in range(size)]
-        segment.slots(tick, 0, len(table), torch.int64)[rank].copy_(torch.tensor(table))
+        # In bytes, not as tensors: of small parts, the table would cost more than they do.
+        segment.write_numbers(tick, table)
         start = longest = 0
         while start == 0 or start < longest:
             for r, part in enumerate(inputs):  # 1
-                piece = part[start : start + chunk]
-                if r != rank and len(piece):
-                    segment.slots(tick, at[r], len(piece), dtype)[rank].copy_(piece)
+                count = min(table[r] - start, chunk)
+                if r != rank and count > 0:
+                    piece = part if count == table[r] else part[start : start + count]
+                    segment.slots(tick, at[r], count, dtype)[rank].copy_(piece)
             segment.publish(tick)  # 2
             yield tick
             if start == 0:
-                tables = [t.tolist() for t in segment.slots(tick, 0, len(table), torch.int64)]
+                tables = [segment.read_numbers(tick, r, len(table)) for r in range(size)]
                 error = pair_mismatch(operation, segment.generation, tables)
                 if error is not None:
                     raise segment.abort(error)
                 longest = max(max(sent[:size]) for sent in tables)
             for r, part in enumerate(outputs):  # 3
-                piece = part[start : start + chunk]
-                if r != rank and len(piece):
-                    piece.copy_(segment.slots(tick, at[rank], len(piece), dtype)[r])
+                count = min(table[size + r] - start, chunk)
+                if r != rank and count > 0:
+                    piece = part if count == table[size + r] else part[start : start + count]
+                    piece.copy_(segment.slots(tick, at[rank], count, dtype)[r])
             start += chunk
             tick += 1
         if outputs[rank].data_ptr() != inputs[rank].data_ptr():

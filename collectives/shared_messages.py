@@ -28,7 +28,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost, fresh_copy
+from .driven_work import DrivenWork, call_back
+from .errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost
 from .operation import ANY_RANK, Operation
 from .shared_segment import RING_BYTES, SharedSegment
 from .signature import message_mismatch
@@ -42,34 +43,14 @@ _WAKE_DELAY_S = 0.0001
 _SLICES_S = (0.002, 0.005, 0.02)
 
 
-class MessageWork(Work):
+class MessageWork(DrivenWork):
     """A send or recv. content: (nbytes,) uint8, the caller's memory. moved: bytes of it so far."""
 
     def __init__(self, messages: Messages, operation: Operation, tensor: torch.Tensor) -> None:
-        super().__init__(operation)
+        super().__init__(operation, messages)
         self.messages = messages
         self.content = tensor.view(torch.uint8)
         self.moved = -1  # the header is still to be written
-        self.done = False
-        self.failure: CollectiveError | None = None
-        self.callbacks: list[Callable[[], None]] = []
-
-    def _block(self) -> None:
-        if not self.done:
-            self.messages.run_until(self)
-        if self.failure is not None:
-            raise fresh_copy(self.failure)
-
-    def is_completed(self) -> bool:
-        if not self.done:
-            self.messages.poll(self)
-        return self.done
-
-    def error(self) -> BaseException | None:
-        return None if self.failure is None else fresh_copy(self.failure)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self.messages.call_when_done(self, callback)
 
     def _end_generation(self, reason: str) -> None:
         self.messages.abort(self.operation, reason)
@@ -416,10 +397,7 @@ class Messages:
     def _call_back(self) -> None:
         with self._lock:
             ended, self._ended = self._ended, []
-        for work in ended:
-            callbacks, work.callbacks = work.callbacks, []
-            for callback in callbacks:
-                callback()
+        call_back(ended)
 
     def _drive(self, until: MessageWork | None) -> None:
         """Until `until` is done; for None, until nothing is left to do."""

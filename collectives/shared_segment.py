@@ -39,8 +39,10 @@ import mmap
 import os
 import platform
 import select
+import struct
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -225,6 +227,16 @@ class SharedSegment:
             views = tuple(self._bytes[a : a + nbytes].view(dtype) for a in at)
             self._views[key] = views
         return views  # type: ignore[return-value]
+
+    def write_numbers(self, tick: int, numbers: Sequence[int]) -> None:
+        """Into the own slot of `tick`, from its start, 8 bytes each."""
+        at = self._slots_at + (2 * self.rank + (tick & 1)) * self.slot_bytes
+        struct.pack_into(f"={len(numbers)}q", self._map, at, *numbers)
+
+    def read_numbers(self, tick: int, rank: int, count: int) -> tuple[int, ...]:
+        """What `rank` wrote so."""
+        at = self._slots_at + (2 * rank + (tick & 1)) * self.slot_bytes
+        return struct.unpack_from(f"={count}q", self._map, at)
 
     # -- ticks ---------------------------------------------------------------------------------
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import CollectiveMismatch
+import torch
+
+from .errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    GroupClosed,
+    PeerLost,
+    StoreTimeout,
+    fresh_copy,
+)
 from .group import Group
-from .store import PrefixStore
+from .meeting import WatchedStore, ranks_of_keys
+from .operation import Operation
 
 
 def new_group(parent: Group, ranks: Sequence[int], name: str | None) -> Group | None:
@@ -48,20 +61,43 @@ def split(parent: Group, color: int | None, key: int | None, name: str | None) -
     return _make(parent, members, name, f"{number}.{color}")
 
 
-def channel_group(owner: Group, limit_s: float) -> Group:
-    """The group behind an `ObjectChannel`: the ranks of `owner`, on their hosts."""
-    backend = owner._asked_backend if owner.device.type == "cpu" else None
-    group = Group.create(
-        PrefixStore("objects", owner._store),
-        owner.rank,
-        owner.size,
-        generation=owner.generation,
-        timeout_s=limit_s,
+def channel_group(owner: Group, operation: Operation) -> Group:
+    """The group behind an `ObjectChannel`: the ranks of `owner`, on their hosts.
+
+    operation: the first one that needs it, whose deadline holds.
+    """
+    left_s = operation.issued_at + operation.timeout_s - time.monotonic()
+    return _meet(
+        owner,
+        range(owner.size),
+        "objects",
         name=f"{owner.name}, objects",
-        backend=backend,
+        what=str(operation),
+        device=torch.device("cpu"),
+        backend=owner._asked_backend if owner.device.type == "cpu" else None,
+        limit_s=max(left_s, 0.001),
+        timeout_s=operation.timeout_s,
     )
-    _adopt(owner, group, range(owner.size))
-    return group
+
+
+def _meeting_place(prefix: str, parent: Group, members: Sequence[int]) -> WatchedStore:
+    """Part of the store that `parent` met in, for a group of `members` of it to meet.
+
+    Who waits there for a rank that is lost, or while the parent ends, raises that at once; the
+    store alone would let it wait for the deadline.
+    """
+
+    def look() -> None:
+        failure = parent.failure()
+        if failure is not None:
+            raise fresh_copy(failure)
+        gone = parent._communicator.gone()
+        lost = [number for number, rank in enumerate(members) if rank in gone]
+        if lost:
+            how = "; ".join(gone[members[number]] for number in lost)
+            raise PeerLost("rendezvous", parent.generation, lost, how)
+
+    return WatchedStore(prefix, parent._store, look)
 
 
 def _agree(parent: Group, mine: Any) -> tuple[int, list[Any]]:
@@ -74,18 +110,80 @@ def _make(parent: Group, members: Sequence[int], name: str | None, key: str) -> 
     """members: ranks of the parent, in the order of the new group."""
     if parent.rank not in members:
         return None
-    child = Group.create(
-        PrefixStore(f"children/{key}", parent._store),
-        members.index(parent.rank),
-        len(members),
-        parent.device,
-        generation=parent.generation,
-        timeout_s=parent.timeout_s,
-        name=name or f"{parent.name}.{key}",
+    name = name or f"{parent.name}.{key}"
+    return _meet(
+        parent,
+        members,
+        f"children/{key}",
+        name=name,
+        what=f"the making of group {name!r}",
+        device=parent.device,
         backend=parent._asked_backend,
+        limit_s=parent.timeout_s,
+        timeout_s=parent.timeout_s,
     )
-    _adopt(parent, child, members)
-    return child
+
+
+def _meet(
+    parent: Group,
+    members: Sequence[int],
+    prefix: str,
+    *,
+    name: str,
+    what: str,
+    device: torch.device,
+    backend: str | None,
+    limit_s: float,
+    timeout_s: float,
+) -> Group:
+    """Connect `members` of `parent` within `limit_s`.
+
+    All have agreed to come: who does not is lost to the parent as well, and its generation ends.
+    what, timeout_s: for that error.
+    """
+    try:
+        group = Group.create(
+            _meeting_place(prefix, parent, members),
+            members.index(parent.rank),
+            len(members),
+            device,
+            generation=parent.generation,
+            timeout_s=limit_s,
+            name=name,
+            backend=backend,
+        )
+    except (CollectiveError, StoreTimeout) as error:
+        failure = parent.failure()
+        if failure is None:
+            failure = _lost(error, what, parent, members, timeout_s)
+            parent.abort(failure)
+        raise fresh_copy(failure) from error
+    _adopt(parent, group, members)
+    if parent._closed:  # Meanwhile, by another thread, which cannot have known this one.
+        group.close()
+        raise GroupClosed(what, parent.generation)
+    return group
+
+
+def _lost(
+    error: CollectiveError | StoreTimeout,
+    what: str,
+    parent: Group,
+    members: Sequence[int],
+    timeout_s: float,
+) -> CollectiveError:
+    """Why `members` of `parent` did not meet; the ranks as `parent` counts them."""
+    if isinstance(error, StoreTimeout):
+        late = sorted(members[number] for number in ranks_of_keys(error.keys))
+        return CollectiveTimeout(what, parent.generation, late, timeout_s)
+    ranks = sorted(members[rank] for rank in error.ranks)
+    match error:
+        case CollectiveTimeout():
+            return CollectiveTimeout(what, parent.generation, ranks, timeout_s, error.whereabouts)
+        case PeerLost():
+            return PeerLost(what, parent.generation, ranks, error.detail)
+        case _:
+            return GroupAborted(parent.generation, ranks, f"{what} failed: {error}")
 
 
 def _adopt(parent: Group, child: Group, members: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .operation import Kind, Operation
+from .operation import Operation
 
 _LOOKS = 4
 """Turns of the event loop in which an awaited work is looked at before its task goes to sleep.
@@ -55,7 +55,7 @@ class Work(ABC):
     @property
     def source_rank(self) -> int:
         """The rank that a recv got its data from; -1 before it is known, and otherwise."""
-        return self.operation.peer if self.operation.kind is Kind.RECV else -1
+        return self.operation.peer if self.operation.receives else -1
 
     def wait(self) -> Any:
         """Block until done; the result. The deadline is the operation's own, from its issue.

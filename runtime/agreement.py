@@ -63,10 +63,12 @@ def write_vote(
         vote[3 + num_ranks + rank] = 1
 
 
-def read_agreement(total: torch.Tensor, num_ranks: int) -> Agreement:
-    """total: (vote_numel,), the sum of all votes. Raises RuntimeError, on all ranks alike, if some
-    live ranks weighed their loss and others did not, or all weights are zero."""
-    weight, num_weighing, num_asking, *values = total.tolist()
+def read_agreement(total: Sequence[float], num_ranks: int) -> Agreement:
+    """total: vote_numel numbers, the sum of all votes.
+
+    Raises RuntimeError, on all ranks alike, if some live ranks weighed their loss and others did
+    not, or all weights are zero."""
+    weight, num_weighing, num_asking, *values = total
     live = tuple(r for r in range(num_ranks) if values[r])
     if num_weighing not in (0, len(live)):
         raise RuntimeError(

@@ -17,7 +17,7 @@ from collectives import CollectiveMismatch, Group
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
 
-_STEP, _STEP_SQUARED, _SQUARED_NORM, _LOSS_SCALE, _OPTIONS = range(5)
+_STEP, _STEP_SQUARED, _SQUARED_NORM, _LOSS_SCALE, _PER_RANK = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Vote:
     step: its number. live: the rank took it with data of its own. has_next: it may take another.
     used: per parameter, whether the rank has a gradient. weight: of its losses; None: not weighed.
     squared_norm: (), of its reduced shard, or 0.0. loss_scale: of its losses, or 0.0.
-    options: numbers of the optimizer's options, from the rank that speaks for all; else None.
+    options: numbers of the optimizer's options. cursor: samples that it has taken of the epoch.
     stop: this rank was asked to have all stop after this step.
     """
 
@@ -38,35 +38,39 @@ class Vote:
     weight: float | None
     squared_norm: torch.Tensor | float
     loss_scale: float
-    options: Sequence[float] | None
+    options: Sequence[float]
+    cursor: int = 0
     stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What all ranks read. squared_norm: of the whole summed gradient. loss_scale: mean over the
-    live ranks, 0.0 where nobody scales. options: as the speaker gave them; zeros without one."""
+    live ranks, 0.0 where nobody scales. options, cursors: by rank."""
 
     agreement: Agreement
     squared_norm: float
     loss_scale: float
-    options: list[float]
+    options: tuple[tuple[float, ...], ...]
+    cursors: tuple[int, ...]
 
 
 class Ballot:
-    """The vector of one optimizer: (4 + num_options + vote_numel,) float64."""
+    """The vector of one optimizer: float64, four numbers of all, then each rank's own, its options
+    and its cursor, then the agreement's."""
 
     def __init__(self, group: Group, num_parameters: int, num_options: int) -> None:
         self._group = group
-        self._vote_at = _OPTIONS + num_options
+        self._own_numel = num_options + 1
+        self._vote_at = _PER_RANK + group.size * self._own_numel
         numel = self._vote_at + vote_numel(group.size, num_parameters)
         self._vector = torch.zeros(numel, dtype=torch.float64, device=group.device)
 
     def move_to(self, group: Group) -> None:
         self._group = group
 
-    def hold(self, vote: Vote) -> Outcome:
-        """Cast this rank's vote and read everybody's.
+    def hold(self, vote: Vote) -> tuple[float, ...]:
+        """Cast this rank's vote; what all ranks see, for `read`.
 
         Raises CollectiveMismatch, on all ranks, if they are not at the same step.
         """
@@ -76,8 +80,10 @@ class Ballot:
         vector[_STEP_SQUARED] = vote.step**2
         vector[_SQUARED_NORM] = vote.squared_norm
         vector[_LOSS_SCALE] = vote.loss_scale
-        if vote.options is not None:
-            vector[_OPTIONS : self._vote_at] = torch.tensor(vote.options, dtype=torch.float64)
+        own_at = _PER_RANK + group.rank * self._own_numel
+        vector[own_at : own_at + self._own_numel] = torch.tensor(
+            [*vote.options, vote.cursor], dtype=torch.float64
+        )
         write_vote(
             vector[self._vote_at :],
             group.rank,
@@ -89,9 +95,9 @@ class Ballot:
             stop=vote.stop,
         )
         group.all_reduce(vector).wait()
-        total: list[float] = vector[: self._vote_at].tolist()
+        seen: tuple[float, ...] = tuple(vector.tolist())
         # Equal steps, and only they, have no variance.
-        if group.size * total[_STEP_SQUARED] != total[_STEP] ** 2:
+        if group.size * seen[_STEP_SQUARED] != seen[_STEP] ** 2:
             raise CollectiveMismatch(
                 "step()",
                 group.generation,
@@ -99,12 +105,21 @@ class Ballot:
                 f"the ranks have taken different numbers of steps, this one {vote.step}; every "
                 "rank calls step() equally often, and ranks that run out of data use Join",
             )
-        agreement = read_agreement(vector[self._vote_at :], group.size)
+        return seen
+
+    def read(self, seen: Sequence[float]) -> Outcome:
+        """What the numbers mean; alike on all ranks, and also where they came from another."""
+        agreement = read_agreement(seen[self._vote_at :], self._group.size)
+        own = [
+            tuple(seen[at : at + self._own_numel])
+            for at in range(_PER_RANK, self._vote_at, self._own_numel)
+        ]
         return Outcome(
             agreement,
-            total[_SQUARED_NORM],
-            total[_LOSS_SCALE] / max(1, len(agreement.live)),
-            total[_OPTIONS:],
+            seen[_SQUARED_NORM],
+            seen[_LOSS_SCALE] / max(1, len(agreement.live)),
+            tuple(numbers[:-1] for numbers in own),
+            tuple(int(numbers[-1]) for numbers in own),
         )
 
 

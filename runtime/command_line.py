@@ -1,4 +1,5 @@
-"""The `chorusline` program. `chorusline run script.py [args…]` runs a script as `python` would."""
+"""The `chorusline` program: `run script.py [args…]` runs a script as `python` would, `checkpoint`
+looks at checkpoints."""
 
 from __future__ import annotations
 
@@ -32,14 +33,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="…", help="handed to the script as they are"
     )
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        help="look at checkpoints, and make plain files of them",
+        description="A place is a folder or a URL with checkpoints in it, or one checkpoint.",
+    )
+    actions = checkpoint.add_subparsers(dest="action", required=True, metavar="action")
+    listed = actions.add_parser("list", help="the checkpoints of a place, each read and checked")
+    listed.add_argument("place")
+    exported = actions.add_parser("export", help="the newest whole one as one file of torch.save")
+    exported.add_argument("place")
+    exported.add_argument("file", type=Path, help="to write; torch.load reads it without us")
     options = parser.parse_args(argv)
 
+    if options.command == "checkpoint":
+        return look_at_checkpoints(options)
     script: Path = options.script
     if not script.exists():
         run.error(f"argument script: there is no file {str(script)!r} in {Path.cwd()}")
     if not script.is_file():
         run.error(f"argument script: {str(script)!r} is no file; name a Python script")
     return run_script(script, options.args)
+
+
+def look_at_checkpoints(options: argparse.Namespace) -> int:
+    from .checkpoint.errors import CheckpointError
+    from .checkpoint.export import described, export
+
+    try:
+        if options.action == "export":
+            taken = export(options.place, options.file)
+            print(f"{options.file}: step {taken.manifest.step} of {taken.path}")
+            return 0
+        lines = 0
+        for lines, line in enumerate(described(options.place), 1):  # noqa: B007
+            print(line)
+    except (CheckpointError, OSError, ValueError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if lines == 0:
+        print(f"there is no checkpoint in {options.place}", file=sys.stderr)
+    return 0 if lines else 1
 
 
 def run_script(script: Path, args: Sequence[str]) -> int:

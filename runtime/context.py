@@ -6,21 +6,34 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from ray import cloudpickle
 
 from actors.journal import Journal
+from actors.lifeline import Lifeline
 from actors.messages import Assignment, Report
 from collectives.group import Group
 from collectives.objects import broadcast_object
 from collectives.reduce_op import ReduceOp
 
 from .boundary import boundary
+from .checkpoint.saving import Saving
+from .cursor import Cursor
+from .dealing import Dealer
+from .join import active_join
+from .joinable import Joinable
 from .kept import Place, kept
+from .recovery import Recovery
+from .registry import Registry, Stateful
 from .sharding import MapStyleDataset, Shard
 
+if TYPE_CHECKING:
+    from .checkpoint.checkpoints import Checkpoints  # which knows models, which know contexts
+
+S = TypeVar("S", bound=Stateful)
 T = TypeVar("T")
 
 _BEGIN_ANEW = (
@@ -42,44 +55,76 @@ class Context:
 
     rank, world_size: this rank and their number. local_rank: among the ranks of this node.
     node_rank: of this node. device: of this rank's tensors. group: all ranks, for collectives.
-    generation: number of the membership; another one after a failure.
+    generation: number of the membership; another one after a failure. Where the run goes on
+    without a lost worker, rank, world_size, generation and group change during a step.
 
     What exchanges data (`barrier`, `broadcast`, `reduce`) is called by all ranks in the same
     order, and blocks the training thread, also in an `async def` function: no rank could go on
     without the others anyway.
     """
 
-    def __init__(self, assignment: Assignment, group: Group, journal: Journal) -> None:
+    def __init__(
+        self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
+    ) -> None:
+        self.device = group.device
+        self.dealer = Dealer(assignment.rank, assignment.world_size)
+        self.recovery = Recovery(self, lifeline) if lifeline.goes_on else None
+        self._journal = journal
+        self._num_reports = 0
+        self.registry = Registry()
+        self.checkpoints: Checkpoints | None = None  # set by who runs the train function
+        self._cursor = Cursor()
+        self._boundaries = 0
+        self.enter(assignment, group)
+
+    def enter(self, assignment: Assignment, group: Group) -> None:
+        """Be a rank of another generation; what was made of the former group has ended with it."""
         self.rank = assignment.rank
         self.world_size = assignment.world_size
         self.local_rank = assignment.local_rank
         self.local_world_size = assignment.local_world_size
         self.node_rank = assignment.node_rank
         self.generation = assignment.generation
-        self.device = group.device
         self.group = group
-        self._journal = journal
-        self._num_reports = 0
+        kept().follow(group)
+        if (place := boundary().place) is not None:  # Inside a run, so after a loss.
+            place.is_dealt_anew = True
+        if self.checkpoints is not None:
+            self.checkpoints.change_group(group)
+
+    def finish(self) -> None:
+        """The function has returned: wait for the other ranks, if they may still need this one."""
+        if self.recovery is not None:
+            self.recovery.finish()
 
     def epochs(self, num_epochs: int, *, resume: str | None = None) -> Iterator[int]:
-        """The numbers of the epochs, 0 to num_epochs - 1.
+        """The numbers of the epochs, 0 to num_epochs - 1; after a resume those not over yet.
 
         resume: a name for this loop. It is remembered on the ranks, from one run of the session to
         the next: a loop of this name that was stopped goes on where it was. Epochs that are over
         are left out, and in the one that was interrupted `shard` begins after the batches whose
-        steps were taken. Keep the model and the optimizer with `keep`, or they begin anew.
+        steps were taken. Keep the model and the optimizer with `keep`, or they begin anew. Where
+        a run goes on from a checkpoint, that one's place counts, as its state does.
 
         Raises RuntimeError, on all ranks, if they remember different epochs.
         """
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
-        return iter(range(num_epochs)) if resume is None else self._resumed(num_epochs, resume)
+        epochs = self._cursor.epochs(num_epochs)
+        return epochs if resume is None else self._resumed(epochs, resume)
 
-    def _resumed(self, num_epochs: int, name: str) -> Iterator[int]:
+    def _resumed(self, epochs: Iterator[int], name: str) -> Iterator[int]:
+        if self.resumed_from is not None:
+            kept().places.pop(name, None)
         place = kept().places.setdefault(name, Place())
-        by_rank = self._told([place.epoch])
-        if len({epoch for (epoch,) in by_rank}) > 1:
-            told = ", ".join(f"rank {rank}: {epoch}" for rank, (epoch,) in enumerate(by_rank))
+        by_rank = self._told([place.epoch, int(place.is_dealt_anew)])
+        if any(is_dealt_anew for _, is_dealt_anew in by_rank):
+            raise RuntimeError(
+                f"epoch {place.epoch} of {name!r} was stopped after a rank was lost in it, and its "
+                f"samples dealt to the others: which ones are done is not known. {_BEGIN_ANEW}"
+            )
+        if len({epoch for epoch, _ in by_rank}) > 1:
+            told = ", ".join(f"rank {rank}: {epoch}" for rank, (epoch, _) in enumerate(by_rank))
             raise RuntimeError(
                 f"the ranks remember different epochs of {name!r} ({told}): a worker was replaced, "
                 f"or the last run stopped between them. {_BEGIN_ANEW}"
@@ -88,14 +133,17 @@ class Context:
         outer, bound.place = bound.place, place
         place.is_resumed = True
         try:
-            while place.epoch < num_epochs:
-                yield place.epoch
+            for epoch in epochs:
+                if epoch < place.epoch:
+                    continue
+                place.epoch = epoch
+                yield epoch
                 place.next_epoch()
                 bound.pass_()
         finally:
             bound.place = outer
 
-    # ── What stays for the next run ──────────────────────────────────────────────────────────────
+    # -- What stays for the next run -------------------------------------------------------------
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -142,6 +190,91 @@ class Context:
         rows: list[list[int]] = everybody.view(self.world_size, -1).tolist()
         return rows
 
+    # -- What survives -------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps that were applied, over all runs: of the registered ZeroRedundancyOptimizer, or
+        else the batches of `ctx.shard`. Equal on all ranks between two steps."""
+        counts = [
+            entry.object.num_steps
+            for entry in self.registry
+            if isinstance(entry.object, Joinable) and hasattr(entry.object, "num_steps")
+        ]
+        return max(counts, default=self._boundaries)
+
+    @property
+    def resumed_from(self) -> str | None:
+        """The path of the checkpoint that this run goes on from, None if it starts afresh."""
+        reader = self.checkpoints.reader if self.checkpoints else None
+        return reader.path if reader else None
+
+    def register(
+        self, name: str, stateful: S, *, per_rank: bool = False, required: bool = True
+    ) -> S:
+        """Make an object part of every checkpoint; if the run goes on from one, bring the object to
+        its state now. Returns the object.
+
+        stateful: anything with state_dict and load_state_dict: the DistributedDataParallel, the
+        ZeroRedundancyOptimizer (both are sharded), schedules, an average of the model, a scaler,
+        RandomState. All ranks register the same, in the same order, before the first step.
+        per_rank: each rank has a state of its own; else all have the same, and each writes a part.
+        required: False for an object that older checkpoints do not have.
+
+        Raises TypeError for an object without a state, ValueError for a name that is taken;
+        CheckpointMismatch, naming the first parameters that differ, if the checkpoint is of
+        another model.
+        """
+        entry = self.registry.add(name, stateful, per_rank=per_rank)
+        if self.checkpoints is not None:
+            self.checkpoints.restore(entry, required=required)
+        return stateful
+
+    def save(self, path: str | Path | None = None) -> Saving:
+        """Save everything registered, as it is now: call it on all ranks behind `optim.step()`.
+
+        Returns when the state is copied; training may go on while it is written. `await` it or
+        `.wait()` for it to be whole. A failure that nobody waited for is raised by the next call.
+        At most one is on its way: the next call waits for it first.
+
+        path: of one checkpoint, a folder or a URL; None puts it among those of the session's
+        CheckpointConfig, which also decides how many of them stay.
+
+        Raises CheckpointWriteFailed of the save before; RuntimeError without a place, with nothing
+        registered, and inside Join when a rank has joined, for it would not take part: there
+        `every_n_steps` saves on all ranks.
+        """
+        if self.checkpoints is None:
+            raise RuntimeError("this Context was made outside a session, which keeps checkpoints")
+        join = active_join()
+        if join is not None and 0 < len(join.last_step_live) < self.world_size:
+            joined = [r for r in range(self.world_size) if r not in join.last_step_live]
+            raise RuntimeError(
+                f"ctx.save() inside Join, and ranks {joined} have run out of data and are not in "
+                "the loop's body any more; save behind the Join, or let "
+                "CheckpointConfig(every_n_steps=...) do it, which reaches them too"
+            )
+        return self.checkpoints.save(path, self.step, range(self.world_size))
+
+    def resume_data(self, told: Sequence[dict[str, Any]]) -> None:
+        """Go on in the data where a checkpoint was; told: of its ranks, as `told_data` gave it."""
+        self._boundaries = max(part["boundaries"] for part in told)
+        self._cursor.resume([part["data"] for part in told])
+
+    def told_data(self) -> dict[str, Any]:
+        """Where this rank is in its data, as plain data for a checkpoint."""
+        has_recovered = self.recovery is not None and self.recovery.num_recoveries > 0
+        return {"boundaries": self._boundaries, "data": self._cursor.told(by_id=has_recovered)}
+
+    def _at_boundary(self) -> None:
+        """Between two batches, when the step of the one before is over; on a rank that has joined,
+        behind each step that it shadowed."""
+        self._boundaries += 1
+        if self.checkpoints is not None:
+            self.checkpoints.save_if_due(self.step)
+
+    # -- Data ----------------------------------------------------------------------------------
+
     def shard(
         self,
         dataset: MapStyleDataset,
@@ -158,7 +291,9 @@ class Context:
 
         dataset: anything with a length and numbered samples, the same on all ranks. batch_size:
         samples per rank and step; the last batch of a rank may be smaller, unless drop_last.
-        epoch, seed: another order for each, unless shuffle is off. keep_together: a key for each
+        epoch, seed: another order for each, unless shuffle is off. After a resume only what no rank
+        was given before the checkpoint is dealt out; passes under torch.no_grad are taken again,
+        whole. keep_together: a key for each
         sample; those of one key go to one rank. Ranks may get different numbers of batches:
         iterate inside `Join`.
 
@@ -169,12 +304,15 @@ class Context:
             batch_size,
             rank=self.rank,
             world_size=self.world_size,
+            dealer=self.dealer,
             epoch=epoch,
             seed=seed,
             shuffle=shuffle,
             keep_together=keep_together,
             drop_last=drop_last,
             collate_fn=collate_fn,
+            cursor=self._cursor,
+            at_boundary=self._at_boundary,
         )
 
     def report(self, **values: float | int | str | torch.Tensor) -> None:
@@ -317,3 +455,9 @@ def current_group() -> Group:
             "make one with Group.create and pass it"
         )
     return _current.group
+
+
+def recovery_of(group: Group) -> Recovery | None:
+    """What takes the objects of `group` into the next generation; None where the run ends with
+    the first loss, and for groups that the user made."""
+    return _current.recovery if _current is not None and _current.group is group else None

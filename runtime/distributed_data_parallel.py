@@ -3,40 +3,57 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collectives import CollectiveMismatch, Group
+from collectives import Group
 from collectives.debug import is_informing
 
 from .agreement import Agreement
 from .boundary import boundary
-from .context import current_group
-from .join import Join, Joinable, JoinHook
+from .context import current_group, recovery_of
+from .join import Join
+from .joinable import GroupJoinable, Joinable, JoinHook
 from .kept import kept
-from .reducer import Mode, Reducer
+from .reducer import GradientBucket, Mode, Reducer
 from .replication import broadcast_tensors
+from .same_model import check_same_parameters
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
+from .sync_batch_norm import SyncBatchNorm
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its model
 
 
 def owner_of(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | None:
-    """The model that reduces exactly these parameters, if there is one."""
-    reference = _owners.get(parameters[0])
-    owner: DistributedDataParallel | None = reference() if reference else None
-    if owner and {id(p) for p in owner.reducer.parameters} == {id(p) for p in parameters}:
-        return owner
-    return None
+    """The model that has all these parameters and reduces no others, if there is one."""
+    references = [reference for p in parameters if (reference := _owners.get(p))]
+    owner: DistributedDataParallel | None = references[0]() if references else None
+    if owner is None:
+        return None
+    given = {id(p) for p in parameters}
+    reduced = {id(p) for p in owner.reducer.parameters}
+    return owner if reduced <= given <= {id(p) for p in owner.parameters()} else None
 
 
-class DistributedDataParallel(torch.nn.Module, Joinable):
+def names_of(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
+    """By id() what their modules call them, for those that are in one of ours."""
+    models = {id(r): r() for p in parameters if (r := _owners.get(p))}
+    return {
+        id(parameter): name
+        for model in models.values()
+        if model is not None
+        for name, parameter in model.module.named_parameters()
+    }
+
+
+class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     """A module whose gradients are the mean over all ranks, as in torch.nn.parallel.
 
     module: the same on all ranks; it starts from rank 0's parameters and buffers.
@@ -45,10 +62,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     broadcast_buffers: after each step that is synchronised, all ranks take the buffers of one:
     rank 0, or inside Join the largest rank that took the step.
 
-    find_unused_parameters, gradient_as_bucket_view, static_graph: accepted from scripts written
-    for torch, and without effect. Parameters that took no part in a rank's forward pass need no
-    flag (they count as zero where other ranks have a gradient, and keep none where nobody has),
-    `.grad` is always a view of a bucket, and nothing is assumed of the graph.
+    static_graph: a parameter may get several gradients in one backward pass, the same number in
+    each: reentrant checkpoints that share it.
+
+    find_unused_parameters, gradient_as_bucket_view: accepted from scripts written for torch, and
+    without effect. Parameters that took no part in a rank's forward pass need no flag (they count
+    as zero where other ranks have a gradient, and keep none where nobody has), and `.grad` is
+    always a view of a bucket.
 
     Raises ValueError for a module without trainable parameters, for parameters on several
     devices, or on another one than the group's; CollectiveMismatch, on all ranks, if the models
@@ -79,35 +99,76 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.group = group if group is not None else current_group()
         self.broadcast_buffers = broadcast_buffers
         _check_devices(named, self.group)
-        _check_same_model(list(module.named_parameters()), self.group)
+        _check_same(list(module.named_parameters()), self.group)
+        self._sync_norms = _sync_norms(module, self.group)
+        self._norms_group = self.group
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
         self.reducer = Reducer(
-            [parameter for _, parameter in named],
+            named,
             self.group,
             int(bucket_cap_mb * (1 << 20)),
+            has_repeats=static_graph,
+            on_backward_end=self._on_backward_end,
             on_agreement=self._on_agreement,
             has_next=self._has_next,
         )
         if is_informing():
-            names = [name for name, _ in named]
             self.reducer.clock = StepClock()
+            names = self.reducer.names
             self.reducer.unused = UnusedParameters(self.group.rank, names)
             tell_choice(self.reducer, names)
+            self.reducer.on_new_order = partial(tell_choice, self.reducer, names)
         for _, parameter in named:
             _owners[parameter] = weakref.ref(self)
         kept().wrap(self)
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.synced_step = 0
+        """Steps whose buffers this rank has taken over."""
+        self._kept_buffers: list[torch.Tensor] = []
+        """As they were then; kept where the run goes on after a death."""
+        self._recovery = recovery_of(self.group)
+        if self._recovery is not None:
+            self._recovery.watch_model(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         boundary().begin_forward()
         Join.notify_join_context(self)
+        if self._frozen and torch.is_grad_enabled():
+            self._reduce_unfrozen()
+        self._bind_norms()
+        # A launch that waits for all ranks holds up the statistics of the backward pass, for which
+        # they may be waiting, and the announcement of them.
+        has_others = bool(self._sync_norms) or (self._join is not None and self._join.is_following)
+        launch_waits = self.group.waits_on_issue or self.reducer.on_launched is not None
+        self.reducer.launches_early = not (has_others and launch_waits)
         clock = self.reducer.clock
-        if clock is None:
-            return self.module(*inputs, **kwargs)
         began_at = time.monotonic()
         output = self.module(*inputs, **kwargs)
-        clock.forward_ran(began_at)
+        if clock is not None:
+            clock.forward_ran(began_at)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._output_has_gradient)
         return output
+
+    def _bind_norms(self) -> None:
+        """Collective, if the model has gone on in another generation since the last time."""
+        if self._norms_group is not self.group:
+            self._norms_group = self.group
+            for norm in self._sync_norms:
+                norm.bind(self.group)
+
+    def _output_has_gradient(self, gradient: torch.Tensor) -> None:
+        self.reducer.output_has_gradient()
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """torch's place for compression and other ways of reducing. Raises NotImplementedError."""
+        raise NotImplementedError(
+            "communication hooks are not there yet: buckets are all-reduced, or reduced to shards, "
+            "in the dtype of their parameters. To send half as much, keep the parameters in "
+            "bfloat16 and step them with a ZeroRedundancyOptimizer, which holds float32 copies"
+        )
 
     def statistics(self) -> StepStatistics:
         """Where the time of the last hundred steps went, on average, on this rank.
@@ -123,7 +184,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the next one outside sends the sum."""
+        """Backward passes inside only accumulate; the next one outside sends the sum.
+
+        Raises RuntimeError inside a Join whose joinables of your own need a header in each step.
+        """
+        if self._join is not None and self._join.takes_forward_for_step:
+            raise RuntimeError(
+                "no_sync() in a Join with joinables of your own: a rank without data takes each "
+                "forward for a step. Give Join a group to follow, groups=[…]; then each joinable's "
+                "part of a step is announced"
+            )
         before = self.reducer.is_syncing
         self.reducer.is_syncing = False
         try:
@@ -148,30 +218,101 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.group = group
         self.reducer.move_to(group)
 
-    def sync_buffers(self, live: Sequence[int]) -> None:
+    def leave_run(self) -> None:
+        """The run in which it was made is over: what took it into the next generation with it."""
+        self._recovery = None
+        self._kept_buffers = []
+        self.reducer.parks = False
+
+    def reduce_also(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
+        """Reduce the gradients of these too, from now on; every rank calls it alike.
+
+        parameters: of the module, with gradients required; they start from rank 0's values, and
+        those that are reduced already stay as they are. Returns the buckets of the others.
+
+        Raises ValueError for a parameter that the module does not have; CollectiveMismatch, on all
+        ranks, if theirs differ.
+        """
+        self.check_has(parameters)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        known = {id(p) for p in self.reducer.parameters}
+        fresh = [p for p in parameters if id(p) not in known]
+        if not fresh:
+            return []
+        named = [(names[id(p)], p) for p in fresh]
+        _check_devices(named, self.group)
+        _check_same(named, self.group)
+        broadcast_tensors([p.detach() for p in fresh], 0, self.group)
+        for parameter in fresh:
+            _owners[parameter] = weakref.ref(self)
+        taken = {id(p) for p in fresh}
+        self._frozen = [p for p in self._frozen if id(p) not in taken]
+        return self.reducer.add_parameters(named)
+
+    def check_has(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Raises ValueError for a parameter that is none of the module's."""
+        own = {id(p) for p in self.module.parameters()}
+        for parameter in parameters:
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is none of the module's, so "
+                    "nothing would reduce its gradient. Register it in the module, or give it an "
+                    "optimizer of its own"
+                )
+
+    def _reduce_unfrozen(self) -> None:
+        """Take up parameters that were frozen when the model was wrapped and are no more. With
+        sharded gradients that is for the optimizer to do, which also lays out its shards."""
+        if self.reducer.mode is Mode.ALL_REDUCE:
+            self.reduce_also([p for p in self._frozen if p.requires_grad])
+
+    def sync_buffers(self, live: tuple[int, ...]) -> None:
         """Take the buffers of one of the ranks that took this step."""
         buffers = list(self.module.buffers())
         if self.broadcast_buffers and buffers and live:
-            broadcast_tensors(buffers, max(live) if self._join else 0, self.group)
+            root = self._join.newest_rank(live) if self._join else 0
+            broadcast_tensors(buffers, root, self.group)
+        self._keep_buffers()
+
+    def _keep_buffers(self) -> None:
+        self.synced_step += 1
+        if self._recovery is not None and self.broadcast_buffers:
+            self._kept_buffers = [buffer.clone() for buffer in self.module.buffers()]
+
+    def sync_buffers_again(self, synced: Sequence[int], step: int, live: Sequence[int]) -> None:
+        """End `step` on ranks that have not ended it. synced: `synced_step` by rank. live: ranks
+        that took the step and are there. Who has ended it may be in the next forward pass already,
+        and gives what it had before that."""
+        if min(synced) == step:
+            return
+        buffers = list(self.module.buffers())
+        has_ended = self.synced_step == step
+        if self.broadcast_buffers and buffers:
+            somebody_has = step in synced
+            root = synced.index(step) if somebody_has else max(live, default=0)
+            broadcast_tensors(self._kept_buffers if has_ended else buffers, root, self.group)
+        if not has_ended:
+            self._keep_buffers()
 
     # -- Join ----------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return _Hook(self)
 
-    @property
-    def join_device(self) -> torch.device:
-        return self.group.device
-
-    @property
-    def join_group(self) -> Group:
-        return self.group
-
-    def _carries_agreement(self) -> bool:
-        return True
-
     def _ends_step(self) -> bool:
         return self.reducer.mode is Mode.ALL_REDUCE
+
+    def _begins_passes(self) -> bool:
+        return True
+
+    def _groups_to_follow(self) -> Sequence[Group]:
+        self._bind_norms()
+        groups = [norm.group for norm in self._sync_norms if norm.group]
+        return [group for group in dict.fromkeys(groups) if group.size > 1]
+
+    def _on_backward_end(self) -> None:
+        if self._join:
+            self._join.begin_hook(self)
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         if self.reducer.mode is Mode.REDUCE_SCATTER and not any(
@@ -201,14 +342,15 @@ class _Hook(JoinHook):
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
 
+    @torch.no_grad()
     def main_hook(self) -> None:
-        # A sharded step is shadowed by its optimizer, from the first phase to the last.
+        """The gradients; of a sharded step the optimizer's hook, behind this one, does the rest."""
         model = self._model
-        if model.reducer.mode is Mode.ALL_REDUCE:
-            assert model._join is not None
-            model.reducer.shadow()
-            # With gradients that were left over from no_sync, this rank does take the step.
-            model._join.ledger.live = model.reducer.is_live
+        assert model._join is not None
+        model._reduce_unfrozen()
+        model.reducer.shadow()
+        # With gradients that were left over from no_sync, this rank does take the step.
+        model._join.ledger.live = model.reducer.is_live
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ranks that joined earlier did not step: they take the state of a last joiner."""
@@ -222,7 +364,7 @@ class _Hook(JoinHook):
         elif not model.broadcast_buffers:
             state += model.module.buffers()
         if state:
-            root = max(ledger.last_live)
+            root = model._join.newest_rank(ledger.last_live)
             broadcast_tensors([tensor.detach() for tensor in state], root, model.group)
 
 
@@ -242,41 +384,25 @@ def _check_devices(named: list[tuple[str, torch.nn.Parameter]], group: Group) ->
         )
 
 
-def _check_same_model(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
-    """Compare names, shapes, dtypes and trainability by number before anything is overwritten."""
-    told = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
-    digests = [
-        int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-        for text in told
-    ]
-    counts = _gathered([len(digests)], group)
-    if len({count for (count,) in counts}) > 1:
-        by_rank = {rank: count for rank, (count,) in enumerate(counts)}
-        differing = [rank for rank, count in by_rank.items() if count != by_rank[0]]
-        raise CollectiveMismatch(
-            "DistributedDataParallel",
-            group.generation,
-            differing,
-            f"the models have different numbers of parameters, by rank: {by_rank}",
-        )
-    everybody = _gathered(digests, group)
-    for number, text in enumerate(told):
-        differing = [
-            r for r, theirs in enumerate(everybody) if theirs[number] != everybody[0][number]
-        ]
-        if differing:
-            raise CollectiveMismatch(
-                "DistributedDataParallel",
-                group.generation,
-                differing,
-                f"parameter {number} differs from rank 0's; on rank {group.rank} it is {text}",
+def _sync_norms(module: torch.nn.Module, group: Group) -> list[SyncBatchNorm]:
+    """The layers that take statistics over all ranks, each with its group."""
+    found = []
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
+            raise ValueError(
+                f"{name or 'the module'} is torch's SyncBatchNorm, which needs torch.distributed "
+                "and would take this rank's statistics alone; convert the module with "
+                "chorusline.SyncBatchNorm.convert_sync_batchnorm(module)"
             )
+        if isinstance(layer, SyncBatchNorm):
+            layer.bind(group)
+            found.append(layer)
+    return found
 
 
-def _gathered(values: list[int], group: Group) -> list[list[int]]:
-    """The values of all ranks, by rank; each gives the same number of them."""
-    mine = torch.tensor(values, dtype=torch.int64, device=group.device)
-    everybody = mine.new_empty(group.size * len(values))
-    group.all_gather(everybody, mine).wait()
-    rows: list[list[int]] = everybody.view(group.size, -1).tolist()
-    return rows
+def _check_same(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
+    check_same_parameters(
+        "DistributedDataParallel",
+        [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
+        group,
+    )

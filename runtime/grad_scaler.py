@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from collectives import Group
-
-from .join import Joinable, JoinHook
+from .joinable import GroupJoinable, Joinable, JoinHook
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
-class GradScaler(torch.amp.GradScaler, Joinable):
+class GradScaler(torch.amp.GradScaler, GroupJoinable):
     """torch.amp.GradScaler for a ZeroRedundancyOptimizer; use it as torch's.
 
     torch's looks at a rank's local gradients, so ranks would skip different steps and drift apart
@@ -27,7 +25,13 @@ class GradScaler(torch.amp.GradScaler, Joinable):
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, **options: Any) -> None:
         super().__init__(optimizer.group.device.type, **options)
+        if optimizer.overlap_with_ddp and self.is_enabled():
+            raise ValueError(
+                "a scaled step may have to be left out, but overlap_with_ddp steps parameters "
+                "before that is known; make the optimizer without it"
+            )
         self._optimizer = optimizer
+        self.group = optimizer.group
         optimizer.uses_scaler = self.is_enabled()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -56,16 +60,8 @@ class GradScaler(torch.amp.GradScaler, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return _Hook(self)
 
-    @property
-    def join_device(self) -> torch.device:
-        return self._optimizer.join_device
-
-    @property
-    def join_group(self) -> Group:
-        return self._optimizer.join_group
-
-    def _carries_agreement(self) -> bool:
-        return True
+    def _announces_hook(self) -> bool:
+        return False
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         before = [j for j in joinables if j is self or j is self._optimizer]

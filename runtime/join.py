@@ -10,13 +10,15 @@ agreement (agreement.py): who took it, and who may take another one.
   agreement says that nobody was live, nothing is applied, and that is how everybody knows.
 - Joinables of the user's own carry no agreement. Then a small all-reduce goes first in each step,
   started by `notify_join_context` of the first joinable, as in torch.
+
+Collectives that are not the same in each step, of SyncBatchNorm and of the user's own, are followed
+by another rule: conductor.py.
 """
 
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -27,16 +29,8 @@ from collectives import Group, Work
 
 from .agreement import Agreement
 from .boundary import boundary
-
-
-class JoinHook:
-    """What a joinable does on a rank that has joined. Both do nothing unless overridden."""
-
-    def main_hook(self) -> None:
-        """Shadow one step: the collectives that others run in it. Once per step some rank takes."""
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Once, when all ranks have joined. Several ranks may be last joiners."""
+from .conductor import Conductor
+from .joinable import Joinable
 
 
 class JoinLedger:
@@ -55,10 +49,26 @@ class JoinLedger:
         self._began_earlier = False
         # Nobody knows better before the first agreement.
         self._may_continue = tuple(range(num_ranks))
+        self._batches_per_rank: Sequence[int] = ()
+        self.batch: int | None = None
+        """Number of this rank's batch, or of the one it would have next; None: not known."""
+
+    def change_ranks(self, former_ranks: Sequence[int]) -> None:
+        """former_ranks: by new rank its rank so far, -1 for a newcomer."""
+        new = {old: rank for rank, old in enumerate(former_ranks) if old >= 0}
+        self.num_ranks = len(former_ranks)
+        self.last_live = tuple(new[rank] for rank in self.last_live if rank in new)
+        self._may_continue = tuple(new[rank] for rank in self._may_continue if rank in new)
+        self.steps_taken = [self.steps_taken[old] if old >= 0 else 0 for old in former_ranks]
 
     def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
         """The iterator knows how many batches each rank starts with."""
-        self._may_continue = tuple(rank for rank, n in enumerate(batches_per_rank) if n)
+        self._batches_per_rank = batches_per_rank
+        self._may_continue = self.ranks_with_batch(0)
+        self.batch = 0
+
+    def ranks_with_batch(self, number: int) -> tuple[int, ...]:
+        return tuple(rank for rank, n in enumerate(self._batches_per_rank) if n > number)
 
     def resume(self, last_live: tuple[int, ...]) -> None:
         """Steps of this epoch were taken in an earlier Join; the last one by these ranks."""
@@ -99,35 +109,27 @@ class JoinLedger:
         return self.num_ranks if self.divide_by_initial_world_size else len(agreement.live)
 
 
-class Joinable(ABC):
-    """Something whose collectives a joined rank can shadow: list it in `Join([...])`."""
+def change_ranks(former_ranks: Sequence[int]) -> None:
+    """The ranks of every Join that this process is in are numbered anew. former_ranks: by new rank
+    its rank so far."""
+    for join in _active:
+        join.ledger.change_ranks(former_ranks)
 
-    _join: Join | None = None
 
-    @abstractmethod
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook for one Join. kwargs: those given to Join, the same for all joinables."""
+def change_group(group: Group) -> None:
+    """Every Join that this process is in goes on in another group.
 
-    @property
-    @abstractmethod
-    def join_device(self) -> torch.device:
-        """Where the joinable's tensors live."""
-
-    @property
-    @abstractmethod
-    def join_group(self) -> Group:
-        """The group of its collectives; one group for all joinables of a Join."""
-
-    def _carries_agreement(self) -> bool:
-        """Whether its steps end with an agreement, of its own or of a joinable beside it."""
-        return False
-
-    def _ends_step(self) -> bool:
-        """Whether it hands that agreement to `Join.record` itself."""
-        return False
-
-    def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
-        """Raise ValueError if it cannot be shadowed without another joinable."""
+    Raises RuntimeError for a Join that follows groups: those have ended with the generation.
+    """
+    for join in _active:
+        if join._conductor is not None:
+            raise RuntimeError(
+                "a rank was lost inside a Join that follows groups (of SyncBatchNorm, or groups=): "
+                "those ended with their generation, and a step cannot go on without them yet; "
+                "begin again from a checkpoint"
+            )
+        join._group = group
+        join._groups = [group] * len(join._groups)
 
 
 class _Stepping(Protocol):
@@ -151,6 +153,11 @@ class Join:
     step_along: what the body calls `.step()` on once per step besides the joinables: learning-rate
     schedules, and a plain optimizer of a model that is not sharded. A joined rank calls it in the
     steps that it shadows, in this order, so that their state stays equal on all ranks.
+    groups: groups of the same ranks whose collectives the body issues as it likes, in forward, in
+    backward and between. A joined rank takes part in them with the neutral element (0, 1, the
+    largest or smallest number; in an all_gather zeros, elsewhere nothing). Those of a model's
+    SyncBatchNorm are found by themselves. They are other groups than the joinables' own:
+    `group.new_group(range(group.size))` makes one.
     skew_warning: warn on exit, with the numbers of all ranks, if the shortest rank missed more
     than this share of the longest one's steps. None: never.
     kwargs: handed to every joinable's `join_hook`; ours know `divide_by_initial_world_size`
@@ -172,42 +179,73 @@ class Join:
         throw_on_early_termination: bool = False,
         *,
         step_along: Sequence[_Stepping] = (),
+        groups: Sequence[Group] = (),
         skew_warning: float | None = 0.5,
         **kwargs: Any,
     ) -> None:
         if len(joinables) == 0:
             raise ValueError("The join context manager requires at least one joinable")
-        groups = [joinable.join_group for joinable in joinables]
-        if any(group is not groups[0] for group in groups):
-            raise ValueError(
-                f"Using join context manager with multiple process groups: {groups}. "
-                "List only joinables of one group"
-            )
         for joinable in joinables:
             joinable._check_joined_with(joinables)
         self._joinables = list(joinables)
+        self._groups = [joinable.join_group for joinable in joinables]
+        self._group = self._groups[0]
+        followed = [*groups, *(g for j in joinables for g in j._groups_to_follow())]
+        self._check_groups(followed)
+        self._followed = list(dict.fromkeys(followed))
         self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
-        self._group = groups[0]
         self._device = joinables[0].join_device
         self._enable = enable
         self._throws = throw_on_early_termination
         self._step_along = list(step_along)
         self._skew_warning = skew_warning
-        self._needs_header = not all(joinable._carries_agreement() for joinable in joinables)
+        carries = [joinable._carries_agreement() for joinable in joinables]
+        self._needs_header = not followed and not all(carries)
         # With a header, that counts the steps; else the first that knows of each.
         self._counts_steps = next(
             (j for j in joinables if j._ends_step() and not self._needs_header), None
         )
+        # Who begins a pass: the model, whose forward comes first, or as in torch the first of all.
+        self._pacemaker = next((j for j in joinables if j._begins_passes()), joinables[0])
         self.last_step_live: tuple[int, ...] = ()
         """Ranks that took the last step; empty for the one that all ranks shadow at the end."""
+        self.at_boundary: Callable[[], None] | None = None
+        """Called after each step that this rank shadows, as `ctx.shard` does between batches."""
         self.ledger = JoinLedger(
             self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
         )
+        self._conductor = Conductor(self._followed, self.ledger, self._begun) if followed else None
+        self._follows_evaluation = bool(groups)
+
+    def _check_groups(self, followed: Sequence[Group]) -> None:
+        first = self._group
+        for group in (*self._groups, *followed):
+            if group.ranks != first.ranks or group.rank != first.rank:
+                raise ValueError(
+                    "Using join context manager with multiple process groups of different ranks: "
+                    f"{group} has {list(group.ranks)}, {first} has {list(first.ranks)}. A rank "
+                    "joins in all of them or in none; give each set of ranks a Join of its own"
+                )
+        for group in followed:
+            if group in self._groups:
+                raise ValueError(
+                    f"{group} is that of a joinable, which issues collectives of its own on it in "
+                    "between. Pass a group beside it: group.new_group(range(group.size))"
+                )
+
+    @property
+    def live_ranks(self) -> tuple[int, ...]:
+        """Ranks that have data for the current batch, where Join follows groups; else those that
+        took the last step."""
+        return self._conductor.live if self._conductor else self.last_step_live
 
     def __enter__(self) -> Self:
         if self._enable:
             for joinable in self._joinables:
                 joinable._join = self
+            if self._conductor:
+                self._conductor.attach()
+                boundary().before_stop.append(self._conductor.stop)
             _active.append(self)
         return self
 
@@ -223,7 +261,8 @@ class Join:
             if isinstance(error, Interrupted):
                 return  # All ranks are here: the generation goes on.
             if error is not None:
-                self._group.abort(error)
+                for group in dict.fromkeys([*self._groups, *self._followed]):
+                    group.abort(error)
                 return
             self.shadow()
             is_last_joiner = self._group.rank in self.ledger.last_live
@@ -232,6 +271,9 @@ class Join:
             self._warn_of_skew()
         finally:
             _active.remove(self)
+            if self._conductor:
+                self._conductor.detach()
+                boundary().before_stop.remove(self._conductor.stop)
             for joinable in self._joinables:
                 joinable._join = None
 
@@ -246,23 +288,56 @@ class Join:
     ) -> None:
         self.__exit__(kind, error, trace)
 
-    def shadow(self) -> None:
-        """Take part in the steps that other ranks still take, until nobody takes any."""
+    def shadow(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Take part in the steps that other ranks still take, until nobody takes any, or `until`:
+        a rank that is lost leaves its samples to those that wait."""
         ledger, bound = self.ledger, boundary()
         ledger.live = False
         ledger.has_next = False
         bound.pass_()
+        if self._conductor:
+            self._conductor.follow(ledger.batch, self._run_announced_hooks)
+            bound.pass_()
         while self._header() if self._needs_header else ledger.somebody_may_continue():
             bound.steps.has_joined = True
             for hook in self._hooks:
                 hook.main_hook()
-            if self.last_step_live:
-                for follower in self._step_along:
-                    follower.step()
+            self._follow_step()
             bound.pass_()
+            if until():
+                break
         bound.steps.has_joined = False
+        ledger.batch = None
         ledger.live = True
         ledger.has_next = True
+
+    def _run_announced_hooks(self, number: int) -> None:
+        """Joinable `number` has begun its part of a step; run its hook, and those behind it of
+        joinables that announce nothing."""
+        boundary().steps.has_joined = True
+        self._hooks[number].main_hook()
+        for behind in range(number + 1, len(self._hooks)):
+            if self._joinables[behind]._announces_hook():
+                return
+            self._hooks[behind].main_hook()
+        self._follow_step()
+
+    def _follow_step(self) -> None:
+        if self.last_step_live:
+            for follower in self._step_along:
+                follower.step()
+            if self.at_boundary is not None:
+                self.at_boundary()
+
+    @property
+    def takes_forward_for_step(self) -> bool:
+        """Whether a joined rank shadows a whole step whenever the first joinable notifies."""
+        return self._needs_header
+
+    @property
+    def is_following(self) -> bool:
+        """Whether joined ranks follow collectives that are announced to them."""
+        return self._conductor is not None
 
     def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
         """An iteration over a shard begins, which knows how many batches every rank has.
@@ -280,6 +355,30 @@ class Join:
         self.ledger.begin_epoch(everybody.tolist())
         self.ledger.resume(place.last_live)
 
+    def begin_batch(self, number: int, *, is_last: bool) -> None:
+        """An iterator that knows how many batches all ranks have gives its next one."""
+        self.ledger.batch = number
+        self.ledger.has_next = not is_last
+        if self._conductor:
+            self._conductor.begin_pass(number)
+
+    def begin_hook(self, joinable: Joinable) -> None:
+        """`joinable` begins its collectives of a step, unless they are followed."""
+        if self._conductor:
+            self._conductor.begin_hook(self._joinables.index(joinable))
+
+    def newest_rank(self, live: tuple[int, ...]) -> int:
+        """Whose state all ranks take after a step of these: it saw the last batch of the step, not
+        only handed in what it had left."""
+        return max(self._conductor.last_live if self._conductor else live)
+
+    def _begun(self, live: tuple[int, ...]) -> None:
+        """A pass begins, which these ranks take."""
+        if self._counts_steps is None:
+            self.last_step_live = live
+            self.ledger.record(Agreement(live, live, ()))
+        self._raise_if_exhausted(live)
+
     def record(self, joinable: Joinable, agreement: Agreement) -> None:
         """A step of a joinable ended with this agreement."""
         self.last_step_live = agreement.live
@@ -294,9 +393,22 @@ class Join:
         rank. Returns the finished work in that case.
         """
         join = joinable._join
-        if join is None or not join._needs_header or joinable is not join._joinables[0]:
+        if join is None:
+            return None
+        if join._conductor is not None:
+            join._notified(joinable, join._conductor)
+            return None
+        if not join._needs_header or joinable is not join._joinables[0]:
             return None
         return join._exchange_header()[1]
+
+    def _notified(self, joinable: Joinable, conductor: Conductor) -> None:
+        # A model in evaluation has no statistics to share.
+        counts = self._follows_evaluation or getattr(joinable, "training", True)
+        if joinable is self._pacemaker and self.ledger.batch is None and counts:
+            conductor.begin_pass()
+        if joinable._announces_hook() and not joinable._begins_passes():
+            self.begin_hook(joinable)
 
     def _header(self) -> bool:
         """Whether anybody takes the coming step."""

@@ -30,25 +30,33 @@ class Wrapped(Protocol):
         """Go on in `group`, at the beginning of a step: gradients of a step that was not finished
         are dropped."""
 
+    def leave_run(self) -> None:
+        """The run that it was used in is over, and with it what would have taken it into the next
+        generation inside a step: a later run that loses a worker ends with that."""
+
 
 @dataclass(slots=True)
 class Place:
     """Where a loop over epochs stands on this rank.
 
-    epoch: in progress. batches_done: by shard of that epoch, whose steps were taken.
+    epoch: in progress. samples_done: by shard of that epoch, whose steps were taken.
     is_resumed: whether this run came back into the epoch. last_live: ranks that took the last step.
+    is_dealt_anew: a rank was lost in the epoch, and the others have got its samples, so that counts
+    do not tell any more which ones are done.
     """
 
     epoch: int = 0
-    batches_done: dict[object, int] = field(default_factory=dict)
+    samples_done: dict[object, int] = field(default_factory=dict)
     is_resumed: bool = False
     last_live: tuple[int, ...] = ()
+    is_dealt_anew: bool = False
 
     def next_epoch(self) -> None:
         self.epoch += 1
-        self.batches_done.clear()
+        self.samples_done.clear()
         self.is_resumed = False
         self.last_live = ()
+        self.is_dealt_anew = False
 
 
 class Kept:
@@ -68,12 +76,18 @@ class Kept:
         """A run begins: what lived in the last run's group goes on in this one."""
         before, self._group = self._group, group
         self._note_torn_step()
+        for wrapped in list(self._wrapped):
+            wrapped.leave_run()
         if before is None or before is group:
             return
         if (before.rank, before.size) != (group.rank, group.size):
             return  # Shards are cut for their rank. Whoever uses them is told of a closed group.
         for wrapped in [each for each in self._wrapped if each.group is before]:
             wrapped.move_to(group)
+
+    def follow(self, group: Group) -> None:
+        """The run goes on in another generation, and has taken its objects there itself."""
+        self._group = group
 
     def wrap(self, wrapped: Wrapped) -> None:
         if wrapped.group is self._group:
@@ -87,6 +101,11 @@ class Kept:
 
     def end_applying(self) -> None:
         self._is_applying = False
+
+    def tear(self) -> None:
+        """A step was applied in part, before all had agreed on it."""
+        self._num_steps += 1
+        self._torn_at = self._num_steps
 
     def put(self, name: str, value: Any) -> None:
         self.objects[name] = value

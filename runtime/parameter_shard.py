@@ -15,10 +15,24 @@ from typing import Any
 
 import torch
 
-from collectives import Group
-from collectives.buckets import BucketPlan
-from collectives.shards import Piece, padded_numel, pieces_of, shard_numel
+from collectives import Group, Work
+from collectives.buckets import BucketPlan, plan_buckets
+from collectives.resharding import Range, guarded_ranks
+from collectives.shards import (
+    Piece,
+    padded_numel,
+    pieces_of,
+    room_for,
+    shard_numel,
+    whole_parameter_spans,
+)
 
+from .held_state import VALUES, Description, HeldState, Part
+from .optimizer_state import MASTER, BucketLayout, PieceState, check_fits, gather_state, slice_state
+from .reducer import GradientBucket
+from .shardable_optimizers import ELEMENTWISE
+
+_BUCKET_BYTES = 25 << 20
 _CPU_TILE_NUMEL = 1 << 18
 """On a CPU a piece is stepped in tiles that stay in the cache: an optimizer goes over its tensors
 ten times or more. AdamW over 6.3 M elements took 37 ms as one tensor, 12 ms in these tiles."""
@@ -26,12 +40,64 @@ ten times or more. AdamW over 6.3 M elements took 37 ms as one tensor, 12 ms in 
 _HALF = (torch.float16, torch.bfloat16)
 
 
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Parameters on their way to this rank; by way of `staged`, if that is given, to `target`."""
+
+    work: Work
+    staged: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.staged is not None and self.target is not None:
+            self.target.copy_(self.staged)
+
+
+class ShardRange:
+    """One shard's part of a bucket, kept on this rank: its own, or a replica of another rank's.
+
+    owner: whose shard it is. values: (n,) its part of the bucket's `flat`. master: (n,) what is
+    stepped: `values` itself, or its float32 copy. reduced: (n,) where the sum of the gradients
+    arrives, or None where gradients stay with the parameters. gradient: (n,) the mean, in the
+    master's dtype.
+    """
+
+    def __init__(self, owner: int, values: torch.Tensor, reduced: torch.Tensor | None) -> None:
+        self.owner = owner
+        self.values = values
+        self.has_master = values.dtype in _HALF
+        self.master = values.float() if self.has_master else values
+        self.reduced = reduced
+        self.gradient = reduced.float() if self.has_master and reduced is not None else reduced
+
+    def take_gradient(self, divisor: float) -> None:
+        """Make `gradient` of what arrived: the sum over the ranks, over `divisor`."""
+        if self.gradient is None or self.reduced is None:
+            return
+        if self.gradient is not self.reduced:
+            self.gradient.copy_(self.reduced)
+        if divisor != 1:
+            self.gradient.div_(divisor)
+
+    def take_parameters(self) -> None:
+        """Where somebody wrote to the parameters (a loaded checkpoint, an average), the master
+        does not round to them any more, and takes their value; elsewhere it keeps its own."""
+        if self.has_master:
+            is_ours = self.master.to(self.values.dtype) == self.values
+            self.master.copy_(torch.where(is_ours, self.master, self.values.float()))
+
+    def publish_master(self) -> None:
+        """Round the stepped values to what is gathered."""
+        if self.has_master:
+            self.values.copy_(self.master)
+
+
 class ParameterBucket:
     """Parameters that travel together, as views of one flat tensor.
 
-    flat: (padded,) all parameters of the plan. own: (n,) this rank's range of it. master: (n,)
-    what is stepped: `own` itself, or its float32 copy. gradient: (n,) in the master's dtype, or
-    None where gradients stay with the parameters. reduced: (n,) where the reducer leaves the sum.
+    flat: all parameters of the plan, and room behind them for the slack of any number of ranks.
+    ranges: what this rank keeps of it: its own shard first, then replicas.
     """
 
     def __init__(
@@ -40,125 +106,232 @@ class ParameterBucket:
         parameters: Sequence[torch.nn.Parameter],
         group: Group,
         reduced: torch.Tensor | None,
+        replicas: int,
     ) -> None:
         first = parameters[plan.spans[0][0]]
-        length = shard_numel(plan.content, group.size)
         self.plan = plan
         self.flat = torch.zeros(
-            padded_numel(plan.content, group.size), dtype=first.dtype, device=first.device
+            room_for(plan.content, group.size), dtype=first.dtype, device=first.device
         )
         for number, offset, numel in plan.spans:
             parameter = parameters[number]
             view = self.flat[offset : offset + numel].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
-        self.own = self.flat[group.rank * length : (group.rank + 1) * length]
-        has_master = first.dtype in _HALF
-        self.master = self.own.float() if has_master else self.own
-        self.reduced = reduced
-        self.gradient = reduced.float() if has_master and reduced is not None else reduced
+        self.version = 0
+        """Steps that this rank has taken with what it keeps since the bucket was laid out."""
+        self.cut(group, reduced, replicas)
 
-    def take_gradient(self, divisor: float) -> None:
-        """Make `gradient` of what the reducer left: the sum over the ranks, over `divisor`."""
-        if self.gradient is None or self.reduced is None:
-            return
-        if self.gradient is not self.reduced:
-            self.gradient.copy_(self.reduced)
-        if divisor != 1:
-            self.gradient.div_(divisor)
+    def cut(self, group: Group, reduced: torch.Tensor | None, replicas: int) -> None:
+        """Lay out the ranges that this rank keeps, anew."""
+        length = shard_numel(self.plan.content, group.size)
+        self.ranges: list[ShardRange] = []
+        for owner in guarded_ranks(group.rank, group.size, replicas):
+            values = self.flat[owner * length : (owner + 1) * length]
+            if self.ranges and reduced is not None:
+                reduced = torch.zeros_like(reduced)
+            self.ranges.append(ShardRange(owner, values, reduced))
 
-    def publish_master(self) -> None:
-        """Round the stepped values to what is gathered."""
-        if self.master is not self.own:
-            self.own.copy_(self.master)
+    @property
+    def own(self) -> ShardRange:
+        return self.ranges[0]
+
+    def start_replicating(self, group: Group) -> Work | None:
+        """Begin to send the own reduced gradient to those that keep its replicas, and to receive
+        theirs; None where nobody keeps any."""
+        replicas = self.ranges[1:]
+        if not replicas or self.own.reduced is None:
+            return None
+        nothing = self.own.reduced.new_empty(0)
+        distances = [(rank - group.rank) % group.size for rank in range(group.size)]
+        mine = [
+            self.own.reduced if 0 < distance <= len(replicas) else nothing for distance in distances
+        ]
+        theirs = [nothing] * group.size
+        for replica in replicas:
+            assert replica.reduced is not None
+            theirs[replica.owner] = replica.reduced
+        return group.all_to_all(theirs, mine)
+
+    def start_gather(self, group: Group) -> Gather:
+        """Begin to bring all ranks' ranges of `flat` to all ranks."""
+        padded = padded_numel(self.plan.content, group.size)
+        flat, own = self.flat[:padded], self.own.values
+        if flat.device == group.device:
+            return Gather(group.all_gather(flat, own))
+        # A group's operations take tensors of its device. Parameters of a model that is spread
+        # over several travel by way of it.
+        staged = torch.empty_like(flat, device=group.device)
+        return Gather(group.all_gather(staged, own.to(group.device)), staged, flat)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedPiece:
-    """A piece of a parameter that this rank steps.
+class KeptPiece:
+    """A piece of a parameter that this rank steps, as part of its own shard or of a replica.
 
     tensor: view of the master, of shape (piece.numel,), or the parameter's where it is whole.
     """
 
     tensor: torch.nn.Parameter
     piece: Piece
-    bucket: int
+    range: ShardRange
+    is_own: bool
 
 
 class ParameterShard:
     """The buckets of all parameters, and this rank's optimizer over its pieces of them.
 
-    parameters: by number, as in the plans. reduced: where the reducer leaves each bucket's sum;
-    empty where gradients are taken from `.grad`. elementwise: pieces are flat and may be cut
-    anywhere; otherwise the plans cut no parameter, and its piece keeps the shape.
-    optimizer: None on a rank that owns nothing.
+    elementwise: pieces are flat and may be cut anywhere; otherwise no parameter is cut, and its
+    piece keeps the shape. replicas: ranks that keep each shard; the owner is one of them.
+    parameters: by number, as in the plans. optimizer: None on a rank that owns nothing.
     """
 
     def __init__(
         self,
-        plans: Sequence[BucketPlan],
-        parameters: Sequence[torch.nn.Parameter],
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
         group: Group,
-        reduced: Sequence[torch.Tensor],
         *,
         elementwise: bool,
+        replicas: int = 1,
     ) -> None:
+        self.optimizer_class = optimizer_class
+        self.defaults = defaults
         self.group = group
-        self.parameters = parameters
-        self.buckets = [
-            ParameterBucket(plan, parameters, group, reduced[i] if reduced else None)
-            for i, plan in enumerate(plans)
-        ]
-        tile = _CPU_TILE_NUMEL if elementwise and group.device.type == "cpu" else sys.maxsize
-        self.pieces: list[OwnedPiece] = []
-        for number, bucket in enumerate(self.buckets):
-            plan = bucket.plan
-            for piece in pieces_of(group.rank, group.size, plan.content, plan.spans, tile):
-                tensor = bucket.master[piece.shard_start : piece.shard_start + piece.numel]
-                if not elementwise:
-                    tensor = tensor.view(parameters[piece.parameter].shape)
-                self.pieces.append(OwnedPiece(torch.nn.Parameter(tensor), piece, number))
         self.optimizer: torch.optim.Optimizer | None = None
+        self.parameters: list[torch.nn.Parameter] = []
+        self.buckets: list[ParameterBucket] = []
+        self.pieces: list[list[KeptPiece]] = []  # by bucket
+        self.num_groups = 0
+        self.replicas = replicas
+        self._elementwise = elementwise
+        self._load = [0] * group.size  # elements per rank, where parameters are not cut
 
-    def make_optimizer(
+    def add(
         self,
-        optimizer_class: type[torch.optim.Optimizer],
+        parameters: Sequence[torch.nn.Parameter],
         groups: Sequence[Mapping[str, Any]],
-        defaults: Mapping[str, Any],
+        reduced_in: Sequence[GradientBucket] | None,
     ) -> None:
-        """groups: the user's, with whole parameters; each becomes a group of this rank's pieces."""
+        """Lay out `parameters` too, numbered from the last one on; what is there stays.
+
+        groups: the user's, all of them. reduced_in: the reducer's buckets of the parameters, which
+        leave the sums of gradients; None where gradients are taken from `.grad`.
+        """
+        before = len(self.parameters)
+        self.parameters += parameters
+        plans = (
+            self._plan(parameters, before)
+            if reduced_in is None
+            else [bucket.plan for bucket in reduced_in]
+        )
+        fresh: list[KeptPiece] = []
+        for number, plan in enumerate(plans):
+            reduced = None if reduced_in is None else reduced_in[number].shard
+            bucket = ParameterBucket(plan, self.parameters, self.group, reduced, self.replicas)
+            pieces = self._pieces_of(bucket)
+            self.buckets.append(bucket)
+            self.pieces.append(pieces)
+            fresh += pieces
+        self._admit(fresh, groups)
+
+    def _pieces_of(self, bucket: ParameterBucket) -> list[KeptPiece]:
+        tile = _CPU_TILE_NUMEL if self._elementwise and _is_on_cpu(self.group) else sys.maxsize
+        plan, size = bucket.plan, self.group.size
+        return [
+            self._keep(kept, piece, kept is bucket.own)
+            for kept in bucket.ranges
+            for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile)
+        ]
+
+    def _plan(
+        self, parameters: Sequence[torch.nn.Parameter], first_number: int
+    ) -> list[BucketPlan]:
+        """Buckets for parameters that no reducer has laid out, one per dtype and device."""
+        kinds = [(p.dtype, p.device) for p in parameters]
+        numels = [p.numel() for p in parameters]
+        if self._elementwise:
+            plans = plan_buckets(
+                numels,
+                kinds,
+                [p.element_size() for p in parameters],
+                bucket_bytes=_BUCKET_BYTES,
+                first_bucket_bytes=_BUCKET_BYTES,
+            )
+            return [plan.numbered_from(first_number) for plan in plans]
+        plans = []
+        for kind in dict.fromkeys(kinds):
+            same = [number for number, other in enumerate(kinds) if other == kind]
+            spans, content = whole_parameter_spans(
+                [numels[number] for number in same], self.group.size, self._load
+            )
+            plan = BucketPlan(tuple((same[i], at, n) for i, at, n in spans), content)
+            plans.append(plan.numbered_from(first_number))
+        return plans
+
+    def _keep(self, kept: ShardRange, piece: Piece, is_own: bool) -> KeptPiece:
+        tensor = kept.master[piece.shard_start : piece.shard_start + piece.numel]
+        if not self._elementwise:
+            tensor = tensor.view(self.parameters[piece.parameter].shape)
+        return KeptPiece(torch.nn.Parameter(tensor), piece, kept, is_own)
+
+    def _admit(self, pieces: Sequence[KeptPiece], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer new pieces, each in the group that its parameter is in."""
+        self.num_groups = len(groups)
         number_of = {id(parameter): n for n, parameter in enumerate(self.parameters)}
         owned: dict[int, list[torch.nn.Parameter]] = {}
-        for mine in self.pieces:
+        for mine in pieces:
             owned.setdefault(mine.piece.parameter, []).append(mine.tensor)
-        if self.pieces:
-            self.optimizer = optimizer_class(
-                [
-                    {
-                        **options,
-                        "params": [
-                            tensor
-                            for parameter in options["params"]
-                            for tensor in owned.get(number_of[id(parameter)], ())
-                        ],
-                    }
-                    for options in groups
+        wanted: list[dict[str, Any]] = [
+            {
+                **_options(options),
+                "params": [
+                    tensor
+                    for parameter in dict.fromkeys(options["params"])
+                    for tensor in owned.get(number_of.get(id(parameter), -1), ())
                 ],
-                **defaults,
-            )
+            }
+            for options in groups
+        ]
+        # Some optimizers (Adagrad) make state, or look at shapes, in their constructor only: so
+        # new pieces go through it, and are then taken over.
+        fresh = self.optimizer_class(wanted, **self.defaults) if pieces else None
+        if self.optimizer is None:
+            self.optimizer = fresh
+            return
+        for number, options in enumerate(wanted):
+            if number < len(self.optimizer.param_groups):
+                self.optimizer.param_groups[number]["params"].extend(options["params"])
+            else:
+                self.optimizer.add_param_group(options)
+        if fresh is not None:
+            self.optimizer.state.update(fresh.state)
+
+    @property
+    def portions(self) -> list[list[int]]:
+        """Numbers of the buckets that are stepped together. One by one, while the ones before
+        travel, where the optimizer is known to keep no state but a parameter's own."""
+        numbers = list(range(len(self.buckets)))
+        if self.optimizer_class in ELEMENTWISE:
+            return [[number] for number in numbers]
+        return [numbers]
 
     def squared_norm(self) -> torch.Tensor:
         """The squared 2-norm of the reduced, undivided gradient of this shard: (), float64."""
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
-        reduced = [bucket.reduced for bucket in self.buckets]
-        local = [] if any(r is not None for r in reduced) else map(self._gradient_of, self.pieces)
-        for gradient in (*reduced, *local):
-            if gradient is not None:
-                total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        for bucket, pieces in zip(self.buckets, self.pieces, strict=True):
+            reduced = bucket.own.reduced
+            own = [mine for mine in pieces if mine.is_own]
+            local = map(self._gradient_of, own) if reduced is None else [reduced]
+            for gradient in local:
+                if gradient is not None:
+                    norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+                    total += norm.square().to(total.device)
         return total
 
     def apply(
         self,
+        portion: Sequence[int],
         groups: Sequence[Mapping[str, Any]],
         used: Sequence[bool],
         divisor: float,
@@ -166,29 +339,37 @@ class ParameterShard:
     ) -> None:
         """Step the pieces whose parameters have a gradient on some rank.
 
-        groups: the user's, whose options count. used: per parameter. The summed gradient is
-        divided by `divisor`, then multiplied with `coefficient`.
+        portion: numbers of the buckets. groups: the user's, whose options count. used: per
+        parameter. The summed gradient is divided by `divisor`, then multiplied with `coefficient`.
         """
+        for number in portion:
+            self.buckets[number].version += 1
         if self.optimizer is None:
             return
-        for bucket in self.buckets:
-            bucket.take_gradient(divisor)
-        for mine in self.pieces:
-            is_used = used[mine.piece.parameter]
-            mine.tensor.grad = self._gradient_of(mine) if is_used else None
-            if coefficient != 1 and mine.tensor.grad is not None:
-                mine.tensor.grad = mine.tensor.grad * coefficient
+        pieces = [mine for number in portion for mine in self.pieces[number]]
+        kept = [kept for number in portion for kept in self.buckets[number].ranges]
+        for part in kept:
+            part.take_parameters()
+            part.take_gradient(divisor)
+        for mine in pieces:
+            gradient = self._gradient_of(mine) if used[mine.piece.parameter] else None
+            if coefficient != 1 and gradient is not None:
+                gradient = gradient * coefficient
+            mine.tensor.grad = gradient
         for options, ours in zip(groups, self.optimizer.param_groups, strict=True):
             # Schedulers and users change the groups that they see.
-            ours.update({name: value for name, value in options.items() if name != "params"})
+            ours.update(_options(options))
         self.optimizer.step()
-        for bucket in self.buckets:
-            bucket.publish_master()
+        for mine in pieces:
+            mine.tensor.grad = None
+        for part in kept:
+            part.publish_master()
 
-    def _gradient_of(self, mine: OwnedPiece) -> torch.Tensor | None:
-        piece, gradient = mine.piece, self.buckets[mine.bucket].gradient
+    def _gradient_of(self, mine: KeptPiece) -> torch.Tensor | None:
+        piece, gradient = mine.piece, mine.range.gradient
         if gradient is not None:
-            return gradient[piece.shard_start : piece.shard_start + piece.numel]
+            reduced = gradient[piece.shard_start : piece.shard_start + piece.numel]
+            return reduced.view(mine.tensor.shape)
         whole = self.parameters[piece.parameter].grad
         if whole is None:
             return None
@@ -197,6 +378,170 @@ class ParameterShard:
         return flat.view(mine.tensor.shape)
 
     def gather(self) -> None:
-        """Bring every rank's part of the parameters to all ranks."""
-        for work in [self.group.all_gather(b.flat, b.own) for b in self.buckets]:
-            work.wait()
+        """Bring all parameters to all ranks."""
+        for gather in self.start_gather(range(len(self.buckets))):
+            gather.wait()
+
+    def start_gather(self, portion: Sequence[int]) -> list[Gather]:
+        """Begin to bring every rank's part of the parameters to all ranks."""
+        return [self.buckets[number].start_gather(self.group) for number in portion]
+
+    def start_replicating(self) -> list[Work]:
+        """Begin to send this rank's reduced gradients to those that keep replicas of its shard."""
+        return [work for bucket in self.buckets if (work := bucket.start_replicating(self.group))]
+
+    # -- another group ---------------------------------------------------------------------------
+
+    def recut(
+        self,
+        group: Group,
+        reduced: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        held: HeldState,
+    ) -> None:
+        """Keep what a rank of `group` keeps. reduced: where each bucket's sum arrives there.
+        held: values and state of all that, at least."""
+        self.group = group
+        self.pieces = []
+        for number, (bucket, arrives_in) in enumerate(zip(self.buckets, reduced, strict=True)):
+            bucket.cut(group, arrives_in, self.replicas)
+            for kept in bucket.ranges:
+                wanted = self._range_of(number, kept)
+                if wanted is not None:
+                    held.cut(wanted, VALUES, kept.master[: wanted.numel])
+                kept.publish_master()
+            self.pieces.append(self._pieces_of(bucket))
+        self.optimizer = None
+        self._admit([mine for pieces in self.pieces for mine in pieces], groups)
+        optimizer: torch.optim.Optimizer | None = self.optimizer
+        for number, pieces in enumerate(self.pieces if optimizer else ()):
+            for mine in pieces:
+                wanted = self._range_of_piece(number, mine)
+                state = held.state_of(mine.piece.parameter, wanted, mine.tensor.device)
+                if state and optimizer is not None:
+                    optimizer.state[mine.tensor] = state
+
+    def held(self) -> HeldState:
+        """All that this rank keeps, for `recut`; the tensors are the very ones that are stepped."""
+        ranges, parts, described = [], [], {}
+        for number, (bucket, pieces) in enumerate(zip(self.buckets, self.pieces, strict=True)):
+            for kept in bucket.ranges:
+                whole = self._range_of(number, kept)
+                if whole is not None:
+                    ranges.append(whole)
+            for mine in pieces:
+                assert self.optimizer is not None
+                state = self.optimizer.state.get(mine.tensor, {})
+                elements = {
+                    name: value
+                    for name, value in state.items()
+                    if isinstance(value, torch.Tensor)
+                    and value.shape == mine.tensor.shape
+                    and name != "step"
+                }
+                if state:
+                    described[mine.piece.parameter] = Description(
+                        {name: value.dtype for name, value in elements.items()},
+                        {name: value for name, value in state.items() if name not in elements},
+                    )
+                tensors = {VALUES: mine.tensor.detach(), **elements}
+                parts.append(Part(self._range_of_piece(number, mine), tensors))
+        return HeldState(ranges, parts, described)
+
+    def travelling(self, described: Mapping[int, Description]) -> list[dict[str, torch.dtype]]:
+        """Names and dtypes of the tensors that go with a range, by bucket."""
+        by_bucket = []
+        for bucket in self.buckets:
+            names = {VALUES: bucket.own.master.dtype}
+            for parameter, _, _ in bucket.plan.spans:
+                if parameter in described:
+                    names.update(described[parameter].elements)
+            by_bucket.append(names)
+        return by_bucket
+
+    def _range_of(self, number: int, kept: ShardRange) -> Range | None:
+        """Without the slack; None if there is nothing else."""
+        content = self.buckets[number].plan.content
+        length = shard_numel(content, self.group.size)
+        start, stop = kept.owner * length, min((kept.owner + 1) * length, content)
+        return Range(number, start, stop) if start < stop else None
+
+    def _range_of_piece(self, number: int, mine: KeptPiece) -> Range:
+        content = self.buckets[number].plan.content
+        start = mine.range.owner * shard_numel(content, self.group.size) + mine.piece.shard_start
+        return Range(number, start, start + mine.piece.numel)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def gather_state(self, to: int) -> dict[int, dict[str, Any]]:
+        """State of all parameters, by their id(), on rank `to`; empty on the others."""
+        layouts = [
+            BucketLayout(
+                bucket.plan.content,
+                bucket.plan.spans,
+                [
+                    PieceState(mine.piece, mine.tensor.shape, self._state_of(mine))
+                    for mine in pieces
+                    if mine.is_own
+                ],
+            )
+            for bucket, pieces in zip(self.buckets, self.pieces, strict=True)
+        ]
+        shapes = [parameter.shape for parameter in self.parameters]
+        gathered = gather_state(layouts, shapes, self.group, to)
+        return {id(self.parameters[number]): state for number, state in gathered.items()}
+
+    def _state_of(self, mine: KeptPiece) -> dict[str, Any]:
+        assert self.optimizer is not None
+        state = dict(self.optimizer.state.get(mine.tensor, {}))
+        if mine.range.has_master:
+            state[MASTER] = mine.tensor.detach()
+        return state
+
+    def check_fits(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> None:
+        """Raises ValueError for state that does not fit its parameter, whoever owns it. saved: as
+        in `load_state`."""
+        for parameter in self.parameters:
+            name, state = saved.get(id(parameter), ("", {}))
+            check_fits(state, parameter.shape, name, may_be_cut=self._elementwise)
+
+    def load_state(
+        self, saved: Mapping[int, tuple[str, Mapping[str, Any]]], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        """Take this rank's part of what fits. saved: by id() of a parameter its name, for errors,
+        and its state. groups: the user's, with the options as they were loaded."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        place = {
+            id(tensor): number
+            for number, tensor in enumerate(p for g in optimizer.param_groups for p in g["params"])
+        }
+        sliced: dict[int, dict[str, Any]] = {}
+        masters: list[tuple[KeptPiece, torch.Tensor]] = []
+        for mine in (mine for pieces in self.pieces for mine in pieces):
+            parameter = self.parameters[mine.piece.parameter]
+            _, whole = saved.get(id(parameter), ("", {}))
+            if not whole:
+                continue
+            state = slice_state(whole, mine.piece, mine.tensor.shape, parameter.shape)
+            master = state.pop(MASTER, None)
+            if master is not None and mine.range.has_master:
+                masters.append((mine, master))
+            if state:
+                sliced[place[id(mine.tensor)]] = state
+        plain = optimizer.state_dict()["param_groups"]
+        for options, ours in zip(plain, groups, strict=True):
+            options.update(_options(ours))
+        optimizer.load_state_dict({"state": sliced, "param_groups": plain})
+        for mine, master in masters:
+            mine.tensor.data.copy_(master)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a user's group says of ours, whose tensors are pieces and have no names."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _is_on_cpu(group: Group) -> bool:
+    return group.device.type == "cpu"

@@ -10,11 +10,14 @@ from ray import cloudpickle
 
 from actors.errors import Interrupted
 from actors.journal import Journal
+from actors.lifeline import Lifeline
 from actors.messages import Assignment
 from actors.steps import Steps
 from collectives.group import Group
 
 from .boundary import entered
+from .checkpoint.checkpoints import Checkpoints
+from .checkpoint.config import CheckpointConfig
 from .context import Context, running
 from .kept import kept
 
@@ -22,36 +25,65 @@ from .kept import kept
 class Program:
     """A train function and its arguments; what `actors.worker.Program` asks for."""
 
-    def __init__(self, train: Callable[..., object], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        train: Callable[..., object],
+        kwargs: Mapping[str, Any],
+        checkpoint: CheckpointConfig | None = None,
+    ) -> None:
         self.train = train
         self.kwargs = dict(kwargs)
+        self.checkpoint = checkpoint
 
     def __call__(
-        self, assignment: Assignment, group: Group, journal: Journal, steps: Steps
+        self,
+        assignment: Assignment,
+        group: Group,
+        journal: Journal,
+        lifeline: Lifeline,
+        steps: Steps,
     ) -> object:
         """None where the function was interrupted: all ranks have stopped alike, so no rank has
         failed, and the caller knows that it asked for it."""
         kept().enter(group)
-        context = Context(assignment, group, journal)
-        try:
-            with running(context), entered(steps):
+        context = Context(assignment, group, journal, lifeline)
+        checkpoints = context.checkpoints = Checkpoints(group, context.registry, self.checkpoint)
+        checkpoints.tell_progress = context.told_data
+        # Entered anew for a coroutine, which has not begun when its function returns.
+        with running(context), checkpoints, entered(steps):
+            if checkpoints.reader is not None:
+                context.resume_data(checkpoints.reader.manifest.progress)
+            try:
                 result = self.train(context, **self.kwargs)
-        except Interrupted:
-            return None
-        # A coroutine has not begun yet; the training thread awaits it on its own loop.
-        if inspect.isawaitable(result):
-            return self._finish(context, steps, result)
-        return result
+            except Interrupted:
+                result = None
+            # The training thread awaits it on its own loop.
+            if inspect.isawaitable(result):
+                return self._awaited(context, checkpoints, steps, result)
+            context.finish()
+            return result
 
-    async def _finish(self, context: Context, steps: Steps, result: Awaitable[object]) -> object:
-        try:
-            with running(context), entered(steps):
-                return await result
-        except Interrupted:
-            return None
+    async def _awaited(
+        self,
+        context: Context,
+        checkpoints: Checkpoints,
+        steps: Steps,
+        awaitable: Awaitable[object],
+    ) -> object:
+        with running(context), checkpoints, entered(steps):
+            try:
+                result = await awaitable
+            except Interrupted:
+                result = None
+            context.finish()
+            return result
 
 
-def pickled(train: Callable[..., object], kwargs: Mapping[str, Any]) -> bytes:
+def pickled(
+    train: Callable[..., object],
+    kwargs: Mapping[str, Any],
+    checkpoint: CheckpointConfig | None = None,
+) -> bytes:
     """The program as bytes. Every mistake that can be seen before anything is sent is a TypeError
     here: not callable, other parameters, a part that cannot be pickled."""
     if not callable(train):
@@ -61,7 +93,7 @@ def pickled(train: Callable[..., object], kwargs: Mapping[str, Any]) -> bytes:
         )
     _check_parameters(train, kwargs)
     try:
-        return bytes(cloudpickle.dumps(Program(train, kwargs)))
+        return bytes(cloudpickle.dumps(Program(train, kwargs, checkpoint)))
     except Exception as error:
         raise TypeError(
             f"{_culprit(train, kwargs)} cannot be sent to the workers: {error}. Make it inside the "

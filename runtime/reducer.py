@@ -10,6 +10,10 @@ ranks, and the network works while the pass goes on.
 
 In ALL_REDUCE mode the step's agreement (agreement.py) rides behind the content of the last bucket
 if that is float32 or float64, and goes on its own otherwise.
+
+Buckets are laid out anew once, in the order in which gradients came: that of the lowest rank that
+took the first step, which a broadcast gives to all, so it cannot differ between them. In
+REDUCE_SCATTER mode it stays as it was when the optimizer cut its shards.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from functools import partial
 
 import torch
 
-from collectives import Group, Work
+from actors.lifeline import ends_a_generation
+from collectives import CollectiveError, Group, Work
 from collectives.buckets import BucketPlan, plan_buckets
-from collectives.shards import padded_numel, shard_numel
+from collectives.shards import padded_numel, room_for, shard_numel
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
 from .boundary import boundary
@@ -41,8 +46,9 @@ class Mode(enum.Enum):
 class GradientBucket:
     """Gradients that travel together. The work and the memory that it uses live side by side.
 
-    flat: (padded content or content + vote,) local gradients. shard: (n,) reduced, this rank's
-    part, in REDUCE_SCATTER mode. missing: gradients that this backward pass still owes.
+    flat: local gradients, and room behind them. padded: elements of it that a reduce-scatter takes.
+    shard: (n,) reduced, this rank's part, in REDUCE_SCATTER mode. missing: gradients that this
+    backward pass still owes.
     """
 
     def __init__(
@@ -51,14 +57,15 @@ class GradientBucket:
         first = parameters[plan.spans[0][0]]
         self.plan = plan
         self.padded = padded_numel(plan.content, group.size)
-        room = max(self.padded, plan.content + vote_numel(group.size, len(parameters)))
+        vote = plan.content + vote_numel(group.size, len(parameters))
+        room = max(room_for(plan.content, group.size), vote)
         self.flat = torch.zeros(room, dtype=first.dtype, device=first.device)
         self.views = {
             number: self.flat[offset : offset + numel].view_as(parameters[number])
             for number, offset, numel in plan.spans
         }
         self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
-        self.missing = len(plan.spans)
+        self.missing = 0
         self.work: Work | None = None
 
     def prepare_shard(self, group: Group) -> None:
@@ -68,66 +75,161 @@ class GradientBucket:
 class Reducer:
     """The gradients of one model on one rank.
 
-    parameters: those that require gradients, in the order of registration; same on all ranks.
-    on_agreement: called with each step's agreement in ALL_REDUCE mode; returns the divisor.
+    named: names and parameters of those that require gradients, in the order of registration; same
+    on all ranks.
+    has_repeats: a parameter may get several gradients in one backward pass, the same number in each
+    pass (`static_graph`).
+    on_backward_end: called when a backward pass that is sent has ended, before anything is waited
+    for. on_agreement: called with each step's agreement in ALL_REDUCE mode; returns the divisor.
     has_next: asked when a vote is written.
     """
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
+        named: Sequence[tuple[str, torch.nn.Parameter]],
         group: Group,
         bucket_bytes: int,
         *,
+        has_repeats: bool = False,
+        on_backward_end: Callable[[], None],
         on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
     ) -> None:
-        self.parameters = list(parameters)
+        self.names: list[str] = []
+        """Of the parameters, as they are numbered."""
+        self.parameters: list[torch.nn.Parameter] = []
         self.group = group
         self.mode = Mode.ALL_REDUCE
         self.is_syncing = True
         """Whether the coming backward pass launches the buckets; `no_sync` switches it off."""
+        self.launches_early = True
+        """Whether buckets are launched while the backward pass still runs."""
         self.is_live = False
         """Whether what was launched last held gradients of this rank's own data."""
         self.weight: float | None = None
         """Sum of the weights of the losses since the last step; None where nobody weighs."""
         self.ends_steps = True
         """Whether a step is over with its agreement here; not where a sharded optimizer votes."""
+        self.parks = False
+        """Whether a launch that fails because the generation is over is kept for `wait` to raise:
+        then the optimizer's step can begin again in the next generation."""
         self.clock: StepClock | None = None
         """Times the steps and tells what has no gradient; there at debug level INFO and above."""
         self.unused: UnusedParameters | None = None
+        self.on_launched: Callable[[int], None] | None = None
+        """Called with the number of each bucket that a pass launched in REDUCE_SCATTER mode."""
+        self.on_new_order: Callable[[], None] | None = None
+        """Called when the buckets have been laid out in the order that was measured."""
+        self.order: list[int] = []
+        """Numbers of the parameters in the order in which their gradients are expected."""
+        self._on_backward_end = on_backward_end
         self._on_agreement = on_agreement
         self._has_next = has_next
+        self._bucket_bytes = bucket_bytes
+        self.buckets: list[GradientBucket] = []
+        self._home: dict[int, tuple[GradientBucket, torch.Tensor]] = {}
+        self._vote_work: Work | None = None
+        self._failure: CollectiveError | None = None
+        self._has_repeats = has_repeats
+        self._expected: dict[int, int] | None = None  # gradients per pass, where there are repeats
+        self._in_backward = False
+        self._sees_end = False
+        self._num_launched = 0
+        self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
+        # Gradients of this pass by parameter; in the order of the last ones.
+        self._arrivals: dict[int, int] = {}
+        self.add_parameters(named)
+
+    def add_parameters(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]]
+    ) -> list[GradientBucket]:
+        """Reduce these too, from now on; called alike on all ranks. Returns their buckets.
+
+        Those go behind the others: what is made trainable later is mostly what lies deeper. Between
+        a backward pass and the sharded step that it is for, what the parameters hold is sent too.
+        """
+        is_in_step = bool(self.buckets) and self.has_launched and self.mode is Mode.REDUCE_SCATTER
+        before = len(self.parameters)
+        self.names += [name for name, _ in named]
+        self.parameters += [parameter for _, parameter in named]
+        added = range(before, len(self.parameters))
+        self.order += reversed(added)
+        fresh = self._buckets_for(list(added), None)
+        self.buckets += fresh
+        for bucket in fresh:
+            if self.mode is Mode.REDUCE_SCATTER:
+                bucket.prepare_shard(self.group)
+            self._take_home(bucket)
+        for number in added:
+            self.parameters[number].register_post_accumulate_grad_hook(
+                partial(self._on_gradient, number)
+            )
+        self._place_vote()
+        self._has_measured_order = len(self.buckets) == 1  # Then there is nothing to gain.
+        for bucket in fresh if is_in_step else ():
+            self._num_launched += 1
+            self._reduce_scatter(bucket)
+        return fresh
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Make all buckets anew for gradients that come in this order, equal on all ranks.
+        Gradients that are there move; between steps only, and never once shards are cut."""
+        self.order = list(order)
+        self.buckets = self._buckets_for(list(range(len(self.parameters))), order)
+        for bucket in self.buckets:
+            self._take_home(bucket)
+        self._place_vote()
+
+    def _buckets_for(self, numbers: list[int], order: Sequence[int] | None) -> list[GradientBucket]:
+        """numbers: consecutive ones. order: of them all, from 0; None: reversed."""
+        parameters = [self.parameters[number] for number in numbers]
         plans = plan_buckets(
-            [p.numel() for p in self.parameters],
-            [(p.dtype, p.device) for p in self.parameters],
-            [p.element_size() for p in self.parameters],
-            bucket_bytes=bucket_bytes,
-            first_bucket_bytes=min(FIRST_BUCKET_BYTES, bucket_bytes),
+            [p.numel() for p in parameters],
+            [(p.dtype, p.device) for p in parameters],
+            [p.element_size() for p in parameters],
+            bucket_bytes=self._bucket_bytes,
+            first_bucket_bytes=min(FIRST_BUCKET_BYTES, self._bucket_bytes),
+            order=order,
         )
-        self.buckets = [GradientBucket(plan, self.parameters, group) for plan in plans]
-        self._home = {
-            number: (bucket, bucket.views[number])
-            for bucket in self.buckets
-            for number in bucket.views
-        }
+        return [
+            GradientBucket(plan.numbered_from(numbers[0]), self.parameters, self.group)
+            for plan in plans
+        ]
+
+    def _take_home(self, bucket: GradientBucket) -> None:
+        for number, view in bucket.views.items():
+            self._home[number] = (bucket, view)
+            parameter = self.parameters[number]
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+
+    def _place_vote(self) -> None:
         last = self.buckets[-1]
-        numel = vote_numel(group.size, len(self.parameters))
+        numel = vote_numel(self.group.size, len(self.parameters))
         self._vote_rides = last.flat.dtype in (torch.float32, torch.float64)
         self._vote = (
             last.flat[last.plan.content : last.plan.content + numel]
             if self._vote_rides
             else torch.zeros(numel, dtype=torch.float32, device=last.flat.device)
         )
-        self._vote_work: Work | None = None
-        self._in_backward = False
-        self._num_launched = 0
-        self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
-        self._arrived: set[int] = set()
-        for number, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
 
     # -- the backward pass ---------------------------------------------------------------------
+
+    def output_has_gradient(self) -> None:
+        """A backward pass has come to the model's output: the pass whose end counts. Parameters
+        may get their gradients in passes inside it, one for each checkpointed segment."""
+        if self.is_syncing and not self._sees_end:
+            self._see_end()
+
+    def _see_end(self) -> None:
+        self._sees_end = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
+
+    def _pass_ended(self) -> None:
+        self._sees_end = False
+        if self._in_backward:  # Else it was for gradients of something else than parameters.
+            self._end_backward()
 
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
         bucket, view = self._home[number]
@@ -135,8 +237,9 @@ class Reducer:
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise ValueError(
-                f"parameter {number} of shape {tuple(parameter.shape)} has a {gradient.layout} "
-                "gradient; only dense gradients are reduced (for nn.Embedding: sparse=False)"
+                f"parameter {self.names[number]} of shape {tuple(parameter.shape)} has a "
+                f"{gradient.layout} gradient; only dense gradients are reduced (for nn.Embedding: "
+                "sparse=False)"
             )
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
@@ -146,32 +249,51 @@ class Reducer:
             return
         if not self._in_backward:
             self._begin_backward()
-        self._arrived.add(number)
-        bucket.missing -= 1
+        so_far = self._arrivals.pop(number, 0)
+        self._arrivals[number] = so_far + 1
+        if so_far < self._num_expected(number):
+            bucket.missing -= 1
+        elif self._is_launched(bucket):
+            raise RuntimeError(
+                f"parameter {self.names[number]} of shape {tuple(parameter.shape)} got another "
+                "gradient in the same backward pass after its bucket was sent: it is used in "
+                "several checkpointed segments. Checkpoint with use_reentrant=False, or pass "
+                "static_graph=True, which waits for all of them"
+            )
         if bucket.missing == 0:
             self._launch_complete_buckets()
 
+    def _num_expected(self, number: int) -> int:
+        return self._expected.get(number, 1) if self._expected else 1
+
+    def _is_launched(self, bucket: GradientBucket) -> bool:
+        return bucket in self.buckets[: self._num_launched]
+
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self.is_live = True
         self._begin_launching()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if not self._sees_end:
+            self._see_end()
 
     def _begin_launching(self) -> None:
         self._num_launched = 0
-        self._arrived.clear()
+        self._arrivals.clear()
         for bucket in self.buckets:
-            bucket.missing = len(bucket.plan.spans)
+            bucket.missing = sum(self._num_expected(number) for number in bucket.views)
 
     def _end_backward(self) -> None:
         """Send what is left; parameters outside this backward pass contribute what they hold."""
         self._in_backward = False
-        self.is_live = True
+        if self._has_repeats and self._expected is None:
+            self._expected = dict(self._arrivals)
+        self._on_backward_end()
         if self.clock is not None:
             self.clock.backward_ended()
         if self.unused is not None:
-            self.unused.tell([number in self._arrived for number in range(len(self.parameters))])
+            self.unused.tell([number in self._arrivals for number in range(len(self.parameters))])
         for number, parameter in enumerate(self.parameters):
-            if number not in self._arrived and parameter.grad is None:
+            if number not in self._arrivals and parameter.grad is None:
                 self._home[number][1].zero_()
         self._launch_rest()
         self._has_leftover = False
@@ -179,6 +301,8 @@ class Reducer:
             self._finish_all_reduce()
 
     def _launch_complete_buckets(self) -> None:
+        if not self.launches_early or (self._has_repeats and self._expected is None):
+            return
         while self._num_launched < len(self.buckets):
             bucket = self.buckets[self._num_launched]
             carries_vote = self.mode is Mode.ALL_REDUCE and bucket is self.buckets[-1]
@@ -198,10 +322,20 @@ class Reducer:
     def _launch(self, bucket: GradientBucket) -> None:
         self._num_launched += 1
         if self.mode is Mode.REDUCE_SCATTER:
-            bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
+            try:
+                self._reduce_scatter(bucket)
+            except CollectiveError as error:
+                if not self.parks or not ends_a_generation(error):
+                    raise
+                self._failure = error
+            if self.on_launched is not None:
+                self.on_launched(self._num_launched - 1)
         else:
             rider = len(self._vote) if self._vote_rides and bucket is self.buckets[-1] else 0
             bucket.work = self.group.all_reduce(bucket.flat[: bucket.plan.content + rider])
+
+    def _reduce_scatter(self, bucket: GradientBucket) -> None:
+        bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
 
     def _write_vote(self, vote: torch.Tensor, has_next: bool) -> None:
         write_vote(
@@ -223,7 +357,7 @@ class Reducer:
         self.wait()
         if self._vote_work is not None:
             self._vote_work.wait()
-        agreement = read_agreement(self._vote, self.group.size)
+        agreement = read_agreement(self._vote.tolist(), self.group.size)
         self.weight = None
         divisor = self._on_agreement(agreement)
         boundary().step_agreed(agreement, self.group, ends_step=self.ends_steps)
@@ -233,11 +367,26 @@ class Reducer:
         for number, parameter in enumerate(self.parameters):
             # Who has no gradient on any rank keeps none: an optimizer must not step it.
             parameter.grad = self._home[number][1] if agreement.used[number] else None
+        if agreement.live and not self._has_measured_order:
+            self._take_order_of(min(agreement.live))
         if self.ends_steps:
             kept().end_applying()
 
+    def _take_order_of(self, rank: int) -> None:
+        self._has_measured_order = True
+        rest = [number for number in self.order if number not in self._arrivals]
+        measured = torch.tensor([*self._arrivals, *rest], dtype=torch.int32).to(self.group.device)
+        self.group.broadcast(measured, rank).wait()
+        order = measured.tolist()
+        if order != self.order:
+            self.lay_out(order)
+        if self.on_new_order is not None:
+            self.on_new_order()
+
     def wait(self) -> None:
         """Block until all launched buckets are reduced."""
+        if self._failure is not None:
+            raise self._failure
         operations = [bucket.work.operation for bucket in self.buckets if bucket.work is not None]
         began_at = time.monotonic()
         for bucket in self.buckets:
@@ -255,6 +404,29 @@ class Reducer:
         for bucket in self.buckets:
             bucket.prepare_shard(self.group)
 
+    def change_group(self, group: Group) -> None:
+        """The buckets stay as they are, also if they were launched; see `launch_again`."""
+        self.group = group
+        self._failure = None
+        for bucket in self.buckets:
+            bucket.work = None
+            bucket.padded = padded_numel(bucket.plan.content, group.size)
+            assert bucket.padded <= bucket.flat.numel()
+            bucket.flat[bucket.plan.content :] = 0
+            bucket.prepare_shard(group)
+        self._place_vote()
+
+    def launch_again(self) -> None:
+        """Reduce all kept buckets once more, in the group that is there now."""
+        for bucket in self.buckets:
+            self._launch(bucket)
+        self._num_launched = len(self.buckets)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some bucket of a step is launched."""
+        return self._num_launched > 0
+
     @property
     def has_launched(self) -> bool:
         """Whether reduced gradients are there, or on the way, for a step."""
@@ -271,8 +443,11 @@ class Reducer:
         self.is_syncing = True
         self.is_live = False
         self._in_backward = False
+        self._sees_end = False
+        self._arrivals.clear()
         self._has_leftover = False
         self._vote_work = None
+        self._failure = None
         for bucket in self.buckets:
             bucket.work = None
         for parameter in self.parameters:

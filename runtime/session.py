@@ -22,6 +22,7 @@ from actors.outcomes import raise_failure
 from collectives.debug import get_debug_level
 
 from . import notebook, placement
+from .checkpoint.config import CheckpointConfig
 from .program import pickled
 
 _PULL_S = 0.3
@@ -29,6 +30,15 @@ _PULL_S = 0.3
 notebook, which is seen only when the loop wakes, is seen that soon."""
 
 _LAST_PULL_S = 5.0
+
+
+class Default(enum.Enum):
+    """What an argument is when it was left out, where None means something else."""
+
+    DEFAULT = "default"
+
+
+DEFAULT = Default.DEFAULT
 
 
 class SessionState(enum.Enum):
@@ -64,6 +74,9 @@ class Session:
             results = await session.run(train, epochs=3)
 
     num_workers: how many, or (fewest, most): as many as fit when the session starts.
+    max_failures: workers that may be lost before a run fails; None: any number, as long as
+    `fewest` are left. By default 0, and None where num_workers is a pair. A run goes on without
+    them where its function can: see ZeroRedundancyOptimizer, `replicas`.
     use_gpu: one GPU for each. resources_per_worker: Ray's names and amounts, over the default of
     one CPU (shared CPUs on a cluster that the session starts itself).
     placement_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD", as in Ray.
@@ -72,6 +85,7 @@ class Session:
     counts, and without that a local cluster is started, and stopped by `close`.
     on_report: called in this process's loop with each Report of each rank. live_view: show the
     ranks, and plots of what they report, while a function runs; in a notebook only.
+    checkpoint: where every run keeps what it has registered, and goes on from.
 
     Raises StartupError if the workers cannot be had. It must be closed: Ray runs no clean-up code
     in actors that are left alone.
@@ -89,8 +103,11 @@ class Session:
         address: str | None = None,
         on_report: Callable[[Report], None] | None = None,
         live_view: bool = True,
+        checkpoint: CheckpointConfig | None = None,
+        max_failures: int | None | Default = DEFAULT,
     ) -> None:
         self._fewest, self._most = _checked_range(num_workers)
+        self._max_failures = _checked_failures(max_failures, isinstance(num_workers, tuple))
         _check_resources(resources_per_worker, use_gpu)
         if placement_strategy not in placement.STRATEGIES:
             raise ValueError(
@@ -106,6 +123,11 @@ class Session:
             raise TypeError(
                 f"on_report must be a function of a Report, got {type(on_report).__name__}"
             )
+        if checkpoint is not None and not isinstance(checkpoint, CheckpointConfig):
+            raise TypeError(
+                f"checkpoint must be a CheckpointConfig, got {type(checkpoint).__name__}; write "
+                "checkpoint=CheckpointConfig(storage_path=...)"
+            )
         self._use_gpu = use_gpu
         self._resources_per_worker = resources_per_worker
         self._placement_strategy = placement_strategy
@@ -115,6 +137,7 @@ class Session:
         self._on_report = on_report
         self._live_view = live_view
         self._seen: tuple[WorkerSnapshot | str, ...] = ()  # when the workers were last asked
+        self._checkpoint = checkpoint
         self._state = SessionState.NEW
         self._is_local = False  # We started the cluster.
         self._placement: PlacementGroup | None = None
@@ -214,11 +237,13 @@ class Session:
         If a rank raises, all are stopped, and the exception is raised here, as itself, with a note
         of its rank and the traceback from there. WorkerLost: a rank's process died. DriverLost.
         RankFailed: the exception cannot be rebuilt in this process. TypeError before anything is
-        sent: `train` or an argument cannot be pickled. Afterwards the session can run again.
+        sent: `train` or an argument cannot be pickled. CheckpointError: the session's place cannot
+        be used, or what is in it does not fit. Afterwards the session can run again; with
+        checkpoints it then goes on from the newest whole one.
 
         Cancelling it stops all ranks before it returns.
         """
-        return await self._run(pickled(train, kwargs), self._live_view)
+        return await self._run(pickled(train, kwargs, self._checkpoint), self._live_view)
 
     async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
         """What everybody is doing; also while a function runs. Who is silent does not delay it
@@ -262,8 +287,14 @@ class Session:
         if is_shown and notebook.in_kernel():
             view = notebook.LiveView(self._ask_workers)
         self._state = SessionState.RUNNING
-        is_heard = view is not None or self._on_report is not None
-        request = RunRequest(self._next_run, self._timeout_s, is_heard, get_debug_level())
+        request = RunRequest(
+            self._next_run,
+            self._timeout_s,
+            view is not None or self._on_report is not None,
+            get_debug_level(),
+            self._fewest,
+            self._max_failures,
+        )
         self._next_run += 1
         error: BaseException | None = None
         try:
@@ -366,6 +397,8 @@ def run(
     startup_timeout_s: float = 60.0,
     address: str | None = None,
     on_report: Callable[[Report], None] | None = None,
+    checkpoint: CheckpointConfig | None = None,
+    max_failures: int | None | Default = DEFAULT,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `train(ctx, **kwargs)` on `num_workers` ranks; their results, by rank.
@@ -391,8 +424,10 @@ def run(
         startup_timeout_s=startup_timeout_s,
         address=address,
         on_report=on_report,
+        checkpoint=checkpoint,
+        max_failures=max_failures,
     )
-    program = pickled(train, kwargs)
+    program = pickled(train, kwargs, checkpoint)
 
     async def main() -> list[Any]:
         async with session:
@@ -414,6 +449,17 @@ def _checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
     if most < fewest:
         raise ValueError(f"num_workers=(fewest, most) must be in order, got {num_workers!r}")
     return fewest, most
+
+
+def _checked_failures(max_failures: int | None | Default, is_pair: bool) -> int | None:
+    if isinstance(max_failures, Default):
+        return None if is_pair else 0
+    if max_failures is not None and (type(max_failures) is not int or max_failures < 0):
+        raise ValueError(
+            "max_failures must be a number of workers that may be lost, at least 0, or None for "
+            f"any number, got {max_failures!r}"
+        )
+    return max_failures
 
 
 def _check_resources(resources: Mapping[str, float] | None, use_gpu: bool) -> None:

@@ -1,8 +1,7 @@
-"""Deals the samples of a dataset out to the ranks: every sample once, nothing padded or dropped."""
+"""`Shard`: one rank's batches of one epoch."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +9,8 @@ import torch
 from torch.utils.data import default_collate
 
 from .boundary import boundary
+from .cursor import Cursor, Rest
+from .dealing import Dealer, Hands, deal
 from .join import active_join
 
 
@@ -21,60 +22,17 @@ class MapStyleDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def deal(
-    num_samples: int,
-    *,
-    world_size: int,
-    epoch: int = 0,
-    seed: int = 0,
-    shuffle: bool = True,
-    keep_together: Sequence[Hashable] | None = None,
-) -> list[list[int]]:
-    """Sample numbers by rank, each number exactly once. A pure function, equal on all ranks.
-
-    keep_together: (num_samples,) keys; samples of one key go to the same rank. Keys, or without
-    them samples, are dealt round robin, so ranks may get different numbers.
-    shuffle: the order depends on seed and epoch; otherwise it is the dataset's.
-    """
-    # torch's CPU generator looks at 32 bits of its seed only, so both numbers are mixed into them.
-    mixed = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4]
-    generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
-
-    def order(count: int) -> list[int]:
-        if not shuffle:
-            return list(range(count))
-        numbers: list[int] = torch.randperm(count, generator=generator).tolist()
-        return numbers
-
-    if keep_together is None:
-        numbers = order(num_samples)
-        return [numbers[rank::world_size] for rank in range(world_size)]
-    if len(keep_together) != num_samples:
-        raise ValueError(
-            f"keep_together has {len(keep_together)} keys for {num_samples} samples; it needs one "
-            "for each"
-        )
-    by_key: dict[Hashable, list[int]] = {}
-    for number, key in enumerate(keep_together):
-        by_key.setdefault(key, []).append(number)
-    lots = list(by_key.values())
-    dealt = order(len(lots))
-    hands = [
-        [number for lot in dealt[rank::world_size] for number in lots[lot]]
-        for rank in range(world_size)
-    ]
-    return [[hand[i] for i in order(len(hand))] for hand in hands]
-
-
 class Shard:
     """This rank's batches of one epoch. `ctx.shard` makes it; iterate it as often as you like.
 
     Inside `Join` the iteration of a rank that is out of batches goes on, without giving any,
     until the other ranks are out of theirs. Ranks know one another's number of batches, so no
-    step is shadowed in vain. In a loop over `ctx.epochs(..., resume=name)` that was stopped inside
-    an epoch, it begins after the batches whose steps were taken.
+    step is shadowed in vain. When a rank is lost, what it had left goes to the others, also to
+    those that are out of batches and wait. In a loop over `ctx.epochs(..., resume=name)` that was
+    stopped inside an epoch, it begins after the samples whose steps were taken.
 
-    sample_ids: the numbers of this rank's samples, in order. batches_per_rank: of all ranks.
+    sample_ids: the numbers of this rank's samples, in order. taken: how many of them the iteration
+    has given. ids_of_the_lost: samples that ranks which are gone have used in steps that count.
     len(): of this rank's batches.
     """
 
@@ -91,7 +49,13 @@ class Shard:
         keep_together: Sequence[Hashable] | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        dealer: Dealer | None = None,
+        cursor: Cursor | None = None,
+        at_boundary: Callable[[], None] | None = None,
     ) -> None:
+        """dealer: knows where the rank is in all the samples of a run; without it nothing is dealt
+        anew when ranks are lost. cursor: notes what this rank was given, for checkpoints.
+        at_boundary: called between two batches."""
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"shard needs a dataset with a length and numbered samples, got "
@@ -101,39 +65,114 @@ class Shard:
             raise ValueError("the dataset is empty, so no rank would get a batch; check its source")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        hands = deal(
-            len(dataset),
-            world_size=world_size,
-            epoch=epoch,
-            seed=seed,
-            shuffle=shuffle,
-            keep_together=keep_together,
-        )
         self.dataset = dataset
-        self.epoch = epoch
         self.batch_size = batch_size
-        self.sample_ids = hands[rank]
-        round_up = 0 if drop_last else batch_size - 1
-        self.batches_per_rank = [(len(hand) + round_up) // batch_size for hand in hands]
-        self._num_batches = self.batches_per_rank[rank]
+        self.taken = 0
+        self.ids_of_the_lost: list[int] = []
+        self._dealer = dealer or Dealer(rank, world_size)
+        self._num_samples = len(dataset)
+        self._epoch, self._seed, self._shuffle = epoch, seed, shuffle
+        self._keep_together = keep_together
+        self._round_up = 0 if drop_last else batch_size - 1
         self._collate = collate_fn or default_collate
+        self._cursor = cursor
+        self._at_boundary = at_boundary
+        # What tells one pass over data from another, when a run goes on from a checkpoint.
+        self._key = f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}"
+        self._rest = self._coming()
+        self.take_hand(self.deal(world_size), rank)
+
+    def _coming(self) -> Rest:
+        """What is left of the coming pass, which is all unless the run goes on in it."""
+        if self._cursor is None or not torch.is_grad_enabled():
+            return Rest()
+        return self._cursor.rest_of(self._key)
 
     def __len__(self) -> int:
-        return self._num_batches
+        return self.num_batches(len(self.sample_ids))
+
+    @property
+    def batches_per_rank(self) -> list[int]:
+        """Of the whole epoch, by rank."""
+        return [self.num_batches(len(hand)) for hand in self.hands]
+
+    @property
+    def taken_ids(self) -> list[int]:
+        """The samples that the iteration has given so far."""
+        return self.sample_ids[: self.taken]
 
     def __iter__(self) -> Iterator[Any]:
-        join = active_join()
-        with boundary().iterating(
-            self.sample_ids, self.batch_size, self.epoch, self._num_batches
-        ) as numbers:
-            if join:
-                join.begin_epoch(self.batches_per_rank)
-            for number in numbers:
-                start = number * self.batch_size
-                ids = self.sample_ids[start : start + self.batch_size]
-                batch = self._collate([self.dataset[i] for i in ids])
+        self._rest = self._coming()
+        passage = None
+        if self._cursor is not None and torch.is_grad_enabled():
+            passage = self._cursor.begin(self._key, self)
+        join, bound = active_join(), boundary()
+        self.taken = 0
+        self.ids_of_the_lost = []
+        self._dealer.begin(self)
+        try:
+            with bound.iterating(self.sample_ids, self.batch_size, self._epoch) as done:
+                self.taken = done
+                bound.steps.batches_left = self._num_left()
                 if join:
-                    join.ledger.has_next = number + 1 < self._num_batches
-                yield batch
+                    join.begin_epoch(self.batches_per_rank)
+                    join.at_boundary = self._at_boundary
+                if join and not self._has_more():
+                    join.shadow(until=self._has_more)
+                number = 0
+                while self._has_more():
+                    ids = self.sample_ids[self.taken : self.taken + self.batch_size]
+                    batch = self._collate([self.dataset[i] for i in ids])
+                    bound.steps.batches_left = self._num_left()
+                    self.taken += len(ids)
+                    bound.begin_batch(self.taken)
+                    if join:
+                        join.begin_batch(number, is_last=not self._has_more())
+                    yield batch
+                    number += 1
+                    bound.steps.batches_left = self._num_left()
+                    if passage is not None and self._at_boundary is not None:
+                        self._at_boundary()
+                    bound.pass_()
+                    if join and not self._has_more():
+                        join.ledger.batch = number
+                        join.shadow(until=self._has_more)
+            if passage is not None:
+                passage.end()
+        except GeneratorExit:  # The loop was left early: nobody knows who goes on.
             if join:
-                join.shadow()
+                join.ledger.batch = None
+            raise
+        finally:
+            self._dealer.end(self)
+
+    def _num_left(self) -> int:
+        return self.num_batches(len(self.sample_ids) - self.taken)
+
+    def _has_more(self) -> bool:
+        return self._num_left() > 0
+
+    # -- for the dealer --------------------------------------------------------------------------
+
+    def deal(self, num_ranks: int) -> Hands:
+        def whole(size: int) -> Hands:
+            return deal(
+                self._num_samples,
+                world_size=size,
+                epoch=self._epoch,
+                seed=self._seed,
+                shuffle=self._shuffle,
+                keep_together=self._keep_together,
+            )
+
+        return self._rest.dealt(whole, num_ranks, self._keep_together)
+
+    def num_batches(self, num_samples: int) -> int:
+        return (num_samples + self._round_up) // self.batch_size
+
+    def keys(self) -> Sequence[Hashable] | None:
+        return self._keep_together
+
+    def take_hand(self, hands: Hands, rank: int) -> None:
+        self.hands = hands
+        self.sample_ids = hands[rank]

@@ -3,66 +3,57 @@
 A step has the phases below; the numbers stand again where they happen.
 
     (1) Reduce-scatter of each bucket, out of place, launched during backward.
+    (2) Each reduced shard goes to the ranks that keep its replicas, if there are any.
     (3) Ballot: one small all-reduce in float64. Each rank votes when its own reduction is
-        complete; who sees the result knows that all ranks finished (1).
-    (4) Apply the shard's gradient to the shard.
+        complete; who sees the result knows that all ranks finished (1) and (2).
+    (4) Apply the shard's gradient to the shard, and the replicas' to the replicas.
     (5) All-gather the parameters, and take over the buffers.
 
-(2), sending each reduced shard to the rank that keeps its replica, comes with replicas.
+(4) and (5) go bucket by bucket; with `overlap_with_ddp` those of most buckets come during backward
+(early_update.py).
+
+Where the run goes on after a death (recovery.py), a failure in any of them parks the step: if some
+rank has seen the ballot the step counts, and what it lacks is done in the next generation;
+otherwise it begins again at (1), from the buckets that every rank has kept.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from collectives import Group
-from collectives.buckets import BucketPlan, plan_buckets
-from collectives.shards import whole_parameter_spans
+from actors.lifeline import ends_a_generation
+from actors.messages import Progress
+from collectives import CollectiveError, CollectiveMismatch, Group
 
 from .agreement import Agreement
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
 from .boundary import boundary
-from .context import current_group
-from .distributed_data_parallel import DistributedDataParallel, owner_of
-from .join import Join, Joinable, JoinHook
+from .context import current_group, recovery_of
+from .distributed_data_parallel import DistributedDataParallel, names_of, owner_of
+from .early_update import EarlyUpdate
+from .held_state import HeldState
+from .join import Join
+from .joinable import GroupJoinable, Joinable, JoinHook
 from .kept import kept
-from .optimizer_state import PieceState, gather_state, slice_state
-from .parameter_shard import ParameterShard
-from .reducer import Reducer
-
-_ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
+from .loss_scale import check_scale, given_scale
+from .parameter_shard import Gather, ParameterShard
+from .plain_state import match_state, parameter_name, plain_state, with_names
+from .reducer import GradientBucket, Reducer
+from .same_model import check_same_parameters
+from .shardable_optimizers import (
+    ELEMENTWISE,
+    check_shardable,
+    complete_options,
+    describe_parameters,
 )
-"""Optimizers whose update of an element depends on that element alone, so any cut is exact.
-Subclasses are taken to keep that; all others get whole parameters."""
-
-_REFUSED = {
-    torch.optim.LBFGS: (
-        "its line search evaluates the closure with all parameters at once, and its directions "
-        "are inner products over all of them"
-    ),
-    torch.optim.SparseAdam: "only dense gradients are reduced; use Adam and dense embeddings",
-}
-
-_BUCKET_BYTES = 25 << 20
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     """A torch optimizer whose state is sharded over the ranks of a group.
 
     params: a DistributedDataParallel of ours, or what a torch optimizer takes (tensors, or
@@ -76,14 +67,23 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     group: of the model, or the session's. max_norm: clip the 2-norm of the whole mean gradient to
     this, as torch.nn.utils.clip_grad_norm_ does (which, on local gradients, would be wrong here);
     the norm goes with the ballot, and `grad_norm` holds it after the step.
+    replicas: ranks that keep each shard of the state, its owner among them. With 2 or more, and a
+    session that may lose workers (max_failures), the loss of a worker costs no state and no step.
+    Each replica costs P/N elements sent per step, and the state and the arithmetic of a shard.
+
+    overlap_with_ddp: the backward pass steps each bucket's shard as soon as the bucket is reduced,
+    from the first step on; `step()`, which follows it as ever, finishes. So options are to be
+    changed before the backward pass, and there is no max_norm and no GradScaler.
+    parameters_as_bucket_view: accepted from scripts written for torch, and without effect:
+    parameters always are views of their buckets.
 
     Parameters in float16 and bfloat16 are stepped as float32 copies of the rank's shard.
 
-    Per step and rank it sends 2·P·(N-1)/N elements (P parameters, N ranks), and the ballot: two
-    float64 per rank, one per parameter tensor, and one per numeric option of a group.
+    Per step and rank it sends 2·P·(N-1)/N elements (P parameters, N ranks), and the ballot: per
+    rank three float64 and one per numeric option of a group, and one per parameter tensor.
 
     Raises torch's errors for what is no list of parameters; ValueError for LBFGS and SparseAdam,
-    with the reason.
+    with the reason; CollectiveMismatch, on all ranks, if parameters or options differ.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
     """
 
@@ -96,29 +96,44 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         *,
         group: Group | None = None,
         max_norm: float | None = None,
+        replicas: int = 1,
+        overlap_with_ddp: bool = False,
+        parameters_as_bucket_view: bool = True,
         **defaults: Any,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        for refused, reason in _REFUSED.items():
-            if issubclass(optimizer_class, refused):
-                raise ValueError(f"{optimizer_class.__name__} cannot be sharded: {reason}")
-        is_elementwise = issubclass(optimizer_class, _ELEMENTWISE)
+        if type(replicas) is not int or replicas < 1:
+            raise ValueError(f"replicas must be a number of at least 1, got {replicas!r}")
+        check_shardable(optimizer_class)
+        is_elementwise = issubclass(optimizer_class, ELEMENTWISE)
         if isinstance(params, DistributedDataParallel):
             params = [p for p in params.parameters() if p.requires_grad]
         super().__init__(params, {})
-        self._complete_options(optimizer_class, defaults)
+        self.defaults = complete_options(optimizer_class, self.param_groups, defaults)
         given = [p for options in self.param_groups for p in options["params"]]
         self._model = owner_of(given)
         if self._model and group is not None and group is not self._model.group:
             raise ValueError("group must be that of the model whose gradients are reduced")
         self.group = group or (self._model.group if self._model else current_group())
+        if replicas > self.group.size:
+            raise ValueError(
+                f"replicas={replicas} is more than the {self.group.size} ranks that could keep them"
+            )
+        if replicas > 1 and not (self._model and is_elementwise):
+            raise ValueError(
+                "replicas need the gradients of a DistributedDataParallel model, and an optimizer "
+                f"that steps each element by itself, which {optimizer_class.__name__} "
+                f"{'is' if is_elementwise else 'is not'}: only then does a shard arrive reduced, "
+                "and can be cut anew for other ranks"
+            )
         self.num_steps = 0
         """Steps that were applied, equal on all ranks."""
         self.max_norm = max_norm
         self.grad_norm: float | None = None
         """2-norm of the mean gradient of the last step, before clipping; None without max_norm."""
 
+        self.overlap_with_ddp = overlap_with_ddp
         self.uses_scaler = False
         """Whether losses are scaled; set by chorusline.GradScaler, on all ranks."""
         self.found_overflow = False
@@ -127,79 +142,122 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         self.reducer: Reducer | None = None
         """Of the model whose gradients travel once; None where `.grad` is taken as it is."""
-        self._parameters: list[torch.nn.Parameter] = given
-        reduced: list[torch.Tensor] = []
+        self._consolidated: dict[str, Any] | None = None
+        told = describe_parameters(self.param_groups, 0, self.defaults)
+        check_same_parameters("ZeroRedundancyOptimizer", told, self.group)
+        self._shard = ParameterShard(
+            optimizer_class,
+            defaults,
+            self.group,
+            elementwise=is_elementwise,
+            replicas=replicas,
+        )
+        self._waiting: list[torch.nn.Parameter] = []
+        """In the groups, but frozen since they came: no shard has them."""
         if self._model and is_elementwise:
             self.reducer = self._model.reducer
             self.reducer.reduce_by_shards()
-            self._parameters = self.reducer.parameters
-            plans = [bucket.plan for bucket in self.reducer.buckets]
-            reduced = [bucket.shard for bucket in self.reducer.buckets]
-        else:
-            plans = self._plan(is_elementwise)
-        self._shard = ParameterShard(
-            plans, self._parameters, self.group, reduced, elementwise=is_elementwise
-        )
-        self._shard.make_optimizer(optimizer_class, self.param_groups, defaults)
-        self._consolidated: dict[str, Any] | None = None
-        self._ballot = Ballot(self.group, len(self._parameters), len(self._option_numbers()))
+            self._own(self.reducer.parameters, self.reducer.buckets)
+        laid_out = {id(p) for p in self._shard.parameters}
+        self._waiting += [p for p in dict.fromkeys(given) if id(p) not in laid_out]
+        self._take_up_trainable()
+        self._early: EarlyUpdate | None = None
+        if overlap_with_ddp:
+            self._early = self._overlap(replicas)
+        self._seen = Progress(0)
+        """The last ballot that this rank has seen, and what it said."""
+        self.last_live: tuple[int, ...] = ()
+        """The ranks that took the last step."""
+        self._ballot_of_step = 0
+        """The ballot of the step that is being taken, or was taken last."""
+        self._recovery = recovery_of(self.group) if self.reducer is not None else None
+        if self._recovery is not None:
+            assert self.reducer is not None
+            self.reducer.parks = True
+            self._recovery.watch_optimizer(self)
         if self._model:
             self._model.reducer.ends_steps = False
         kept().wrap(self)
 
-    def _plan(self, is_elementwise: bool) -> list[BucketPlan]:
-        """Buckets for parameters that no reducer has laid out, one per dtype and device."""
-        parameters = self._parameters
-        if is_elementwise:
-            return plan_buckets(
-                [p.numel() for p in parameters],
-                [(p.dtype, p.device) for p in parameters],
-                [p.element_size() for p in parameters],
-                bucket_bytes=_BUCKET_BYTES,
-                first_bucket_bytes=_BUCKET_BYTES,
+    def _overlap(self, replicas: int) -> EarlyUpdate:
+        if self.max_norm is not None:
+            raise ValueError(
+                "overlap_with_ddp steps parameters before the norm of the whole gradient is known; "
+                "leave out max_norm, or overlap_with_ddp"
             )
-        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for number, parameter in enumerate(parameters):
-            by_kind.setdefault((parameter.dtype, parameter.device), []).append(number)
-        plans = []
-        for numbers in by_kind.values():
-            numels = [parameters[number].numel() for number in numbers]
-            spans, content = whole_parameter_spans(numels, self.group.size)
-            plans.append(BucketPlan(tuple((numbers[i], at, n) for i, at, n in spans), content))
-        return plans
+        if self.reducer is None or self._shard.optimizer_class not in ELEMENTWISE:
+            raise ValueError(
+                "overlap_with_ddp steps the parameters of one of our DistributedDataParallel, all "
+                "that it reduces, with one of torch's elementwise optimizers (SGD, Adam, AdamW, …)"
+            )
+        if replicas > 1:
+            raise ValueError(
+                "overlap_with_ddp steps a shard before its gradient has gone to the ranks that "
+                "keep its replicas; leave out replicas, or overlap_with_ddp"
+            )
+        if recovery_of(self.group) is not None:
+            raise ValueError(
+                "overlap_with_ddp steps parameters before all ranks have agreed on the step, which "
+                "cannot be undone when one of them dies; leave it out, or let the session end with "
+                "the first loss (max_failures=0)"
+            )
+        return EarlyUpdate(self.reducer, self._shard, self.param_groups, self._divisor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only torch's own constructor may: shards are cut once. Raises ValueError afterwards."""
-        if hasattr(self, "_shard"):
-            raise ValueError(
-                "parameters cannot be added to a ZeroRedundancyOptimizer whose shards are cut. "
-                "Make a new one of all parameters: consolidate_state_dict, add the new group to "
-                "the state's param_groups, and load it there"
-            )
-        super().add_param_group(param_group)
+        """As torch's; every rank calls it, with the same group, between two steps.
 
-    def _complete_options(
-        self, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+        Shards of the other groups stay as they are; the new group's are cut and dealt out on their
+        own. With a model, parameters have to be the module's; those that were frozen when it was
+        wrapped, or registered since, are reduced from now on and start from rank 0's values.
+
+        Raises torch's errors, ValueError for parameters that are not the model's, and
+        CollectiveMismatch, on all ranks, if the groups differ; nothing is added then.
+        """
+        super().add_param_group(param_group)
+        if not hasattr(self, "_shard"):
+            return  # torch's constructor hands over its groups one by one.
+        group = self.param_groups[-1]
+        fresh = list(dict.fromkeys(group["params"]))
+        try:
+            complete_options(self._shard.optimizer_class, [group], self._shard.defaults)
+            if self._model is not None:
+                self._model.check_has(fresh)
+            told = describe_parameters([group], len(self.param_groups) - 1, self.defaults)
+            check_same_parameters("add_param_group()", told, self.group)
+        except BaseException as error:
+            self.param_groups.pop()
+            if isinstance(error, CollectiveMismatch):
+                error.add_note(
+                    "Every rank calls add_param_group(), with the same group and between the same "
+                    "two steps."
+                )
+            raise
+        self._waiting += fresh
+        self._take_up_trainable()
+
+    def _take_up_trainable(self) -> None:
+        """Cut shards of parameters in the groups that are not frozen (any more); alike on all
+        ranks. Who is frozen later keeps shard and state: without a gradient it is not stepped."""
+        fresh = [
+            p
+            for p in self._waiting
+            # Like a plain optimizer, take what has a gradient, wherever it is from.
+            if p.requires_grad or (self._model is None and p.grad is not None)
+        ]
+        if not fresh and self._shard.num_groups == len(self.param_groups):
+            return
+        taken = {id(p) for p in fresh}
+        self._waiting = [p for p in self._waiting if id(p) not in taken]
+        buckets = self._model.reduce_also(fresh) if self._model is not None else []
+        self._own(fresh, buckets if self.reducer is not None else None)
+
+    def _own(
+        self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[GradientBucket] | None
     ) -> None:
-        """Give the groups the optimizer's own defaults, so that schedulers find what they look
-        for. An optimizer over empty tensors knows them, and makes no state."""
-        probe = optimizer_class(
-            [
-                {
-                    **options,
-                    "params": [
-                        torch.nn.Parameter(p.new_empty((0,) * max(1, p.dim())))
-                        for p in options["params"]
-                    ],
-                }
-                for options in self.param_groups
-            ],
-            **defaults,
-        )
-        self.defaults = probe.defaults
-        for options, complete in zip(self.param_groups, probe.param_groups, strict=True):
-            for name, value in complete.items():
-                options.setdefault(name, value)
+        """Lay out shards of `parameters`. buckets: of the reducer, if it has them."""
+        self._shard.add(parameters, self.param_groups, buckets)
+        num_options = len(self._option_numbers())
+        self._ballot = Ballot(self.group, len(self._shard.parameters), num_options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -212,7 +270,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         Join.notify_join_context(self)
-        self._loss_scale = self._given_scale()
+        self._loss_scale = given_scale(self, self.uses_scaler)
         is_live = self._join.ledger.live if self._join else True
         if self.reducer is not None:
             if not self.reducer.has_launched:
@@ -225,58 +283,107 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return loss
 
     def _take_step(self, is_live: bool) -> None:
-        if self.reducer is not None:
-            self.reducer.wait()  # (1)
-        outcome = self._hold_ballot(is_live)  # (3)
-        boundary().step_agreed(outcome.agreement, self.group, ends_step=True)
-        divisor = self._divisor(outcome.agreement)
-        if outcome.agreement.live and not self.found_overflow:
-            self._shard.apply(  # (4)
-                self.param_groups,
-                outcome.agreement.used,
-                divisor,
-                self._coefficient(outcome, divisor),
-            )
-            self._shard.gather()  # (5)
-            if self._model is not None and self.reducer is not None:
-                self._model.sync_buffers(outcome.agreement.live)
-            self.num_steps += 1
-        if self.reducer is not None:
-            self.reducer.end_step()
+        if self._waiting:
+            self._take_up_trainable()
+        self._ballot_of_step = self._seen.ballots + 1
+        while self._seen.ballots < self._ballot_of_step:
+            try:
+                self._try_step(is_live)
+            except Exception as error:
+                if self._recovery is None or not ends_a_generation(error):
+                    raise
+                self._recovery.recover(error)
         kept().end_applying()
 
-    def move_to(self, group: Group) -> None:
-        """Go on in a group of the same ranks, at the beginning of a step; the shards stay."""
-        self.group = self._shard.group = group
-        self._ballot.move_to(group)
+    def _try_step(self, is_live: bool) -> None:
+        if self.reducer is not None:
+            self.reducer.wait()  # (1)
+        for work in self._shard.start_replicating():  # (2)
+            work.wait()
+        outcome = self._see(self._ballot.hold(self._vote(is_live)), is_live)  # (3)
+        if self.reducer is None:
+            self._check_gradients(outcome.agreement)
+        for gather in self._apply(outcome):  # (4), and (5) begins
+            gather.wait()
+        if self._model is not None and self.reducer is not None:
+            self._model.sync_buffers(outcome.agreement.live)
 
-    def _hold_ballot(self, is_live: bool) -> Outcome:
-        """Vote, and take over what the others' votes mean for this rank."""
+    def _vote(self, is_live: bool) -> Vote:
         join = self._join
-        speaker = join.ledger.speaker if join else None
         needs_norm = self.max_norm is not None or self.uses_scaler
-        outcome = self._ballot.hold(
-            Vote(
-                step=self.num_steps,
-                live=is_live,
-                has_next=join.ledger.has_next if join else True,
-                used=[parameter.grad is not None for parameter in self._parameters],
-                weight=self.reducer.weight if self.reducer else None,
-                squared_norm=self._shard.squared_norm() if needs_norm else 0.0,
-                loss_scale=(self._loss_scale or 0.0) if is_live else 0.0,
-                options=self._option_numbers() if self.group.rank == speaker else None,
-                stop=boundary().steps.stop_is_wanted,
-            )
+        return Vote(
+            step=self.num_steps,
+            live=is_live,
+            has_next=join.ledger.has_next if join else True,
+            used=[parameter.grad is not None for parameter in self._shard.parameters],
+            weight=self.reducer.weight if self.reducer else None,
+            squared_norm=self._shard.squared_norm() if needs_norm else 0.0,
+            loss_scale=(self._loss_scale or 0.0) if is_live else 0.0,
+            options=self._option_numbers(),
+            cursor=self._recovery.dealer.cursor() if self._recovery else 0,
+            stop=boundary().steps.stop_is_wanted,
         )
-        live = outcome.agreement.live
-        if join:
-            join.record(self, outcome.agreement)
-        if 0 < len(live) < self.group.size:
-            self._follow_options(speaker, outcome)
+
+    def _see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
+        """Take over what a ballot means for this rank. From here on the step counts."""
+        self._seen = Progress(self._seen.ballots + 1, payload)
+        outcome = self._ballot.read(payload)
+        live = self.last_live = outcome.agreement.live
+        if self._recovery is not None:
+            self._recovery.dealer.record(outcome.cursors)
+        if self._join:
+            self._join.record(self, outcome.agreement)
+        boundary().step_agreed(outcome.agreement, self.group, ends_step=True)
+        if self.group.rank not in live and live:
+            # A rank that has joined runs no schedule of the loop's body: it steps its shard with
+            # the options (learning rate and so on) of a rank that does.
+            set_numbers(self.param_groups, sorted(self.defaults), outcome.options[max(live)])
         if self.uses_scaler and is_live:
-            self._check_scale(outcome.loss_scale)
+            check_scale(self._loss_scale, outcome.loss_scale)
         self.found_overflow = self.uses_scaler and not math.isfinite(outcome.squared_norm)
+        if self.reducer is not None:
+            self.reducer.end_step()
         return outcome
+
+    def _apply(self, outcome: Outcome) -> list[Gather]:
+        """Step what this rank keeps, all of it, whatever happens to the others meanwhile; returns
+        the all-gathers, each begun as soon as its bucket is stepped."""
+        agreement = outcome.agreement
+        gathers = self._early.end_step() if self._early is not None else []
+        if not agreement.live:
+            return []
+        divisor = self._divisor(agreement)
+        if self.max_norm is not None:
+            scale = outcome.loss_scale if self.uses_scaler else 1.0
+            self.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
+        if self.found_overflow:
+            return []
+        coefficient = self._coefficient(outcome)
+        failure: CollectiveError | None = None
+        for portion in self._shard.portions[len(gathers) :]:
+            self._shard.apply(portion, self.param_groups, agreement.used, divisor, coefficient)
+            try:
+                if failure is None:
+                    gathers += self._shard.start_gather(portion)
+            except CollectiveError as error:
+                failure = error
+        self.num_steps += 1
+        if failure is not None:
+            raise failure
+        return gathers
+
+    def _check_gradients(self, agreement: Agreement) -> None:
+        """Gradients that are taken as they are have to be there; on a joined rank, too."""
+        for parameter, is_used in zip(self._shard.parameters, agreement.used, strict=True):
+            if is_used and parameter.grad is None:
+                error = RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient on other ranks "
+                    f"of {list(agreement.live)} and none on rank {self.group.rank}. Without our "
+                    "DistributedDataParallel, whoever makes the gradients equal does so on all "
+                    "ranks; inside Join, it is listed before this optimizer"
+                )
+                self.group.abort(error)  # The others wait for our part of the parameters.
+                raise error
 
     def _divisor(self, agreement: Agreement) -> float:
         """What the summed gradient is divided by to be the mean."""
@@ -286,57 +393,65 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             return self._join.ledger.divisor(agreement)
         return agreement.weight or self.group.size
 
-    def _coefficient(self, outcome: Outcome, divisor: float) -> float:
+    def _coefficient(self, outcome: Outcome) -> float:
         """What the mean gradient is multiplied with: it is unscaled, then clipped."""
         scale = outcome.loss_scale if self.uses_scaler else 1.0
-        if self.max_norm is None:
+        if self.max_norm is None or self.grad_norm is None:
             return 1.0 / scale
-        self.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
-        # As torch: never enlarge, and no division by zero.
-        return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) / scale
-
-    def _follow_options(self, speaker: int | None, outcome: Outcome) -> None:
-        """A rank that has joined runs no schedule of the loop's body: it steps its shard with the
-        options (learning rate and so on) of a rank that does, which the ballot has brought.
-
-        Where nobody could look ahead the speaker itself may have run out of data in this very
-        step; then, and only then, a broadcast brings them.
-        """
-        live, numbers = outcome.agreement.live, outcome.options
-        if speaker not in live:
-            ours = torch.tensor(self._option_numbers(), dtype=torch.float64)
-            ours = ours.to(self.group.device)
-            self.group.broadcast(ours, max(live)).wait()
-            numbers = ours.tolist()
-        if self.group.rank not in live:
-            set_numbers(self.param_groups, sorted(self.defaults), numbers)
+        # As torch: never enlarge, no division by zero, and a norm that is no number spoils all.
+        clipped = self.max_norm / (self.grad_norm + 1e-6)
+        return (1.0 if clipped > 1 else clipped) / scale
 
     def _option_numbers(self) -> list[float]:
         """The optimizer's own options; a schedule's notes in the groups are none."""
         return numbers_of(self.param_groups, sorted(self.defaults))
 
-    def _given_scale(self) -> float | None:
-        """What a GradScaler has left for this step (torch sets these attributes, and takes them
-        off again), None without one."""
-        if not hasattr(self, "found_inf"):
-            return None
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        if not self.uses_scaler or scale is None:
-            raise RuntimeError(
-                "a GradScaler decides and unscales by local gradients, which are not what this "
-                "optimizer steps with. Use chorusline.GradScaler(optimizer), leave unscale_ out, "
-                "and clip with max_norm"
-            )
-        return scale.item()
+    # -- a run that goes on (recovery.py) --------------------------------------------------------
 
-    def _check_scale(self, scale: float) -> None:
-        mine = self._loss_scale
-        if mine is None or not math.isclose(mine, scale, rel_tol=1e-9):
-            raise RuntimeError(
-                f"the loss scales of the ranks differ: {mine} here, {scale:g} on average; every "
-                "rank must call scaler.step(optimizer) and scaler.update() in each step, and a "
-                "Join of this optimizer lists the scaler: Join([model, optimizer, scaler])"
-            )
+    @property
+    def progress(self) -> Progress:
+        return self._seen
+
+    @torch.no_grad()
+    def catch_up(self, decided: Progress) -> None:
+        """Take the step that others have seen the ballot of, as far as this rank can alone."""
+        if decided.ballots > self._seen.ballots:
+            assert self.reducer is not None
+            outcome = self._see(decided.payload, self.reducer.is_live)
+            with contextlib.suppress(CollectiveError):  # The gathers: of a group that is no more.
+                self._apply(outcome)
+
+    @property
+    def shard(self) -> ParameterShard:
+        return self._shard
+
+    @property
+    def model(self) -> DistributedDataParallel | None:
+        """Whose gradients travel once; None where there is none."""
+        return self._model
+
+    def move_to(self, group: Group) -> None:
+        """Go on in a group of the same ranks, at the beginning of a step; the shards stay."""
+        self.group = self._shard.group = group
+        self._ballot.move_to(group)
+
+    def leave_run(self) -> None:
+        """The run in which it was made is over: what took it into the next generation with it."""
+        self._recovery = None
+        if self._early is not None and self.reducer is not None and self.reducer.has_begun:
+            kept().tear()
+
+    @torch.no_grad()
+    def change_group(self, group: Group, held: HeldState) -> None:
+        """Go on as a rank of another group. held: the state of what this rank shall keep there."""
+        assert self.reducer is not None
+        self.group = group
+        self.reducer.change_group(group)
+        reduced = [bucket.shard for bucket in self.reducer.buckets]
+        self._shard.recut(group, reduced, self.param_groups, held)
+        num_options = len(self._option_numbers())
+        self._ballot = Ballot(group, len(self._shard.parameters), num_options)
+        self._consolidated = None
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -349,45 +464,20 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to`, on the CPU, for `state_dict()` there.
 
-        Every rank calls it. The others hold a chunk of 4 MiB per rank at most.
+        Every rank calls it. Besides the result, ranks need 4 MiB more than they have.
         """
         if not 0 <= to < self.group.size:
             raise ValueError(f"to must be a rank in [0, {self.group.size}), got {to}")
-        optimizer = self._shard.optimizer
-        gathered = gather_state(
-            [
-                PieceState(
-                    mine.piece,
-                    mine.bucket,
-                    mine.tensor.shape,
-                    optimizer.state.get(mine.tensor, {}),
-                )
-                for mine in self._shard.pieces
-                if optimizer is not None
-            ],
-            [bucket.plan.spans for bucket in self._shard.buckets],
-            [bucket.plan.content for bucket in self._shard.buckets],
-            [parameter.shape for parameter in self._parameters],
-            self.group,
-            to,
-        )
+        gathered = self._shard.gather_state(to)
         self._consolidated = None
         if self.group.rank == to:
-            number_of = {id(parameter): n for n, parameter in enumerate(self._parameters)}
-            state, groups, index = {}, [], 0
-            for options in self.param_groups:
-                numbers = []
-                for parameter in options["params"]:
-                    of_parameter = gathered.get(number_of[id(parameter)])
-                    if of_parameter:
-                        state[index] = of_parameter
-                    numbers.append(index)
-                    index += 1
-                groups.append({**options, "params": numbers})
-            self._consolidated = {"state": state, "param_groups": groups}
+            self._consolidated = plain_state(gathered, self.param_groups)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, by_name: bool = False) -> dict[str, Any]:
         """The last consolidated state, in the format of the plain optimizer.
+
+        by_name: in that of torch.distributed.checkpoint's `get_optimizer_state_dict`, with names
+        for numbers; the names are the module's, or those of `named_parameters()`.
 
         Raises RuntimeError on a rank to which nothing was consolidated.
         """
@@ -397,80 +487,53 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 f"`consolidate_state_dict(to={self.group.rank})` on all ranks beforehand if you "
                 "meant to save the global state."
             )
-        return self._consolidated
+        if not by_name:
+            return self._consolidated
+        names, given = self._names(), [p for g in self.param_groups for p in g["params"]]
+        return with_names(self._consolidated, [parameter_name(p, names) for p in given])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state: of ours, or of a plain torch optimizer.
 
-        state_dict: the same on all ranks, by parameter number; it is not changed, and nothing of
-        it is kept. Saved with any number of ranks.
+        state_dict: the same on all ranks, by number or by name of the parameters; it is not
+        changed, and nothing of it is kept. Saved with any number of ranks.
 
-        Raises ValueError where groups, parameters or shapes differ, naming the parameter.
+        Raises ValueError where groups, parameters or shapes differ, naming the parameter, on all
+        ranks and before anything is taken over.
         """
-        saved = state_dict["param_groups"]
-        if len(saved) != len(self.param_groups):
-            raise ValueError("loaded state dict has a different number of parameter groups")
-        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError(
-                "loaded state dict contains a parameter group that doesn't match the size of "
-                "optimizer's group"
+        saved, options = match_state(state_dict, self.param_groups, self._names())
+        self._shard.check_fits(saved)
+        for ours, theirs in zip(self.param_groups, options, strict=True):
+            ours.update(theirs)
+        self._shard.load_state(saved, self.param_groups)
+
+    def _names(self) -> dict[int, str]:
+        """What is known of the parameters' names, by id()."""
+        names = {
+            id(parameter): name
+            for options in self.param_groups
+            for name, parameter in zip(
+                options.get("param_names", ()), options["params"], strict=False
             )
-        saved_number = {
-            id(parameter): number
-            for ours, theirs in zip(self.param_groups, saved, strict=True)
-            for parameter, number in zip(ours["params"], theirs["params"], strict=True)
         }
-        for ours, theirs in zip(self.param_groups, saved, strict=True):
-            ours.update({k: copy.deepcopy(v) for k, v in theirs.items() if k != "params"})
-        optimizer = self._shard.optimizer
-        if optimizer is None:
-            return
-        index_of = {
-            id(tensor): index
-            for index, tensor in enumerate(p for g in optimizer.param_groups for p in g["params"])
-        }
-        sliced = {}
-        for mine in self._shard.pieces:
-            parameter = self._parameters[mine.piece.parameter]
-            whole = state_dict["state"].get(saved_number[id(parameter)])
-            if whole:
-                sliced[index_of[id(mine.tensor)]] = slice_state(
-                    whole,
-                    mine.piece,
-                    mine.tensor.shape,
-                    parameter.shape,
-                    str(saved_number[id(parameter)]),
-                )
-        groups = optimizer.state_dict()["param_groups"]
-        for group, ours in zip(groups, self.param_groups, strict=True):
-            group.update({k: v for k, v in ours.items() if k != "params"})
-        optimizer.load_state_dict({"state": sliced, "param_groups": groups})
+        return names or names_of([p for g in self.param_groups for p in g["params"]])
 
     # -- Join ----------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return _Hook(self)
 
-    @property
-    def join_device(self) -> torch.device:
-        return self.group.device
-
-    @property
-    def join_group(self) -> Group:
-        return self.group
-
-    def _carries_agreement(self) -> bool:
-        return True
-
     def _ends_step(self) -> bool:
         return True
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
-        if self._model is not None and self._model not in joinables:
+        if self._model is None:
+            return
+        if [j for j in joinables if j is self or j is self._model] != [self._model, self]:
             raise ValueError(
                 "this ZeroRedundancyOptimizer finishes the steps of its model, so the model has to "
-                "be joined with it: Join([model, optimizer])"
+                "be joined with it, and before it: Join([model, optimizer])"
             )
 
 
@@ -483,9 +546,6 @@ class _Hook(JoinHook):
     @torch.no_grad()
     def main_hook(self) -> None:
         optimizer = self._optimizer
-        if optimizer.reducer is None:
-            assert optimizer._join is not None
-            optimizer._take_step(optimizer._join.ledger.live)
-            return
-        optimizer.reducer.shadow()
-        optimizer._take_step(optimizer.reducer.is_live)
+        assert optimizer._join is not None
+        # The model's hook, which ran before, has sent the gradients.
+        optimizer._take_step(optimizer._join.ledger.live)

@@ -97,6 +97,54 @@ def check_objects_and_tensors_in_flight_together(group: Group) -> None:
     asyncio.run(main())
 
 
+def check_objects_between_two(group: Group) -> None:
+    """Around a ring, as NCCL wants it too: in the order of issue, the first rank sends first."""
+    n, me = group.size, group.rank
+    if n == 1:
+        return
+    right, left = (me + 1) % n, (me - 1) % n
+    sent = [{"from": me, "tensor": torch.arange(me)}, "ö" * 300_000]
+    received: list[object] = [None, None]
+
+    def send() -> None:
+        assert group.send_object_list(sent, right).wait() is None
+
+    def receive() -> None:
+        work = group.recv_object_list(received, left)
+        assert work.wait() is received
+        assert work.source_rank == left and work.is_completed() and work.result() is received
+
+    for step in (send, receive) if me == 0 else (receive, send):
+        step()
+    assert received[0]["from"] == left  # type: ignore[index]
+    assert received[0]["tensor"].tolist() == list(range(left))  # type: ignore[index]
+    assert received[1] == sent[1]
+    group.barrier().wait()
+
+
+def check_many_objects_between_two(group: Group) -> None:
+    """On hosts: several under way, awaited in another order, from whichever rank."""
+    n, me = group.size, group.rank
+    if n == 1:
+        return
+
+    async def main() -> None:
+        if me:
+            works = [group.send_object_list([me, k, "x" * 200_000 * k], 0) for k in range(3)]
+            for work in works:
+                await work
+            return
+        lists: list[list[object]] = [[None] * 3 for _ in range(3 * (n - 1))]
+        works = [group.recv_object_list(one) for one in lists]
+        found = await asyncio.gather(*(_awaited(work) for work in reversed(works)))
+        assert sorted(one[:2] for one in found) == [[r, k] for r in range(1, n) for k in range(3)]
+        assert all(len(one[2]) == 200_000 * one[1] for one in found)
+        assert [work.source_rank for work in works] == [one[0] for one in lists]
+
+    asyncio.run(main())
+    group.barrier().wait()
+
+
 async def _awaited(work: object) -> object:
     return await work  # type: ignore[misc]
 
@@ -175,6 +223,7 @@ HANDLE_CONTRACT = (
     check_a_work_in_flight_has_no_result,
     check_objects,
     check_objects_and_tensors_in_flight_together,
+    check_objects_between_two,
     check_subgroups,
     check_a_monitored_barrier_lets_all_pass,
     check_a_future_callback_runs_outside_of_every_lock,

@@ -29,7 +29,14 @@ SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["torch", "numpy", "pytest", "collectives.gloo", "collectives.shared_memory"]
+    [
+        "torch",
+        "torch.distributed.checkpoint",  # A second or more, paid once instead of by each rank.
+        "numpy",
+        "pytest",
+        "collectives.gloo",
+        "collectives.shared_memory",
+    ]
 )
 
 
@@ -81,26 +88,43 @@ Body = Callable[..., Any]
 
 
 class Ranks:
-    """Processes that run `body(rank, *arguments)`; body is a function of a module."""
+    """Processes that run `body(rank, *arguments)`; body is a function of a module.
+
+    only: those that are started at once, instead of all.
+    """
 
     def __init__(
-        self, body: Body, size: int, folder: Path, transport: str = SHARED_MEMORY, *arguments: Any
+        self,
+        body: Body,
+        size: int,
+        folder: Path,
+        transport: str = SHARED_MEMORY,
+        *arguments: Any,
+        only: Collection[int] | None = None,
     ) -> None:
         self.size = size
         self.store = FileStore(folder / "store")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
-            here, there = FORKS.Pipe(duplex=False)
-            process = FORKS.Process(
-                target=_main,
-                args=(body, rank, size, folder / "store", transport, arguments, there),
-                daemon=True,
-            )
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
+        self._body = body
+        self._path = folder / "store"
+        self._transport = transport
+        self._pipes: dict[int, Connection] = {}
+        self._processes: dict[int, Any] = {}
+        for rank in range(size) if only is None else only:
+            self.start(rank, *arguments)
+
+    def start(self, rank: int, *arguments: Any) -> None:
+        """A process for `rank`, in the place of the one that it had."""
+        self._end(rank)
+        here, there = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(
+            target=_main,
+            args=(self._body, rank, self.size, self._path, self._transport, arguments, there),
+            daemon=True,
+        )
+        process.start()
+        there.close()
+        self._pipes[rank] = here
+        self._processes[rank] = process
 
     def wait_for(self, word: str, ranks: Collection[int] | None = None) -> None:
         """Until `ranks` (all) have said `word`."""
@@ -136,16 +160,21 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             process.join(0.1)
             process.kill()
-        for process in self._processes:
+        for rank in list(self._processes):
+            self._end(rank)
+        self.store.close()
+
+    def _end(self, rank: int) -> None:
+        if rank in self._processes:
+            process = self._processes.pop(rank)
+            process.kill()
             process.join(10)
             assert not process.is_alive()
             process.close()
-        for pipe in self._pipes:
-            pipe.close()
-        self.store.close()
+            self._pipes.pop(rank).close()
 
 
 def run_ranks(

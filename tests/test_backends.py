@@ -10,13 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from group_contract import HOST_CONTRACT, check_barrier
-from in_process import IN_PROCESS, connect
+from group_contract import HOST_CONTRACT, check_barrier, check_objects_between_two
+from in_process import IN_PROCESS, connect, connect_without_tags
 from ranks import Rank, run_ranks
 
-from collectives import CollectiveTimeout, Group, HashStore, PeerLost, register_backend
+from collectives import (
+    CollectiveTimeout,
+    Group,
+    HashStore,
+    PeerLost,
+    UnsupportedOperation,
+    register_backend,
+)
 
 register_backend(IN_PROCESS, connect, ["cpu"])
+register_backend("without-tags", connect_without_tags, ["cpu"])
 
 
 def run_threads(
@@ -49,15 +57,33 @@ def _name(check: Any) -> str:
     return check.__name__.removeprefix("check_") if callable(check) else str(check)
 
 
-# This backend moves collectives only; what it lacks it refuses, as the contract has it.
-COLLECTIVES = [check for check in HOST_CONTRACT if "messages" not in _name(check)]
-
-
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("check", COLLECTIVES, ids=_name)
+@pytest.mark.parametrize("check", HOST_CONTRACT, ids=_name)
 def test_a_registered_backend_keeps_the_contract(check: Callable[[Group], Any], size: int) -> None:
     results = run_threads(check, size, timeout_s=30)
     assert results == [results[0]] * size, "the ranks have different bits"
+
+
+def test_objects_find_their_lists_by_order_where_messages_have_no_tags() -> None:
+    def body(group: Group) -> None:
+        check_objects_between_two(group)
+        other = 1 - group.rank
+        if group.rank == 0:
+            for k in range(3):
+                group.send_object_list([k], other)
+        else:
+            lists = [[None], [None], [None]]
+            works = [group.recv_object_list(one, other) for one in lists]
+            for work in reversed(works):
+                work.wait()
+            assert lists == [[0], [1], [2]]
+        with pytest.raises(UnsupportedOperation, match="name the rank with src"):
+            group.recv_object_list([None])
+        with group.coalesce(), pytest.raises(RuntimeError, match="move it out of the block"):
+            group.recv_object_list([None], other)
+        group.barrier().wait()
+
+    run_threads(body, 2, "without-tags", timeout_s=20)
 
 
 def test_a_barrier_of_a_registered_backend_is_one() -> None:

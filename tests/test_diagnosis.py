@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -296,6 +297,53 @@ def in_order(group: Group, t: torch.Tensor) -> Any:
     return group.barrier()
 
 
+def gathered_on(root: int) -> Do:
+    def do(group: Group, t: torch.Tensor) -> Any:
+        output = torch.empty(36) if group.rank == root else None
+        return group.gather(t, output, root)
+
+    return do
+
+
+def scattered_from(root: int) -> Do:
+    def do(group: Group, t: torch.Tensor) -> Any:
+        return group.scatter(t[:4], t.clone() if group.rank == root else None, root)
+
+    return do
+
+
+def reduced_on_0(group: Group, t: torch.Tensor) -> Any:
+    return group.reduce(t, 0)
+
+
+def reduced_on_1(group: Group, t: torch.Tensor) -> Any:
+    return group.reduce(t, 1)
+
+
+def to_all(group: Group, t: torch.Tensor) -> Any:
+    return group.all_to_all(t, t.clone())
+
+
+def integers_to_all(group: Group, t: torch.Tensor) -> Any:
+    return group.all_to_all(t.view(torch.int32), t.view(torch.int32).clone())
+
+
+def scattered_sum(group: Group, t: torch.Tensor) -> Any:
+    return group.reduce_scatter(t[:4], t.clone())
+
+
+def scattered_table(group: Group, t: torch.Tensor) -> Any:
+    return group.reduce_scatter(t[:4].view(2, 2), t.clone())
+
+
+def gathered_list(group: Group, t: torch.Tensor) -> Any:
+    return group.all_gather([torch.empty(4) for _ in range(3)], t[:4])
+
+
+def gathered_uneven_list(group: Group, t: torch.Tensor) -> Any:
+    return group.all_gather([torch.empty(n) for n in (4, 5, 3)], t[:5])
+
+
 SUM = "all_reduce #0 (12 float32) with SUM of shape (12,)"
 PLANTED: dict[str, tuple[Do, Do, str, str]] = {
     # What ranks 0 and 2 do, what rank 1 does, and both sides as told.
@@ -311,7 +359,49 @@ PLANTED: dict[str, tuple[Do, Do, str, str]] = {
         "broadcast #0 (12 float32) from rank 1 of shape (12,)",
     ),
     "order": (in_order, out_of_order, SUM, "barrier #0"),
+    "root of a gather": (
+        gathered_on(0),
+        gathered_on(1),
+        "gather #0 (float32) to rank 0",
+        "gather #0 (float32) to rank 1",
+    ),
+    "root of a scatter": (
+        scattered_from(0),
+        scattered_from(1),
+        "scatter #0 (float32) from rank 0",
+        "scatter #0 (float32) from rank 1",
+    ),
+    "root of a reduce": (
+        reduced_on_0,
+        reduced_on_1,
+        "reduce #0 (12 float32) with SUM to rank 0 of shape (12,)",
+        "reduce #0 (12 float32) with SUM to rank 1 of shape (12,)",
+    ),
+    "dtype of an exchange": (
+        to_all,
+        integers_to_all,
+        "all_to_all #0 (float32)",
+        "all_to_all #0 (int32)",
+    ),
+    "shape of an output": (
+        scattered_sum,
+        scattered_table,
+        "reduce_scatter #0 (12 float32) with SUM of shape (4,), (12,)",
+        "reduce_scatter #0 (12 float32) with SUM of shape (2, 2), (12,)",
+    ),
+    "evenness": (
+        gathered_list,
+        gathered_uneven_list,
+        "all_gather #0 (12 float32) of shape (4,)",
+        "all_gather #0 (12 float32) in parts of different sizes",
+    ),
 }
+
+
+def first_collective(do: Do) -> int:
+    """Where the first collective is; in what issues two, the first of them."""
+    lines, first = inspect.getsourcelines(do)
+    return first + next(i for i, text in enumerate(lines) if re.search(r" group\.\w+\(", text))
 
 
 def plant(rank: Rank) -> list[Any]:
@@ -339,10 +429,63 @@ def test_detail_names_both_sides_with_their_lines_before_anything_changes(
             assert is_unchanged, name
             assert error.ranks == [1], name
             where = "on cpu in group 'default' at test_diagnosis.py"
-            our_line, their_line = (do.__code__.co_firstlineno + 1 for do in (ours, theirs))
+            our_line, their_line = (first_collective(do) for do in (ours, theirs))
             assert f"ranks [0, 2] issued {usual_told} {where}:{our_line}" in str(error), name
             assert f"ranks [1] issued {other_told} {where}:{their_line}" in str(error), name
             assert error.args == by_rank[0][case][0].args
+
+
+def send_other_sizes(group: Group) -> Any:
+    """Rank 1 sends rank 2 more than that expects."""
+    sizes = [2, 3, 5] if group.rank == 1 else [2, 3, 4]
+    received = [torch.zeros((2, 3, 4)[group.rank]) for _ in range(3)]
+    return group.all_to_all(received, [torch.ones(n) for n in sizes]), received
+
+
+def gather_other_sizes(group: Group) -> Any:
+    received = [torch.zeros(n) for n in (2, 3, 4)]
+    is_root = group.rank == 2
+    part = torch.ones((2, 5, 4)[group.rank])
+    return group.gather(part, received if is_root else None, 2), received
+
+
+def scatter_other_sizes(group: Group) -> Any:
+    sent = [torch.ones(n) for n in (2, 3, 4)]
+    received = torch.zeros((2, 3, 5)[group.rank])
+    return group.scatter(received, sent if group.rank == 1 else None, 1), [received]
+
+
+PAIRS = {
+    send_other_sizes: ("all_to_all", [1, 2], "rank 1 sends 5 elements to rank 2, which expects 4"),
+    gather_other_sizes: ("gather", [1, 2], "rank 1 sends 5 elements to rank 2, which expects 3"),
+    scatter_other_sizes: ("scatter", [1, 2], "rank 1 sends 4 elements to rank 2, which expects 5"),
+}
+
+
+def plant_pairs(rank: Rank) -> list[Any]:
+    set_debug_level(DebugLevel.DETAIL)
+    found = []
+    for generation, do in enumerate(PAIRS):
+        with rank.group(generation=generation, timeout_s=20) as group:
+            work, received = do(group)
+            error = error_of(work.wait)
+        found.append((error, not any(tensor.any() for tensor in received)))
+    return found
+
+
+@transports
+def test_detail_names_the_lines_of_a_pair_that_differs(transport: str, tmp_path: Path) -> None:
+    for found in run_ranks(plant_pairs, 3, tmp_path, transport):
+        for (do, (name, ranks, told)), (error, is_unchanged) in zip(
+            PAIRS.items(), found, strict=True
+        ):
+            assert isinstance(error, CollectiveMismatch), (name, error)
+            assert error.ranks == ranks
+            assert is_unchanged
+            lines = inspect.getsource(do).splitlines()
+            at = next(i for i, line in enumerate(lines) if f"group.{name}(" in line)
+            where = f"test_diagnosis.py:{do.__code__.co_firstlineno + at}"
+            assert f"{told}; rank 1 is at {where}, rank 2 is at {where}" in str(error)
 
 
 def leave_one_out(rank: Rank) -> Any:

@@ -5,6 +5,7 @@ one model and torch's own optimizer. More examples by hand: pytest --hypothesis-
 -p no:cacheprovider tests/test_exactness.py with CHORUSLINE_EXAMPLES=500.
 """
 
+import itertools
 import os
 from dataclasses import dataclass
 
@@ -26,12 +27,16 @@ _OPTIMIZERS = {
 @dataclass(frozen=True)
 class Scenario:
     """lengths: batches per rank. accumulate: batches per step. branches: parts of the model that
-    a batch uses only one of. sharded: with ZeRO. weighed: losses by their number of samples."""
+    a batch uses only one of. sharded: with ZeRO; overlapped: and its early updates, where they are
+    possible. weighed: losses by their number of samples. norm: "none", or statistics of each rank
+    ("local") or of all ("synced"). looks_ahead: over a Shard, else over a list."""
 
     lengths: tuple[int, ...]
     optimizer: str
     sharded: bool
-    batch_norm: bool
+    norm: str
+    looks_ahead: bool
+    overlapped: bool
     branches: int
     frozen: bool
     accumulate: int
@@ -47,7 +52,9 @@ scenarios = st.builds(
     lengths=st.lists(st.integers(0, 5), min_size=2, max_size=3).map(tuple).filter(any),
     optimizer=st.sampled_from(sorted(_OPTIMIZERS)),
     sharded=st.booleans(),
-    batch_norm=st.booleans(),
+    norm=st.sampled_from(["none", "local", "synced"]),
+    looks_ahead=st.booleans(),
+    overlapped=st.booleans(),
     branches=st.integers(1, 3),
     frozen=st.booleans(),
     accumulate=st.integers(1, 3),
@@ -63,15 +70,25 @@ class Model(torch.nn.Module):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
         torch.manual_seed(scenario.seed)
+        has_norm = scenario.norm != "none"
         # A bias before BatchNorm has no gradient but rounding, which adaptive optimizers blow up.
-        self.first = torch.nn.Linear(5, 9, bias=not scenario.batch_norm)
-        self.norm = torch.nn.BatchNorm1d(9) if scenario.batch_norm else torch.nn.Identity()
+        self.first = torch.nn.Linear(5, 9, bias=not has_norm)
+        self.norm = torch.nn.BatchNorm1d(9) if has_norm else torch.nn.Identity()
         self.branches = torch.nn.ModuleList(torch.nn.Linear(9, 4) for _ in range(scenario.branches))
         self.frozen = torch.nn.Linear(4, 3).requires_grad_(not scenario.frozen)
         self.never_used = torch.nn.Linear(3, 3)
 
     def forward(self, batch: torch.Tensor, branch: int) -> torch.Tensor:
-        return self.frozen(self.branches[branch](torch.tanh(self.norm(self.first(batch)))))
+        return self.head(self.norm(self.first(batch)), branch)
+
+    def head(self, hidden: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.frozen(self.branches[branch](torch.tanh(hidden)))
+
+    def forward_all(self, batches):
+        """The outputs of several (samples, branch) pairs, with common statistics."""
+        hidden = self.norm(self.first(torch.cat([samples for samples, _ in batches])))
+        parts = hidden.split([len(samples) for samples, _ in batches])
+        return [self.head(part, branch) for part, (_, branch) in zip(parts, batches, strict=True)]
 
 
 def batches_of(scenario, rank):
@@ -89,12 +106,20 @@ def trainable(model):
 
 
 def distributed(group, scenario):
-    model = cl.DistributedDataParallel(
-        Model(scenario).double(), group, bucket_cap_mb=scenario.bucket_cap_mb
-    )
+    module = Model(scenario).double()
+    if scenario.norm == "synced":
+        module = cl.SyncBatchNorm.convert_sync_batchnorm(module)
+    model = cl.DistributedDataParallel(module, group, bucket_cap_mb=scenario.bucket_cap_mb)
     kind, options = _OPTIMIZERS[scenario.optimizer]
     if scenario.sharded:
-        optimizer = cl.ZeroRedundancyOptimizer(model, kind, max_norm=scenario.max_norm, **options)
+        can_overlap = scenario.max_norm is None and scenario.optimizer != "adafactor"
+        optimizer = cl.ZeroRedundancyOptimizer(
+            model,
+            kind,
+            max_norm=scenario.max_norm,
+            overlap_with_ddp=scenario.overlapped and can_overlap,
+            **options,
+        )
         join = cl.Join(
             [model, optimizer],
             divide_by_initial_world_size=scenario.divide_by_initial,
@@ -108,8 +133,9 @@ def distributed(group, scenario):
             divide_by_initial_world_size=scenario.divide_by_initial,
             skew_warning=None,
         )
+    batches = AsDealt(scenario, group) if scenario.looks_ahead else batches_of(scenario, group.rank)
     with join:
-        for number, (samples, branch) in enumerate(batches_of(scenario, group.rank), start=1):
+        for number, (samples, branch) in enumerate(batches, start=1):
             sends = number % scenario.accumulate == 0
             model.reducer.is_syncing = sends
             loss = model(samples, branch).square().mean()
@@ -118,6 +144,19 @@ def distributed(group, scenario):
                 optimizer.step()
                 optimizer.zero_grad()
     return {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+
+
+class AsDealt(cl.Shard):
+    """A Shard that gives each rank the batches of the scenario."""
+
+    def __init__(self, scenario, group):
+        self._lengths = scenario.lengths
+        super().__init__([None], 1, rank=group.rank, world_size=group.size)
+        self.dataset = batches_of(scenario, group.rank)
+        self._collate = lambda items: items[0]
+
+    def deal(self, num_ranks):
+        return [list(range(length)) for length in self._lengths]
 
 
 class Clipped:
@@ -139,7 +178,8 @@ def reference(scenario):
     """Step by step: each live rank's accumulated gradient on the common state, then one update.
 
     A rank's last batches that do not fill a step are handed in as one. Buffers follow each rank's
-    own batches within a step; after it all take those of the largest live rank.
+    own batches within a step; after it all take those of the largest live rank. With synced
+    statistics each forward is over all ranks that have a batch, and buffers are equal throughout.
     """
     model = Model(scenario).double()
     kind, options = _OPTIMIZERS[scenario.optimizer]
@@ -154,7 +194,10 @@ def reference(scenario):
         live = [rank for rank, own in enumerate(steps) if step < len(own)]
         optimizer.zero_grad()
         weights = 0.0
-        for rank in live:
+        if scenario.norm == "synced":
+            weights += _backward_together(model, [steps[rank][step] for rank in live], scenario)
+            buffers = [dict(_copied(model.named_buffers())) for _ in steps]
+        for rank in live if scenario.norm != "synced" else ():
             _restore(model, buffers[rank])
             for samples, branch in steps[rank][step]:
                 loss = model(samples, branch).square().mean()
@@ -169,6 +212,18 @@ def reference(scenario):
         buffers = [buffers[max(live)] for _ in steps]
         _restore(model, buffers[0])
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def _backward_together(model, batches_by_rank, scenario):
+    weights = 0.0
+    for batches in itertools.zip_longest(*batches_by_rank):
+        there = [batch for batch in batches if batch is not None]
+        losses = [output.square().mean() for output in model.forward_all(there)]
+        sizes = [len(samples) for samples, _ in there]
+        weights += sum(sizes)
+        factors = sizes if scenario.weighed else [1] * len(sizes)
+        sum(loss * factor for loss, factor in zip(losses, factors, strict=True)).backward()
+    return weights
 
 
 def _copied(named):

@@ -1,13 +1,14 @@
 """For each operation: one of three ranks is killed, is stopped, or raises. The others all raise the
 same error within the deadline and two seconds, name the culprit, and go on in the same processes.
 
-The ranks are forked once for a fault and run all operations, a generation each: a survivor is then
-also one that has survived the earlier ones.
+The ranks that are stopped, or raise, are forked once and run many operations, a generation each: a
+survivor is then also one that has survived the earlier ones.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -16,7 +17,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,38 @@ from collectives.work import Work
 
 VICTIM = 1
 TIMEOUT_S = 0.7
-SLACK_S = 2.0
+SLACK_S = {SHARED_MEMORY: 2.0, GLOO: 8.0}
+"""For all to know. Gloo's ranks ask each other through the store, and have 2.5 s to answer."""
+
+SMALL, LARGE = 9, 3_000_000
+"""Elements, multiples of three: one tick, and many. Of objects: nothing connected yet, and all."""
 
 Issue = Callable[[Group, int], Work]
 
+
+def coalesced(group: Group, numel: int) -> Work:
+    with group.coalesce() as work:
+        group.all_reduce(torch.ones(numel))
+        group.barrier()
+    return work
+
+
+def halves(group: Group, numel: int) -> Work:
+    """Blocking, so that it may fail before there is a work."""
+    made = group.split(0)
+    assert made is not None
+    return made.all_reduce(torch.ones(numel))
+
+
+def other(group: Group) -> int:
+    return VICTIM if group.rank != VICTIM else 0
+
+
+def parts(numel: int) -> list[torch.Tensor]:
+    return list(torch.ones(3, numel // 3))
+
+
 OPERATIONS: dict[str, Issue] = {
-    # numel is a multiple of three.
     "all_reduce": lambda group, numel: group.all_reduce(torch.ones(numel)),
     "reduce_scatter": lambda group, numel: group.reduce_scatter(
         torch.ones(numel // 3), torch.ones(numel)
@@ -43,28 +70,72 @@ OPERATIONS: dict[str, Issue] = {
     "all_gather": lambda group, numel: group.all_gather(torch.ones(numel), torch.ones(numel // 3)),
     "broadcast": lambda group, numel: group.broadcast(torch.ones(numel), VICTIM),
     "barrier": lambda group, numel: group.barrier(),
+    "reduce": lambda group, numel: group.reduce(torch.ones(numel), 0),
+    "gather": lambda group, numel: group.gather(
+        torch.ones(numel // 3), parts(numel) if group.rank == 0 else None
+    ),
+    "scatter": lambda group, numel: group.scatter(
+        torch.ones(numel // 3), parts(numel) if group.rank == VICTIM else None, VICTIM
+    ),
+    "all_to_all": lambda group, numel: group.all_to_all(parts(numel), parts(numel)),
+    "monitored_barrier": lambda group, numel: group.monitored_barrier(),
+    "coalesced": coalesced,
+    # More than a rank takes in before somebody receives it, or it were done.
+    "send": lambda group, numel: group.send(torch.ones(LARGE), other(group)),
+    "recv": lambda group, numel: group.recv(torch.ones(numel), other(group)),
+    "send_object_list": lambda group, numel: group.send_object_list([bytes(LARGE)], other(group)),
+    "recv_object_list": lambda group, numel: group.recv_object_list([None], other(group)),
+    "broadcast_object_list": lambda group, numel: group.broadcast_object_list([numel], VICTIM),
+    "all_gather_object": lambda group, numel: group.all_gather_object(numel),
+    "gather_object": lambda group, numel: group.gather_object(numel, 0),
+    "scatter_object_list": lambda group, numel: group.scatter_object_list([1, 2, 3], VICTIM),
+    "split": halves,
 }
-NUMELS = (9, 3_000_000)  # one tick, and many
+TOLD_AS = {"monitored_barrier": "barrier", "coalesced": "all_reduce", "split": "all_gather_object"}
+
+Case = tuple[int, str, int]
+"""Number, operation, elements. The number is that of the generation, which is even."""
 
 
-def cases(fault: str) -> Iterator[tuple[int, str, int]]:
-    """number, operation, elements; the number is that of the generation, which is even."""
-    number = 0
-    for position, name in enumerate(OPERATIONS):
-        # A deadline takes its time, so it is awaited once for each operation.
-        for numel in NUMELS if fault != "stop" else NUMELS[position % 2 :][:1]:
-            yield number, name, numel
-            number += 2
+def cases(numels_of: Callable[[int], tuple[int, ...]]) -> list[Case]:
+    """numels_of: the sizes, by the operation's position."""
+    named = [
+        (name, numel) for position, name in enumerate(OPERATIONS) for numel in numels_of(position)
+    ]
+    return [(2 * number, name, numel) for number, (name, numel) in enumerate(named)]
 
 
-def break_each(rank: Rank, fault: str) -> list[Any]:
+ONCE = cases(lambda position: (SMALL, LARGE)[position % 2 :][:1])
+TWICE = cases(lambda position: (SMALL, LARGE))
+
+
+def moves_objects(name: str) -> bool:
+    """On the objects' channel, which is a group of its own."""
+    return name == "split" or ("object" in name and not name.startswith(("send", "recv")))
+
+
+def prepared(group: Group, name: str, numel: int) -> None:
+    """All ranks are here, in touch if that is part of the case."""
+    if numel == LARGE and moves_objects(name):
+        group.all_gather_object(None, timeout_s=30).wait()
+    group.barrier(timeout_s=30).wait()
+
+
+def error_of(issue: Callable[[], Any]) -> CollectiveError | None:
+    try:
+        issue().wait()
+    except CollectiveError as raised:
+        return raised
+    return None
+
+
+def break_each(rank: Rank, fault: str, some: list[Case]) -> list[Any]:
     """(error, seconds until it was raised, sum in the next generation), by case."""
     found = []
-    for number, name, numel in cases(fault):
+    for number, name, numel in some:
         group = rank.group(generation=number, timeout_s=TIMEOUT_S if fault == "stop" else 30)
-        group.barrier(timeout_s=30).wait()
+        prepared(group, name, numel)
         began_at = time.monotonic()
-        error: CollectiveError | None = None
         if rank.rank == VICTIM and fault == "raise":
             time.sleep(0.05)
             try:
@@ -78,11 +149,11 @@ def break_each(rank: Rank, fault: str) -> list[Any]:
                  f"kill -CONT {os.getpid()}"]
             )  # fmt: skip
             helper.wait()
-        try:
-            OPERATIONS[name](group, numel).wait()
-        except CollectiveError as raised:
-            error = raised
+        error = error_of(lambda name=name, group=group, numel=numel: OPERATIONS[name](group, numel))
         took_s = time.monotonic() - began_at
+        if rank.transport == GLOO:  # Who has left cannot tell the others why.
+            rank.say(f"over {number}")
+            rank.store.wait([f"said/over {number}/{r}" for r in range(rank.size)], 60)
         group.close()
         with rank.group(generation=number + 1, timeout_s=30) as group:
             tensor = torch.full((5,), float(rank.rank))
@@ -91,65 +162,122 @@ def break_each(rank: Rank, fault: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("fault", "transport"), [("stop", SHARED_MEMORY), ("raise", SHARED_MEMORY), ("raise", GLOO)]
-)
-def test_every_operation_ends_for_all_and_all_go_on(
-    fault: str, transport: str, tmp_path: Path
+def check_each(
+    fault: str, transport: str, some: list[Case], folder: Path, num_sets: int = 1
 ) -> None:
-    by_rank = run_ranks(break_each, 3, tmp_path, transport, fault)
+    """num_sets: of ranks, which share the cases, at the same time."""
     kind = CollectiveTimeout if fault == "stop" else GroupAborted
-    limit_s = SLACK_S + (TIMEOUT_S if fault == "stop" else 0)
-    for case, (_, name, numel) in enumerate(cases(fault)):
-        for rank, found in enumerate(by_rank):
-            error, took_s, total = found[case]
+    limit_s = SLACK_S[transport] + (TIMEOUT_S if fault == "stop" else 0)
+    with contextlib.ExitStack() as stack:
+        sets = []
+        for number in range(num_sets):
+            mine = folder / str(number)
+            mine.mkdir()
+            share = some[number::num_sets]
+            ranks = Ranks(break_each, 3, mine, transport, fault, share)
+            sets.append((share, stack.enter_context(ranks)))
+        for share, ranks in sets:
+            by_rank = ranks.results(timeout_s=240)
+            for case, (_, name, numel) in enumerate(share):
+                first = by_rank[0][case][0]
+                for rank, found in enumerate(by_rank):
+                    error, took_s, total = found[case]
+                    assert isinstance(error, kind), (name, numel, rank, error)
+                    assert error.ranks == [VICTIM], (name, numel, rank, error)
+                    if fault == "raise":
+                        assert error.reason.startswith(f"ValueError: during {name}"), error
+                        assert "in break_each" in error.traceback
+                    elif not moves_objects(name):
+                        assert error.operation.startswith(f"{TOLD_AS.get(name, name)} "), error
+                    if not moves_objects(name):  # Else each group tells it as its own.
+                        assert error.args == first.args, (name, numel)
+                    assert rank == VICTIM or took_s < limit_s, (name, numel, rank, took_s)
+                    assert total == [3.0] * 5
+
+
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
+def test_when_a_rank_raises_every_operation_ends_for_all_and_all_go_on(
+    transport: str, tmp_path: Path
+) -> None:
+    check_each("raise", transport, ONCE if transport == GLOO else TWICE, tmp_path)
+
+
+def test_when_a_rank_is_stopped_every_operation_ends_for_all_and_all_go_on(tmp_path: Path) -> None:
+    check_each("stop", SHARED_MEMORY, ONCE, tmp_path, num_sets=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
+def test_when_a_rank_is_stopped_every_operation_of_every_size_ends(
+    transport: str, tmp_path: Path
+) -> None:
+    check_each("stop", transport, TWICE, tmp_path)
+
+
+GLOO_CONNECT_S = 3.0
+"""Between hosts, nobody sees a death while objects are being connected, before the deadline."""
+
+
+def outlive(rank: Rank, some: list[Case]) -> Any:
+    """(error, when it was raised, sum in the next generation), by case. The victim of a case is a
+    process of its own, with rank VICTIM."""
+    found = []
+    for number, name, numel in some:
+        group = rank.group(generation=number)
+        prepared(group, name, numel)
+        rank.say(f"ready {number}")
+        if rank.rank == VICTIM:
+            time.sleep(600)
+        if rank.transport == GLOO and moves_objects(name) and numel == SMALL:
+            group.timeout_s = GLOO_CONNECT_S
+        error = error_of(lambda name=name, group=group, numel=numel: OPERATIONS[name](group, numel))
+        ended_at = time.monotonic()
+        if rank.transport == GLOO:
+            rank.say(f"over {number}")
+            rank.store.wait([f"said/over {number}/{r}" for r in (0, 2)], 60)
+        group.close()
+        # Of either transport: for all that they know, these two are on one host.
+        with Group.create(rank.store, rank.rank // 2, 2, generation=number + 1) as group:
+            tensor = torch.full((5,), float(rank.rank))
+            group.all_reduce(tensor).wait()
+        found.append((error, ended_at, tensor.tolist()))
+    return found
+
+
+def check_killed(transport: str, some: list[Case], folder: Path) -> None:
+    with Ranks(outlive, 3, folder, transport, some, only=(0, 2)) as ranks:
+        killed_at = []
+        for case in some:
+            ranks.start(VICTIM, [case])
+            ranks.wait_for(f"ready {case[0]}")
+            killed_at.append(time.monotonic())
+            ranks.signal(VICTIM, signal.SIGKILL)
+        by_rank = ranks.results(ranks=[0, 2], timeout_s=240)
+    for case, (_, name, numel) in enumerate(some):
+        for found in by_rank:
+            error, ended_at, total = found[case]
+            connecting = transport == GLOO and moves_objects(name) and numel == SMALL
+            kind = CollectiveTimeout if connecting else PeerLost
             assert isinstance(error, kind), (name, numel, error)
             assert error.ranks == [VICTIM], (name, numel, error)
-            assert error.args == by_rank[0][case][0].args, (name, numel)
-            if fault == "stop":
-                assert error.operation.startswith(f"{name} #1")
-            else:
-                assert error.reason == f"ValueError: during {name}"
-                assert "in break_each" in error.traceback
-            assert rank == VICTIM or took_s < limit_s, (name, numel, took_s)
-            assert total == [3.0] * 5
-
-
-def outlive(rank: Rank, name: str, numel: int) -> Any:
-    group = rank.group()
-    group.barrier().wait()
-    if rank.rank == VICTIM:
-        rank.say("ready")
-        time.sleep(600)
-    rank.say("ready")
-    try:
-        OPERATIONS[name](group, numel).wait()
-    except CollectiveError as raised:
-        error = raised
-    ended_at = time.monotonic()
-    group.close()
-    survivors = Rank(rank.rank // 2, 2, rank.store, rank.transport)
-    with survivors.group(generation=1) as group:
-        tensor = torch.full((5,), float(rank.rank))
-        group.all_reduce(tensor).wait()
-    return error, ended_at, tensor.tolist()
-
-
-@pytest.mark.parametrize("numel", NUMELS)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_names_a_killed_rank_and_the_others_go_on(
-    name: str, numel: int, tmp_path: Path
-) -> None:
-    with Ranks(outlive, 3, tmp_path, SHARED_MEMORY, name, numel) as ranks:
-        ranks.wait_for("ready")
-        killed_at = time.monotonic()
-        ranks.signal(VICTIM, signal.SIGKILL)
-        for error, ended_at, total in ranks.results(ranks=[0, 2]):
-            assert isinstance(error, PeerLost), error
-            assert error.ranks == [VICTIM]
-            assert error.operation.startswith(f"{name} #1")
-            assert ended_at - killed_at < SLACK_S
+            if not moves_objects(name):
+                assert error.operation.startswith(f"{TOLD_AS.get(name, name)} "), (name, error)
+            limit_s = SLACK_S[transport] + (GLOO_CONNECT_S if connecting else 0)
+            assert ended_at - killed_at[case] < limit_s, (name, numel)
             assert total == [2.0] * 5
+
+
+def test_when_a_rank_is_killed_every_operation_names_it_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    check_killed(SHARED_MEMORY, TWICE, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_when_a_rank_on_another_host_is_killed_every_operation_names_it(tmp_path: Path) -> None:
+    check_killed(GLOO, TWICE, tmp_path)
 
 
 # -- asking to stop --------------------------------------------------------------------------------

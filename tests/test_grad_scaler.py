@@ -12,8 +12,8 @@ import chorusline as cl
 _OPTIONS = {"init_scale": 2.0**10, "growth_interval": 2}
 
 
-def train(group, lengths, overflow_at, max_norm=None):
-    """overflow_at: (rank, number of the batch) whose loss is infinite."""
+def train(group, lengths, overflow_at, max_norm=None, factor=math.inf):
+    """overflow_at: (rank, number of the batch) whose loss is multiplied with factor."""
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=max_norm)
     scaler = cl.GradScaler(optimizer, **_OPTIONS)
@@ -22,7 +22,7 @@ def train(group, lengths, overflow_at, max_norm=None):
         for number, batch in enumerate(batches_of(group.rank, lengths[group.rank], torch.float32)):
             loss = loss_of(model, batch)
             if (group.rank, number) == overflow_at:
-                loss = loss * math.inf
+                loss = loss * factor
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -31,7 +31,7 @@ def train(group, lengths, overflow_at, max_norm=None):
     return [p.detach().clone() for p in model.parameters()], scales, scaler.get_scale()
 
 
-def reference(lengths, overflow_at, max_norm=None):
+def reference(lengths, overflow_at, max_norm=None, factor=math.inf):
     model = make_model(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", **_OPTIONS)
@@ -44,7 +44,7 @@ def reference(lengths, overflow_at, max_norm=None):
                 optimizer.zero_grad()
                 loss = loss_of(model, batches[step])
                 if (rank, step) == overflow_at:
-                    loss = loss * math.inf
+                    loss = loss * factor
                 scaler.scale(loss).backward()
                 mine = [p.grad for p in model.parameters()]
                 total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
@@ -70,9 +70,11 @@ def test_steps_and_scales_equal_torchs_in_one_process(ranks_of, lengths, overflo
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
-def test_clipping_takes_the_norm_of_unscaled_gradients(ranks_of):
-    expected, _ = reference((3, 4), (1, 1), max_norm=0.05)
-    for parameters, _, _ in ranks_of(2).run(train, (3, 4), (1, 1), 0.05):
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+def test_clipping_takes_the_norm_of_unscaled_gradients(ranks_of, factor):
+    expected, scales = reference((3, 4), (1, 1), 0.05, factor)
+    for parameters, _, last in ranks_of(2).run(train, (3, 4), (1, 1), 0.05, factor):
+        assert last == scales[-1]
         for ours, theirs in zip(parameters, expected, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 

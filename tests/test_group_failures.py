@@ -216,6 +216,50 @@ def test_a_rank_missing_at_the_rendezvous_is_named() -> None:
     assert caught.value.waited_s == 0.2
 
 
+def test_ranks_that_try_again_meet_however_often_each_has_tried() -> None:
+    """Rank 0 gives up twice, then all come; rank 2 is in the attempt that rank 0 gives up last."""
+    store = HashStore()
+    found: dict[int, float] = {}
+
+    def join(rank: int, timeout_s: float) -> None:
+        with Group.create(store, rank, 3, timeout_s=timeout_s) as group:
+            tensor = torch.ones(3)
+            group.all_reduce(tensor).wait()
+            found[rank] = tensor.sum().item()
+
+    with pytest.raises(StoreTimeout, match=r"ranks \[1, 2\] of 3 did not come") as caught:
+        join(0, 0.2)
+    assert "who calls again meets those who do so, too" in str(caught.value)
+    patient = threading.Thread(target=join, args=(2, 20))
+    patient.start()
+    with pytest.raises(StoreTimeout, match=r"ranks \[1\] of 3 did not come"):
+        join(0, 0.5)
+    threads = [threading.Thread(target=join, args=(rank, 20)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in (*threads, patient):
+        thread.join(30)
+    assert found == {0: 9.0, 1: 9.0, 2: 9.0}
+
+
+def test_who_gives_up_first_is_not_blamed_by_those_who_do_so_next() -> None:
+    store = HashStore()
+    told: dict[int, list[str]] = {}
+
+    def join(rank: int) -> None:
+        try:
+            Group.create(store, rank, 3, timeout_s=0.4 + 0.3 * rank)
+        except StoreTimeout as error:
+            told[rank] = error.keys
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [[key.rsplit("/")[-1] for key in told[rank]] for rank in (0, 1)] == [["2"], ["2"]]
+
+
 def never_connect(rank: Rank) -> Any:
     """The last rank says its name and comes no further."""
     if rank.rank == rank.size - 1:

@@ -1,11 +1,11 @@
 """Join: uneven inputs are exact, cost nothing, and an exception frees the peers."""
 
 import time
-import warnings
 
 import pytest
 import torch
 from standing_ranks import another_group
+from test_user_joinables import CountingJoinable
 from training_reference import (
     OPTIMIZERS,
     batches_of,
@@ -174,61 +174,6 @@ def test_an_exception_in_the_body_frees_the_peers_at_once_with_its_traceback(ran
     assert seconds < 10
 
 
-class CountingJoinable(cl.Joinable):
-    """A user's joinable: one all_reduce of ones per step."""
-
-    def __init__(self, group):
-        self.group = group
-        self.total = torch.zeros(1)
-        self.calls = []
-
-    def step(self):
-        cl.Join.notify_join_context(self)
-        value = torch.ones(1)
-        self.group.all_reduce(value).wait()
-        self.total += value
-
-    def join_hook(self, **kwargs):
-        outer = self
-
-        class Hook(cl.JoinHook):
-            def main_hook(self):
-                outer.calls.append("main")
-                outer.group.all_reduce(torch.zeros(1)).wait()
-
-            def post_hook(self, is_last_joiner):
-                outer.calls.append(("post", is_last_joiner, kwargs))
-
-        return Hook()
-
-    @property
-    def join_device(self):
-        return self.group.device
-
-    @property
-    def join_group(self):
-        return self.group
-
-
-def count_with_own_joinable(group, lengths):
-    joinable = CountingJoinable(group)
-    with cl.Join([joinable], color="blue"):
-        for _ in range(lengths[group.rank]):
-            joinable.step()
-    return joinable.total.item(), joinable.calls
-
-
-@pytest.mark.parametrize("lengths", [(2, 5), (3, 3), (0, 1), (4, 1, 2)])
-def test_main_hook_runs_once_per_step_that_some_rank_still_takes(ranks_of, lengths):
-    results = ranks_of(len(lengths)).run(count_with_own_joinable, lengths)
-    steps = max(lengths)
-    for rank, (total, calls) in enumerate(results):
-        alive = [sum(step < n for n in lengths) for step in range(lengths[rank])]
-        assert total == sum(alive)
-        post = ("post", lengths[rank] == steps, {"color": "blue"})
-        assert calls == ["main"] * (steps - lengths[rank]) + [post]
-
-
 def throw_early(group, lengths):
     with another_group(group) as own:
         model = cl.DistributedDataParallel(make_model(torch.float32), own)
@@ -286,13 +231,15 @@ def test_leftover_accumulated_gradients_are_handed_in(ranks_of):
 def refusals(group):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
-    other = CountingJoinable(object())
+    alone = group.split(group.rank)
+    other = CountingJoinable(alone)
     told = []
     for joinables in ([], [model, optimizer, other], [model], [optimizer]):
         try:
             cl.Join(joinables)
         except ValueError as error:
             told.append(str(error))
+    alone.close()
     return told
 
 
@@ -409,23 +356,6 @@ def test_a_joined_rank_follows_the_schedule_of_the_live_ones(ranks_of):
     for parameters in (first, second):
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
     assert one == other == (scheduler.get_last_lr()[0], (0.9, 0.999), 0.5, 6)
-
-
-def warned_of_skew(group, lengths, threshold):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        joinable = CountingJoinable(group)
-        with cl.Join([joinable], skew_warning=threshold):
-            for _ in range(lengths[group.rank]):
-                joinable.step()
-    return [str(warning.message) for warning in caught]
-
-
-def test_skew_past_the_threshold_is_told_with_the_numbers_of_all_ranks(ranks_of):
-    for told in ranks_of(2).run(warned_of_skew, (2, 8), 0.5):
-        assert "75%" in told[0] and "rank 0: 2, rank 1: 8" in told[0]
-    assert ranks_of(2).run(warned_of_skew, (5, 8), 0.5) == [[], []]
-    assert ranks_of(2).run(warned_of_skew, (2, 8), None) == [[], []]
 
 
 def plain_optimizer_for_two_epochs(group, lengths):

@@ -16,18 +16,20 @@ from group_contract import assert_equal, finish
 from ranks import NCCL, Body, Rank, on_gpus, run_ranks
 
 from collectives.arguments import travelling_dtype
-from collectives.errors import CollectiveError, CollectiveTimeout, GroupAborted
-from collectives.nccl import (
-    DTYPE_CODES,
-    REDUCE_OP_CODES,
-    as_moved,
-    connect,
-    lacks,
-    load_nccl,
+from collectives.debug import DebugLevel, set_debug_level
+from collectives.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
 )
+from collectives.group import Group
+from collectives.nccl import connect, load_nccl
+from collectives.nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
 from collectives.operation import DTYPES
 from collectives.reduce_op import ReduceOp
 from collectives.store import HashStore
+from collectives.work import Work
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
 
@@ -148,7 +150,37 @@ def check_timeout(rank: Rank) -> None:
         assert later.value.ranks == [last]
 
 
+def check_detail(rank: Rank) -> None:
+    """NCCL compares nothing itself; at DETAIL no kernel starts before the ranks agree."""
+    set_debug_level(DebugLevel.DETAIL)
+    ones = torch.ones(12)
+
+    def issue(group: Group, what: str) -> Work:
+        mine = ones.to(group.device)
+        odd = rank.rank == 0
+        match what:
+            case "shape":
+                return group.all_reduce(mine.view(3, 4) if odd else mine)
+            case "length":
+                return group.all_reduce(mine[:9] if odd else mine)
+            case "kind":
+                return group.broadcast(mine) if odd else group.all_reduce(mine)
+            case _:
+                parts = [mine[:2].clone() for _ in range(rank.size)]
+                sent = [mine[:3]] * rank.size if odd else [mine[:2]] * rank.size
+                parts[rank.rank] = sent[rank.rank].clone()
+                return group.all_to_all(parts, sent)
+
+    for generation, what in enumerate(("shape", "length", "kind", "pair")):
+        with rank.group(generation=generation, timeout_s=30) as group:
+            with pytest.raises(CollectiveMismatch) as caught:
+                finish(issue(group, what))
+            assert 0 in caught.value.ranks, what
+            assert "test_nccl.py:" in str(caught.value), what
+            torch.cuda.synchronize(group.device)
+
+
 @pytest.mark.parametrize("size", [on_gpus(2), on_gpus(4)])
-@pytest.mark.parametrize("body", [check_streams, check_abort, check_timeout])
+@pytest.mark.parametrize("body", [check_streams, check_abort, check_timeout, check_detail])
 def test_nccl_orders_streams_aborts_and_times_out(body: Body, size: int, tmp_path: Path) -> None:
     run_ranks(body, size, tmp_path, NCCL)

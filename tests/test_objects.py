@@ -14,7 +14,13 @@ import torch
 from ranks import GLOO, SHARED_MEMORY, Rank, Ranks, run_ranks
 from test_subgroups import error_of
 
-from collectives.errors import CollectiveMismatch, GroupAborted, PayloadUnreadable, PeerLost
+from collectives.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    PayloadUnreadable,
+    PeerLost,
+)
 from collectives.group import Group
 from collectives.objects import all_gather_object
 from collectives.store import HashStore
@@ -66,6 +72,90 @@ def test_a_payload_that_cannot_be_read_is_told_to_all_and_the_group_goes_on(
         assert fine is None
         assert scattered.ranks == [0]
         assert "what rank 1 sent" in str(scattered)
+
+
+def send_the_unreadable_to_one(rank: Rank) -> Any:
+    Touchy.here = rank.rank
+    group = rank.group()
+    if rank.rank == 0:
+        for value in (Touchy(1), "fine"):
+            group.send_object_list([value], 1).wait()
+        error = None
+    else:
+        into: list[Any] = ["as it was"]
+        error = error_of(lambda: group.recv_object_list(into).wait())
+        assert into == ["as it was"]
+        group.recv_object_list(into, 0).wait()
+        assert into == ["fine"]
+    group.barrier().wait()
+    return error
+
+
+@transports
+def test_objects_that_only_the_receiver_cannot_read_end_nothing(
+    transport: str, tmp_path: Path
+) -> None:
+    _, error = run_ranks(send_the_unreadable_to_one, 2, tmp_path, transport)
+    assert isinstance(error, PayloadUnreadable)
+    assert error.ranks == [1]
+    assert "recv_object_list from rank 0 (1 objects)" in str(error)
+    assert "rank 1 cannot unpickle what rank 0 sent: ValueError: not on rank 1" in str(error)
+    assert "in __setstate__" in error.traceback
+
+
+def take_too_few(rank: Rank) -> Any:
+    group = rank.group()
+    if rank.rank == 0:
+        group.send_object_list([1, 2, 3], 1)
+        return error_of(lambda: group.barrier().wait())
+    return error_of(lambda: group.recv_object_list([None] * 2, 0).wait())
+
+
+@transports
+def test_a_list_of_another_length_is_a_mismatch_with_both_numbers(
+    transport: str, tmp_path: Path
+) -> None:
+    for error in run_ranks(take_too_few, 2, tmp_path, transport):
+        assert isinstance(error, CollectiveMismatch)
+        assert error.ranks == [0, 1]
+        assert "rank 0 sent 3 objects and rank 1 expects 2" in str(error)
+
+
+def wait_for_nothing(rank: Rank) -> Any:
+    group = rank.group()
+    error = None
+    if rank.rank == 0:
+        error = error_of(lambda: group.recv_object_list([None], timeout_s=0.4).wait())
+        state = group.flight_recorder.collectives[-1]
+        assert (state.state.value, state.file) == ("failed", __file__)
+        rank.say("over")
+    rank.store.wait(["said/over/0"], 30)
+    return error
+
+
+@transports
+def test_objects_that_nobody_sends_are_a_timeout_of_what_was_called(
+    transport: str, tmp_path: Path
+) -> None:
+    error, *_ = run_ranks(wait_for_nothing, 3, tmp_path, transport)
+    assert isinstance(error, CollectiveTimeout)
+    assert error.ranks == [1, 2]
+    assert error.operation == "recv_object_list from any rank (1 objects)"
+
+
+def gather_and_scatter_much(rank: Rank) -> Any:
+    group = rank.group()
+    group.gather_object(bytes(80_000), root=1).wait()
+    group.scatter_object_list([bytes(80_000)] * 3 if rank.rank == 1 else None, root=1).wait()
+    assert group._channel is not None and group._channel._group is not None
+    return group._channel._group.statistics.elements_sent
+
+
+def test_objects_for_one_rank_are_sent_to_that_one_only(tmp_path: Path) -> None:
+    for rank, sent in enumerate(run_ranks(gather_and_scatter_much, 3, tmp_path)):
+        gathered, scattered = sent["gather"], sent["scatter"]
+        assert (gathered == 0) if rank == 1 else (10_000 <= gathered < 10_100)
+        assert (20_000 <= scattered < 20_100) if rank == 1 else scattered == 0
 
 
 def disagree(rank: Rank) -> Any:
@@ -175,6 +265,12 @@ def test_bad_arguments_are_refused(alone: Group) -> None:
         alone.scatter_object_list()
     with pytest.raises(ValueError, match="timeout_s must be positive"):
         alone.all_gather_object(1, timeout_s=0)
+    with pytest.raises(ValueError, match="dst is 0, this rank itself"):
+        alone.send_object_list([1], 0)
+    with pytest.raises(ValueError, match="nobody can send"):
+        alone.recv_object_list([1])
+    with pytest.raises(TypeError, match="objects must be a list, got tuple"):
+        alone.recv_object_list((1,))  # type: ignore[arg-type]
 
 
 def test_an_object_in_flight_fails_when_the_group_is_closed(alone: Group) -> None:

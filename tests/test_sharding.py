@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from runtime.sharding import Shard, deal
+from runtime.dealing import deal
+from runtime.sharding import Shard
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

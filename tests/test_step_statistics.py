@@ -54,9 +54,11 @@ def test_buckets_unused_parameters_and_times_are_told_on_every_rank(
     ranks_of: Callable[[int], StandingRanks],
 ) -> None:
     for rank, (lines, statistics) in enumerate(ranks_of(2).run(train_and_tell)):
-        choice, *unused_lines = lines
+        choice, first_unused, measured, *rest = lines
+        unused_lines = [first_unused, *rest]
         assert choice.startswith(f"rank {rank}: 4 parameters in {len(statistics.buckets)} buckets")
         assert "from right.bias to right.bias" in choice
+        assert measured.index("right.weight") < measured.index("left.weight"), "as they came"
         unused = "parameters without a gradient in this step"
         expected = [f"rank {rank}: {unused}: left.weight, left.bias"]
         if rank == 1:

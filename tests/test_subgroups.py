@@ -78,7 +78,8 @@ def lose_one_in_a_child(rank: Rank) -> Any:
     if rank.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     child_error = error_of(lambda: pair.barrier().wait())
-    time.sleep(1)  # The parent learns of it by itself.
+    pair.close()  # At once: who closes a group that failed has told the others.
+    time.sleep(1)
     return child_error, error_of(lambda: group.barrier().wait())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -41,7 +42,11 @@ from runtime.session import Session
 DONE, FAILED, STARTED = State.DONE, State.FAILED, State.STARTED
 
 
-def recording(*collectives: tuple[str, State, float]) -> FlightRecording:
+def recording(
+    *collectives: tuple[str, State, float],
+    name: str = "default",
+    ranks: tuple[int, ...] = (0, 1, 2),
+) -> FlightRecording:
     """(place, state, issued_at); what failed, failed at 130."""
     recorded = tuple(
         RecordedCollective(
@@ -56,16 +61,16 @@ def recording(*collectives: tuple[str, State, float]) -> FlightRecording:
         )
         for i, (place, state, at) in enumerate(collectives)
     )
-    return FlightRecording(0, 3, "default", 0, 131.0, 118, recorded)
+    return FlightRecording(0, len(ranks), name, 0, 131.0, 118, recorded, ranks)
 
 
 GATHER, REDUCE = "all_gather #117, train.py:41", "all_reduce #118, train.py:57"
-WAITING = Testimony(recording((GATHER, DONE, 99), (REDUCE, FAILED, 100)), "", False)
+WAITING = Testimony((recording((GATHER, DONE, 99), (REDUCE, FAILED, 100)),), "", False)
 STACK = '  File "train.py", line 44, in load\n    time.sleep(9)\n'
 
 
 def test_the_sentence_names_the_rank_that_is_behind_and_its_stack() -> None:
-    late = Testimony(recording((GATHER, STARTED, 99)), STACK, False)
+    late = Testimony((recording((GATHER, STARTED, 99)),), STACK, False)
     assert tell({0: WAITING, 1: WAITING, 2: late}, [2]) == (
         f"rank 2 is at {GATHER}, the others at {REDUCE}\n"
         f"rank 2 is in {GATHER}; its Python stack:\n" + STACK.rstrip()
@@ -73,7 +78,7 @@ def test_the_sentence_names_the_rank_that_is_behind_and_its_stack() -> None:
 
 
 def test_what_a_rank_issued_after_the_end_does_not_hide_where_it_was() -> None:
-    late = Testimony(recording((GATHER, DONE, 99), (REDUCE, FAILED, 130.5)), "", True)
+    late = Testimony((recording((GATHER, DONE, 99), (REDUCE, FAILED, 130.5)),), "", True)
     assert tell({0: WAITING, 1: WAITING, 2: late}, [2]) == (
         f"rank 2 is at {GATHER}, the others at {REDUCE}\n"
         f"rank 2 has finished {GATHER}, and issued nothing since; its function is over"
@@ -81,13 +86,28 @@ def test_what_a_rank_issued_after_the_end_does_not_hide_where_it_was() -> None:
 
 
 def test_a_rank_that_says_nothing_is_told_with_the_others() -> None:
-    new = Testimony(None, STACK, False)
+    new = Testimony((), STACK, False)
     told = tell({0: WAITING, 1: "did not answer within 2 s", 2: new}, [1, 2])
     assert told.splitlines()[:3] == [
         f"rank 0 is at {REDUCE}",
         "rank 1 did not answer within 2 s; its process may be stopped, or busy without end",
         "rank 2 has not met the other ranks; its Python stack:",
     ]
+
+
+def test_the_story_is_of_the_group_that_failed_first_and_of_its_ranks() -> None:
+    pair = ("pair", (2, 0))
+
+    def said(*in_pair: tuple[str, State, float], above: FlightRecording) -> Testimony:
+        return Testimony((above, recording(*in_pair, name=pair[0], ranks=pair[1])), "", False)
+
+    idle, busy = recording((GATHER, DONE, 99)), recording((GATHER, STARTED, 99))
+    waits = said((REDUCE, FAILED, 100), above=idle)
+    outside = Testimony((busy,), "", False)
+    assert tell({0: waits, 1: outside, 2: said(above=busy)}, [2]) == (
+        f"in group 'pair', of ranks [2, 0]: rank 2 is at nothing yet, the other at {REDUCE}\n"
+        f"rank 2 has issued nothing in group 'pair'; in group 'default' it is in {GATHER}"
+    )
 
 
 def test_all_are_asked_before_any_is_stopped_and_the_run_waits_for_the_answers() -> None:
@@ -146,6 +166,32 @@ async def test_run_says_who_is_behind_at_which_line_with_its_stack(session: Sess
     assert f"line {first + 4}, in train" in told
     assert "in load\n    time.sleep(1.5)" in told
     assert "training_thread.py" not in told
+
+
+async def test_a_timeout_in_a_subgroup_is_told_with_the_sessions_ranks(session: Session) -> None:
+    def train(ctx: Context) -> None:
+        with ctx.group.new_group([2, 1], name="pair") or contextlib.nullcontext() as pair:
+            if pair is not None:
+                pair.barrier().wait()
+                if ctx.rank == 2:
+                    time.sleep(1.5)
+                pair.all_reduce(torch.ones(2), timeout_s=0.5).wait()
+        ctx.group.barrier().wait()
+
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] did not arrive") as caught:
+        await session.run(train)
+    first = train.__code__.co_firstlineno
+    barrier, reduce = (
+        f"barrier #0, test_testimony.py:{first + 3}",
+        f"all_reduce #1, test_testimony.py:{first + 6}",
+    )
+    told = notes_of(caught.value)
+    assert "in group 'pair', of ranks [2, 1]: " in told
+    assert f"rank 2 is at {barrier}, the other at {reduce}" in told
+    assert f"rank 2 has finished {barrier}, and issued nothing since in group 'pair'" in told
+    assert "its Python stack:" in told
+    assert f"line {first + 5}, in train\n    time.sleep(1.5)" in told
+    assert "raised by rank 1 of 3" in told
 
 
 async def test_a_suspended_coroutine_has_a_stack_too(session: Session) -> None:

@@ -1,96 +1,20 @@
 """ZeRO: sharded state gives the plain optimizer's bits, for a fraction of its memory."""
 
 import copy
+import math
 
 import pytest
 import torch
+from sharded_training import ELEMENTWISE, assert_same_state, plain_run, sharded_run
 from standing_ranks import another_group
 from training_reference import OPTIMIZERS, batches_of, loss_of, make_model
 
 import chorusline as cl
 
-ELEMENTWISE = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
-    "adamw_fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
-    "adamw_foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
-    "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
-    "radam": (torch.optim.RAdam, {"lr": 1e-2}),
-    "adamax": (torch.optim.Adamax, {"lr": 1e-2}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.5, "centered": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
-    "adadelta": (torch.optim.Adadelta, {}),
-    "asgd": (torch.optim.ASGD, {"lr": 1e-2}),
-    "rprop": (torch.optim.Rprop, {"lr": 1e-2}),
-}
-
-
 WHOLE = {
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
     "muon": (torch.optim.Muon, {"lr": 1e-2}),
 }
-
-
-def groups_of(model):
-    """Two groups, with different decay: biases apart."""
-    return [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-
-
-def plain_run(size, kind, options, steps, *, start=None, first=0):
-    """One process that sums the ranks' gradients in rank order; parameters and state."""
-    model = make_model(torch.float32)
-    optimizer = kind(groups_of(model), **options)
-    if start is not None:
-        with torch.no_grad():
-            for parameter, saved in zip(model.parameters(), start[0], strict=True):
-                parameter.copy_(saved)
-        optimizer.load_state_dict(copy.deepcopy(start[1]))  # torch goes on in the very tensors
-    data = [batches_of(rank, steps, torch.float32) for rank in range(size)]
-    for step in range(first, steps):
-        total = []
-        for rank in range(size):
-            optimizer.zero_grad()
-            loss_of(model, data[rank][step]).backward()
-            mine = [parameter.grad for parameter in model.parameters()]
-            total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
-        for parameter, gradient in zip(model.parameters(), total, strict=True):
-            parameter.grad = gradient / size
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
-
-
-def sharded_run(group, kind, options, steps, start=None, first=0, ranks_of_data=None):
-    model = cl.DistributedDataParallel(make_model(torch.float32), group)
-    if start is not None:
-        with torch.no_grad():
-            for parameter, saved in zip(model.parameters(), start[0], strict=True):
-                parameter.copy_(saved)
-    optimizer = cl.ZeroRedundancyOptimizer(groups_of(model), kind, **options)
-    if start is not None:
-        given = copy.deepcopy(start[1])
-        optimizer.load_state_dict(given)
-        assert_same_state(given, start[1])
-    for batch in batches_of(group.rank, steps, torch.float32)[first:]:
-        loss_of(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.consolidate_state_dict(to=group.size - 1)
-    state = optimizer.state_dict() if group.rank == group.size - 1 else None
-    return [p.detach().clone() for p in model.parameters()], state
-
-
-def assert_same_state(ours, theirs):
-    assert ours["param_groups"] == theirs["param_groups"]
-    assert ours["state"].keys() == theirs["state"].keys()
-    for number, expected in theirs["state"].items():
-        assert ours["state"][number].keys() == expected.keys()
-        for name, value in expected.items():
-            mine = ours["state"][number][name]
-            same = torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value
-            assert same, f"{name} of parameter {number}"
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -101,26 +25,6 @@ def test_parameters_and_state_equal_the_plain_optimizers_bit_by_bit(ranks_of, na
     for parameters, _ in results:
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
     assert_same_state(results[-1][1], expected_state)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw_fused"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_state_of_a_plain_optimizer_goes_on_at_any_number_of_ranks(ranks_of, name, size):
-    kind, options = ELEMENTWISE[name]
-    half_way = plain_run(size, kind, options, 2)
-    expected, expected_state = plain_run(size, kind, options, 5, start=half_way, first=2)
-    results = ranks_of(size).run(sharded_run, kind, options, 5, half_way, 2)
-    for parameters, _ in results:
-        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
-    assert_same_state(results[-1][1], expected_state)
-
-
-def test_state_saved_by_three_ranks_is_loaded_by_two(ranks_of):
-    kind, options = ELEMENTWISE["adamw_foreach"]
-    saved = ranks_of(3).run(sharded_run, kind, options, 2)[-1]
-    expected, _ = plain_run(2, kind, options, 5, start=saved, first=2)
-    for parameters, _ in ranks_of(2).run(sharded_run, kind, options, 5, saved, 2):
-        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
 def traffic_and_memory(group):
@@ -250,6 +154,32 @@ def test_clipping_takes_the_norm_of_the_whole_mean_gradient(ranks_of, max_norm):
             assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
 
 
+def spoiled_loss(model, rank, bad):
+    """On rank 1 some gradients are no numbers."""
+    output = model(batches_of(rank, 1, torch.float32)[0])
+    return output[:, 0].sum() + (output[:, 1] * (bad if rank == 1 else 1.0)).sum()
+
+
+def clip_what_is_no_number(group, bad):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.5, max_norm=1.0)
+    spoiled_loss(model, group.rank, bad).backward()
+    optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], optimizer.grad_norm
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_clipping_what_is_no_number_gives_what_torchs_clipping_gives(ranks_of, bad):
+    model = make_model(torch.float32)
+    (sum(spoiled_loss(model, rank, bad) for rank in range(2)) / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    for parameters, ours in ranks_of(2).run(clip_what_is_no_number, bad):
+        assert str(ours) == str(norm.item())
+        for mine, expected in zip(parameters, model.parameters(), strict=True):
+            assert torch.allclose(mine, expected, equal_nan=True)
+
+
 def train_in_bfloat16(group):
     torch.manual_seed(0)
     model = cl.DistributedDataParallel(torch.nn.Linear(8, 8, bias=False).bfloat16(), group)
@@ -286,77 +216,36 @@ def test_a_learning_rate_schedule_reaches_the_shard(ranks_of):
     assert ranks_of(2).run(schedule) == [(5e-4, 5e-4)] * 2
 
 
-def refusals(group):
-    model = cl.DistributedDataParallel(make_model(torch.float32), group)
-    parameters = list(make_model(torch.float32).parameters())
-    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
-    plain = torch.optim.AdamW(make_model(torch.float32).parameters())
-    loss_of(make_model(torch.float32), torch.randn(2, 7))
-    wrong = plain.state_dict()
-    wrong["state"] = {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3, 3)}}
-
-    def zero(params, kind=torch.optim.SGD, **options):
-        return lambda: cl.ZeroRedundancyOptimizer(params, kind, group=group, **options)
-
-    calls = {
-        "tensor": zero(parameters[0]),
-        "empty": zero([]),
-        "wrong type": zero(["weights"]),
-        "twice": zero([{"params": parameters}, {"params": parameters[:1]}]),
-        "not elementwise": zero(parameters, torch.optim.LBFGS),
-        "max_norm": zero(parameters, max_norm=-1.0),
-        "step first": optimizer.step,
-        "not consolidated": optimizer.state_dict,
-        "shape": lambda: optimizer.load_state_dict(wrong),
-        "later group": lambda: optimizer.add_param_group({"params": parameters}),
-        "groups": lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
-    }
-    told = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except Exception as error:
-            told[name] = (type(error).__name__, str(error))
-    return told
-
-
-def test_unfit_arguments_get_torchs_errors_and_a_mend(ranks_of):
-    told = ranks_of(1).run(refusals)[0]
-    expected = {
-        "tensor": ("TypeError", "iterable of Tensors or dicts"),
-        "empty": ("ValueError", "optimizer got an empty parameter list"),
-        "wrong type": ("TypeError", "optimizer can only optimize Tensors"),
-        "twice": ("ValueError", "some parameters appear in more than one parameter group"),
-        "not elementwise": ("ValueError", "LBFGS cannot be sharded: its line search"),
-        "max_norm": ("ValueError", "max_norm must be positive, got -1.0"),
-        "step first": ("RuntimeError", "run loss.backward()"),
-        "not consolidated": ("RuntimeError", "has not been consolidated on this rank"),
-        "shape": ("ValueError", "parameter 0 has shape (3, 3), but the parameter has (13, 7)"),
-        "later group": ("ValueError", "whose shards are cut. Make a new one"),
-        "groups": ("ValueError", "a different number of parameter groups"),
-    }
-    for name, (kind, text) in expected.items():
-        assert told[name][0] == kind, name
-        assert text in told[name][1], name
-
-
-def step_once_too_often(group):
-    with another_group(group) as own:
-        model = make_model(torch.float32)
-        optimizer = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group=own)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.num_steps = group.rank  # as after calls on some ranks only
-        try:
+def train_among_some_ranks(group):
+    """Ranks 0 and 2 of four train one model, ranks 1 and 3 another, with other data."""
+    with another_group(group) as whole:
+        own = whole.split(whole.rank % 2)
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        for batch in batches_of(whole.rank, 3, torch.float32):
+            loss_of(model, batch).backward()
             optimizer.step()
-        except cl.CollectiveMismatch as error:
-            return str(error)
-    return ""
+            optimizer.zero_grad()
+        optimizer.consolidate_state_dict(to=1)
+        whole.barrier().wait()
+        return [p.detach().clone() for p in model.parameters()], own.rank
 
 
-def test_ranks_at_different_steps_are_told_on_every_rank(ranks_of):
-    for rank, told in enumerate(ranks_of(3).run(step_once_too_often)):
-        assert f"different numbers of steps, this one {rank}" in told
+def test_a_group_of_some_ranks_trains_on_its_own(ranks_of):
+    results = ranks_of(4).run(train_among_some_ranks)
+    assert [own_rank for _, own_rank in results] == [0, 0, 1, 1]
+    for color in range(2):
+        model = make_model(torch.float32)
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        data = [batches_of(rank, 3, torch.float32) for rank in (color, color + 2)]
+        for both in zip(*data, strict=True):
+            plain.zero_grad()
+            for batch in both:
+                (loss_of(model, batch) / 2).backward()
+            plain.step()
+        for parameters, _ in results[color::2]:
+            for ours, theirs in zip(parameters, model.parameters(), strict=True):
+                assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def generator_of_parameters(group):

@@ -1,0 +1,135 @@
+"""How a rank gets from one generation into the next, seen from its training thread.
+
+The thread has met with the end of a generation, and calls `regenerate`: it says how far it is, and
+waits for the driver's word. The words come to the control loop, `resume`, `stop` and `release`, and
+are handed over here. Locks are held for assignments only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from collectives.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    GroupAborted,
+    PeerLost,
+    StoreLost,
+    StoreTimeout,
+    fresh_copy,
+)
+from collectives.group import Group
+
+from .calls import Actor
+from .messages import Frozen, Progress, Resumption, RunRequest
+
+
+def ends_a_generation(error: BaseException) -> bool:
+    """Whether a run may go on after it, in a new generation. A mismatch is the program's fault."""
+    return isinstance(error, PeerLost | CollectiveTimeout | GroupAborted | StoreTimeout | StoreLost)
+
+
+class Lifeline:
+    """One rank's, for one run.
+
+    connect: makes the group of a resumption; it has published it for the control loop by the time
+    it returns, so that it can be aborted. Errors of its own end that generation, too.
+    """
+
+    def __init__(
+        self,
+        request: RunRequest,
+        driver: Actor,
+        group: Group,
+        rank: int,
+        connect: Callable[[Resumption], Group],
+    ) -> None:
+        self.goes_on = request.goes_on
+        self.group = group
+        self.rank = rank
+        self.generation = group.generation
+        """The last one that this rank was put into; its group may not have come about."""
+        self._request = request
+        self._driver = driver
+        self._connect = connect
+        self._changed = threading.Condition()
+        self._resumption: Resumption | None = None
+        self._stop_error: CollectiveError | None = None
+        self._freeze_error: CollectiveError | None = None
+        self._is_released = False
+
+    def regenerate(
+        self, error: BaseException, progress: Callable[[], tuple[Progress, ...]], entered: int
+    ) -> Resumption:
+        """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
+
+        1. End the generation for this rank: nothing of it can complete here any more.
+        2. Say how far this rank is, and wait.
+        3. Note which generation comes next; `connect` meets the others.
+
+        Raises what the run was stopped with, if it does not go on.
+        """
+        met = self._as_collective_error(error)
+        if not self.group.failure():
+            self.group.abort(met)  # 1
+        frozen = Frozen(self.rank, self.generation, progress(), met, entered)
+        # That the driver lives is watched by the session, which stops the workers if it does not.
+        self._driver.froze.remote(self._request.run, frozen)  # 2
+        with self._changed:
+            self._changed.wait_for(lambda: self._resumption or self._stop_error)
+            if self._stop_error is not None:
+                raise fresh_copy(self._stop_error)
+            resumption, self._resumption = self._resumption, None
+            assert resumption is not None
+            self.rank = resumption.assignment.rank  # 3
+            self.generation = resumption.assignment.generation
+            self._freeze_error = None
+        return resumption
+
+    def connect(self, resumption: Resumption) -> Group:
+        self.group = self._connect(resumption)
+        return self.group
+
+    def finish(self) -> CollectiveError | None:
+        """The function has returned: wait until it has on all ranks.
+
+        Returns None when that is so, or the error for which this rank has to take part in another
+        regeneration first. Raises what the run was stopped with.
+        """
+        self._driver.finished.remote(self._request.run, self.rank, self.generation)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_released or self._freeze_error or self._stop_error
+            )
+            if self._stop_error is not None:
+                raise fresh_copy(self._stop_error)
+            return None if self._is_released else self._freeze_error
+
+    # ── Control loop ─────────────────────────────────────────────────────────────────────────────
+
+    def freeze(self, generation: int, error: CollectiveError) -> None:
+        with self._changed:
+            if generation == self.generation:
+                self._freeze_error = error
+                self._changed.notify_all()
+
+    def resume(self, resumption: Resumption) -> None:
+        with self._changed:
+            self._resumption = resumption
+            self._changed.notify_all()
+
+    def stop(self, error: CollectiveError) -> None:
+        with self._changed:
+            self._stop_error = self._stop_error or error
+            self._changed.notify_all()
+
+    def release(self) -> None:
+        with self._changed:
+            self._is_released = True
+            self._changed.notify_all()
+
+    def _as_collective_error(self, error: BaseException) -> CollectiveError:
+        if isinstance(error, CollectiveError):
+            return fresh_copy(error)
+        return GroupAborted(self.generation, [], f"{type(error).__name__}: {error}")

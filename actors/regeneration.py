@@ -1,0 +1,96 @@
+"""From one generation to the next while a run goes on: who is frozen, and what then holds. Pure.
+
+A step ends in three moves: every rank casts its vote in the **ballot**, sees the result, and
+applies it. The ballot's result depends on every vote, so whoever has *seen* it knows that all have
+finished everything before it. After a failure the survivors may differ by one ballot: some have
+seen the last one, some not. Then
+
+1. every survivor **freezes**: in one move it ends the old generation for itself and says how many
+   ballots it has seen, and what the last one said (`Frozen`);
+2. who says nothing is killed (*fenced*), so that it can neither see nor apply anything later;
+3. when all who live are frozen, and not before, it is decided (`decide`): a ballot that anybody
+   has seen counts for all. Nobody has seen a later one, and nobody will: all are frozen or dead;
+4. the survivors form the next generation, and each does what it lacks.
+
+The number of the generation numbers the rounds. A word about an earlier generation is too late:
+its sender has been told of a newer one, and will freeze again if that fails as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from .messages import DROPPED, Frozen, Progress
+
+
+class Regeneration:
+    """One round: the ranks of a generation that failed, and what has become of each."""
+
+    def __init__(self, generation: int, ranks: Collection[int]) -> None:
+        self.generation = generation
+        self.frozen: dict[int, Frozen] = {}
+        self.lost: set[int] = set()
+        self._ranks = frozenset(ranks)
+
+    def froze(self, frozen: Frozen) -> bool:
+        """Whether the report counts: it is of this round, by a rank that was not given up."""
+        if not self._is_of_this_round(frozen) or frozen.rank in self.lost:
+            return False
+        self.frozen[frozen.rank] = frozen
+        return True
+
+    def died(self, rank: int) -> None:
+        """The process is gone, for certain. What it said before does not count any more."""
+        self.lost.add(rank)
+        self.frozen.pop(rank, None)
+
+    @property
+    def unfrozen(self) -> list[int]:
+        """Ranks of which neither a report nor the death is known, ascending."""
+        return sorted(self._ranks - self.lost - self.frozen.keys())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it can be decided: nobody is left who might still see something."""
+        return not self.unfrozen
+
+    def _is_of_this_round(self, frozen: Frozen) -> bool:
+        return frozen.generation == self.generation
+
+
+def decide(frozen: Mapping[int, Frozen]) -> tuple[Progress, ...]:
+    """What holds for all, per optimizer: the most ballots that anybody has seen, and the last
+    one's payload.
+
+    frozen: by rank, of all who live. They list their optimizers in the order in which they were
+    made, which is the same on all ranks.
+
+    Raises ValueError if the ranks have different numbers of optimizers, or are further apart than
+    one ballot: then they have not run the same program.
+    """
+    counts = {rank: len(word.progress) for rank, word in frozen.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"the ranks have different numbers of optimizers, by rank: {counts}; every rank makes "
+            "the same ones in the same order"
+        )
+    decided = []
+    for number in range(min(counts.values(), default=0)):
+        by_rank = {
+            rank: word.progress[number]
+            for rank, word in frozen.items()
+            if word.progress[number] != DROPPED
+        }
+        if not by_rank:
+            decided.append(DROPPED)
+            continue
+        last = max(by_rank.values(), key=lambda progress: progress.ballots)
+        behind = {rank: p.ballots for rank, p in by_rank.items() if p.ballots < last.ballots - 1}
+        if behind:
+            raise ValueError(
+                f"optimizer {number} has taken part in {last.ballots} ballots on some ranks and in "
+                f"fewer than {last.ballots - 1} on others, by rank: {behind}; no rank can leave a "
+                "ballot before all have cast their votes, so they ran different programs"
+            )
+        decided.append(last)
+    return tuple(decided)

@@ -1,0 +1,140 @@
+"""How the ranks of a group meet in a store, also after some of them have given up once.
+
+Each `Group.create` is an attempt with a number, counted by each rank for itself: so two groups of
+one name and generation are told apart. A rank whose patience ends marks its attempt as given up.
+Who comes to an attempt that was given up, or waits in one, goes on to the next, where those are who
+try again: ranks that retry meet, however often each of them has tried.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from .backends import Backend
+from .communicator import Communicator
+from .errors import StoreTimeout
+from .store import Data, PrefixStore, Store
+
+_SLICE_S = 0.2  # of a wait in the store, between two looks at what may have made it pointless
+
+Result = TypeVar("Result")
+
+
+class WatchedStore(PrefixStore):
+    """Waits in slices. look: called between them; raises where waiting has become pointless."""
+
+    def __init__(self, prefix: str, store: Store, look: Callable[[], None]) -> None:
+        super().__init__(prefix, store)
+        self._look = look
+
+    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+        return self._in_slices(lambda s: super(WatchedStore, self).wait(keys, s), timeout_s)
+
+    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+        return self._in_slices(lambda s: super(WatchedStore, self).multi_get(keys, s), timeout_s)
+
+    def _in_slices(self, call: Callable[[float], Result], timeout_s: float | None) -> Result:
+        limit_s = self._seconds(timeout_s)
+        give_up_at = time.monotonic() + limit_s
+        while True:
+            left_s = max(give_up_at - time.monotonic(), 0.0)
+            try:
+                return call(min(_SLICE_S, left_s))
+            except StoreTimeout as error:
+                self._look()
+                if left_s <= _SLICE_S:
+                    raise StoreTimeout(error.keys, limit_s, error.detail) from error
+
+
+class _GivenUp(Exception):
+    """Another rank has given up this attempt; it, or somebody in its place, may try again."""
+
+
+def meet(
+    backend: Backend,
+    store: Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    *,
+    generation: int,
+    timeout_s: float,
+    name: str,
+) -> tuple[Communicator, PrefixStore]:
+    """The communicator of the group, and the part of `store` that is the group's alone.
+
+    Raises StoreTimeout naming the ranks that did not come, ValueError where ranks came with
+    different backends, and what the backend raises.
+    """
+    give_up_at = time.monotonic() + timeout_s
+    attempts = f"group/{name}/{generation}"
+    earlier: list[PrefixStore] = []  # attempts that others gave up while this rank was in them
+    while True:
+        number = store.add(f"{attempts}/created_by/{rank}", 1)
+        given_up = f"{attempts}/{number}/given_up"
+        if store.check([given_up]):
+            continue
+
+        def look(given_up: str = given_up) -> None:
+            if store.check([given_up]):
+                raise _GivenUp
+
+        place = WatchedStore(f"{attempts}/{number}", store, look)
+        place.set_timeout(max(give_up_at - time.monotonic(), 0.001))
+        place.set(f"backend/{rank}", backend.name)
+        try:
+            communicator = backend.factory(place, rank, size, device, generation)
+        except _GivenUp:
+            _compare_backends(place, backend, rank, range(size))
+            earlier.append(place)
+            continue
+        except StoreTimeout as error:
+            store.set(given_up, str(rank))
+            keys = {ranks_of_keys([key])[0]: key for key in error.keys if ranks_of_keys([key])}
+            # Who came before and has just given up, as this rank would, is not the one to blame.
+            tired = [
+                other
+                for other in sorted(keys)
+                if any(attempt.check([f"backend/{other}"]) for attempt in earlier)
+                and not place.check([f"backend/{other}"])
+            ]
+            absent = [other for other in sorted(keys) if other not in tired] or tired
+            _compare_backends(place, backend, rank, absent)
+            raise StoreTimeout(
+                [keys[other] for other in absent] or error.keys,
+                timeout_s,
+                f"ranks {absent} of {size} did not come to generation {generation} of group "
+                f"{name!r}. Check that they run, and that all use the same store, size, name and "
+                "generation; who calls again meets those who do so, too",
+            ) from error
+        # From here on nobody gives up: the store is watched no more.
+        own = PrefixStore(f"{attempts}/{number}", store)
+        own.set_timeout(timeout_s)
+        return communicator, own
+
+
+def ranks_of_keys(keys: Sequence[str]) -> list[int]:
+    """The ranks that did not write them: such a key ends in `/<rank>`."""
+    numbers = {key.rsplit("/", 1)[-1] for key in keys}
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def _compare_backends(
+    place: PrefixStore, backend: Backend, rank: int, others: Sequence[int]
+) -> None:
+    """Raise ValueError if some of them came with another one."""
+    differ = [
+        f"rank {other} came with {theirs!r}"
+        for other in others
+        if place.check([f"backend/{other}"])
+        and (theirs := place.get(f"backend/{other}").decode()) != backend.name
+    ]
+    if differ:
+        raise ValueError(
+            f"backend is {backend.name!r} on rank {rank}, but {', '.join(differ)}; choose the same "
+            "on all ranks"
+        )

@@ -1,0 +1,52 @@
+"""Python objects as bytes, and bytes as the tensors in which they travel."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+
+MapLocation = Any
+"""As in torch.load: a device, a string, a dictionary, or a function of (storage, location)."""
+
+
+def dumps(value: Any, argument: str) -> bytes:
+    """Raises TypeError naming the argument, before anything is sent."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise TypeError(f"{argument} cannot be pickled: {type(error).__name__}: {error}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads tensors to where `map_location` says: pickle itself calls torch.load without it."""
+
+    def __init__(self, payload: bytes, map_location: MapLocation) -> None:
+        super().__init__(io.BytesIO(payload))
+        self._map_location = map_location
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda data: torch.load(
+                io.BytesIO(data), map_location=self._map_location, weights_only=False
+            )
+        return super().find_class(module, name)
+
+
+def loads(payload: bytes, map_location: MapLocation = None) -> Any:
+    return _Unpickler(payload, map_location).load()
+
+
+def words_of(payload: bytes, length: int) -> torch.Tensor:
+    """`payload`, filled up to `length` bytes, in (ceil(length / 8),) int64."""
+    words = torch.zeros(-(-length // 8), dtype=torch.int64)
+    if payload:
+        source = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        words.view(torch.uint8)[: len(payload)] = source
+    return words
+
+
+def bytes_of(words: torch.Tensor, length: int) -> bytes:
+    return words.view(torch.uint8)[:length].numpy().tobytes()

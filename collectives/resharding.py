@@ -1,0 +1,151 @@
+"""From one shard map to another: which elements a rank has to be sent, and by whom. Pure.
+
+Buckets have the same content for any number of ranks (buckets.py), so a range of a bucket means
+the same elements before and after. A rank *holds* ranges: its shard, and its replicas of the
+shards of the ranks before it. After a death or an arrival the new map gives every rank ranges to
+hold; what it held already stays where it is, and only the rest travels.
+
+The plan is made of what ranks say that they hold, not of the map that they should have had: after
+a failure in the middle of a move, some hold the old ranges and some the new.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .shards import shard_numel
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Range:
+    """Elements [start, stop) of the content of a bucket."""
+
+    bucket: int
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"a range needs 0 <= start < stop, got [{self.start}, {self.stop})")
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """`source` sends a range to `target`; a rank never sends to itself."""
+
+    source: int
+    target: int
+    range: Range
+
+
+class RangesLost(Exception):
+    """No rank holds these elements any more: owner and all replicas are gone."""
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        super().__init__(list(ranges))
+        self.ranges = list(ranges)
+
+    def __str__(self) -> str:
+        told = ", ".join(f"bucket {r.bucket}[{r.start}:{r.stop}]" for r in self.ranges)
+        return f"no rank holds {told}"
+
+
+def shard_of(rank: int, num_ranks: int, contents: Sequence[int]) -> list[Range]:
+    """The ranges that `rank` owns: of each bucket its shard, without the slack.
+
+    contents: elements of each bucket's content.
+    """
+    ranges = []
+    for bucket, content in enumerate(contents):
+        length = shard_numel(content, num_ranks)
+        start, stop = rank * length, min((rank + 1) * length, content)
+        if start < stop:
+            ranges.append(Range(bucket, start, stop))
+    return ranges
+
+
+def guarded_ranks(rank: int, num_ranks: int, replicas: int) -> list[int]:
+    """The ranks whose shards `rank` keeps: its own first, then of the `replicas - 1` before it."""
+    return [(rank - distance) % num_ranks for distance in range(min(replicas, num_ranks))]
+
+
+def plan_transfers(
+    held: Mapping[int, Sequence[Range]],
+    num_ranks: int,
+    contents: Sequence[int],
+    replicas: int,
+) -> list[Transfer]:
+    """What has to travel until every rank holds its shard and its replicas.
+
+    held: by rank of the new map, what it has; a newcomer has nothing. Every rank makes the same
+    plan. A range is cut where its holders change; of several holders the one that has been given
+    least to send so far sends it, the lowest of those.
+
+    Raises RangesLost naming every range that nobody holds.
+    """
+    sent = dict.fromkeys(range(num_ranks), 0)
+    plan: list[Transfer] = []
+    lost: list[Range] = []
+    for target in range(num_ranks):
+        for owner in guarded_ranks(target, num_ranks, replicas):
+            for wanted in shard_of(owner, num_ranks, contents):
+                for part, holders in _by_holders(wanted, held):
+                    if target in holders:
+                        continue
+                    if not holders:
+                        lost.append(part)
+                        continue
+                    source = min(holders, key=lambda rank: (sent[rank], rank))
+                    sent[source] += part.numel
+                    plan.append(Transfer(source, target, part))
+    if lost:
+        raise RangesLost(merged(lost))
+    return plan
+
+
+def _by_holders(
+    wanted: Range, held: Mapping[int, Sequence[Range]]
+) -> list[tuple[Range, frozenset[int]]]:
+    """Cut a range where the set of ranks that hold it changes."""
+    cuts = {wanted.start, wanted.stop}
+    of_bucket = [
+        (rank, mine)
+        for rank, ranges in held.items()
+        for mine in ranges
+        if mine.bucket == wanted.bucket
+    ]
+    for _, mine in of_bucket:
+        cuts.update(at for at in (mine.start, mine.stop) if wanted.start < at < wanted.stop)
+    parts: list[tuple[Range, frozenset[int]]] = []
+    for start, stop in itertools.pairwise(sorted(cuts)):
+        holders = frozenset(
+            rank for rank, mine in of_bucket if mine.start <= start and stop <= mine.stop
+        )
+        if parts and parts[-1][1] == holders:
+            before = parts.pop()[0]
+            start = before.start
+        parts.append((Range(wanted.bucket, start, stop), holders))
+    return parts
+
+
+def merged(ranges: Sequence[Range]) -> list[Range]:
+    """The same elements in the fewest ranges, ascending."""
+    result: list[Range] = []
+    for mine in sorted(ranges):
+        if result and result[-1].bucket == mine.bucket and mine.start <= result[-1].stop:
+            before = result.pop()
+            mine = Range(mine.bucket, before.start, max(before.stop, mine.stop))
+        result.append(mine)
+    return result
+
+
+def overlap(one: Range, other: Range) -> Range | None:
+    """The elements that are in both."""
+    start, stop = max(one.start, other.start), min(one.stop, other.stop)
+    return Range(one.bucket, start, stop) if one.bucket == other.bucket and start < stop else None

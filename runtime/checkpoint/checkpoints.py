@@ -1,0 +1,387 @@
+"""The checkpoints of one run, on one rank: made at step boundaries, written beside training.
+
+    save   (1) wait for the checkpoint before, (2) copy this rank's part to the host; training goes
+           on, and a thread (3) writes the part, (4) tells the group's store. Rank 0's (5) waits
+           for all parts, (6) writes the manifest, (7) deletes what is too old, (8) tells all.
+
+No collective is in it: ranks that reach the boundary at different times do not wait for each
+other, and a rank that has joined saves in the steps that it shadows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import secrets
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from collectives import ChoruslineError, CollectiveError, Group, PeerLost, StoreTimeout
+from collectives.objects import broadcast_object
+from collectives.store import PrefixStore
+
+from ..join import active_join
+from ..registry import Registered, Registry
+from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from . import catalog
+from .config import AUTO, NEVER, CheckpointConfig
+from .contents import (
+    PER_RANK,
+    ZERO,
+    Contents,
+    HostCopy,
+    collect_own,
+    collect_replicated,
+    kind_of,
+    state_of,
+)
+from .errors import (
+    CheckpointError,
+    CheckpointWriteFailed,
+)
+from .manifest import MANIFEST, Manifest, Part, merged, within, write_manifest
+from .opening import choose, probe
+from .reader import CheckpointReader
+from .restore import restore
+from .saving import Saving, SavingTimes
+from .shard_file import write_part
+from .sharded_state import ShardedState
+from .storage import Storage, open_storage
+
+_LOOK_S = 0.5
+"""Seconds between two looks at whether the group has ended while other ranks' words are awaited."""
+
+_LAST_WORD_S = 2.0
+"""Seconds that a checkpoint in flight is given when another rank was lost: it may be whole soon.
+Less than the grace period of a run, after which a worker that has not stopped is replaced."""
+
+# How often a group has saved, over all runs that it lived through: names its words in the store.
+_savings: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
+
+
+class Checkpoints:
+    """Saves and restores what is in the registry.
+
+    config: None without a place of its own; then only `save(path)` works, and nothing is resumed.
+    reader: of the checkpoint that the run goes on from, or None. progress: where ranks are in their
+    data; what `tell_progress` returns is kept in the manifest, by rank.
+    """
+
+    def __init__(self, group: Group, registry: Registry, config: CheckpointConfig | None) -> None:
+        self.config = config
+        self.registry = registry
+        self.reader: CheckpointReader | None = None
+        self.tell_progress: Callable[[], Any] = dict
+        self._group = group
+        self._storage = open_storage(config.storage_path) if config else None
+        self._host = HostCopy(group.device)
+        self._run = ""  # drawn by rank 0
+        self._count = 0
+        self._in_flight: Saving | None = None
+        self._last_step = -1  # the step that was last saved by itself
+
+    # -- The beginning -------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before the train function is called, on all ranks.
+
+        Raises CheckpointPlaceUnusable, CheckpointNotFound, CheckpointCorrupted, each on all ranks.
+        """
+        config, storage = self.config, self._storage
+        if config is None or storage is None or self._run:
+            return  # Without a place, or begun already: a coroutine is entered twice.
+        self._run = broadcast_object(self._group, secrets.token_hex(4))
+        probe(storage, self._group, self._run)
+        if self._group.rank == 0:
+            catalog.sweep(storage)
+        if config.resume != NEVER:
+            source = storage if config.resume == AUTO else open_storage(config.resume)
+            self.reader = choose(source, self._group, may_be_absent=config.resume == AUTO)
+
+    def change_group(self, group: Group) -> None:
+        """The run goes on in another generation. A checkpoint in flight is given up with the one
+        that ended, unless all had written: nobody is to blame, and the next one is soon."""
+        self._group = group
+        self._in_flight = None
+
+    def restore(self, entry: Registered, *, required: bool) -> bool:
+        """Bring a registered object to the state of the checkpoint that the run goes on from, if
+        there is one; whether that was done."""
+        reader = self.reader
+        if reader is None or (not required and entry.name not in reader.names()):
+            return False
+        restore(entry, reader, self._group.rank)
+        if isinstance(entry.object, ZeroRedundancyOptimizer):
+            self._last_step = entry.object.num_steps
+        return True
+
+    # -- Saving --------------------------------------------------------------------------------
+
+    def save_if_due(self, step: int) -> None:
+        """At a step boundary, on every rank, with the same step."""
+        if self._in_flight is not None:
+            self._in_flight.check()
+        every = self.config.every_n_steps if self.config else None
+        if every is not None and step > 0 and step % every == 0 and step != self._last_step:
+            self._last_step = step
+            join = active_join()
+            live = join.last_step_live if join else ()
+            self.save(None, step, live or tuple(range(self._group.size)))
+
+    def save(self, path: str | Path | None, step: int, live: Sequence[int]) -> Saving:
+        """Copy the state of this step, and write it beside training; see the top of this file.
+
+        path: of this checkpoint alone; None puts it among those of the config. live: the ranks
+        whose state is current.
+        """
+        began_at = time.monotonic()
+        if path is None and self._storage is None:
+            raise RuntimeError(
+                "there is no place for checkpoints; make the session with "
+                "checkpoint=CheckpointConfig(storage_path=...), or name one: ctx.save(path)"
+            )
+        if not len(self.registry):
+            raise RuntimeError(
+                "nothing is registered, so there is nothing to save; call "
+                "ctx.register('model', model), and the same for the optimizer, first"
+            )
+        self._finish_last()  # (1)
+        storage = self._storage if path is None else open_storage(path)
+        assert storage is not None
+        folder = catalog.folder_name(step, self._run, self._count) if path is None else ""
+        if path is not None and MANIFEST in storage.children():
+            raise FileExistsError(
+                f"{storage.path} holds a checkpoint already, and overwriting it would leave none "
+                "if this process died; save to another path"
+            )
+        waited_s = time.monotonic() - began_at
+        contents = self._collect(list(live))
+        rank = self._group.rank
+        ranges = self._host.take(contents.ranges)  # (2)
+        job = _Job(
+            group=self._group,
+            saving=Saving(storage.path_of(folder), step),
+            storage=storage,
+            folder=folder,
+            number=_savings.get(self._group, 0),
+            waited_s=waited_s,
+            paused_s=time.monotonic() - began_at - waited_s,
+            kinds={entry.name: kind_of(entry) for entry in self.registry},
+            progress=self.tell_progress(),
+            write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
+        )
+        self._count += 1
+        _savings[self._group] = job.number + 1
+        self._in_flight = job.saving
+        # A daemon: a process that is told to go does not wait for a disk.
+        threading.Thread(
+            target=self._carry_out, args=(job,), name=f"checkpoint-{step}", daemon=True
+        ).start()
+        return job.saving
+
+    def _collect(self, live: list[int]) -> Contents:
+        rank = self._group.rank
+        alike = [e for e in self.registry if kind_of(e) not in (ZERO, PER_RANK)]
+        found = collect_replicated(alike, rank, live)
+        for entry in self.registry:
+            more = Contents()
+            if isinstance(entry.object, ZeroRedundancyOptimizer):
+                more = ShardedState(entry.name, entry.object).collect(rank == live[0])
+            elif kind_of(entry) == PER_RANK:
+                more = collect_own((entry.name, rank), state_of(entry))
+            found.ranges += more.ranges
+            found.leaves |= more.leaves
+        return found
+
+    def _finish_last(self) -> None:
+        if self._in_flight is not None:
+            last, self._in_flight = self._in_flight, None
+            if last.is_observed:
+                return
+            last.wait()
+
+    # -- In the thread -------------------------------------------------------------------------
+
+    def _carry_out(self, job: _Job) -> None:
+        """(3) to (8); ends the saving, whatever happens."""
+        began_at = time.monotonic()
+        rank = job.group.rank
+        part: Part | None = None
+        trouble: str | None = None
+        try:
+            try:
+                part = job.write()  # (3)
+            except Exception as error:
+                trouble = f"{type(error).__name__}: {error}"
+            wrote_s = time.monotonic() - began_at
+            words = PrefixStore(f"checkpoint/{job.number}", job.group._store)
+            words.set(f"part/{rank}", pickle.dumps((part, trouble, job.progress)))  # (4)
+            if rank == 0:
+                failure = self._conclude(job, words)
+                words.set("outcome", pickle.dumps(failure))  # (8)
+            else:
+                failure = pickle.loads(self._await(job, words, "outcome", (0,)))
+            if failure is not None:
+                raise failure
+            num_bytes = sum(part.files.values()) if part else 0
+            total_s = time.monotonic() - began_at + job.paused_s
+            job.saving.end(SavingTimes(job.waited_s, job.paused_s, wrote_s, total_s, num_bytes))
+        except CheckpointError as error:
+            job.saving.end(error)
+        except BaseException as error:
+            detail = trouble or f"{type(error).__name__}: {error}"
+            job.saving.end(CheckpointWriteFailed(job.saving.path, detail, (rank,)))
+
+    def _conclude(self, job: _Job, words: PrefixStore) -> CheckpointError | None:
+        """(5) to (7), on rank 0: what went wrong, or None once the checkpoint is whole."""
+        size = job.group.size
+        try:
+            told = [
+                pickle.loads(self._await(job, words, f"part/{rank}", (rank,)))
+                for rank in range(size)
+            ]
+            failed = [rank for rank, (_, trouble, _) in enumerate(told) if trouble]
+            if failed:
+                raise CheckpointWriteFailed(job.saving.path, told[failed[0]][1], tuple(failed))
+            parts = [part for part, _, _ in told]
+            self._check(job, parts)
+            manifest = Manifest(
+                step=job.saving.step,
+                world_size=size,
+                time=time.time(),
+                kinds=job.kinds,
+                files={file: length for part in parts for file, length in part.files.items()},
+                entries=merged(parts),
+                progress=[progress for _, _, progress in told],
+            )
+            write_manifest(job.storage, job.folder, manifest)  # (6)
+        except CheckpointError as error:
+            self._clear(job)
+            return error
+        except Exception as error:
+            self._clear(job)
+            detail = f"{type(error).__name__}: {error}"
+            return CheckpointWriteFailed(job.saving.path, detail, (0,))
+        self._forget_words(words, size)
+        if job.folder and self.config is not None:
+            try:
+                catalog.prune(job.storage, self.config.num_to_keep, job.folder)  # (7)
+            except OSError as error:  # What cannot be deleted now can be next time.
+                warnings.warn(f"old checkpoints stay in {job.storage.path}: {error}", stacklevel=2)
+        return None
+
+    def _check(self, job: _Job, parts: Sequence[Part]) -> None:
+        """A manifest is only for what is there: another run may have swept the place meanwhile."""
+        steps = [part.step for part in parts]
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"the ranks are at different steps, by rank {steps}; all ranks must save behind "
+                "the same step"
+            )
+        for part in parts:
+            for file, size in part.files.items():
+                found = job.storage.size(within(job.folder, file))
+                if found != size:
+                    raise OSError(f"{file} has {found} bytes of the {size} that were written")
+
+    def _forget_words(self, words: PrefixStore, size: int) -> None:
+        """The parts of a large model take megabytes in the store, and nobody reads them again."""
+        for rank in range(size):
+            words.delete_key(f"part/{rank}")
+
+    def _clear(self, job: _Job) -> None:
+        """Take away what was written for nothing; the disk may be full of it. A named path is the
+        user's, and what is in it besides ours stays."""
+        with contextlib.suppress(OSError):  # `sweep` comes back to it.
+            if job.folder:
+                job.storage.delete(job.folder)
+            else:
+                for rank in range(job.group.size):
+                    job.storage.delete(f"rank-{rank}.distcp")
+
+    def _await(self, job: _Job, words: PrefixStore, key: str, ranks: tuple[int, ...]) -> bytes:
+        """A word of another rank. Gives up when the group has ended, or the time is over."""
+        timeout_s = self.config.timeout_s if self.config else 1800.0
+        give_up_at = time.monotonic() + timeout_s
+        patience_ends_at: float | None = None
+        while True:
+            try:
+                words.wait([key], _LOOK_S)
+                return words.get(key)
+            except StoreTimeout:
+                pass
+            except ChoruslineError as error:
+                raise CheckpointWriteFailed(job.saving.path, str(error), ranks) from error
+            now = time.monotonic()
+            failure = job.group.failure()
+            if failure is not None:
+                patience_ends_at = patience_ends_at or now + _LAST_WORD_S
+                is_silent_for_good = isinstance(failure, PeerLost) and set(ranks) & set(
+                    failure.ranks
+                )
+                if is_silent_for_good or now > patience_ends_at:
+                    raise CheckpointWriteFailed(
+                        job.saving.path, f"the group has ended ({failure})", ranks
+                    )
+            if now > give_up_at:
+                raise CheckpointWriteFailed(
+                    job.saving.path, f"it was not written within {timeout_s:g} s", ranks
+                )
+
+    # -- The end -------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let the checkpoint in flight become whole. After the loss of another rank it gets a short
+        time, and its own failure is not told: it is not what went wrong. Any other failure is not
+        held up by it: peers wait to hear of that."""
+        if error is None:
+            self._finish_last()
+            return
+        last, self._in_flight = self._in_flight, None
+        if last is not None and isinstance(error, CollectiveError):
+            with contextlib.suppress(Exception):
+                last.wait(_LAST_WORD_S)
+
+
+class _Job:
+    """One checkpoint on its way through the thread."""
+
+    def __init__(
+        self,
+        *,
+        group: Group,
+        saving: Saving,
+        storage: Storage,
+        folder: str,
+        number: int,
+        waited_s: float,
+        paused_s: float,
+        kinds: dict[str, str],
+        progress: Any,
+        write: Callable[[], Part],
+    ) -> None:
+        self.group = group  # The run may be in another generation when this is over.
+        self.saving = saving
+        self.storage = storage
+        self.folder = folder
+        self.number = number
+        self.waited_s = waited_s
+        self.paused_s = paused_s
+        self.kinds = kinds
+        self.progress = progress
+        self.write = write

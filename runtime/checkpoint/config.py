@@ -1,0 +1,58 @@
+"""`CheckpointConfig`: where checkpoints are kept, how often they are made, and how many stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+AUTO, NEVER = "auto", "never"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where and when a session keeps checkpoints; storage_path and num_to_keep as in Ray Train.
+
+    storage_path: a folder that all ranks see (made absolute here), or a URL that fsspec knows ("s3://bucket/run").
+    num_to_keep: of the newest whole checkpoints; None keeps all. Older ones are deleted once a
+    newer one is whole.
+    every_n_steps: save by itself when so many steps were applied, between two batches of
+    `ctx.shard`; None saves only at `ctx.save()`.
+    resume: "auto" goes on from the newest whole checkpoint of storage_path if there is one;
+    "never" starts afresh, beside what is there; anything else is the path of a checkpoint, or of a
+    folder of them, to start from.
+    timeout_s: for all ranks to have written one; afterwards it is given up.
+    """
+
+    storage_path: str | Path
+    num_to_keep: int | None = None
+    every_n_steps: int | None = None
+    resume: str | Path = AUTO
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.storage_path, str | Path) or not str(self.storage_path):
+            raise TypeError(
+                f"storage_path must be a path or a URL, got {type(self.storage_path).__name__} "
+                f"{self.storage_path!r}"
+            )
+        if not isinstance(self.resume, str | Path) or not str(self.resume):
+            raise TypeError(
+                f'resume must be "{AUTO}", "{NEVER}" or the path of a checkpoint, got '
+                f"{self.resume!r}"
+            )
+        # Workers have working directories of their own.
+        object.__setattr__(self, "storage_path", _absolute(self.storage_path))
+        if self.resume not in (AUTO, NEVER):
+            object.__setattr__(self, "resume", _absolute(self.resume))
+        for name in ("num_to_keep", "every_n_steps"):
+            count = getattr(self, name)
+            if count is not None and (type(count) is not int or count < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}")
+        if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
+            raise ValueError(
+                f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}"
+            )
+
+
+def _absolute(path: str | Path) -> str:
+    return str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())

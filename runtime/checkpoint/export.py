@@ -1,0 +1,66 @@
+"""One file in the plain format of a checkpoint; and what a place holds, for people to read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .catalog import candidates, newest_whole
+from .contents import PER_RANK, ZERO
+from .errors import CheckpointCorrupted
+from .reader import CheckpointReader
+from .restore import plain_optimizer_state, read_tree
+from .storage import Folder, open_storage
+
+
+def export(source: str | Path, target: str | Path) -> CheckpointReader:
+    """Write the newest whole checkpoint of `source` (or the one that it is) as one file of
+    torch.save; the checkpoint that was taken.
+
+    The file holds, by registered name, what a plain module or optimizer loads; of objects with a
+    state per rank a list of them, by rank. It needs memory for all of it.
+
+    Raises CheckpointNotFound, CheckpointCorrupted.
+    """
+    reader = newest_whole(open_storage(source))
+    path = Path(target).absolute()
+    with Folder(path.parent).create(path.name) as file:
+        torch.save(plain_states(reader), file)
+    return reader
+
+
+def plain_states(reader: CheckpointReader) -> dict[str, Any]:
+    """Everything in a checkpoint, by registered name."""
+    states: dict[str, Any] = {}
+    for name, kind in reader.manifest.kinds.items():
+        if kind == ZERO:
+            states[name] = plain_optimizer_state(name, reader)
+        elif kind == PER_RANK:
+            ranks = range(reader.manifest.world_size)
+            states[name] = [read_tree(reader, name, rank) for rank in ranks]
+        else:
+            states[name] = read_tree(reader, name)
+    return states
+
+
+def described(source: str | Path) -> Iterator[str]:
+    """A line for each checkpoint of a place, the newest first; all of it is read and checked."""
+    storage = open_storage(source)
+    for folder in candidates(storage):
+        try:
+            reader = CheckpointReader(storage, folder)
+            reader.verify()
+        except CheckpointCorrupted as error:
+            yield f"{folder or storage.path}: {error}"
+            continue
+        manifest = reader.manifest
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
+        size = sum(manifest.files.values()) / 1e6
+        yield (
+            f"{folder or storage.path}: whole, step {manifest.step}, {manifest.world_size} ranks, "
+            f"{size:.1f} MB, {when}; {', '.join(manifest.kinds)}"
+        )

@@ -1,0 +1,94 @@
+"""Before a run begins: may checkpoints be kept in this place, and from which does the run go on?"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import warnings
+
+from collectives import Group
+from collectives.objects import all_gather_object, broadcast_object
+
+from . import catalog
+from .errors import CheckpointCorrupted, CheckpointNotFound, CheckpointPlaceUnusable
+from .reader import CheckpointReader
+from .storage import Storage
+
+
+def probe(storage: Storage, group: Group, run: str) -> None:
+    """Find out, on all ranks, whether all ranks can write to the place and see what others write.
+
+    run: hex digits that tell this run's probes from others'. Raises CheckpointPlaceUnusable.
+    """
+    mine = f"{catalog.PROBE}{run}-{group.rank}"
+    trouble = ""
+    try:
+        storage.write(mine, mine.encode())
+        if storage.read(mine) != mine.encode():
+            trouble = "what was written is not what is read back"
+    except Exception as error:
+        trouble = f"{type(error).__name__}: {error}"
+    host = socket.gethostname()
+    told = all_gather_object(group, (trouble, host))
+    unseen: list[int] = []
+    if group.rank == 0:
+        there = [] if any(word for word, _ in told) else storage.children()
+        unseen = [
+            rank
+            for rank, (word, _) in enumerate(told)
+            if not word and there and f"{catalog.PROBE}{run}-{rank}" not in there
+        ]
+    unseen = broadcast_object(group, unseen)  # Also: rank 0 has looked.
+    with contextlib.suppress(OSError):
+        storage.delete(mine)
+    for rank, (word, host) in enumerate(told):
+        if word:
+            raise CheckpointPlaceUnusable(
+                storage.path, f"rank {rank} on {host} cannot write there ({word})"
+            )
+    if unseen:
+        hosts = sorted({told[rank][1] for rank in unseen})
+        raise CheckpointPlaceUnusable(
+            storage.path,
+            f"what ranks {unseen} on {', '.join(hosts)} write there, rank 0 on {told[0][1]} "
+            "does not see, so each has a place of its own by that name",
+        )
+
+
+def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> CheckpointReader | None:
+    """The newest checkpoint that is whole, the same one on all ranks; each verifies a share.
+
+    One that is torn or corrupted is passed over with a warning. Raises CheckpointCorrupted if all
+    are; CheckpointNotFound if there is none and there has to be.
+    """
+    found_one: CheckpointReader | None = None
+    found = catalog.candidates(storage) if group.rank == 0 else []
+    folders: list[str] = broadcast_object(group, found)
+    refused: CheckpointCorrupted | None = None
+    for folder in folders:
+        trouble: CheckpointCorrupted | None = None
+        reader = None
+        try:
+            reader = CheckpointReader(storage, folder)
+            reader.verify(group.rank, group.size)
+        except CheckpointCorrupted as error:
+            trouble = error
+        except FileNotFoundError:
+            trouble = CheckpointCorrupted(storage.path_of(folder), "its manifest is gone")
+        told = [word for word in all_gather_object(group, trouble) if word is not None]
+        if not told:
+            found_one = reader
+            break
+        refused = refused or told[0]
+    if refused is not None:
+        if found_one is None:
+            raise refused
+        if group.rank == 0:
+            warnings.warn(
+                f"{refused}. The checkpoint before it is used: {found_one.path}, of step "
+                f"{found_one.manifest.step}",
+                stacklevel=2,
+            )
+    if found_one is None and not may_be_absent:
+        raise CheckpointNotFound(storage.path, "there is no whole checkpoint to resume from")
+    return found_one

@@ -1,0 +1,181 @@
+"""Where a run is in its data: loops of epochs, and what each rank was given of a dataset.
+
+One rank keeps its own part in a `Cursor`, as plain data that goes into a checkpoint. Of the parts
+of all ranks, which may have been another number, `resume` makes every rank's new one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .dealing import Hands
+
+Run = tuple[int, tuple[int, ...]]
+"""A world size, and how many samples of its hand each rank had been given when it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is left of a pass over data that other runs have begun.
+
+    runs: the oldest first. given: sample numbers that are not to be given again, besides; None for
+    all of them. The default is a pass that nobody has begun.
+    """
+
+    runs: tuple[Run, ...] = ()
+    given: frozenset[int] | None = frozenset()
+
+    def dealt(
+        self,
+        whole: Callable[[int], Hands],
+        world_size: int,
+        keep_together: Sequence[Hashable] | None = None,
+    ) -> Hands:
+        """The hands of `world_size` ranks. whole: those of so many ranks in a pass that begins."""
+        if self.given is None:
+            return [[] for _ in range(world_size)]
+        hands = whole(self.runs[0][0] if self.runs else world_size)
+        sizes = [*(size for size, _ in self.runs[1:]), world_size]
+        for (_, counts), size in zip(self.runs, sizes, strict=False):
+            left = [hand[count:] for hand, count in zip(hands, counts, strict=True)]
+            hands = _dealt_again(left, size, keep_together)
+        if self.given:
+            hands = [[number for number in hand if number not in self.given] for hand in hands]
+        return hands
+
+
+def _dealt_again(
+    hands: Sequence[Sequence[int]], world_size: int, keep_together: Sequence[Hashable] | None
+) -> Hands:
+    """What is left in the hands of some ranks, dealt out to others; the same number keep theirs."""
+    if len(hands) == world_size:
+        return [list(hand) for hand in hands]
+    rounds = itertools.zip_longest(*hands)
+    left = [number for round_ in rounds for number in round_ if number is not None]
+    if keep_together is None:
+        return [left[rank::world_size] for rank in range(world_size)]
+    lots: dict[Hashable, list[int]] = {}
+    for number in left:
+        lots.setdefault(keep_together[number], []).append(number)
+    dealt = list(lots.values())
+    return [
+        [number for lot in dealt[rank::world_size] for number in lot] for rank in range(world_size)
+    ]
+
+
+class Passing(Protocol):
+    """What a passage follows: the iteration of a Shard."""
+
+    taken: int
+    ids_of_the_lost: list[int]
+
+    @property
+    def taken_ids(self) -> list[int]: ...
+
+
+@dataclass(slots=True)
+class Passage:
+    """One pass over a dataset. rest: what there was to give when it began in this run. over: how
+    many samples of its hand the rank was given in the end, None until then."""
+
+    rest: Rest = field(default_factory=Rest)
+    shard: Passing | None = None
+    over: int | None = None
+
+    def end(self) -> None:
+        self.over = self.shard.taken if self.shard is not None else 0
+        self.shard = None
+
+    def told(self, by_id: bool) -> dict[str, Any]:
+        """by_id: hands were dealt anew when ranks were lost, so counts do not say which samples."""
+        given = self.over if self.over is not None else self.shard.taken if self.shard else 0
+        ids: list[int] | None = None
+        if by_id or self.rest.given:
+            already = sorted(self.rest.given or ())
+            mine = [*self.shard.taken_ids, *self.shard.ids_of_the_lost] if self.shard else []
+            ids = already + mine
+        return {
+            "runs": self.rest.runs,
+            "given": given,
+            "ids": ids,
+            "is_over": self.over is not None or self.rest.given is None,
+        }
+
+
+class Cursor:
+    """Where this rank is.
+
+    A pass over data without gradients (evaluation under `torch.no_grad`) is not counted: after a
+    resume it is taken again, whole, so its result is that of all samples.
+    """
+
+    def __init__(self) -> None:
+        self._loop = -1
+        self._epoch: int | None = None
+        self._passages: dict[str, Passage] = {}
+        self._seen: dict[str, int] = {}
+        self._resumed: dict[str, Any] | None = None
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """The numbers of the epochs of one loop that are not over yet."""
+        self._loop += 1
+        resumed, first = self._resumed, 0
+        if resumed is not None:
+            if self._loop < resumed["loop"]:
+                return
+            if self._loop == resumed["loop"]:
+                first = resumed["epoch"]
+        for epoch in range(first, num_epochs):
+            self._epoch = epoch
+            self._seen = {}
+            is_resumed_one = resumed is not None and (self._loop, epoch) == (
+                resumed["loop"],
+                resumed["epoch"],
+            )
+            if not is_resumed_one:
+                self._passages = {}
+                self._resumed = resumed = None
+            yield epoch
+
+    def rest_of(self, key: str) -> Rest:
+        """What is left of the coming pass over the data that `key` describes."""
+        passage = self._passages.get(f"{key}#{self._seen.get(key, 0)}")
+        return passage.rest if passage else Rest()
+
+    def begin(self, key: str, shard: Passing | None = None) -> Passage:
+        """A pass begins. The first pass of an epoch and the second have a passage each."""
+        number = self._seen.get(key, 0)
+        self._seen[key] = number + 1
+        passage = self._passages.setdefault(f"{key}#{number}", Passage())
+        passage.shard = shard
+        return passage
+
+    def told(self, *, by_id: bool = False) -> dict[str, Any]:
+        """As plain data. by_id: the run has lost ranks on its way."""
+        return {
+            "loop": self._loop,
+            "epoch": self._epoch or 0,
+            "passages": {key: passage.told(by_id) for key, passage in self._passages.items()},
+        }
+
+    def resume(self, told: Sequence[dict[str, Any]]) -> None:
+        """Go on from what all ranks told, by rank."""
+        self._resumed = told[0]
+        self._passages = {}
+        for key in sorted({key for rank in told for key in rank["passages"]}):
+            self._passages[key] = Passage(_rest([rank["passages"].get(key) for rank in told]))
+
+
+def _rest(parts: Sequence[dict[str, Any] | None]) -> Rest:
+    """What is left of a pass. parts: by rank; None of one that has not begun it."""
+    begun = [part for part in parts if part is not None]
+    runs = tuple((size, tuple(counts)) for size, counts in begun[0]["runs"])
+    if all(part["is_over"] for part in begun):
+        return Rest(runs, None)
+    if any(part["ids"] is not None for part in begun):
+        return Rest(runs, frozenset(n for part in begun for n in part["ids"] or ()))
+    given = tuple(0 if part is None else part["given"] for part in parts)
+    return Rest((*runs, (len(parts), given)))

@@ -1,0 +1,125 @@
+"""The state dictionary of the plain optimizer, by number or by name of the parameters.
+
+By number is torch's `Optimizer.state_dict()`. By name is what torch.distributed.checkpoint's
+`get_optimizer_state_dict` makes of it: names stand for numbers, in `state` and in the groups. By
+name, groups and parameters may come in another order than the optimizer's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+_SHOWN = 5
+
+
+def plain_state(
+    gathered: Mapping[int, dict[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The dictionary by number. gathered: by id() of a parameter its state."""
+    state: dict[int, dict[str, Any]] = {}
+    plain, number = [], 0
+    for options in groups:
+        first = number
+        for parameter in options["params"]:
+            if id(parameter) in gathered:
+                state[number] = gathered[id(parameter)]
+            number += 1
+        plain.append({**options, "params": list(range(first, number))})
+    return {"state": state, "param_groups": plain}
+
+
+def with_names(plain: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The dictionary by name, of one by number. Tensors are shared."""
+    groups = []
+    for saved in plain["param_groups"]:
+        options = {k: v for k, v in saved.items() if k not in ("params", "param_names")}
+        groups.append({**options, "params": [names[number] for number in saved["params"]]})
+    return {
+        "state": {names[number]: state for number, state in plain["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def is_by_name(state_dict: Mapping[str, Any]) -> bool:
+    return any(isinstance(p, str) for saved in state_dict["param_groups"] for p in saved["params"])
+
+
+def match_state(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]
+) -> tuple[dict[int, tuple[str, Mapping[str, Any]]], list[dict[str, Any]]]:
+    """Find what a saved state has for the parameters in `groups`, the user's.
+
+    state_dict: in either form, not changed. names: by id() of a parameter.
+    Returns by id() what to call a parameter in errors, and its state; and a copy of the options
+    of each group.
+
+    Raises ValueError where groups or parameters differ.
+    """
+    by_name = is_by_name(state_dict)
+    saved = _by_our_groups(state_dict, groups, names) if by_name else state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of "
+            "optimizer's group"
+        )
+    found = {}
+    for ours, theirs in zip(groups, saved, strict=True):
+        for parameter, key in zip(ours["params"], theirs["params"], strict=True):
+            name = names.get(id(parameter))
+            told = str(key) if by_name or name is None else f"{key} ({name})"
+            found[id(parameter)] = (told, state_dict["state"].get(key, {}))
+    options = [
+        {k: copy.deepcopy(v) for k, v in theirs.items() if k != "params"} for theirs in saved
+    ]
+    return found, options
+
+
+def _by_our_groups(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """Saved groups as ours are: each with the options that its parameters were saved with."""
+    options_of = {
+        name: {k: v for k, v in saved.items() if k not in ("params", "param_names")}
+        for saved in state_dict["param_groups"]
+        for name in saved["params"]
+    }
+    ours = [[parameter_name(p, names) for p in options["params"]] for options in groups]
+    wanted = [name for group in ours for name in group]
+    for what, differing in (
+        ("has no parameters", sorted(set(wanted) - options_of.keys())),
+        (
+            "has parameters that are none of the optimizer's:",
+            sorted(options_of.keys() - set(wanted)),
+        ),
+    ):
+        if differing:
+            more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+            raise ValueError(f"loaded state dict {what} {', '.join(differing[:_SHOWN])}{more}")
+    regrouped = []
+    for group in ours:
+        options = options_of[group[0]] if group else {}
+        for name in group:
+            if options_of[name] != options:
+                raise ValueError(
+                    f"{group[0]} and {name} are in one parameter group, but were saved with "
+                    f"different options: {options} and {options_of[name]}"
+                )
+        regrouped.append({**options, "params": group})
+    return regrouped
+
+
+def parameter_name(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
+    """Raises ValueError where nobody has said what the parameter is called."""
+    name = names.get(id(parameter))
+    if name is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has no name. Give the optimizer our "
+            "DistributedDataParallel, or named_parameters()"
+        )
+    return name

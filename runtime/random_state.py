@@ -1,0 +1,34 @@
+"""`RandomState`: the generators of this process as an object with a state."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+
+
+class RandomState:
+    """Python's, numpy's and torch's global generators, and that of the current CUDA device.
+
+    Register it last, right before the loop: what is built before draws from them too. Every rank
+    has its own; after a resume with more ranks the added ones keep what they were seeded with.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": numpy.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        random.setstate(state_dict["python"])
+        numpy.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state_dict["cuda"])

@@ -1,0 +1,229 @@
+"""A run that goes on: how a rank's objects get from one generation into the next.
+
+A step of a `ZeroRedundancyOptimizer` that meets with the end of its generation calls `recover`,
+which returns in the next generation, and the step goes on. Nothing of the user's runs meanwhile.
+
+    (a) Freeze, say which ballots this rank has seen, and learn which count (actors/lifeline.py).
+    (b) Catch up: apply a step that others have seen and this rank has not. That needs no peer,
+        since nobody votes before all gradients are reduced and with their replicas.
+    (c) Meet the others in the new generation, and tell them what this rank holds.
+    (d) Send and receive what the new shard map wants moved (collectives/resharding.py).
+    (e) When all have what they need, and not before, *enter* the generation: cut the shards, deal
+        the samples, and drop what is not kept any more. Until then all have what they had.
+    (f) Gather the parameters and the buffers: the end of a step that somebody may have missed.
+    (g) Reduce again the buckets of steps that do not count yet.
+
+A failure on the way begins again at (a), with what is held then. Some may have entered by then and
+some not: those had come to the same point, and enter behind, which needs no peer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from actors.errors import StateLost
+from actors.lifeline import Lifeline, ends_a_generation
+from actors.messages import DROPPED, Assignment, Progress, Resumption
+from collectives import Group
+from collectives.objects import all_gather_object
+from collectives.resharding import Range, RangesLost, plan_transfers
+
+from . import join
+from .dealing import Position
+from .held_state import Description, HeldState, exchange
+
+if TYPE_CHECKING:
+    from .context import Context
+    from .distributed_data_parallel import DistributedDataParallel
+    from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a rank tells the others in (c).
+
+    held, described: per optimizer that it has. synced: per model, the step whose buffers it has
+    taken over. position: in the samples.
+    """
+
+    held: Mapping[int, tuple[list[Range], Mapping[int, Description]]]
+    synced: Mapping[int, int]
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What it takes to enter a generation. former_ranks: by rank in it, the rank in the generation
+    that was entered before."""
+
+    assignment: Assignment
+    former_ranks: tuple[int, ...]
+    positions: tuple[Position, ...]
+
+
+class Recovery:
+    """One rank's, for one run. Optimizers and models are numbered in the order of their making,
+    which is the same on all ranks; those that the user has dropped leave a gap."""
+
+    def __init__(self, context: Context, lifeline: Lifeline) -> None:
+        self._context = context
+        self.dealer = context.dealer
+        self._lifeline = lifeline
+        self._optimizers: list[weakref.ref[ZeroRedundancyOptimizer]] = []
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._entered = lifeline.generation
+        self._entry: Entry | None = None
+        """Into the generation that this rank was about to enter; the others may have."""
+        self._since_entered: dict[int, tuple[int, ...]] = {}
+        """By generation that was formed since, its ranks in the one before it."""
+        self.bytes_moved = 0
+        """Sent by this rank in all recoveries of the run so far, parameters of (f) left out."""
+        self.num_recoveries = 0
+
+    def watch_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def watch_model(self, model: DistributedDataParallel) -> None:
+        self._models.append(weakref.ref(model))
+
+    def finish(self) -> None:
+        """The function has returned here: wait until it has everywhere, and help until then."""
+        while (error := self._lifeline.finish()) is not None:
+            self.recover(error)
+
+    def recover(self, error: BaseException) -> None:
+        """Return in the next generation. Raises what ended the run, if it does not go on."""
+        held: dict[int, HeldState] = {}
+        while True:
+            resumption = self._lifeline.regenerate(error, self._progress, self._entered)  # (a)
+            if self._entry is not None and resumption.entered > self._entered:
+                self._enter(self._entry)
+            self._entry = None
+            self._since_entered[resumption.assignment.generation] = resumption.former_ranks
+            try:
+                self._go_on(resumption, held)
+                return
+            except Exception as failure:
+                if not ends_a_generation(failure):
+                    raise
+                error = failure
+
+    def _progress(self) -> tuple[Progress, ...]:
+        optimizers = (reference() for reference in self._optimizers)
+        return tuple(one.progress if one is not None else DROPPED for one in optimizers)
+
+    def _go_on(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
+        """held: by optimizer, what an attempt that failed has left here."""
+        optimizers = {n: one for n, ref in enumerate(self._optimizers) if (one := ref())}
+        models = {n: model for n, made in enumerate(self._models) if (model := made())}
+        for number, optimizer in optimizers.items():
+            optimizer.catch_up(resumption.progress[number])  # (b)
+            if number not in held:
+                held[number] = optimizer.shard.held()
+        group = self._lifeline.connect(resumption)  # (c)
+        standings: list[Standing] = all_gather_object(
+            group,
+            Standing(
+                {number: (mine.ranges, mine.described) for number, mine in held.items()},
+                {number: model.synced_step for number, model in models.items()},
+                self.dealer.position(),
+            ),
+        )
+        everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
+        for number in everywhere:
+            self._move(optimizers[number], held[number], number, standings, group)  # (d)
+        self._entry = Entry(
+            resumption.assignment,
+            self._former_ranks(),
+            tuple(standing.position for standing in standings),
+        )
+        group.barrier().wait()
+        self._enter(self._entry)  # (e)
+        self._context.enter(resumption.assignment, group)
+        for number in everywhere:
+            optimizers[number].change_group(group, held.pop(number))
+        for model in models.values():
+            model.group = group
+            if model.reducer.group is not group:
+                model.reducer.change_group(group)
+        join.change_group(group)
+        for number in everywhere:  # (f)
+            optimizers[number].shard.gather()
+        for number, model in models.items():
+            if all(number in one.synced for one in standings):
+                synced, step, live = [one.synced[number] for one in standings], 0, []
+                for optimizer in optimizers.values():
+                    if optimizer.model is model:
+                        step = optimizer.progress.ballots
+                        live = list(optimizer.last_live)
+                model.sync_buffers_again(synced, step or max(synced), live)
+        for model in models.values():  # (g)
+            if model.reducer.has_launched:
+                model.reducer.launch_again()
+        self.num_recoveries += 1
+
+    def _former_ranks(self) -> tuple[int, ...]:
+        """By rank of the last generation that was formed, the rank in the one entered last."""
+        generations = sorted(self._since_entered)
+        ranks = self._since_entered[generations[0]]
+        for generation in generations[1:]:
+            ranks = tuple(ranks[former] for former in self._since_entered[generation])
+        return ranks
+
+    def _enter(self, entry: Entry) -> None:
+        """What is numbered by ranks, or dealt to them, goes on in the generation."""
+        self._entry = None
+        self._entered = entry.assignment.generation
+        self._since_entered = {
+            generation: ranks
+            for generation, ranks in self._since_entered.items()
+            if generation > self._entered
+        }
+        new_rank = {old: new for new, old in enumerate(entry.former_ranks)}
+        for optimizer in (one for reference in self._optimizers if (one := reference())):
+            live = (new_rank[old] for old in optimizer.last_live if old in new_rank)
+            optimizer.last_live = tuple(live)
+        join.change_ranks(entry.former_ranks)
+        self._deal(entry)
+
+    def _deal(self, entry: Entry) -> None:
+        rank = entry.assignment.rank
+        left = self.dealer.redeal(rank, entry.positions, entry.former_ranks)
+        inside = join.active_join()
+        if left is None:
+            return
+        if inside is not None:
+            inside.ledger.begin_epoch(left)
+            inside.ledger.has_next = left[rank] > 0
+        elif min(left) < max(left):
+            by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(left))
+            raise RuntimeError(
+                f"the samples of a lost rank were dealt to the others, which now have different "
+                f"numbers of batches left ({by_rank}); a run that may lose workers iterates its "
+                "shards inside Join([model, optimizer])"
+            )
+
+    def _move(
+        self,
+        optimizer: ZeroRedundancyOptimizer,
+        held: HeldState,
+        number: int,
+        standings: list[Standing],
+        group: Group,
+    ) -> None:
+        for standing in standings:
+            held.learn(standing.held[number][1])
+        try:
+            plan = plan_transfers(
+                {rank: standing.held[number][0] for rank, standing in enumerate(standings)},
+                group.size,
+                [bucket.plan.content for bucket in optimizer.shard.buckets],
+                optimizer.shard.replicas,
+            )
+        except RangesLost as lost:
+            raise StateLost(group.generation, optimizer.shard.replicas, str(lost)) from None
+        travelling = optimizer.shard.travelling(held.described)
+        self.bytes_moved += exchange(held, plan, travelling, group)

@@ -1,0 +1,55 @@
+"""Finds out, before anything is overwritten, whether all ranks build the same thing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from collectives import CollectiveMismatch, Group
+
+
+def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> None:
+    """Compare one text per parameter over the ranks, by number.
+
+    operation: whose arguments are compared, for the error. told: what must be equal: shape, dtype
+    and so on. Two collectives, small ones.
+
+    Raises CollectiveMismatch on all ranks, naming the first parameter that differs.
+    """
+    counts = [count for (count,) in _gathered([len(told)], group)]
+    if len(set(counts)) > 1:
+        by_rank = dict(enumerate(counts))
+        differing = [rank for rank, count in by_rank.items() if count != by_rank[0]]
+        raise CollectiveMismatch(
+            operation,
+            group.generation,
+            differing,
+            f"the models have different numbers of parameters, by rank: {by_rank}",
+        )
+    digests = [
+        int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+        for text in told
+    ]
+    everybody = _gathered(digests, group)
+    for number, text in enumerate(told):
+        differing = [
+            r for r, theirs in enumerate(everybody) if theirs[number] != everybody[0][number]
+        ]
+        if differing:
+            raise CollectiveMismatch(
+                operation,
+                group.generation,
+                differing,
+                f"parameter {number} differs from rank 0's; on rank {group.rank} it is {text}",
+            )
+
+
+def _gathered(values: list[int], group: Group) -> list[list[int]]:
+    """The values of all ranks, by rank; each gives the same number of them."""
+    mine = torch.tensor(values, dtype=torch.int64, device=group.device)
+    everybody = mine.new_empty(group.size * len(values))
+    group.all_gather(everybody, mine).wait()
+    rows: list[list[int]] = everybody.view(group.size, -1).tolist()
+    return rows

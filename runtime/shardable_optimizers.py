@@ -1,0 +1,90 @@
+"""Which optimizers can be sharded, how finely, and what their options are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+"""Optimizers whose update of an element depends on that element alone, so any cut is exact.
+Subclasses are taken to keep that; all others get whole parameters."""
+
+_REFUSED = {
+    torch.optim.LBFGS: (
+        "its line search evaluates the closure with all parameters at once, and its directions "
+        "are inner products over all of them"
+    ),
+    torch.optim.SparseAdam: "only dense gradients are reduced; use Adam and dense embeddings",
+}
+
+
+def check_shardable(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Raises ValueError, with the reason, for an optimizer that cannot be sharded."""
+    for refused, reason in _REFUSED.items():
+        if issubclass(optimizer_class, refused):
+            raise ValueError(f"{optimizer_class.__name__} cannot be sharded: {reason}")
+
+
+def complete_options(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[dict[str, Any]],
+    defaults: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Give the groups the optimizer's own defaults, in place, so that schedulers find what they
+    look for; returns the defaults.
+
+    An optimizer over empty tensors knows them, makes no state, and raises what it raises for
+    options or numbers of dimensions that it does not take: on all ranks, whoever owns what.
+    """
+    probe = optimizer_class(
+        [
+            {
+                **options,
+                "params": [
+                    torch.nn.Parameter(p.new_empty((0,) * max(1, p.dim())))
+                    for p in options["params"]
+                ],
+            }
+            for options in groups
+        ],
+        **defaults,
+    )
+    for options, complete in zip(groups, probe.param_groups, strict=True):
+        for name, value in complete.items():
+            options.setdefault(name, value)
+    return probe.defaults
+
+
+def describe_parameters(
+    groups: Sequence[Mapping[str, Any]], first_group: int, defaults: Mapping[str, Any]
+) -> list[str]:
+    """What has to be equal on all ranks, one text per parameter; options as far as they are plain
+    values. first_group: the number of groups[0]."""
+    told = []
+    for number, options in enumerate(groups, start=first_group):
+        plain = {
+            name: value.item() if isinstance(value, torch.Tensor) else value
+            for name, value in options.items()
+            if name in defaults and isinstance(value, int | float | str | tuple | torch.Tensor)
+        }
+        text = ", ".join(f"{name} {value}" for name, value in sorted(plain.items()))
+        told += [
+            f"{tuple(p.shape)} {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}, in "
+            f"group {number} with {text}"
+            for p in options["params"]
+        ]
+    return told

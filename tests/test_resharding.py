@@ -1,0 +1,140 @@
+"""From one shard map to another: nothing is lost, and nothing travels that need not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives.resharding import (
+    Range,
+    RangesLost,
+    guarded_ranks,
+    merged,
+    overlap,
+    plan_transfers,
+    shard_of,
+)
+
+CONTENTS = [10 * 64, 64, 3 * 64, 1000 * 64]  # The second is smaller than one element per rank.
+
+
+def kept(rank: int, num_ranks: int, replicas: int, contents: list[int]) -> list[Range]:
+    return [
+        mine
+        for owner in guarded_ranks(rank, num_ranks, replicas)
+        for mine in shard_of(owner, num_ranks, contents)
+    ]
+
+
+def elements(ranges: list[Range]) -> set[tuple[int, int]]:
+    """In units of 64 elements: cuts never fall between."""
+    return {(r.bucket, at) for r in ranges for at in range(r.start // 64, r.stop // 64)}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
+def test_shards_cover_every_bucket_once(num_ranks: int) -> None:
+    shards = [shard_of(rank, num_ranks, CONTENTS) for rank in range(num_ranks)]
+    everything = [mine for shard in shards for mine in shard]
+    assert sum(mine.numel for mine in everything) == sum(CONTENTS)
+    assert merged(everything) == [Range(i, 0, content) for i, content in enumerate(CONTENTS)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("before, after", list(itertools.product([1, 2, 3, 4], repeat=2)))
+def test_any_membership_is_reached_from_any_other(before: int, after: int, replicas: int) -> None:
+    # The survivors are the first ranks, newcomers the last; which ranks left is tested below.
+    held = {r: kept(r, before, replicas, CONTENTS) if r < before else [] for r in range(after)}
+    missing = set(range(after, before))
+    if any(
+        not {r for r in range(before) if owner in guarded_ranks(r, before, replicas)} - missing
+        for owner in range(before)
+    ):
+        with pytest.raises(RangesLost):
+            plan_transfers(held, after, CONTENTS, replicas)
+        return
+    plan = plan_transfers(held, after, CONTENTS, replicas)
+    for rank in range(after):
+        received = [transfer.range for transfer in plan if transfer.target == rank]
+        wanted = elements(kept(rank, after, replicas, CONTENTS))
+        assert elements(held[rank]) | elements(received) >= wanted
+        # Not one element that was there already, or is not wanted, and none of them twice.
+        assert not elements(received) & elements(held[rank])
+        assert elements(received) <= wanted
+        assert sum(r.numel for r in received) == 64 * len(elements(received))
+    for transfer in plan:
+        assert transfer.source != transfer.target
+        assert elements([transfer.range]) <= elements(held[transfer.source])
+
+
+def test_the_same_membership_moves_nothing() -> None:
+    held = {rank: kept(rank, 4, 2, CONTENTS) for rank in range(4)}
+    assert plan_transfers(held, 4, CONTENTS, 2) == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+def test_one_death_loses_nothing_where_there_are_two_replicas(num_ranks: int) -> None:
+    for dead in range(num_ranks):
+        survivors = [rank for rank in range(num_ranks) if rank != dead]
+        held = {new: kept(old, num_ranks, 2, CONTENTS) for new, old in enumerate(survivors)}
+        plan_transfers(held, len(survivors), CONTENTS, 2)
+
+
+def test_a_shard_whose_owner_and_replica_are_gone_is_named() -> None:
+    held = {0: kept(0, 4, 2, [256]), 1: kept(3, 4, 2, [256])}
+    # Rank 1's shard was held by ranks 1 and 2.
+    with pytest.raises(RangesLost, match=r"no rank holds bucket 0\[64:128\]"):
+        plan_transfers(held, 2, [256], 2)
+
+
+def test_a_move_that_was_interrupted_goes_on_from_what_is_there() -> None:
+    """Some hold the old ranges, some the new; then another rank dies."""
+    held = {
+        0: kept(0, 4, 2, CONTENTS) + kept(0, 3, 2, CONTENTS),
+        1: kept(1, 3, 2, CONTENTS),
+    }
+    plan = plan_transfers(held, 2, CONTENTS, 2)
+    for rank in range(2):
+        received = [transfer.range for transfer in plan if transfer.target == rank]
+        assert elements(held[rank]) | elements(received) == elements(
+            [Range(i, 0, content) for i, content in enumerate(CONTENTS)]
+        )
+
+
+def test_those_who_hold_the_same_share_the_sending() -> None:
+    everything = [Range(0, 0, 64 * 64)]
+    held = {0: everything, 1: everything, 2: [], 3: []}
+    plan = plan_transfers(held, 4, [64 * 64], 1)
+    by_source = {s: sum(t.range.numel for t in plan if t.source == s) for s in (0, 1)}
+    assert by_source[0] == by_source[1] == 16 * 64
+
+
+@given(st.data())
+def test_every_element_arrives_from_somebody_who_has_it(data: st.DataObject) -> None:
+    contents = [64 * n for n in data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))]
+    before, after = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
+    replicas = data.draw(st.integers(1, 3))
+    olds = data.draw(st.permutations(range(before)))
+    held = {
+        new: kept(olds[new], before, replicas, contents) if new < len(olds) else []
+        for new in range(after)
+    }
+    there = set().union(*(elements(ranges) for ranges in held.values()))
+    wanted = elements([Range(i, 0, content) for i, content in enumerate(contents)])
+    if there != wanted:
+        with pytest.raises(RangesLost) as raised:
+            plan_transfers(held, after, contents, replicas)
+        assert elements(raised.value.ranges) == wanted - there
+        return
+    plan = plan_transfers(held, after, contents, replicas)
+    for rank in range(after):
+        received = elements([transfer.range for transfer in plan if transfer.target == rank])
+        assert elements(kept(rank, after, replicas, contents)) <= elements(held[rank]) | received
+
+
+def test_overlap_is_within_one_bucket() -> None:
+    assert overlap(Range(0, 0, 10), Range(0, 5, 20)) == Range(0, 5, 10)
+    assert overlap(Range(0, 0, 10), Range(0, 10, 20)) is None
+    assert overlap(Range(0, 0, 10), Range(1, 0, 10)) is None
