@@ -29,6 +29,9 @@ NAMESPACE = "chorusline"
 
 INCARNATION = "/driver-"
 
+STEP_S = 2.0
+"""Seconds for the step in progress to end, when a run is to stop; then it is aborted inside it."""
+
 _ANSWER_S = 5.0
 """Seconds in which a live control loop answers, on a machine that is busy with training."""
 
@@ -107,17 +110,24 @@ class Crew:
                 )
         self._is_assembled = True
 
+    @property
+    def is_assembled(self) -> bool:
+        """Whether the last run left all actors as they were, so that the next one just begins."""
+        return self._is_assembled
+
     async def run(self, request: RunRequest, payload: bytes) -> RunSucceeded | RunFailed:
-        """Have the driver run a pickled program. Cancelled: ends the run on all ranks first."""
+        """Have the driver run a pickled program. Cancelled: ends the run on all ranks first,
+        between two steps if it can."""
         driver = self._living_driver()
         self._is_assembled = False  # Until it is known that all is well.
         call = driver.run.remote(request, [ray.put(payload)])
         try:
             outcome = await answer(call)
         except asyncio.CancelledError:
-            await self.cancel(request.run, "the caller of run() was cancelled")
-            with contextlib.suppress(ActorGone, NoAnswer):
-                await answer(call, _ANSWER_S)  # The cancellation may have overtaken the call.
+            if not await self._stopped_after_step(request.run, call):
+                await self.cancel(request.run, "the caller of run() was cancelled")
+                with contextlib.suppress(ActorGone, NoAnswer):
+                    await answer(call, _ANSWER_S)  # The cancellation may have overtaken the call.
             raise
         except ActorGone as gone:
             incarnation = self._incarnation
@@ -134,6 +144,21 @@ class Crew:
         )
         return outcome  # type: ignore[no-any-return]
 
+    async def _stopped_after_step(self, run: int, call: Any) -> bool:
+        """Ask the ranks to stop at the end of their step; whether the run has ended by that.
+
+        False at once where no rank takes steps, and where the caller is cancelled once more.
+        """
+        asked = {seat: worker.stop_after_step.remote(run) for seat, worker in self._workers.items()}
+        try:
+            if not any(said is True for said in (await answers(asked, _ANSWER_S)).values()):
+                return False
+            outcome = await answer(call, STEP_S)
+        except (ActorGone, NoAnswer, asyncio.CancelledError):
+            return False
+        self._is_assembled = isinstance(outcome, RunSucceeded)
+        return True
+
     async def cancel(self, run: int, reason: str) -> None:
         """End a run; returns when its ranks have stopped, or have had their time to."""
         self._is_assembled = False
@@ -148,19 +173,22 @@ class Crew:
 
     async def snapshots(
         self, timeout_s: float
-    ) -> tuple[DriverSnapshot | None, dict[int, WorkerSnapshot | str]]:
+    ) -> tuple[DriverSnapshot | None, tuple[WorkerSnapshot | str, ...]]:
         """What driver and workers say of themselves; by seat, or in words why one says nothing."""
+        calls = {"driver": self._driver.snapshot.remote()} if self._driver is not None else {}
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(answers(calls, timeout_s), name="driver-snapshot")
+            workers = await self.workers_seen(timeout_s)
+        driver = (await asked).get("driver")
+        return driver if isinstance(driver, DriverSnapshot) else None, workers
+
+    async def workers_seen(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
+        """What the workers say of themselves, by seat; the driver is not asked."""
         calls = {seat: worker.snapshot.remote() for seat, worker in self._workers.items()}
-        if self._driver is not None:
-            calls[-1] = self._driver.snapshot.remote()
         said = await answers(calls, timeout_s)
-        driver = said.pop(-1, None)
-        return (
-            driver if isinstance(driver, DriverSnapshot) else None,
-            {
-                seat: word.detail if isinstance(word, ActorGone | NoAnswer) else word
-                for seat, word in sorted(said.items())
-            },
+        return tuple(
+            word.detail if isinstance(word, ActorGone | NoAnswer) else word
+            for _, word in sorted(said.items())
         )
 
     async def testimonies(

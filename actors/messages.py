@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from collectives.debug import DebugLevel
 from collectives.errors import CollectiveError
 
+from .steps import Steps
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
@@ -117,13 +119,14 @@ class Report:
     """What one rank said by `ctx.report`.
 
     step: calls of `report` before this one, on this rank in this run. time: seconds since the
-    epoch, of that machine's clock.
+    epoch, of that machine's clock. taken: optimizer steps of the run by then, on all ranks.
     """
 
     rank: int
     step: int
     time: float
     values: dict[str, float | int | str]
+    taken: int = 0
 
 
 # ── How a run goes on without some of its ranks (regeneration.py) ────────────────────────────────
@@ -278,7 +281,9 @@ class WorkerState(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
     """generation: the last one this worker took part in, -1 before the first. rank, running_s:
-    of the run in progress, None between runs. collectives: issued in the generation, by kind."""
+    of the run in progress, None between runs. collectives: issued in the generation, by kind.
+    steps: of the run in progress, or of the last. memory_bytes: of the process, and
+    device_memory_bytes: of its tensors on a GPU."""
 
     info: WorkerInfo
     state: WorkerState
@@ -287,11 +292,16 @@ class WorkerSnapshot:
     running_s: float | None = None
     collectives: dict[str, int] = field(default_factory=dict)
     last_report: Report | None = None
+    steps: Steps = field(default_factory=Steps)
+    memory_bytes: int = 0
+    device_memory_bytes: int = 0
 
     def __str__(self) -> str:
         words = [f"{self.info}: {self.state.value}, generation {self.generation}"]
         if self.rank is not None:
             words.append(f"rank {self.rank} for {self.running_s:.1f} s")
+        if self.steps.taken:
+            words.append(f"{self.steps.taken} steps")
         words += [f"{count} {kind}" for kind, count in sorted(self.collectives.items())]
         if self.last_report is not None:
             values = ", ".join(f"{name}={value}" for name, value in self.last_report.values.items())

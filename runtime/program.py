@@ -8,14 +8,18 @@ from typing import Any
 
 from ray import cloudpickle
 
+from actors.errors import Interrupted
 from actors.journal import Journal
 from actors.lifeline import Lifeline
 from actors.messages import Assignment
+from actors.steps import Steps
 from collectives.group import Group
 
+from .boundary import entered
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.config import CheckpointConfig
 from .context import Context, running
+from .kept import kept
 
 
 class Program:
@@ -32,27 +36,45 @@ class Program:
         self.checkpoint = checkpoint
 
     def __call__(
-        self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
+        self,
+        assignment: Assignment,
+        group: Group,
+        journal: Journal,
+        lifeline: Lifeline,
+        steps: Steps,
     ) -> object:
+        """None where the function was interrupted: all ranks have stopped alike, so no rank has
+        failed, and the caller knows that it asked for it."""
+        kept().enter(group)
         context = Context(assignment, group, journal, lifeline)
         checkpoints = context.checkpoints = Checkpoints(group, context.registry, self.checkpoint)
         checkpoints.tell_progress = context.told_data
         # Entered anew for a coroutine, which has not begun when its function returns.
-        with running(context), checkpoints:
+        with running(context), checkpoints, entered(steps):
             if checkpoints.reader is not None:
                 context.resume_data(checkpoints.reader.manifest.progress)
-            result = self.train(context, **self.kwargs)
+            try:
+                result = self.train(context, **self.kwargs)
+            except Interrupted:
+                result = None
             # The training thread awaits it on its own loop.
             if inspect.isawaitable(result):
-                return self._awaited(context, checkpoints, result)
+                return self._awaited(context, checkpoints, steps, result)
             context.finish()
             return result
 
     async def _awaited(
-        self, context: Context, checkpoints: Checkpoints, awaitable: Awaitable[object]
+        self,
+        context: Context,
+        checkpoints: Checkpoints,
+        steps: Steps,
+        awaitable: Awaitable[object],
     ) -> object:
-        with running(context), checkpoints:
-            result = await awaitable
+        with running(context), checkpoints, entered(steps):
+            try:
+                result = await awaitable
+            except Interrupted:
+                result = None
             context.finish()
             return result
 
