@@ -83,7 +83,7 @@ class Crew:
                     namespace=NAMESPACE,
                     **self._driver_options,
                 )
-                .remote(self._incarnation)
+                .remote(self._incarnation, self.name)
             )
             try:
                 await answer(self._driver.snapshot.remote(), timeout_s)
@@ -97,7 +97,7 @@ class Crew:
         for seat in range(self.num_workers):
             if seat not in self._workers:
                 actor = self._worker_class.options(**self._options(seat))
-                self._workers[seat] = fresh[seat] = actor.remote(seat, self._use_gpu)
+                self._workers[seat] = fresh[seat] = actor.remote(seat, self._use_gpu, self.name)
         if fresh:
             failed = await self._adopt(fresh, timeout_s)
             for unfit in failed:
@@ -202,8 +202,10 @@ class Crew:
         told: dict[int, tuple[WorkerSnapshot, Testimony] | str] = {}
         for seat, _ in workers:
             who, what = said[seat, 0], said[seat, 1]
-            why = next((w.detail for w in (who, what) if isinstance(w, ActorGone | NoAnswer)), None)
-            told[seat] = (who, what) if why is None else why
+            if isinstance(who, ActorGone | NoAnswer):
+                told[seat] = who.detail
+            else:
+                told[seat] = what.detail if isinstance(what, ActorGone | NoAnswer) else (who, what)
         return told
 
     async def dismiss(self) -> None:

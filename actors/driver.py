@@ -48,6 +48,7 @@ from .membership import (
     WorkerRegistered,
 )
 from .messages import (
+    Cancellation,
     DriverSnapshot,
     Frozen,
     RunFailed,
@@ -55,7 +56,9 @@ from .messages import (
     RunSucceeded,
     Survey,
     WorkerState,
-)from .versions import difference
+)
+from .meter import DriverCounters
+from .versions import difference
 
 GRACE_S = 5.0
 """Seconds that ranks have to stop after they were told to; who still runs then is stuck."""
@@ -79,9 +82,10 @@ class Driver(StoreActor):
     incarnation: how many drivers the session has had before this one.
     """
 
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self, incarnation: int, session: str = "") -> None:
         super().__init__()
         self._incarnation = incarnation
+        self._counters = DriverCounters(session)
         self._membership = Membership()
         self._workers: dict[str, Actor] = {}  # by worker id
         self._events: asyncio.Queue[Event] | None = None  # of the run in progress
@@ -134,12 +138,24 @@ class Driver(StoreActor):
                 outcome = errands.carry_out(begun)
                 while outcome is None:
                     event = await self._events.get()
-                    outcome = errands.carry_out(self._membership.handle(event))
+                    instructions = self._membership.handle(event)
+                    outcome = errands.carry_out(instructions)
+                    self._count(event, instructions)
                 errands.drop()
             return outcome
         finally:
             self._run, self._events = None, None
             self._run_is_over.set()
+
+    def _count(self, event: Event, instructions: list[Instruction]) -> None:
+        if isinstance(event, WorkerDied):
+            self._counters.add("chorusline_lost_workers")
+        if any(isinstance(instruction, ResumeRank) for instruction in instructions):
+            self._counters.add("chorusline_recoveries")
+        for instruction in instructions:
+            outcome = instruction.outcome if isinstance(instruction, EndRun) else None
+            if isinstance(outcome, RunFailed) and not isinstance(outcome.cause, Cancellation):
+                self._counters.add("chorusline_failed_runs")
 
     async def cancel(self, run: int, reason: str) -> None:
         """End a run from outside; returns when it is over (GRACE_S at the latest)."""

@@ -14,6 +14,7 @@ class Steps:
     on to all ranks.
     taken: optimizer steps in this run, on all ranks together. epoch, batches_left: of the shard
     that is iterated, None outside. has_joined: this rank shadows the steps of others.
+    waited_s: for gradients to be reduced, once this rank had nothing else to do in a step.
     """
 
     rank: int | None = None
@@ -22,3 +23,4 @@ class Steps:
     epoch: int | None = None
     batches_left: int | None = None
     has_joined: bool = False
+    waited_s: float = 0.0

@@ -45,6 +45,7 @@ from .messages import (
     WorkerSnapshot,
     WorkerState,
 )
+from .meter import Look, Publisher
 from .steps import Steps
 from .testimony import Testimony
 from .training_thread import TrainingThread
@@ -100,7 +101,7 @@ class _Run:
 class Worker:
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
-    def __init__(self, seat: int, use_gpu: bool) -> None:
+    def __init__(self, seat: int, use_gpu: bool, session: str = "") -> None:
         runtime = ray.get_runtime_context()
         num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
         # Ray shows each actor only its own GPUs, so ours is number 0.
@@ -123,6 +124,7 @@ class Worker:
         self._last_steps = Steps()
         self._generation = -1
         self._early_stops: dict[int, CollectiveError] = {}  # by run; the calls may overtake `run`
+        self._publisher = Publisher(session, seat, self._look)
 
     async def run(
         self,
@@ -162,6 +164,20 @@ class Worker:
         finally:
             with self._lock:
                 self._run = None
+
+    def _look(self) -> Look:
+        with self._lock:
+            run, group = self._run, self._group
+        return Look(
+            steps=run.steps if run else self._last_steps,
+            group=group,
+            is_running=run is not None,
+            generation=self._generation,
+            memory_bytes=_resident_bytes(),
+            device_memory_bytes=(
+                torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+            ),
+        )
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 

@@ -1,9 +1,9 @@
 """The `chorusline` program: its words and their flags. What they do is in `runtime/commands/`.
 
-    run script.py …              a script, as `python` would
-    run script.py:function …     a function of it, on ranks
-    status, doctor, bench        what runs; what is wrong here; how fast ranks are
-    checkpoint                   what checkpoints there are
+run script.py …              a script, as `python` would
+run script.py:function …     a function of it, on ranks
+status, doctor, bench        what runs; what is wrong here; how fast ranks are
+checkpoint                   what checkpoints there are
 """
 
 from __future__ import annotations

@@ -393,8 +393,10 @@ class Reducer:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
+        waited_s = time.monotonic() - began_at
+        boundary().steps.waited_s += waited_s
         if self.clock is not None and operations:
-            self.clock.buckets_are_reduced(operations, time.monotonic() - began_at)
+            self.clock.buckets_are_reduced(operations, waited_s)
 
     # -- other ways through a step -------------------------------------------------------------
 

@@ -131,7 +131,8 @@ def measure(
             pool.submit(_rank, rank, num_ranks, path, operations, sizes, backend)
             for rank in range(num_ranks)
         ]
-        return [call.result() for call in calls][0]
+        rows, *_ = [call.result() for call in calls]
+        return rows
 
 
 def _rank(

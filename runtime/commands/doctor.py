@@ -59,7 +59,9 @@ def show_doctor() -> int:
         if finding.mend:
             print(f"{'':>5}  {'':<{wide}}  -> {finding.mend}")
     broken = sum(finding.verdict is Verdict.BROKEN for finding in findings)
-    print(f"\n{broken} things prevent running here" if broken else "\nnothing prevents running here")
+    print(
+        f"\n{broken} things prevent running here" if broken else "\nnothing prevents running here"
+    )
     return int(broken > 0)
 
 
@@ -91,7 +93,9 @@ def _versions() -> Iterator[Finding]:
         yield Finding("chorusline", Verdict.BROKEN, str(error), "see the sentence before")
         return
     yield Finding(
-        "chorusline", Verdict.FINE, f"{chorusline.__version__} in {Path(chorusline.__file__).parent}"
+        "chorusline",
+        Verdict.FINE,
+        f"{chorusline.__version__} in {Path(chorusline.__file__).parent}",
     )
 
 
@@ -253,7 +257,7 @@ def _likely(names: list[str]) -> str:
 
 
 def _nccl_finds(wanted: str, here: list[str]) -> bool:
-    """NCCL's rules: prefixes with commas between; `=` before them: whole names, `^`: none of them."""
+    """NCCL's rules: prefixes with commas between; after `=` whole names, after `^` all but them."""
     is_not, text = wanted.startswith("^"), wanted.removeprefix("^")
     is_exact, text = text.startswith("="), text.removeprefix("=")
     named = [part for part in text.split(",") if part]

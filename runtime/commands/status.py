@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 from rich.console import Console, Group, RenderableType
@@ -28,6 +29,7 @@ from .. import placement
 
 _REFRESH_S = 1.0
 _ANSWER_S = 3.0
+_NUMBERS = ("rank", "for", "step", "batches left", "memory")
 _MAX_VALUES = 4  # of a report
 
 
@@ -74,7 +76,7 @@ async def _show(session: str | None, console: Console, once: bool) -> int:
 
 async def survey(session: str | None) -> dict[str, Survey | str]:
     """What the drivers say, by name of the session; a text says why one says nothing."""
-    calls = {}
+    calls: dict[str, Any] = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name, is_driver, _ = entry["name"].partition(INCARNATION)
         if entry["namespace"] != NAMESPACE or not is_driver or session not in (None, name):
@@ -121,13 +123,23 @@ def headline(name: str, driver: DriverSnapshot) -> str:
 def table(seen: Survey) -> Table:
     """A row for each seat."""
     made = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("rank", "worker", "device", "state", "for", "collectives", "last report"):
-        made.add_column(title, justify="right" if title in ("rank", "for") else "left")
+    for title in (
+        "rank",
+        "worker",
+        "device",
+        "state",
+        "for",
+        "step",
+        "batches left",
+        "memory",
+        "last report",
+    ):
+        made.add_column(title, justify="right" if title in _NUMBERS else "left")
     for (info, member), word in zip(seen.driver.members, seen.workers, strict=True):
         where = f"{info.pid} on {info.hostname}"
         if isinstance(word, str):
             state = member.value if member is MemberState.LOST else "silent"
-            made.add_row("", where, info.device, Text(state, style="red"), "", "", word)
+            made.add_row("", where, info.device, Text(state, style="red"), "", "", "", "", word)
             continue
         made.add_row(*_cells(word, where))
     return made
@@ -140,9 +152,17 @@ def _cells(word: WorkerSnapshot, where: str) -> Sequence[str]:
         word.info.device,
         word.state.value,
         "" if word.running_s is None else f"{word.running_s:.0f} s",
-        f"{sum(word.collectives.values()):,}",
+        f"{word.steps.taken:,}",
+        _left(word),
+        f"{(word.memory_bytes + word.device_memory_bytes) / (1 << 20):,.0f} MiB",
         _told(word.last_report),
     )
+
+
+def _left(word: WorkerSnapshot) -> str:
+    if word.steps.has_joined:
+        return "joined"
+    return "" if word.steps.batches_left is None else str(word.steps.batches_left)
 
 
 def _told(report: Report | None) -> str:
