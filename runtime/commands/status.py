@@ -29,6 +29,10 @@ from .. import placement
 
 _REFRESH_S = 1.0
 _ANSWER_S = 3.0
+_COLUMNS = (
+    *("rank", "worker", "device", "state", "for", "step", "batches left", "memory"),
+    "last report",
+)
 _NUMBERS = ("rank", "for", "step", "batches left", "memory")
 _MAX_VALUES = 4  # of a report
 
@@ -123,17 +127,7 @@ def headline(name: str, driver: DriverSnapshot) -> str:
 def table(seen: Survey) -> Table:
     """A row for each seat."""
     made = Table(box=None, pad_edge=False, header_style="dim")
-    for title in (
-        "rank",
-        "worker",
-        "device",
-        "state",
-        "for",
-        "step",
-        "batches left",
-        "memory",
-        "last report",
-    ):
+    for title in _COLUMNS:
         made.add_column(title, justify="right" if title in _NUMBERS else "left")
     for (info, member), word in zip(seen.driver.members, seen.workers, strict=True):
         where = f"{info.pid} on {info.hostname}"
