@@ -201,6 +201,13 @@ class Dealer:
         """The cursors of all ranks, of a step that counts."""
         self._committed = cursors
 
+    def committed_ids(self, shard: Dealt) -> list[int]:
+        """Samples of the iteration over `shard` that belong to steps that count, of all ranks."""
+        if self._active is not shard or self._committed is None:
+            return list(shard.ids_of_the_lost)
+        counted = zip(shard.hands, self._committed, strict=True)
+        return [*shard.ids_of_the_lost, *(n for hand, count in counted for n in hand[:count])]
+
     def position(self) -> Position:
         is_active = self._active is not None
         taken = self.cursor()
@@ -213,7 +220,9 @@ class Dealer:
         that this one is in, by rank; None if it is in none."""
         size = self.world_size
         self.rank, self.world_size = rank, len(former_ranks)
-        self._committed = None
+        if self._committed is not None:  # Hands begin with what their rank has taken.
+            before = self._committed
+            self._committed = tuple(before[old] if old >= 0 else 0 for old in former_ranks)
         left = None
         for iteration, cut in cuts_of(positions, former_ranks, size).items():
             shard = self._active

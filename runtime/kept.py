@@ -85,6 +85,13 @@ class Kept:
         for wrapped in [each for each in self._wrapped if each.group is before]:
             wrapped.move_to(group)
 
+    def begin_again(self) -> None:
+        """The function runs again from the top, in the same run. It makes anew what it keeps, as
+        some ranks may not have it: what is registered is brought to where it was."""
+        self.forget(tuple(self._made_at))
+        self.places.clear()
+        self._is_applying = False
+
     def follow(self, group: Group) -> None:
         """The run goes on in another generation, and has taken its objects there itself."""
         self._group = group

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from actors.crew import STEP_S, Crew
 from actors.driver import GRACE_S
@@ -204,7 +204,8 @@ class Session:
         self._state = SessionState.READY
 
     async def close(self) -> None:
-        """End everything that the session started; may be called more than once.
+        """End everything that the session started; may be called more than once. What it had of
+        the cluster is free when it returns.
 
         A function that still runs is aborted: its caller gets GroupAborted.
         """
@@ -219,10 +220,12 @@ class Session:
                     await crew.cancel(self._next_run - 1, "the session was closed")
                 await crew.dismiss()
         finally:
-            if placed is not None and ray.is_initialized():
-                remove_placement_group(placed)  # Kills whatever should still live in it.
-            if is_local:
-                ray.shutdown()
+            try:
+                if placed is not None and ray.is_initialized():
+                    await placement.give_back(placed)
+            finally:
+                if is_local:
+                    ray.shutdown()
 
     async def __aenter__(self) -> Session:
         return await self.start()

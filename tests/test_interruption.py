@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from actors.messages import WorkerSnapshot
 from runtime.kept import Kept
 
 SIZES = (60, 24)  # Samples by rank, as the epoch deals them: 15 and 6 batches of 4.
@@ -127,6 +128,57 @@ async def test_kept_models_outlive_a_failure_of_the_function(session: cl.Session
     for name, tensor in reference[0]["state"].items():
         assert name.endswith(_BUFFERS) or torch.equal(results[0]["state"][name], tensor), name
     assert_same(results, [results[1], results[0]])
+
+
+def train_with_statistics(ctx: cl.Context, pause_s: float, fail_at: int = -1) -> dict[str, Any]:
+    """Statistics over all ranks, and a collective of the body's own behind its step."""
+
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), cl.SyncBatchNorm(7), torch.nn.Linear(7, 1)
+        )
+        model = cl.DistributedDataParallel(module)
+        return model, cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+
+    model, optim = ctx.keep("both", make)
+    told = ctx.group.new_group(range(ctx.world_size))
+    keys = [0] * SIZES[0] + [1] * SIZES[1]
+    dataset = torch.randn(len(keys), 5, generator=torch.Generator().manual_seed(1))
+    taken = 0
+    for epoch in ctx.epochs(2, resume="training"):
+        with cl.Join([model, optim], groups=[told], skew_warning=None):
+            for batch in ctx.shard(dataset, 4, epoch=epoch, keep_together=keys):
+                if ctx.rank == 0 and taken == fail_at:
+                    raise LookupError("a slip of the user's")
+                loss = model(batch).square().mean()
+                model.weigh(loss, len(batch)).backward()
+                optim.step()
+                optim.zero_grad()
+                time.sleep(pause_s)
+                told.all_reduce(loss.detach()).wait()
+                taken += 1
+    return {"state": model.module.state_dict(), "taken": taken, "generation": ctx.generation}
+
+
+async def test_a_rank_that_follows_is_let_go_when_the_others_stop(session: cl.Session) -> None:
+    reference = await session.run(train_with_statistics, pause_s=0.0)
+    await session.run(lambda ctx: ctx.forget())
+    running = asyncio.create_task(session.run(train_with_statistics, pause_s=0.15))
+    while not any(
+        isinstance(worker, WorkerSnapshot) and worker.steps.has_joined
+        for worker in (await session.snapshot()).workers
+    ):
+        await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(LookupError, match="a slip"):  # And the next generation has other groups.
+        await session.run(train_with_statistics, pause_s=0.0, fail_at=2)
+    results = await session.run(train_with_statistics, pause_s=0.0)
+    assert 0 < results[0]["taken"] < reference[0]["taken"] - 2
+    assert results[0]["generation"] == reference[0]["generation"] + 1, "only the slip aborted it"
+    assert_same(results, reference)
 
 
 async def test_a_loop_of_ones_own_stops_at_the_next_forward_pass(session: cl.Session) -> None:

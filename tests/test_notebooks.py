@@ -66,7 +66,14 @@ def started(kernel: Kernel) -> Iterator[Kernel]:
 # ── The notebooks ────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        # It measures: four ways through the same steps, half a minute in all.
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem == "idle_rank"))
+        for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs_and_is_kept_without_output(
     kernel: Kernel, path: Path, tmp_path: Path
 ) -> None:
