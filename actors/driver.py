@@ -243,14 +243,16 @@ class Driver(StoreActor):
         """Snapshots of the driver and of the workers, for who does not own them."""
         seen = await self.snapshot()
         calls = {
-            info.seat: self._workers[info.worker_id].snapshot.remote() for info, _ in seen.members
+            info.seat: self._workers[info.worker_id].snapshot.remote()
+            for info, _ in seen.members
+            if info.worker_id in self._workers
         }
         said = await answers(calls, timeout_s)
+        words = [said.get(info.seat, "is gone") for info, _ in seen.members]
         return Survey(
             seen,
             tuple(
-                word.detail if isinstance(word, ActorGone | NoAnswer) else word
-                for _, word in sorted(said.items())
+                word.detail if isinstance(word, ActorGone | NoAnswer) else word for word in words
             ),
         )
 
