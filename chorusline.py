@@ -32,7 +32,13 @@ def _refuse_strangers() -> None:
 
 _refuse_strangers()
 
-from actors.errors import DriverLost, RankFailed, StartupError, WorkerLost  # noqa: E402
+from actors.errors import (  # noqa: E402
+    DriverLost,
+    Interrupted,
+    RankFailed,
+    StartupError,
+    WorkerLost,
+)
 from actors.messages import Report  # noqa: E402
 from collectives import (  # noqa: E402
     ChoruslineError,
@@ -86,6 +92,7 @@ from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E
 from runtime.grad_scaler import GradScaler  # noqa: E402
 from runtime.join import Join  # noqa: E402
 from runtime.joinable import Joinable, JoinHook  # noqa: E402
+from runtime.notebook import load_ipython_extension, unload_ipython_extension  # noqa: E402, F401
 from runtime.progress import Progress  # noqa: E402
 from runtime.pure_distributed_data_parallel import PureDistributedDataParallel  # noqa: E402
 from runtime.random_state import RandomState  # noqa: E402
@@ -160,6 +167,7 @@ __all__ = [
     "StartupError",
     "RankFailed",
     "DriverLost",
+    "Interrupted",
     "CheckpointError",
     "CheckpointWriteFailed",
     "CheckpointPlaceUnusable",

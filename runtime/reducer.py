@@ -31,6 +31,8 @@ from collectives.buckets import BucketPlan, plan_buckets
 from collectives.shards import padded_numel, room_for, shard_numel
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
+from .boundary import boundary
+from .kept import kept
 from .step_statistics import StepClock, UnusedParameters
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -106,6 +108,8 @@ class Reducer:
         """Whether what was launched last held gradients of this rank's own data."""
         self.weight: float | None = None
         """Sum of the weights of the losses since the last step; None where nobody weighs."""
+        self.ends_steps = True
+        """Whether a step is over with its agreement here; not where a sharded optimizer votes."""
         self.parks = False
         """Whether a launch that fails because the generation is over is kept for `wait` to raise:
         then the optimizer's step can begin again in the next generation."""
@@ -352,6 +356,7 @@ class Reducer:
             has_next=has_next,
             used=self.local_usage(),
             weight=self.weight,
+            stop=boundary().steps.stop_is_wanted,
         )
 
     def local_usage(self) -> list[bool]:
@@ -365,6 +370,7 @@ class Reducer:
         agreement = read_agreement(self._vote.tolist(), self.group.size)
         self.weight = None
         divisor = self._on_agreement(agreement)
+        boundary().step_agreed(agreement, self.group, ends_step=self.ends_steps)
         if divisor not in (0, 1):
             for bucket in self.buckets:
                 bucket.flat[: bucket.plan.content].div_(divisor)
@@ -373,6 +379,8 @@ class Reducer:
             parameter.grad = self._home[number][1] if agreement.used[number] else None
         if agreement.live and not self._has_measured_order:
             self._take_order_of(min(agreement.live))
+        if self.ends_steps:
+            kept().end_applying()
 
     def _take_order_of(self, rank: int) -> None:
         self._has_measured_order = True
@@ -395,8 +403,10 @@ class Reducer:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
+        waited_s = time.monotonic() - began_at
+        boundary().steps.waited_s += waited_s
         if self.clock is not None and operations:
-            self.clock.buckets_are_reduced(operations, time.monotonic() - began_at)
+            self.clock.buckets_are_reduced(operations, waited_s)
 
     # -- other ways through a step -------------------------------------------------------------
 
@@ -425,6 +435,11 @@ class Reducer:
         self._num_launched = len(self.buckets)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether some bucket of a step is launched."""
+        return self._num_launched > 0
+
+    @property
     def has_launched(self) -> bool:
         """Whether reduced gradients are there, or on the way, for a step."""
         return self._num_launched == len(self.buckets)
@@ -433,6 +448,23 @@ class Reducer:
         """The optimizer has used what was reduced."""
         self._num_launched = 0
         self.weight = None
+
+    def move_to(self, group: Group) -> None:
+        """Go on in a group of the same ranks, at the beginning of a step, without gradients."""
+        self.group = group
+        self.is_syncing = True
+        self.is_live = False
+        self._in_backward = False
+        self._sees_end = False
+        self._arrivals.clear()
+        self._has_leftover = False
+        self._vote_work = None
+        self._failure = None
+        for bucket in self.buckets:
+            bucket.work = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.end_step()
 
     def shadow(self) -> None:
         """Take part in one step of other ranks: with what was accumulated and never sent, then
