@@ -555,9 +555,7 @@ def judge(outcome: Outcome, reports: list[Report]) -> None:
         limit_s = SLACK_S[plan.transport] + (plan.timeout_s if plan.fault == "stop" else 0)
         outcome.slowest_s = max(outcome.slowest_s, report.late_s)
         if report.late_s > limit_s:
-            told = (
-                f"{who} knew after {report.late_s:.1f} s, {report.starved_s:.1f} without a core"
-            )
+            told = f"{who} knew after {report.late_s:.1f} s, {report.starved_s:.1f} without a core"
             is_starved = report.late_s - report.starved_s <= limit_s
             (outcome.starved if is_starved else outcome.late).append(told)
     # Objects have a group of their own, and each group tells the end as its ranks met it.
