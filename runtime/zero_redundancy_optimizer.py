@@ -288,6 +288,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
                 if self._recovery is None or not ends_a_generation(error):
                     raise
                 self._recovery.recover(error)
+        if self._recovery is not None:
+            self._recovery.has_stepped(self)
 
     def _try_step(self, is_live: bool) -> None:
         if self.reducer is not None:
