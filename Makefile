@@ -27,6 +27,7 @@ bench: $(INSTALLED)  ## every benchmark, as tables
 	$(BIN)/python benchmarks/recorder.py
 	$(BIN)/python benchmarks/bucket_order.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/torch_backend.py
 
 clean:
 	rm -rf .venv out .mypy_cache .ruff_cache .pytest_cache *.egg-info

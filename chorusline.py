@@ -87,6 +87,7 @@ from runtime.grad_scaler import GradScaler  # noqa: E402
 from runtime.join import Join  # noqa: E402
 from runtime.joinable import Joinable, JoinHook  # noqa: E402
 from runtime.progress import Progress  # noqa: E402
+from runtime.pure_distributed_data_parallel import PureDistributedDataParallel  # noqa: E402
 from runtime.random_state import RandomState  # noqa: E402
 from runtime.session import Session, SessionSnapshot, run  # noqa: E402
 from runtime.sharding import Shard  # noqa: E402
@@ -105,6 +106,7 @@ __all__ = [
     "Progress",
     # Training.
     "DistributedDataParallel",
+    "PureDistributedDataParallel",
     "ZeroRedundancyOptimizer",
     "GradScaler",
     "SyncBatchNorm",

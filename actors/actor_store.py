@@ -132,6 +132,10 @@ class ActorStore(Store):
             for event in self._blocked:
                 event.set()
 
+    def move_to(self, actor: Actor) -> None:
+        """Use another actor from now on. What was written is not there."""
+        self._actor = actor
+
     def set(self, key: Data, value: Data) -> None:
         self._call("set", encoded(key, "key"), encoded(value, "value"))
 

@@ -7,6 +7,7 @@ touch the remote method; whoever leaves tells the actor so with a call of its ow
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Hashable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
@@ -82,3 +83,17 @@ def why_gone(error: ActorDiedError | ActorUnavailableError) -> str:
         if line.startswith("The actor is dead because"):
             return line.split(" Some common causes", 1)[0].rstrip(". ")
     return text.strip()
+
+
+def nodes_leaving() -> dict[str, str]:
+    """Nodes that were told to go, by id, with the reason. Blocks for one question to the cluster.
+
+    Ray has no public way to ask; its own trainer asks like this.
+    """
+    draining: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return {
+        node_id: f"it is drained, with {max(0.0, deadline_ms / 1000 - time.time()):.0f} s left"
+        if deadline_ms
+        else "it is drained"
+        for node_id, deadline_ms in draining.items()
+    }

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import ray
 
-from .calls import Actor, ActorGone, NoAnswer, answer, answers
+from .calls import Actor, ActorGone, NoAnswer, answer, answers, nodes_leaving
 from .driver import GRACE_S, Unfit, driver_class
 from .errors import DriverLost, StartupError
 from .journal import JournalReader
 from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from .worker import worker_class
+
+_DRIVERS_PER_RUN = 4
+"""One that begins it, and three that take it over; a run that ends its drivers ends."""
+
+_DRIVER_START_S = 30.0
+
+_NODE_WATCH_S = 1.0
 
 _ANSWER_S = 5.0
 """Seconds in which a live control loop answers, on a machine that is busy with training."""
@@ -62,13 +69,7 @@ class Crew:
         if self._is_assembled:
             return
         if self._driver is None:
-            self._incarnation += 1
-            self._driver = driver_class().options(**self._driver_options).remote(self._incarnation)
-            try:
-                await answer(self._driver.snapshot.remote(), timeout_s)
-            except (ActorGone, NoAnswer) as error:
-                self._kill_driver()
-                raise StartupError("the driver actor did not start", error.detail) from None
+            await self._start_driver(timeout_s)
         if self._workers:
             for unfit in await self._adopt(self._workers, _ANSWER_S):
                 self._kill_worker(unfit.seat)
@@ -89,13 +90,42 @@ class Crew:
                 )
         self._is_assembled = True
 
-    async def run(self, request: RunRequest, payload: bytes) -> RunSucceeded | RunFailed:
-        """Have the driver run a pickled program. Cancelled: ends the run on all ranks first."""
-        driver = self._living_driver()
-        self._is_assembled = False  # Until it is known that all is well.
-        call = driver.run.remote(request, [ray.put(payload)])
+    async def _start_driver(self, timeout_s: float) -> Actor:
+        self._incarnation += 1
+        driver = driver_class().options(**self._driver_options).remote(self._incarnation)
+        self._driver = driver
         try:
-            outcome = await answer(call)
+            await answer(driver.snapshot.remote(), timeout_s)
+        except (ActorGone, NoAnswer) as error:
+            self._kill_driver()
+            raise StartupError("the driver actor did not start", error.detail) from None
+        return driver
+
+    async def run(self, request: RunRequest, payload: bytes) -> RunSucceeded | RunFailed:
+        """Have the driver run a pickled program. Cancelled: ends the run on all ranks first.
+
+        If the driver dies, the ranks go on, and a new driver takes over from them.
+        """
+        driver: Actor | None = self._living_driver()
+        self._is_assembled = False  # Until it is known that all is well.
+        program = [ray.put(payload)]
+        call = self._living_driver().run.remote(request, program)
+        try:
+            for left in reversed(range(_DRIVERS_PER_RUN)):
+                try:
+                    if driver is None:
+                        driver = await self._start_driver(_DRIVER_START_S)
+                        call = driver.take_over.remote(request, program, dict(self._workers))
+                    async with self._recruiting(driver, request):
+                        outcome = await answer(call)
+                    if outcome is None:
+                        raise ActorGone("it died before any worker had heard of the run")
+                    break
+                except (ActorGone, StartupError):
+                    self._kill_driver()
+                    driver = None
+                    if not left:
+                        raise
         except asyncio.CancelledError:
             await self.cancel(request.run, "the caller of run() was cancelled")
             with contextlib.suppress(ActorGone, NoAnswer):
@@ -115,6 +145,48 @@ class Crew:
             isinstance(outcome, RunSucceeded) and len(outcome.results) == self.num_workers
         )
         return outcome  # type: ignore[no-any-return]
+
+    @contextlib.asynccontextmanager
+    async def _recruiting(self, driver: Actor, request: RunRequest) -> AsyncIterator[None]:
+        """While the body runs, start a worker in each seat that a run loses and goes on without."""
+        if not request.goes_on:
+            yield
+            return
+        watchers = [
+            asyncio.create_task(self._recruit(driver, request), name="recruiter"),
+            asyncio.create_task(self._watch_nodes(driver, request), name="node-watch"),
+        ]
+        try:
+            yield
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.wait(watchers)
+
+    async def _watch_nodes(self, driver: Actor, request: RunRequest) -> None:
+        """Tell the driver of nodes that are to go: drained, or preempted."""
+        told: set[str] = set()
+        with contextlib.suppress(ActorGone):
+            while True:
+                await asyncio.sleep(_NODE_WATCH_S)
+                leaving = await asyncio.to_thread(nodes_leaving)
+                for node_id, why in leaving.items():
+                    if node_id not in told:
+                        told.add(node_id)
+                        await answer(driver.node_leaves.remote(request.run, node_id, why))
+
+    async def _recruit(self, driver: Actor, request: RunRequest) -> None:
+        known = 0
+        # Whatever happens to the driver is told to who waits for the run.
+        with contextlib.suppress(ActorGone):
+            while seats := await answer(driver.lost_seats.remote(request.run, known)):
+                known += len(seats)
+                for seat in seats:
+                    self._kill_worker(seat)
+                    actor = self._worker_class.options(**self._options(seat))
+                    self._workers[seat] = actor.remote(seat, self._use_gpu)
+                    # A node that is gone may come back late: wait as long as the run would.
+                    await answer(driver.adopt.remote({seat: self._workers[seat]}, request.pause_s))
 
     async def cancel(self, run: int, reason: str) -> None:
         """End a run; returns when its ranks have stopped, or have had their time to."""

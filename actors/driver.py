@@ -24,6 +24,7 @@ from .calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers
 from .membership import (
     AbortRank,
     AskRanks,
+    AttachRank,
     EndRun,
     Event,
     Fence,
@@ -31,7 +32,9 @@ from .membership import (
     GraceEnded,
     Instruction,
     Membership,
+    NodeLeaving,
     PatienceEnded,
+    PauseEnded,
     RankEnded,
     RankFinished,
     RankFroze,
@@ -41,13 +44,23 @@ from .membership import (
     ResumeRank,
     RunCancelled,
     RunStarted,
+    RunTakenOver,
     StartGrace,
     StartPatience,
+    StartPause,
     StartRank,
     WorkerDied,
     WorkerRegistered,
 )
-from .messages import DriverSnapshot, Frozen, RunFailed, RunRequest, RunSucceeded, WorkerState
+from .messages import (
+    DriverSnapshot,
+    Frozen,
+    RunFailed,
+    RunRequest,
+    RunSucceeded,
+    Stand,
+    WorkerState,
+)
 
 GRACE_S = 5.0
 """Seconds that ranks have to stop after they were told to; who still runs then is stuck."""
@@ -80,6 +93,8 @@ class Driver(StoreActor):
         self._run: int | None = None
         self._run_is_over = asyncio.Event()
         self._early_cancels: set[int] = set()  # A cancellation may overtake its run.
+        self._lost_seats: list[int] = []  # of the run in progress
+        self._has_lost = asyncio.Event()
 
     async def adopt(self, workers: Mapping[int, Actor], timeout_s: float) -> tuple[Unfit, ...]:
         """Ask the workers, by seat, who they are, and register those that are idle.
@@ -95,7 +110,13 @@ class Driver(StoreActor):
                 unfit.append(Unfit(seat, False, f"is still {said.state.value}"))
             else:
                 self._workers[said.info.worker_id] = workers[seat]
-                self._membership.handle(WorkerRegistered(said.info, said.generation))
+                arrival = WorkerRegistered(said.info, said.generation)
+                if self._events is not None:
+                    self._events.put_nowait(arrival)
+                else:
+                    self._membership.handle(arrival)
+        if self._events is not None:
+            return tuple(unfit)
         members = {info.worker_id for info, _ in self._membership.snapshot(0).members}
         self._workers = {key: self._workers[key] for key in members}  # Forget the replaced.
         return tuple(unfit)
@@ -106,10 +127,34 @@ class Driver(StoreActor):
         program: one reference to the pickled program, in a list so that Ray hands the reference
         on and the driver never holds the bytes.
         """
-        begun = self._membership.handle(
-            RunStarted(request.run, request.fewest, request.max_failures)
-        )
+        started = RunStarted(request.run, request.fewest, request.max_failures)
+        return await self._carry_on(request, program, started)
+
+    async def take_over(
+        self, request: RunRequest, program: list[Any], workers: Mapping[int, Actor]
+    ) -> RunSucceeded | RunFailed | None:
+        """See a run to its end that another driver has begun; None if no worker is in it.
+
+        workers: by seat, all of the session. They know where the run is, and they went on.
+        """
+        calls = {seat: worker.stand.remote(request.run) for seat, worker in workers.items()}
+        stands = []
+        for seat, said in (await answers(calls, GRACE_S)).items():
+            if isinstance(said, Stand):
+                stands.append(said)
+                self._workers[said.info.worker_id] = workers[seat]
+                self._membership.handle(WorkerRegistered(said.info, said.assignment.generation))
+        if not stands:
+            return None
+        taken = RunTakenOver(request.run, request.fewest, request.max_failures, tuple(stands))
+        return await self._carry_on(request, program, taken)
+
+    async def _carry_on(
+        self, request: RunRequest, program: list[Any], event: Event
+    ) -> RunSucceeded | RunFailed:
+        begun = self._membership.handle(event)
         self._run, self._events = request.run, asyncio.Queue()
+        self._lost_seats = []
         self._run_is_over.clear()
         if request.run in self._early_cancels:
             self._early_cancels.discard(request.run)
@@ -120,12 +165,21 @@ class Driver(StoreActor):
                 outcome = errands.carry_out(begun)
                 while outcome is None:
                     event = await self._events.get()
+                    if isinstance(event, WorkerDied):
+                        self._note_loss(event.worker_id)
                     outcome = errands.carry_out(self._membership.handle(event))
                 errands.drop()
             return outcome
         finally:
             self._run, self._events = None, None
             self._run_is_over.set()
+            self._has_lost.set()
+
+    def _note_loss(self, worker_id: str) -> None:
+        for info, _ in self._membership.snapshot(0).members:
+            if info.worker_id == worker_id:
+                self._lost_seats.append(info.seat)
+                self._has_lost.set()
 
     async def cancel(self, run: int, reason: str) -> None:
         """End a run from outside; returns when it is over (GRACE_S at the latest)."""
@@ -134,6 +188,18 @@ class Driver(StoreActor):
             await self._run_is_over.wait()
         else:
             self._early_cancels.add(run)
+
+    async def lost_seats(self, run: int, known: int) -> list[int]:
+        """Seats that the run in progress has lost, those known left out; suspends while there are
+        none. Empty when the run is over."""
+        while self._run == run and len(self._lost_seats) <= known:
+            self._has_lost.clear()
+            await self._has_lost.wait()
+        return self._lost_seats[known:] if self._run == run else []
+
+    async def node_leaves(self, run: int, node_id: str, why: str) -> None:
+        """A node has been told to go; its ranks leave the run first."""
+        self._tell(run, NodeLeaving(node_id, why))
 
     async def froze(self, run: int, frozen: Frozen) -> None:
         """A rank of the run has frozen itself; `Worker.resume` will tell it how to go on."""
@@ -180,6 +246,8 @@ class _Errands:
             match instruction:
                 case StartRank(worker_id, assignment):
                     self._start(self._run_rank(instruction), f"rank-{assignment.rank}")
+                case AttachRank(worker_id):
+                    self._start(self._attach_rank(instruction), f"attach-{worker_id}")
                 case AskRanks():
                     self._start(self._ask_ranks(instruction), "ask-ranks")
                 case AbortRank(worker_id):
@@ -190,6 +258,8 @@ class _Errands:
                     self._start(self._freeze_rank(instruction), f"freeze-{worker_id}")
                 case StartPatience():
                     self._start(self._end_patience(instruction), "patience")
+                case StartPause():
+                    self._start(self._end_pause(instruction), "pause")
                 case Fence(worker_id):
                     # Its run call ends with that, and says so.
                     ray.kill(self._driver.worker(worker_id))
@@ -215,12 +285,27 @@ class _Errands:
         try:
             ending = await answer(
                 worker.run.remote(
-                    start.assignment, self._request, self._store, self._program, self._actor
+                    start.assignment,
+                    self._request,
+                    self._store,
+                    self._program,
+                    self._actor,
+                    start.resumption,
                 )
             )
-            event = RankEnded(ending)
+            event = RankEnded(ending, start.worker_id)
         except ActorGone as gone:
             event = WorkerDied(start.worker_id, gone.detail)
+        self._events.put_nowait(event)
+
+    async def _attach_rank(self, attach: AttachRank) -> None:
+        worker = self._driver.worker(attach.worker_id)
+        event: Event
+        try:
+            ending = await answer(worker.attach.remote(self._request.run, self._actor))
+            event = RankEnded(ending, attach.worker_id)
+        except ActorGone as gone:
+            event = WorkerDied(attach.worker_id, gone.detail)
         self._events.put_nowait(event)
 
     async def _abort_rank(self, abort: AbortRank) -> None:
@@ -245,6 +330,10 @@ class _Errands:
         # Who computes finds out at its next collective, which may be a long step away.
         await asyncio.sleep(self._request.timeout_s + _TESTIMONY_S)
         self._events.put_nowait(PatienceEnded(patience.generation))
+
+    async def _end_pause(self, pause: StartPause) -> None:
+        await asyncio.sleep(self._request.pause_s)
+        self._events.put_nowait(PauseEnded(pause.generation))
 
     async def _resume_rank(self, resume: ResumeRank) -> None:
         worker = self._driver.worker(resume.worker_id)

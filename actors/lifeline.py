@@ -22,7 +22,7 @@ from collectives.errors import (
 from collectives.group import Group
 
 from .calls import Actor
-from .messages import Frozen, Progress, Resumption, RunRequest
+from .messages import Assignment, Frozen, Progress, Resumption, RunRequest
 
 
 def ends_a_generation(error: BaseException) -> bool:
@@ -42,12 +42,12 @@ class Lifeline:
         request: RunRequest,
         driver: Actor,
         group: Group,
-        rank: int,
+        assignment: Assignment,
         connect: Callable[[Resumption], Group],
     ) -> None:
         self.goes_on = request.goes_on
         self.group = group
-        self.rank = rank
+        self.assignment = assignment
         self.generation = group.generation
         """The last one that this rank was put into; its group may not have come about."""
         self._request = request
@@ -58,9 +58,19 @@ class Lifeline:
         self._stop_error: CollectiveError | None = None
         self._freeze_error: CollectiveError | None = None
         self._is_released = False
+        self.last_resumption: Resumption | None = None
+        self._unanswered: Callable[[Actor], object] | None = None
+        """What this rank has told the driver, and waits for the answer to."""
 
     def regenerate(
-        self, error: BaseException, progress: Callable[[], tuple[Progress, ...]], entered: int
+        self,
+        error: BaseException,
+        progress: Callable[[], tuple[Progress, ...]],
+        entered: int,
+        *,
+        is_parked: bool,
+        can_restart: bool,
+        spare: int,
     ) -> Resumption:
         """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
 
@@ -73,17 +83,28 @@ class Lifeline:
         met = self._as_collective_error(error)
         if not self.group.failure():
             self.group.abort(met)  # 1
-        frozen = Frozen(self.rank, self.generation, progress(), met, entered)
-        # That the driver lives is watched by the session, which stops the workers if it does not.
-        self._driver.froze.remote(self._request.run, frozen)  # 2
+        frozen = Frozen(
+            self.assignment.rank,
+            self.generation,
+            progress(),
+            met,
+            entered,
+            is_parked,
+            can_restart,
+            spare,
+        )
+        run = self._request.run
+        self._tell(lambda driver: driver.froze.remote(run, frozen))  # 2
         with self._changed:
             self._changed.wait_for(lambda: self._resumption or self._stop_error)
+            self._unanswered = None
             if self._stop_error is not None:
                 raise fresh_copy(self._stop_error)
             resumption, self._resumption = self._resumption, None
             assert resumption is not None
-            self.rank = resumption.assignment.rank  # 3
-            self.generation = resumption.assignment.generation
+            self.last_resumption = resumption
+            self.assignment = resumption.assignment  # 3
+            self.generation = self.assignment.generation
             self._freeze_error = None
         return resumption
 
@@ -97,14 +118,22 @@ class Lifeline:
         Returns None when that is so, or the error for which this rank has to take part in another
         regeneration first. Raises what the run was stopped with.
         """
-        self._driver.finished.remote(self._request.run, self.rank, self.generation)
+        run, rank, generation = self._request.run, self.assignment.rank, self.generation
+        self._tell(lambda driver: driver.finished.remote(run, rank, generation))
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_released or self._freeze_error or self._stop_error
             )
+            self._unanswered = None
             if self._stop_error is not None:
                 raise fresh_copy(self._stop_error)
             return None if self._is_released else self._freeze_error
+
+    def _tell(self, word: Callable[[Actor], object]) -> None:
+        """Nobody waits for the call: if the driver dies, the next one hears it again (`attach`)."""
+        with self._changed:
+            self._unanswered = word
+            word(self._driver)
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -118,6 +147,13 @@ class Lifeline:
         with self._changed:
             self._resumption = resumption
             self._changed.notify_all()
+
+    def attach(self, driver: Actor) -> None:
+        """Another driver has taken over."""
+        with self._changed:
+            self._driver = driver
+            if self._unanswered is not None:
+                self._unanswered(driver)
 
     def stop(self, error: CollectiveError) -> None:
         with self._changed:

@@ -16,9 +16,12 @@ The rules:
 3. **A run may go on** without the workers that it loses, if its request says so. Then the first
    loss, or a rank that has frozen itself, freezes all (regeneration.py). When all who live are
    frozen the next generation forms of them, and the run goes on in it. A rank whose function has
-   returned stays until all have, because others may need its shard. What else ends a run still
-   ends it: an exception of a function, too many losses, too few workers left, ranks that fail to
-   meet again and again though none of them dies.
+   returned stays until all have, because others may need its shard. Where the functions can be run
+   again from the top (they have registered what has to survive), they are, with the newcomers:
+   if one of them was left by an error of its own collectives, or if new workers have come. With
+   fewer than the fewest workers the run waits for some. What else ends a run still ends it: an
+   exception of a function, too many losses, ranks that fail to meet again and again though none
+   of them dies.
 4. **Ranks** follow the seats, and ranks of one node are adjacent: nodes in the order of their
    lowest seat. A worker that was replaced thus leaves the others' ranks alone.
 """
@@ -43,6 +46,7 @@ from .messages import (
     Resumption,
     RunFailed,
     RunSucceeded,
+    Stand,
     Success,
     WorkerInfo,
 )
@@ -73,10 +77,25 @@ class RunStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class RunTakenOver:
+    """A run that another driver had begun. stands: of the workers that are in it.
+
+    All are in the same generation, or some have not heard of it yet: then those that have say how
+    it was formed.
+    """
+
+    run: int
+    fewest: int
+    max_failures: int | None
+    stands: tuple[Stand, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankEnded:
     """The user's function has returned or raised on a rank, and its training thread is over."""
 
     ending: Success | Failure
+    worker_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +127,21 @@ class PatienceEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeLeaving:
+    """A node has been told to go: its workers leave before it does. why: what Ray says."""
+
+    node_id: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PauseEnded:
+    """A run has waited long enough for new workers."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class RanksTold:
     """Where the ranks are; by rank, a text says why one said nothing."""
 
@@ -133,11 +167,14 @@ class GraceEnded:
 Event: TypeAlias = (
     WorkerRegistered
     | RunStarted
+    | RunTakenOver
     | RankEnded
     | RankFroze
     | RankFinished
     | RankSilent
     | PatienceEnded
+    | PauseEnded
+    | NodeLeaving
     | RanksTold
     | WorkerDied
     | RunCancelled
@@ -149,8 +186,18 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class StartRank:
+    """resumption: of a newcomer to a run in progress, what the others are told."""
+
     worker_id: str
     assignment: Assignment
+    resumption: Resumption | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRank:
+    """Take over a rank that runs; its ending comes as that of one that was started."""
+
+    worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +240,13 @@ class StartPatience:
 
 
 @dataclass(frozen=True, slots=True)
+class StartPause:
+    """Send PauseEnded when the run has waited long enough for new workers."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """Kill a worker that says nothing: what it might still do would contradict the decision."""
 
@@ -222,11 +276,13 @@ class EndRun:
 
 Instruction: TypeAlias = (
     StartRank
+    | AttachRank
     | AskRanks
     | AbortRank
     | StartGrace
     | FreezeRank
     | StartPatience
+    | StartPause
     | Fence
     | ResumeRank
     | ReleaseRank
@@ -250,8 +306,11 @@ class _Run:
     follows from the answers; None before anybody was asked.
     losses: workers that it has gone on without. finished: ranks that wait for the others to return;
     is_released: all have, and were told so.
-    regeneration: while one generation has ended and the next has not begun. num_vain: generations
-    in a row that ended though nobody died and nothing was achieved; `achieved` says what was.
+    regeneration: while one generation has ended and the next has not begun. takes_newcomers: as far
+    as is known. is_paused: too few are left; the round is complete, and waits for newcomers.
+    leaving: nodes that go, and why.
+    num_vain: generations in a row that ended though nobody died and nothing was achieved;
+    `achieved` says what was.
     """
 
     number: int
@@ -268,6 +327,9 @@ class _Run:
     finished: set[int] = field(default_factory=set)
     is_released: bool = False
     regeneration: Regeneration | None = None
+    takes_newcomers: bool = True
+    is_paused: bool = False
+    leaving: dict[str, str] = field(default_factory=dict)
     num_vain: int = 0
     achieved: int = -1
 
@@ -295,8 +357,10 @@ class Membership:
                 return self._register(worker, generation)
             case RunStarted(run, fewest, max_failures):
                 return self._start(run, fewest, max_failures)
-            case RankEnded(ending):
-                return self._rank_ended(ending)
+            case RunTakenOver():
+                return self._take_over(event)
+            case RankEnded(ending, worker_id):
+                return self._rank_ended(ending, worker_id)
             case RankFroze(frozen):
                 return self._rank_froze(frozen)
             case RankFinished(rank, generation):
@@ -305,6 +369,10 @@ class Membership:
                 return self._fence([worker_id], generation, "its control loop does not answer")
             case PatienceEnded(generation):
                 return self._patience_ended(generation)
+            case PauseEnded(generation):
+                return self._pause_ended(generation)
+            case NodeLeaving(node_id, why):
+                return self._node_leaving(node_id, why)
             case RanksTold(testimonies):
                 return self._ranks_told(testimonies)
             case WorkerDied(worker_id, detail):
@@ -336,7 +404,14 @@ class Membership:
         if generation > self._generation:
             self._generation = generation
             self._formed = ()
-        return []
+        run = self._run
+        if run is None or not run.goes_on or run.is_stopping or run.is_released:
+            return []
+        if run.regeneration is not None:
+            return self._decide()
+        if not run.takes_newcomers:
+            return []
+        return self._freeze_others(GroupAborted(self._generation, [], f"{worker} has come"))
 
     def _start(self, run: int, fewest: int, max_failures: int | None) -> list[Instruction]:
         if self._run is not None:
@@ -359,10 +434,58 @@ class Membership:
             for worker_id, assignment in zip(order, assignments, strict=True)
         ]
 
-    def _rank_ended(self, ending: Success | Failure) -> list[Instruction]:
+    def _take_over(self, taken: RunTakenOver) -> list[Instruction]:
+        """Go on with what the workers say; a rank that none of them has is lost."""
+        newest = max(taken.stands, key=lambda stand: stand.assignment.generation)
+        generation, size = newest.assignment.generation, newest.assignment.world_size
+        by_rank: dict[int, Stand] = {}
+        late: list[tuple[int, Stand]] = []
+        for stand in taken.stands:
+            if stand.assignment.generation == generation:
+                by_rank[stand.assignment.rank] = stand
+            elif newest.resumption is not None:
+                former = newest.resumption.former_ranks
+                if stand.assignment.rank in former:
+                    late.append((former.index(stand.assignment.rank), stand))
+        by_rank.update(late)
+        members = []
+        for rank in range(size):
+            if rank in by_rank:
+                member = self._members[by_rank[rank].info.seat]
+                member.state = MemberState.RUNNING
+            else:
+                unknown = replace(newest.info, worker_id=f"lost with the driver, rank {rank}")
+                member = _Member(unknown, MemberState.LOST)
+            members.append(member)
+        self._generation = generation
+        self._formed = tuple(member.info.worker_id for member in members)
+        self._run = _Run(
+            taken.run, taken.fewest, taken.max_failures, tuple(members), set(range(size))
+        )
+        instructions: list[Instruction] = [
+            AttachRank(stand.info.worker_id) for _, stand in sorted(by_rank.items())
+        ]
+        assignments = assign([member.info for member in members], generation)
+        if newest.resumption is not None:
+            instructions += [
+                ResumeRank(
+                    stand.info.worker_id, replace(newest.resumption, assignment=assignments[rank])
+                )
+                for rank, stand in late
+            ]
+        for rank in range(size):
+            if rank not in by_rank:
+                instructions += self._worker_died(
+                    members[rank].info.worker_id, "it died with the driver"
+                )
+        return instructions
+
+    def _rank_ended(self, ending: Success | Failure, worker_id: str) -> list[Instruction]:
         run = self._run
         if run is None or ending.rank not in run.running:
             return []
+        if worker_id and run.members[ending.rank].info.worker_id != worker_id:
+            return []  # It has had that rank in an earlier generation.
         run.running.discard(ending.rank)
         run.members[ending.rank].state = MemberState.READY
         if isinstance(ending, Failure):
@@ -391,13 +514,32 @@ class Membership:
         assert run is not None
         run.losses.append(loss)
         is_too_many = run.max_failures is not None and len(run.losses) > run.max_failures
-        is_over = run.is_stopping or run.is_released
-        if is_over or is_too_many or len(run.running) < run.fewest:
+        if run.is_stopping or run.is_released or is_too_many or not run.running:
             return self._stop(loss)
         begun = self._freeze_others(stop_error(loss, self._generation))
         assert run.regeneration is not None
         run.regeneration.died(loss.rank)
         return [*begun, *self._decide()]
+
+    def _node_leaving(self, node_id: str, why: str) -> list[Instruction]:
+        run = self._run
+        if run is None or not run.goes_on or run.is_stopping or run.is_released:
+            return []
+        is_news = node_id not in run.leaving
+        run.leaving[node_id] = why
+        if not is_news or all(member.info.node_id != node_id for member in run.members):
+            return []
+        error = GroupAborted(self._generation, [], f"a node leaves: {why}")
+        return self._freeze_others(error)
+
+    def _leavers(self, frozen: Mapping[int, Frozen], num_lost: int) -> list[int]:
+        """Ranks whose node goes, if the others can do without what they keep, and some are left."""
+        run = self._run
+        assert run is not None
+        leavers = [r for r in sorted(frozen) if run.members[r].info.node_id in run.leaving]
+        spare = min(word.spare for word in frozen.values())
+        is_possible = num_lost + len(leavers) <= spare and len(frozen) - len(leavers) >= run.fewest
+        return leavers if is_possible else []
 
     def _rank_froze(self, frozen: Frozen) -> list[Instruction]:
         run = self._run
@@ -446,31 +588,95 @@ class Membership:
             return []
         frozen = round_.frozen
         met = next(iter(frozen.values()))
+        leavers = self._leavers(frozen, len(round_.lost))
+        gone = [run.members[rank] for rank in leavers]
+        survivors = [run.members[rank] for rank in sorted(frozen) if rank not in leavers]
+        newcomers = [
+            member
+            for member in self._members.values()
+            if member.state is MemberState.READY
+            and member.info.node_id not in run.leaving
+            and all(member is not one for one in run.members)
+        ]
+        can_restart = all(word.can_restart for word in frozen.values())
+        if not can_restart:
+            newcomers, run.takes_newcomers = [], False
         unparked = sorted(rank for rank, word in frozen.items() if not word.is_parked)
-        if unparked or not frozen:
-            return self._give_up(met, f"ranks {unparked} were outside a step")
+        if unparked and not can_restart:
+            return self._give_up(
+                met,
+                f"ranks {unparked} were outside a step of a sharded optimizer, and their function "
+                "cannot be run again in the middle, because it has not registered its model and "
+                "optimizer (ctx.register)",
+            )
+        if len(survivors) + len(newcomers) < run.fewest:
+            return self._pause(met, can_restart)
         try:
             progress = decide(frozen)
         except ValueError as error:
             return self._give_up(met, str(error))
         achieved = sum(one.ballots for one in progress)
-        run.num_vain = 0 if round_.lost or achieved > run.achieved else run.num_vain + 1
+        has_changed = round_.lost or newcomers or leavers or achieved > run.achieved
+        run.num_vain = 0 if has_changed else run.num_vain + 1
         run.achieved = achieved
         if run.num_vain >= MAX_VAIN:
             return self._give_up(met, f"ranks did not meet {MAX_VAIN} times in a row")
-        former = tuple(sorted(frozen))
+        before = run.members
+        members = in_rank_order([*survivors, *newcomers]) if newcomers else survivors
+        former = tuple(
+            next((rank for rank, one in enumerate(before) if one is member), -1)
+            for member in members
+        )
         entered = max(word.entered for word in frozen.values())
-        run.members = tuple(run.members[rank] for rank in former)
-        run.running = set(range(len(former)))
+        run.members = tuple(members)
+        run.running = set(range(len(members)))
         run.finished.clear()
-        run.regeneration = None
+        run.regeneration, run.is_paused = None, False
         self._generation += 1
-        self._formed = tuple(member.info.worker_id for member in run.members)
-        assignments = assign([member.info for member in run.members], self._generation)
-        return [
-            ResumeRank(worker_id, Resumption(assignment, former, progress, entered))
-            for worker_id, assignment in zip(self._formed, assignments, strict=True)
-        ]
+        self._formed = tuple(member.info.worker_id for member in members)
+        restarts = bool(unparked or newcomers)
+        instructions: list[Instruction] = []
+        for member in gone:
+            why = run.leaving[member.info.node_id]
+            left = GroupAborted(self._generation - 1, [], f"{member.info} has left: {why}")
+            instructions.append(AbortRank(member.info.worker_id, left))
+        for member, old, assignment in zip(
+            members,
+            former,
+            assign([member.info for member in members], self._generation),
+            strict=True,
+        ):
+            member.state = MemberState.RUNNING
+            told = Resumption(assignment, former, progress, entered, restarts)
+            instructions.append(
+                ResumeRank(member.info.worker_id, told)
+                if old >= 0
+                else StartRank(member.info.worker_id, assignment, told)
+            )
+        return instructions
+
+    def _pause(self, met: Frozen, can_restart: bool) -> list[Instruction]:
+        """Fewer are left than the run may go on with."""
+        run = self._run
+        assert run is not None
+        if not can_restart:
+            return self._give_up(
+                met,
+                f"fewer than {run.fewest} workers are left, and new ones cannot be taken in, "
+                "because the function has not registered its model and optimizer (ctx.register)",
+            )
+        if run.is_paused:
+            return []
+        run.is_paused = True
+        return [StartPause(self._generation)]
+
+    def _pause_ended(self, generation: int) -> list[Instruction]:
+        run = self._run
+        if run is None or not run.is_paused or generation != self._generation:
+            return []
+        assert run.regeneration is not None
+        met = next(iter(run.regeneration.frozen.values()))
+        return self._give_up(met, f"no new workers came, and fewer than {run.fewest} are left")
 
     def _give_up(self, met: Frozen, why: str) -> list[Instruction]:
         """The run cannot go on: it ends with the last loss, or with what a rank has met with."""

@@ -85,7 +85,8 @@ class RunRequest:
     collective. keep_reports: whether somebody will pull the reports; if not, only the last stays.
     debug_level: of the session's process; a worker whose own is higher keeps that.
     fewest: workers with which the run goes on when others are lost. max_failures: how many may be
-    lost before the run fails; 0: the first loss ends it, None: any number.
+    lost before the run fails; 0: the first loss ends it, None: any number. pause_s: how long the
+    run waits for new workers when fewer are left.
     """
 
     run: int
@@ -94,6 +95,7 @@ class RunRequest:
     debug_level: DebugLevel = DebugLevel.OFF
     fewest: int = 1
     max_failures: int | None = 0
+    pause_s: float = 300.0
 
     def __post_init__(self) -> None:
         if self.run < 0:
@@ -148,7 +150,8 @@ class Frozen:
     progress: of its optimizers, in the order in which they were made. error: what it met with.
     entered: the last generation that it has gone on in; later ones have not come about for it.
     is_parked: its function waits inside a step, and can go on there; otherwise it has been left,
-    and has to run again from the top.
+    and has to run again from the top. can_restart: all that has to survive that is registered.
+    spare: ranks that may go at once without any state being lost, as far as this rank knows.
     """
 
     rank: int
@@ -157,19 +160,25 @@ class Frozen:
     error: CollectiveError
     entered: int = 0
     is_parked: bool = True
+    can_restart: bool = False
+    spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How a frozen rank goes on. former_ranks: by new rank, the rank in the generation that ended.
-    progress: what holds for all; who has seen less takes it from here. entered: the last generation
-    that any rank has gone on in; who has not did all that was needed for it, and counts it, too.
+    """How a frozen rank goes on.
+
+    former_ranks: by new rank, the rank in the generation that ended, -1 of a newcomer. progress:
+    what holds for all; who has seen less takes it from here. entered: the last generation that any
+    rank has gone on in; who has not did all that was needed for it, and counts it, too. restarts:
+    the function runs again from the top, on all ranks.
     """
 
     assignment: Assignment
     former_ranks: tuple[int, ...]
     progress: tuple[Progress, ...]
     entered: int = 0
+    restarts: bool = False
 
     def __post_init__(self) -> None:
         if len(self.former_ranks) != self.assignment.world_size:
@@ -177,6 +186,19 @@ class Resumption:
                 f"former_ranks has {len(self.former_ranks)} ranks for a world of "
                 f"{self.assignment.world_size}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """What a worker tells a new driver of the run that it is in.
+
+    assignment: in the last generation that it was put into. resumption: what put it there, None in
+    the first.
+    """
+
+    info: WorkerInfo
+    assignment: Assignment
+    resumption: Resumption | None
 
 
 # ── How a rank ends ──────────────────────────────────────────────────────────────────────────────

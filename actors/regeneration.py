@@ -68,18 +68,20 @@ def decide(frozen: Mapping[int, Frozen]) -> tuple[Progress, ...]:
     Raises ValueError if the ranks have different numbers of optimizers, or are further apart than
     one ballot: then they have not run the same program.
     """
-    counts = {rank: len(word.progress) for rank, word in frozen.items()}
+    parked = {rank: word for rank, word in frozen.items() if word.is_parked}
+    counts = {rank: len(word.progress) for rank, word in parked.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(
             f"the ranks have different numbers of optimizers, by rank: {counts}; every rank makes "
             "the same ones in the same order"
         )
     decided = []
-    for number in range(min(counts.values(), default=0)):
+    for number in range(max(len(word.progress) for word in frozen.values())):
+        # Who has left its function may have been about to make its optimizers.
         by_rank = {
             rank: word.progress[number]
             for rank, word in frozen.items()
-            if word.progress[number] != DROPPED
+            if number < len(word.progress) and word.progress[number] != DROPPED
         }
         if not by_rank:
             decided.append(DROPPED)

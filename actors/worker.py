@@ -13,6 +13,7 @@ lock that is never held while anything blocks.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import socket
 import threading
@@ -38,6 +39,7 @@ from .messages import (
     Report,
     Resumption,
     RunRequest,
+    Stand,
     Success,
     WorkerInfo,
     WorkerSnapshot,
@@ -58,7 +60,12 @@ class Program(Protocol):
     """
 
     def __call__(
-        self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
+        self,
+        assignment: Assignment,
+        group: Group,
+        journal: Journal,
+        lifeline: Lifeline,
+        resumption: Resumption | None,
     ) -> object: ...
 
 
@@ -81,6 +88,7 @@ class _Run:
         self.driver = driver
         self.lifeline: Lifeline | None = None
         self.thread: TrainingThread[Success | Failure] | None = None
+        self.ending: concurrent.futures.Future[Success | Failure] = concurrent.futures.Future()
         self.state = WorkerState.STARTING
         self.stop_error: CollectiveError | None = None
         self.began_at = time.monotonic()
@@ -109,6 +117,7 @@ class Worker:
         self._group: Group | None = None  # of the last generation; lives on between runs
         self._last: tuple[int, Journal] = (-1, Journal(keep=False))  # number, journal of a run
         self._generation = -1
+        self._ended: _Run | None = None  # the last one
         self._early_stops: dict[int, CollectiveError] = {}  # by run; the calls may overtake `run`
 
     async def run(
@@ -118,8 +127,11 @@ class Worker:
         store: ActorStore,
         program: bytes,
         driver: Actor,
+        resumption: Resumption | None = None,
     ) -> Success | Failure:
         """Run the program as this rank; its ending, never an exception.
+
+        resumption: of a run that others are in already, what they are told of the generation.
 
         1. The training thread unpickles the program (a module missing here must not cost the
            others a rendezvous),
@@ -138,16 +150,19 @@ class Worker:
             run.stop_error = self._early_stops.pop(request.run, None)
             self._early_stops.clear()
             run.thread = TrainingThread(
-                lambda: self._train(run, program),
+                lambda: self._train(run, program, resumption),
                 lambda value, error: self._conclude(run, value, error),
                 name=f"training-rank-{assignment.rank}",
                 num_threads=self._num_threads,
             )
         try:
-            return await run.thread.run()
+            ending = await run.thread.run()
+            run.ending.set_result(ending)
+            return ending
         finally:
             with self._lock:
                 self._run = None
+                self._ended = run
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -181,6 +196,37 @@ class Worker:
         """The reports of a run from number `since` on; those before are dropped here."""
         number, journal = self._last
         return journal.read(since) if number == run else []
+
+    @ray.method(concurrency_group="control")
+    async def stand(self, run: int) -> Stand | None:
+        """Where this worker is in a run, for a new driver; None if it is not in it."""
+        with self._lock:
+            current = self._in_run(run)
+            if current is None:
+                return None
+            lifeline = current.lifeline
+            told = lifeline.last_resumption if lifeline is not None else None
+            return Stand(self._info, current.assignment, told)
+
+    @ray.method(concurrency_group="control")
+    async def attach(self, run: int, driver: Actor) -> Success | Failure:
+        """Answer to another driver from now on; the ending, when it comes."""
+        with self._lock:
+            current = self._in_run(run)
+            if current is None:
+                raise RuntimeError(f"this worker is not in run {run}")
+            current.driver = driver
+            current.store.move_to(driver)
+            lifeline = current.lifeline
+        if lifeline is not None:
+            lifeline.attach(driver)
+        return await asyncio.wrap_future(current.ending)
+
+    def _in_run(self, run: int) -> _Run | None:
+        for one in (self._run, self._ended):
+            if one is not None and one.request.run == run:
+                return one
+        return None
 
     @ray.method(concurrency_group="control")
     async def abort(self, run: int, error: CollectiveError) -> None:
@@ -270,20 +316,20 @@ class Worker:
 
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
-    def _train(self, run: _Run, payload: bytes) -> object:
+    def _train(self, run: _Run, payload: bytes, resumption: Resumption | None) -> object:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         set_debug_level(max(run.request.debug_level, get_debug_level()))
         program: Program = cloudpickle.loads(payload)
         group = self._meet(run)
         lifeline = Lifeline(
-            run.request, run.driver, group, run.assignment.rank, lambda _: self._meet(run)
+            run.request, run.driver, group, run.assignment, lambda _: self._meet(run)
         )
         with self._lock:
             run.lifeline = lifeline
             if run.stop_error is not None:
                 lifeline.stop(run.stop_error)
-        return program(run.assignment, group, run.journal, lifeline)
+        return program(run.assignment, group, run.journal, lifeline, resumption)
 
     def _meet(self, run: _Run) -> Group:
         """The group of the run's generation."""

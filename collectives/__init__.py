@@ -24,8 +24,11 @@ from .reduce_op import ReduceOp
 from .rendezvous import Rendezvous, store_from_url
 from .statistics import Statistics
 from .store import HashStore, PrefixStore, Store
+from .torch_backend import register as _register_with_torch
 from .torch_store import StoreFromTorch, TorchStore
 from .work import Work
+
+_register_with_torch()
 
 __all__ = [
     "Group",

@@ -23,7 +23,7 @@ class Coalesced(Work):
         super().__init__(operation)
         self._end = end
         self._works: list[Work] = []
-        self._is_open = True
+        self.is_open = True  # operations are still being added
 
     def add(self, work: Work) -> None:
         if not any(work is other for other in self._works):
@@ -36,7 +36,7 @@ class Coalesced(Work):
             work.wait()
 
     def is_completed(self) -> bool:
-        return not self._is_open and all(work.is_completed() for work in self._works)
+        return not self.is_open and all(work.is_completed() for work in self._works)
 
     def error(self) -> BaseException | None:
         return next((e for e in (work.error() for work in self._works) if e is not None), None)
@@ -66,13 +66,13 @@ class Coalesced(Work):
                 work._end_generation(reason)
 
     def _check_ended(self) -> None:
-        if self._is_open:
+        if self.is_open:
             raise RuntimeError(
                 "the coalesced operations are launched when their block ends; wait after it"
             )
 
     def _close(self) -> None:
-        self._is_open = False
+        self.is_open = False
         self._end()
 
     def __enter__(self) -> Coalesced:

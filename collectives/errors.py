@@ -82,8 +82,11 @@ class StaleStore(ChoruslineError):
         )
 
 
-class CollectiveError(ChoruslineError):
-    """An operation of a group failed. `ranks` are the culprits, as far as known."""
+class CollectiveError(ChoruslineError, RuntimeError):
+    """An operation of a group failed. `ranks` are the culprits, as far as known.
+
+    A RuntimeError too, as torch's own are: scripts that catch those catch these.
+    """
 
     operation: str
     generation: int
@@ -113,7 +116,7 @@ class CollectiveTimeout(CollectiveError):
         return (
             f"{self.operation} in generation {self.generation}: ranks {self.ranks} did not arrive "
             f"within {self.timeout_s:g} s{where}. Ranks that may run out of data at different "
-            "steps belong inside Join(); if steps are only slow, raise timeout_s."
+            "steps belong inside Join(); if steps are only slow, raise the timeout (timeout_s)."
         )
 
 

@@ -21,6 +21,7 @@ from .errors import (
 from .group import Group
 from .meeting import WatchedStore, ranks_of_keys
 from .operation import Operation
+from .store import PrefixStore, Store
 
 
 def new_group(parent: Group, ranks: Sequence[int], name: str | None) -> Group | None:
@@ -61,13 +62,21 @@ def split(parent: Group, color: int | None, key: int | None, name: str | None) -
     return _make(parent, members, name, f"{number}.{color}")
 
 
+def another_store(parent: Group) -> Store:
+    """A place of its own in the store that `parent` met in, for whatever else its ranks agree on.
+
+    All ranks ask for it in the same order, between the groups that they make.
+    """
+    return PrefixStore(f"others/{next(parent._children_made)}", parent._store)
+
+
 def channel_group(owner: Group, operation: Operation) -> Group:
     """The group behind an `ObjectChannel`: the ranks of `owner`, on their hosts.
 
     operation: the first one that needs it, whose deadline holds.
     """
     left_s = operation.issued_at + operation.timeout_s - time.monotonic()
-    return _meet(
+    return connect_child(
         owner,
         range(owner.size),
         "objects",
@@ -111,7 +120,7 @@ def _make(parent: Group, members: Sequence[int], name: str | None, key: str) -> 
     if parent.rank not in members:
         return None
     name = name or f"{parent.name}.{key}"
-    return _meet(
+    return connect_child(
         parent,
         members,
         f"children/{key}",
@@ -124,7 +133,7 @@ def _make(parent: Group, members: Sequence[int], name: str | None, key: str) -> 
     )
 
 
-def _meet(
+def connect_child(
     parent: Group,
     members: Sequence[int],
     prefix: str,
@@ -136,7 +145,7 @@ def _meet(
     limit_s: float,
     timeout_s: float,
 ) -> Group:
-    """Connect `members` of `parent` within `limit_s`.
+    """Connect `members` of `parent` within `limit_s`, as one of its family.
 
     All have agreed to come: who does not is lost to the parent as well, and its generation ends.
     what, timeout_s: for that error.
@@ -158,7 +167,7 @@ def _meet(
             failure = _lost(error, what, parent, members, timeout_s)
             parent.abort(failure)
         raise fresh_copy(failure) from error
-    _adopt(parent, group, members)
+    adopt(parent, group, members)
     if parent._closed:  # Meanwhile, by another thread, which cannot have known this one.
         group.close()
         raise GroupClosed(what, parent.generation)
@@ -186,7 +195,8 @@ def _lost(
             return GroupAborted(parent.generation, ranks, f"{what} failed: {error}")
 
 
-def _adopt(parent: Group, child: Group, members: Sequence[int]) -> None:
+def adopt(parent: Group, child: Group, members: Sequence[int]) -> None:
+    """Make `child` one of the family of `parent`, whose ranks `members` it is made of, in order."""
     child.parent = parent
     child.ranks = tuple(parent.ranks[rank] for rank in members)
     child._family.remove(child)

@@ -12,12 +12,12 @@ import torch
 from ray import cloudpickle
 
 from actors.journal import Journal
-from actors.lifeline import Lifeline
 from actors.messages import Assignment, Report
 from collectives.group import Group
 from collectives.objects import broadcast_object
 from collectives.reduce_op import ReduceOp
 
+from . import torch_distributed
 from .checkpoint.saving import Saving
 from .cursor import Cursor
 from .dealing import Dealer
@@ -56,18 +56,27 @@ class Context:
     """
 
     def __init__(
-        self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
+        self,
+        assignment: Assignment,
+        group: Group,
+        journal: Journal,
+        recovery: Recovery | None,
+        before: Context | None = None,
     ) -> None:
+        """recovery: where the run goes on after a loss. before: of the function, when it ran last
+        in this run."""
         self.device = group.device
         self.dealer = Dealer(assignment.rank, assignment.world_size)
-        self.recovery = Recovery(self, lifeline) if lifeline.goes_on else None
+        self.recovery = recovery
         self._journal = journal
-        self._num_reports = 0
+        self._num_reports: int = before._num_reports if before is not None else 0
         self.registry = Registry()
         self.checkpoints: Checkpoints | None = None  # set by who runs the train function
         self._cursor = Cursor()
         self._boundaries = 0
         self.enter(assignment, group)
+        if recovery is not None:
+            recovery.attach(self)
 
     def enter(self, assignment: Assignment, group: Group) -> None:
         """Be a rank of another generation; what was made of the former group has ended with it."""
@@ -128,9 +137,16 @@ class Context:
         another model.
         """
         entry = self.registry.add(name, stateful, per_rank=per_rank)
+        if self.recovery is not None and self.recovery.restore(entry, self.group):
+            return stateful
         if self.checkpoints is not None:
             self.checkpoints.restore(entry, required=required)
         return stateful
+
+    def has_checkpoint(self, group: Group) -> bool:
+        """Whether there is one to go on from, among those of the session's CheckpointConfig; all
+        ranks of `group` ask."""
+        return self.checkpoints is not None and self.checkpoints.has_any(group)
 
     def save(self, path: str | Path | None = None) -> Saving:
         """Save everything registered, as it is now: call it on all ranks behind `optim.step()`.
@@ -163,15 +179,21 @@ class Context:
         self._boundaries = max(part["boundaries"] for part in told)
         self._cursor.resume([part["data"] for part in told])
 
-    def told_data(self) -> dict[str, Any]:
-        """Where this rank is in its data, as plain data for a checkpoint."""
+    def told_data(self, *, committed: bool = False) -> dict[str, Any]:
+        """Where this rank is in its data, as plain data for a checkpoint. committed: up to the last
+        step that counts, not in the middle of one."""
         has_recovered = self.recovery is not None and self.recovery.num_recoveries > 0
-        return {"boundaries": self._boundaries, "data": self._cursor.told(by_id=has_recovered)}
+        return {
+            "boundaries": self._boundaries,
+            "data": self._cursor.told(by_id=committed or has_recovered, committed=committed),
+        }
 
     def _at_boundary(self) -> None:
         """Between two batches, when the step of the one before is over; on a rank that has joined,
         behind each step that it shadowed."""
         self._boundaries += 1
+        if self.recovery is not None:
+            self.recovery.pass_boundary()
         if self.checkpoints is not None:
             self.checkpoints.save_if_due(self.step)
 
@@ -254,6 +276,25 @@ class Context:
             dtype = torch.float64 if isinstance(value, float) else torch.int64
             return self._reduced(torch.tensor([value], dtype=dtype), op).item()
         return value
+
+    def init_torch_distributed(self, timeout_s: float | None = None) -> None:
+        """Initialise torch.distributed among the ranks of this run, over groups of ours.
+
+        After it, `torch.distributed.*` and what is built on it (stock DDP, FSDP2, DTensor,
+        torch.distributed.checkpoint) work as they are; the backend's name is "chorusline". They
+        meet through the session's store. Collective: all ranks call it, before or between
+        collectives of `group`. Harmless when it was done already; after a failure that ended the
+        generation it initialises anew, over the new `group`.
+
+        Its process groups share the fate of this generation: a failure in one of them ends all, and
+        `group`. They are destroyed when the train function has returned, or before that by
+        `torch.distributed.destroy_process_group()`.
+
+        timeout_s: seconds that an operation may take; by default the session's.
+
+        Raises RuntimeError if torch.distributed is initialised with something else.
+        """
+        torch_distributed.initialise(self.group, timeout_s)
 
     def _reduced(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """A new tensor where `tensor` is."""

@@ -75,6 +75,9 @@ class Passing(Protocol):
     @property
     def taken_ids(self) -> list[int]: ...
 
+    @property
+    def committed_ids(self) -> list[int]: ...
+
 
 @dataclass(slots=True)
 class Passage:
@@ -89,13 +92,17 @@ class Passage:
         self.over = self.shard.taken if self.shard is not None else 0
         self.shard = None
 
-    def told(self, by_id: bool) -> dict[str, Any]:
-        """by_id: hands were dealt anew when ranks were lost, so counts do not say which samples."""
+    def told(self, by_id: bool, committed: bool) -> dict[str, Any]:
+        """by_id: hands were dealt anew when ranks were lost, so counts do not say which samples.
+        committed: only those of steps that count."""
         given = self.over if self.over is not None else self.shard.taken if self.shard else 0
         ids: list[int] | None = None
         if by_id or self.rest.given:
             already = sorted(self.rest.given or ())
-            mine = [*self.shard.taken_ids, *self.shard.ids_of_the_lost] if self.shard else []
+            mine: list[int] = []
+            if self.shard is not None:
+                taken = [*self.shard.taken_ids, *self.shard.ids_of_the_lost]
+                mine = self.shard.committed_ids if committed else taken
             ids = already + mine
         return {
             "runs": self.rest.runs,
@@ -153,12 +160,15 @@ class Cursor:
         passage.shard = shard
         return passage
 
-    def told(self, *, by_id: bool = False) -> dict[str, Any]:
-        """As plain data. by_id: the run has lost ranks on its way."""
+    def told(self, *, by_id: bool = False, committed: bool = False) -> dict[str, Any]:
+        """As plain data. by_id: the run has lost ranks on its way. committed: with it, only what
+        belongs to steps that count."""
         return {
             "loop": self._loop,
             "epoch": self._epoch or 0,
-            "passages": {key: passage.told(by_id) for key, passage in self._passages.items()},
+            "passages": {
+                key: passage.told(by_id, committed) for key, passage in self._passages.items()
+            },
         }
 
     def resume(self, told: Sequence[dict[str, Any]]) -> None:

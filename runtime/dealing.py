@@ -234,6 +234,12 @@ class Dealer:
         if self._active:
             self._active[-1].committed = cursors
 
+    def committed_ids(self, shard: Dealt) -> list[int]:
+        """Samples of the iteration over `shard` that belong to steps that count, of all ranks."""
+        told = next((one.committed for one in self._active if one.shard is shard), None)
+        counted = zip(shard.hands, told, strict=True) if told is not None else ()
+        return [*shard.ids_of_the_lost, *(n for hand, count in counted for n in hand[:count])]
+
     def position(self) -> Position:
         if not self._active:
             return Position(self._num_begun, False, self.world_size, 0, None)

@@ -96,7 +96,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self.module = module
         self.group = group if group is not None else current_group()
         self.broadcast_buffers = broadcast_buffers
-        _check_devices(named, self.group)
+        check_devices(named, self.group)
         _check_same(list(module.named_parameters()), self.group)
         self._sync_norms = _sync_norms(module, self.group)
         self._norms_group = self.group
@@ -122,7 +122,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.synced_step = 0
         """Steps whose buffers this rank has taken over."""
-        self._kept_buffers: list[torch.Tensor] = []
+        self.kept_buffers: list[torch.Tensor] = []
         """As they were then; kept where the run goes on after a death."""
         self._recovery = recovery_of(self.group)
         if self._recovery is not None:
@@ -221,7 +221,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if not fresh:
             return []
         named = [(names[id(p)], p) for p in fresh]
-        _check_devices(named, self.group)
+        check_devices(named, self.group)
         _check_same(named, self.group)
         broadcast_tensors([p.detach() for p in fresh], 0, self.group)
         for parameter in fresh:
@@ -258,7 +258,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _keep_buffers(self) -> None:
         self.synced_step += 1
         if self._recovery is not None and self.broadcast_buffers:
-            self._kept_buffers = [buffer.clone() for buffer in self.module.buffers()]
+            self.kept_buffers = [buffer.clone() for buffer in self.module.buffers()]
 
     def sync_buffers_again(self, synced: Sequence[int], step: int, live: Sequence[int]) -> None:
         """End `step` on ranks that have not ended it. synced: `synced_step` by rank. live: ranks
@@ -271,7 +271,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if self.broadcast_buffers and buffers:
             somebody_has = step in synced
             root = synced.index(step) if somebody_has else max(live, default=0)
-            broadcast_tensors(self._kept_buffers if has_ended else buffers, root, self.group)
+            broadcast_tensors(self.kept_buffers if has_ended else buffers, root, self.group)
         if not has_ended:
             self._keep_buffers()
 
@@ -348,7 +348,7 @@ class _Hook(JoinHook):
             broadcast_tensors([tensor.detach() for tensor in state], root, model.group)
 
 
-def _check_devices(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
+def check_devices(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
     first_name, first = named[0]
     for name, parameter in named:
         if parameter.device != first.device:

@@ -7,14 +7,15 @@ parameter's, or belongs to the parameter as a whole (`step`) and is equal wherev
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from actors.errors import StateLost
 from collectives import Group
-from collectives.resharding import Range, Transfer, overlap
+from collectives.resharding import Range, RangesLost, Transfer, overlap, plan_transfers
 
 VALUES = "values"
 """Beside the optimizer's own names: the numbers that are stepped, parameters or their masters."""
@@ -54,6 +55,12 @@ class HeldState:
         for part in parts:
             self._parts[part.range.bucket].append(part)
 
+    def copy(self) -> HeldState:
+        """Another list of the same tensors."""
+        return HeldState(
+            self.ranges, [part for parts in self._parts.values() for part in parts], self.described
+        )
+
     def learn(self, theirs: Mapping[int, Description]) -> None:
         """What another rank says of parameters that this one has no piece of."""
         self.described = {**theirs, **self.described}
@@ -90,6 +97,35 @@ class HeldState:
         for name, value in described.whole.items():
             state[name] = value.clone() if isinstance(value, torch.Tensor) else value
         return state
+
+
+Told = tuple[Sequence[Range], Mapping[int, Description]]
+"""What a rank says of its HeldState: ranges, described."""
+
+
+def complete(
+    held: HeldState,
+    told: Sequence[Told],
+    contents: Sequence[int],
+    replicas: int,
+    tensors_of: Callable[[Mapping[int, Description]], Sequence[Mapping[str, torch.dtype]]],
+    group: Group,
+) -> int:
+    """Bring `held` to all that this rank shall keep in `group`; returns the bytes that it sent.
+
+    told: of all ranks. contents: of the buckets. tensors_of: by bucket the names and dtypes that
+    travel, of such descriptions.
+
+    Raises StateLost, on all ranks, if nobody has some of it any more.
+    """
+    for _, described in told:
+        held.learn(described)
+    try:
+        by_rank = {rank: ranges for rank, (ranges, _) in enumerate(told)}
+        plan = plan_transfers(by_rank, group.size, contents, replicas)
+    except RangesLost as lost:
+        raise StateLost(group.generation, replicas, str(lost)) from None
+    return exchange(held, plan, tensors_of(held.described), group)
 
 
 def exchange(

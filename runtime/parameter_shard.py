@@ -27,7 +27,7 @@ from collectives.shards import (
     whole_parameter_spans,
 )
 
-from .held_state import VALUES, Description, HeldState, Part
+from .held_state import VALUES, Description, HeldState, Part, Told, complete
 from .optimizer_state import MASTER, BucketLayout, PieceState, check_fits, gather_state, slice_state
 from .reducer import GradientBucket
 from .shardable_optimizers import ELEMENTWISE
@@ -447,6 +447,11 @@ class ParameterShard:
                 tensors = {VALUES: mine.tensor.detach(), **elements}
                 parts.append(Part(self._range_of_piece(number, mine), tensors))
         return HeldState(ranges, parts, described)
+
+    def complete(self, held: HeldState, told: Sequence[Told], group: Group) -> int:
+        """Bring `held` to what a rank of `group` keeps, for `recut`; returns the bytes sent."""
+        contents = [bucket.plan.content for bucket in self.buckets]
+        return complete(held, told, contents, self.replicas, self.travelling, group)
 
     def travelling(self, described: Mapping[int, Description]) -> list[dict[str, torch.dtype]]:
         """Names and dtypes of the tensors that go with a range, by bucket."""

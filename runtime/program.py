@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ray import cloudpickle
 
+from actors.errors import StateLost
 from actors.journal import Journal
-from actors.lifeline import Lifeline
-from actors.messages import Assignment
+from actors.lifeline import Lifeline, ends_a_generation
+from actors.messages import Assignment, Resumption
 from collectives.group import Group
 
+from . import torch_distributed
 from .checkpoint.checkpoints import Checkpoints
-from .checkpoint.config import CheckpointConfig
+from .checkpoint.config import AUTO, NEVER, CheckpointConfig
 from .context import Context, running
+from .recovery import Recovery
 
 
 class Program:
@@ -32,29 +37,108 @@ class Program:
         self.checkpoint = checkpoint
 
     def __call__(
-        self, assignment: Assignment, group: Group, journal: Journal, lifeline: Lifeline
+        self,
+        assignment: Assignment,
+        group: Group,
+        journal: Journal,
+        lifeline: Lifeline,
+        resumption: Resumption | None,
     ) -> object:
-        context = Context(assignment, group, journal, lifeline)
-        checkpoints = context.checkpoints = Checkpoints(group, context.registry, self.checkpoint)
-        checkpoints.tell_progress = context.told_data
-        # Entered anew for a coroutine, which has not begun when its function returns.
-        with running(context), checkpoints:
-            if checkpoints.reader is not None:
-                context.resume_data(checkpoints.reader.manifest.progress)
-            result = self.train(context, **self.kwargs)
-            # The training thread awaits it on its own loop.
-            if inspect.isawaitable(result):
-                return self._awaited(context, checkpoints, result)
-            context.finish()
-            return result
+        run = Run(self, journal, lifeline)
+        result = run.begun(assignment, group, resumption)
+        # The training thread awaits it on its own loop.
+        return run.awaited(result) if inspect.isawaitable(result) else result
 
-    async def _awaited(
-        self, context: Context, checkpoints: Checkpoints, awaitable: Awaitable[object]
-    ) -> object:
+
+class Run:
+    """One run of a program on one rank: its function is called once, and again from the top where
+    the run goes on like that."""
+
+    def __init__(self, program: Program, journal: Journal, lifeline: Lifeline) -> None:
+        self._program = program
+        self._journal = journal
+        self._lifeline = lifeline
+        self._recovery = Recovery(lifeline) if lifeline.goes_on else None
+        self._context: Context | None = None
+        self._goes_back = False  # To the last checkpoint, because memory has lost something.
+
+    def begun(self, assignment: Assignment, group: Group, resumption: Resumption | None) -> object:
+        """The value of the function, or its coroutine, which has not begun."""
+        if self._recovery is not None and resumption is not None:
+            self._recovery.begin_as_newcomer()
+        while True:
+            try:
+                self._enter(assignment, group, resumption)
+                with self._scope() as context:
+                    result = self._program.train(context, **self._program.kwargs)
+                    return result if inspect.isawaitable(result) else _ended(context, result)
+            except BaseException as error:
+                assignment, group, resumption = self._again(error)
+
+    async def awaited(self, coroutine: Awaitable[object]) -> object:
+        result: object = coroutine
+        while True:
+            try:
+                with self._scope() as context:
+                    value = await result if inspect.isawaitable(result) else result
+                    return _ended(context, value)
+            except BaseException as error:
+                result = self.begun(*self._again(error))
+                if not inspect.isawaitable(result):
+                    return result
+
+    def _enter(self, assignment: Assignment, group: Group, resumption: Resumption | None) -> None:
+        """Make what the function is given. resumption: of a run that was begun before."""
+        # What a function that failed, or was left, has made was kept until now: to close it before
+        # the peers were told would tell them another story.
+        torch_distributed.end()
+        context = Context(assignment, group, self._journal, self._recovery, self._context)
+        self._context = context
+        config = self._program.checkpoint
+        if config is not None and self._goes_back:
+            config = replace(config, resume=AUTO)
+        elif config is not None and resumption is not None:
+            config = replace(config, resume=NEVER)  # It goes on from memory.
+        checkpoints = context.checkpoints = Checkpoints(group, context.registry, config)
+        checkpoints.tell_progress = context.told_data
         with running(context), checkpoints:
-            result = await awaitable
-            context.finish()
-            return result
+            if resumption is not None and self._recovery is not None:
+                context.resume_data(self._recovery.begin_again(resumption, group))
+            elif checkpoints.reader is not None:
+                context.resume_data(checkpoints.reader.manifest.progress)
+
+    @contextlib.contextmanager
+    def _scope(self) -> Iterator[Context]:
+        context = self._context
+        assert context is not None and context.checkpoints is not None
+        # Entered anew for a coroutine, which has not begun when its function returns.
+        with running(context), context.checkpoints:
+            yield context
+
+    def _again(self, error: BaseException) -> tuple[Assignment, Group, Resumption | None]:
+        """How the function, left by `error`, runs again; raises if it does not."""
+        if self._recovery is None:
+            raise error
+        group = self._lifeline.group
+        if isinstance(error, StateLost) and self._context and self._context.has_checkpoint(group):
+            # All ranks are in the next generation already, and raise this alike.
+            self._recovery.forget()
+            self._goes_back = True
+            return self._lifeline.assignment, group, None
+        while True:
+            resumption = self._recovery.leave(error)
+            try:
+                return resumption.assignment, self._lifeline.connect(resumption), resumption
+            except Exception as failure:
+                if not ends_a_generation(failure):
+                    raise
+                error = failure
+
+
+def _ended(context: Context, result: object) -> object:
+    context.finish()
+    torch_distributed.end()
+    return result
 
 
 def pickled(

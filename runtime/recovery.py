@@ -15,6 +15,12 @@ which returns in the next generation, and the step goes on. Nothing of the user'
 
 A failure on the way begins again at (a), with what is held then. Some may have entered by then and
 some not: those had come to the same point, and enter behind, which needs no peer.
+
+Not every function waits inside a step. One that was left by the error of a collective of its own,
+and that of a newcomer, has to run from the top, and then all do, in the next generation and in the
+same processes. What they register is brought to where it was (retained.py), and `ctx.epochs` and
+`ctx.shard` go on there. A step that counts is ended first, on every rank that waits in it: then the
+function goes on to its next boundary or collective, and is left there.
 """
 
 from __future__ import annotations
@@ -22,22 +28,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from actors.errors import StateLost
 from actors.lifeline import Lifeline, ends_a_generation
 from actors.messages import DROPPED, Assignment, Progress, Resumption
 from collectives import Group
 from collectives.objects import all_gather_object
-from collectives.resharding import Range, RangesLost, plan_transfers
+from collectives.resharding import Range
 
 from . import join
 from .dealing import Position
-from .held_state import Description, HeldState, exchange
+from .held_state import Description, HeldState
 
 if TYPE_CHECKING:
     from .context import Context
     from .distributed_data_parallel import DistributedDataParallel
+    from .registry import Registered
+    from .retained import Retained, Summary
     from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
@@ -65,13 +72,16 @@ class Entry:
     positions: tuple[Position, ...]
 
 
+class FunctionLeft(BaseException):
+    """Unwinds the user's function, which runs again from the top. Not an Exception: it is nobody's
+    to catch but ours."""
+
+
 class Recovery:
     """One rank's, for one run. Optimizers and models are numbered in the order of their making,
     which is the same on all ranks; those that the user has dropped leave a gap."""
 
-    def __init__(self, context: Context, lifeline: Lifeline) -> None:
-        self._context = context
-        self.dealer = context.dealer
+    def __init__(self, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
         self._optimizers: list[weakref.ref[ZeroRedundancyOptimizer]] = []
         self._models: list[weakref.ref[DistributedDataParallel]] = []
@@ -81,9 +91,21 @@ class Recovery:
         """Into the generation that this rank was about to enter; the others may have."""
         self._since_entered: dict[int, tuple[int, ...]] = {}
         """By generation that was formed since, its ranks in the one before it."""
+        self._restart: Resumption | None = None
+        """How the function runs again, once it has been left."""
+        self._retained: Retained | None = None
+        """Of before the function was run again; until a step has been agreed on since."""
+        self._data: dict[str, Any] = {}
+        self._summaries: list[Summary] = []
         self.bytes_moved = 0
         """Sent by this rank in all recoveries of the run so far, parameters of (f) left out."""
         self.num_recoveries = 0
+
+    def attach(self, context: Context) -> None:
+        """The function runs, with this context."""
+        self._context = context
+        self.dealer = context.dealer
+        self._optimizers, self._models = [], []
 
     def watch_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
@@ -96,16 +118,41 @@ class Recovery:
     def watch_model(self, model: DistributedDataParallel) -> None:
         self._models.append(weakref.ref(model))
 
+    def record(self, cursors: tuple[int, ...]) -> None:
+        """A ballot was seen; the cursors of all ranks."""
+        self.dealer.record(cursors)
+        self._retained, self._summaries = None, []
+
     def finish(self) -> None:
         """The function has returned here: wait until it has everywhere, and help until then."""
+        self.pass_boundary()
         while (error := self._lifeline.finish()) is not None:
             self.recover(error)
 
-    def recover(self, error: BaseException) -> None:
-        """Return in the next generation. Raises what ended the run, if it does not go on."""
+    def pass_boundary(self) -> None:
+        """Between two steps: leave the function here, if it has to run again."""
+        if self._restart is not None:
+            raise FunctionLeft
+
+    def recover(
+        self, error: BaseException, optimizer: ZeroRedundancyOptimizer | None = None
+    ) -> None:
+        """Return in the next generation. Raises what ended the run, if it does not go on.
+
+        optimizer: whose step waits. Where functions run again it returns if the step counts, and
+        raises FunctionLeft if not.
+        """
+        self.pass_boundary()
         held: dict[int, HeldState] = {}
         while True:
-            resumption = self._lifeline.regenerate(error, self._progress, self._entered)  # (a)
+            resumption = self._freeze(error, is_parked=True)  # (a)
+            if resumption.restarts:
+                self._restart = resumption
+                before = optimizer.progress if optimizer else None
+                self._catch_up(resumption)
+                if optimizer is None or optimizer.progress == before:
+                    raise FunctionLeft
+                return
             if self._entry is not None and resumption.entered > self._entered:
                 self._enter(self._entry)
             self._entry = None
@@ -118,16 +165,49 @@ class Recovery:
                     raise
                 error = failure
 
+    def _freeze(self, error: BaseException, *, is_parked: bool) -> Resumption:
+        return self._lifeline.regenerate(
+            error,
+            self._progress,
+            self._entered,
+            is_parked=is_parked,
+            can_restart=self._can_restart(),
+            spare=min((one.shard.replicas - 1 for one in self._living()), default=0),
+        )
+
+    def _living(self) -> list[ZeroRedundancyOptimizer]:
+        return [one for made in self._optimizers if (one := made())]
+
     def _progress(self) -> tuple[Progress, ...]:
-        optimizers = (reference() for reference in self._optimizers)
-        return tuple(one.progress if one is not None else DROPPED for one in optimizers)
+        live = [one.progress if (one := made()) else DROPPED for made in self._optimizers]
+        retained = self._retained.progress() if self._retained is not None else []
+        # Those that the function has not made again yet are where they were.
+        return (*live, *retained[len(live) :])
+
+    def _can_restart(self) -> bool:
+        """Whether all that is sharded, or reduced, is registered; or the function has not come to
+        that yet."""
+        if self._retained is not None:
+            return True
+        registered = {id(entry.object) for entry in self._context.registry}
+        optimizers = self._living()
+        models = [model for made in self._models if (model := made())]
+        return bool(optimizers) and all(id(one) in registered for one in [*optimizers, *models])
+
+    def _catch_up(self, resumption: Resumption) -> None:
+        for number, made in enumerate(self._optimizers):
+            optimizer = made()
+            if optimizer is not None:
+                optimizer.catch_up(resumption.progress[number])
+
+    # -- in place --------------------------------------------------------------------------------
 
     def _go_on(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
         """held: by optimizer, what an attempt that failed has left here."""
         optimizers = {n: one for n, ref in enumerate(self._optimizers) if (one := ref())}
         models = {n: model for n, made in enumerate(self._models) if (model := made())}
+        self._catch_up(resumption)  # (b)
         for number, optimizer in optimizers.items():
-            optimizer.catch_up(resumption.progress[number])  # (b)
             if number not in held:
                 held[number] = optimizer.shard.held()
         group = self._lifeline.connect(resumption)  # (c)
@@ -141,8 +221,10 @@ class Recovery:
             ),
         )
         everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
-        for number in everywhere:
-            self._move(optimizers[number], held[number], number, standings, group)  # (d)
+        for number in everywhere:  # (d)
+            told = [standing.held[number] for standing in standings]
+            shard = optimizers[number].shard
+            self.bytes_moved += shard.complete(held[number], told, group)
         self._entry = Entry(
             resumption.assignment,
             self._former_ranks(),
@@ -232,24 +314,58 @@ class Recovery:
                 "shards inside Join([model, optimizer])"
             )
 
-    def _move(
-        self,
-        optimizer: ZeroRedundancyOptimizer,
-        held: HeldState,
-        number: int,
-        standings: list[Standing],
-        group: Group,
-    ) -> None:
-        for standing in standings:
-            held.learn(standing.held[number][1])
-        try:
-            plan = plan_transfers(
-                {rank: standing.held[number][0] for rank, standing in enumerate(standings)},
-                group.size,
-                [bucket.plan.content for bucket in optimizer.shard.buckets],
-                optimizer.shard.replicas,
-            )
-        except RangesLost as lost:
-            raise StateLost(group.generation, optimizer.shard.replicas, str(lost)) from None
-        travelling = optimizer.shard.travelling(held.described)
-        self.bytes_moved += exchange(held, plan, travelling, group)
+    # -- from the top ----------------------------------------------------------------------------
+
+    def leave(self, error: BaseException) -> Resumption:
+        """The function has been left: learn how it goes on, and keep what it has registered.
+
+        Raises what ended the run, if it does not go on; and `error` itself if it ends no
+        generation: then the function has failed.
+        """
+        resumption, self._restart = self._restart, None
+        if resumption is None or not isinstance(error, FunctionLeft):
+            if not ends_a_generation(error) and not isinstance(error, FunctionLeft):
+                raise error
+            resumption = self._freeze(error, is_parked=False)
+            self._catch_up(resumption)
+        if self._retained is None:
+            from .retained import Retained  # which knows models and optimizers
+
+            self._retained = Retained.of(self._context.registry)
+            self._data = self._context.told_data(committed=True)
+        return resumption
+
+    def forget(self) -> None:
+        """The function begins where no rank has anything any more."""
+        self._entered, self._since_entered = self._lifeline.generation, {}
+        self._entry = self._restart = self._retained = None
+        self._summaries = []
+
+    def begin_as_newcomer(self) -> None:
+        """The function runs for the first time here, and has run elsewhere."""
+        from .retained import Retained
+
+        self._retained = Retained()
+
+    def begin_again(self, resumption: Resumption, group: Group) -> list[dict[str, Any]]:
+        """Meet the others before the function runs again; where they were in their data, the
+        leader first."""
+        from .retained import leader_of
+
+        assert self._retained is not None
+        was_there = resumption.former_ranks[resumption.assignment.rank] >= 0
+        self._entered, self._since_entered = resumption.assignment.generation, {}
+        self._entry = None
+        self._summaries = all_gather_object(group, self._retained.summary(was_there, self._data))
+        self.num_recoveries += 1
+        leader = leader_of(self._summaries)
+        data = [one.data for one in self._summaries if one.was_there]
+        assert self._summaries[leader].data is data[0]
+        return data
+
+    def restore(self, entry: Registered, group: Group) -> bool:
+        """Bring a registered object to where it was; False if the function runs for the first
+        time, or had nothing of this name."""
+        if self._retained is None or not self._summaries:
+            return False
+        return self._retained.restore(entry, self._summaries, group)

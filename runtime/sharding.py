@@ -99,6 +99,11 @@ class Shard:
         """The samples that the iteration has given so far."""
         return self.sample_ids[: self.taken]
 
+    @property
+    def committed_ids(self) -> list[int]:
+        """The samples of the iteration, of all ranks, that belong to steps that count."""
+        return self._dealer.committed_ids(self)
+
     def __iter__(self) -> Iterator[Any]:
         self._rest = self._coming()
         passage = None

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
 from .context import current_group, recovery_of
 from .distributed_data_parallel import DistributedDataParallel, names_of, owner_of
 from .early_update import EarlyUpdate
-from .held_state import HeldState
+from .held_state import HeldState, Told
 from .join import Join
 from .joinable import GroupJoinable, Joinable, JoinHook
 from .loss_scale import check_scale, given_scale
@@ -287,7 +287,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             except Exception as error:
                 if self._recovery is None or not ends_a_generation(error):
                     raise
-                self._recovery.recover(error)
+                self._recovery.recover(error, self)
         if self._recovery is not None:
             self._recovery.has_stepped(self)
 
@@ -325,7 +325,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         outcome = self._ballot.read(payload)
         live = self.last_live = outcome.agreement.live
         if self._recovery is not None:
-            self._recovery.dealer.record(outcome.cursors)
+            self._recovery.record(outcome.cursors)
         if self._join:
             self._join.record(self, outcome.agreement)
         if self.group.rank not in live and live:
@@ -423,6 +423,31 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     def model(self) -> DistributedDataParallel | None:
         """Whose gradients travel once; None where there is none."""
         return self._model
+
+    @torch.no_grad()
+    def take_over(
+        self,
+        held: HeldState,
+        told: Sequence[Told],
+        progress: Progress,
+        num_steps: int,
+        options: Sequence[Mapping[str, Any]],
+    ) -> int:
+        """Go on where an optimizer of the same parameters was, which the ranks still keep: called
+        on all ranks before the first step. Returns the bytes that this rank sent.
+
+        held: what this rank keeps of its state. told: what all ranks do.
+        """
+        assert self.reducer is not None
+        for ours, theirs in zip(self.param_groups, options, strict=True):
+            ours.update(theirs)
+        self.num_steps, self._seen = num_steps, progress
+        self._ballot_of_step = progress.ballots
+        sent_bytes = self._shard.complete(held, told, self.group)
+        reduced = [bucket.shard for bucket in self.reducer.buckets]
+        self._shard.recut(self.group, reduced, self.param_groups, held)
+        self._shard.gather()
+        return sent_bytes
 
     @torch.no_grad()
     def change_group(self, group: Group, held: HeldState) -> None:

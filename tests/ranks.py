@@ -31,6 +31,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "torch",
+        "torch._dynamo",  # The first optimizer, and torch.distributed on our groups, import it.
         "torch.distributed.checkpoint",  # A second or more, paid once instead of by each rank.
         "numpy",
         "pytest",

@@ -183,7 +183,7 @@ def test_a_stopped_rank_is_a_timeout_that_says_where_it_is(transport: str, tmp_p
             assert error.ranks == [2]
             assert "ranks [2] did not arrive within 1 s; rank 2 " in str(error)
             assert "barrier #0" in error.whereabouts
-            assert "raise timeout_s" in str(error)
+            assert "raise the timeout (timeout_s)" in str(error)
             assert 0.9 < took_s < 1 + PATIENCE_S[transport]
 
 

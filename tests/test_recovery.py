@@ -8,44 +8,28 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import training_to_kill
+from ray import cloudpickle
+from training_to_kill import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    NUM_SAMPLES,
+    Samples,
+    die,
+    loss_of,
+    network,
+)
 
 import chorusline as cl
 from actors.errors import StateLost, WorkerLost
 
-NUM_SAMPLES, BATCH_SIZE, LEARNING_RATE = 61, 4, 0.05
-
-
-class Samples:
-    """(number, input, target), float64."""
-
-    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(num_samples, 5, generator=generator, dtype=torch.float64)
-        self.targets = torch.randn(num_samples, 3, generator=generator, dtype=torch.float64)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, number: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        return number, self.inputs[number], self.targets[number]
-
-
-def network() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(5, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3)
-    ).double()
-
-
-def loss_of(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(model(inputs), targets)
+cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
 
 @dataclass
@@ -60,11 +44,6 @@ class Told:
     ids_of_the_lost: list[int]
     num_steps: int
     state_numel: int
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
 
 
 def before(owner: Any, name: str) -> None:

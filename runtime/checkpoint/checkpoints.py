@@ -104,6 +104,13 @@ class Checkpoints:
             source = storage if config.resume == AUTO else open_storage(config.resume)
             self.reader = choose(source, self._group, may_be_absent=config.resume == AUTO)
 
+    def has_any(self, group: Group) -> bool:
+        """Whether there is one in the place of the config; all ranks of `group` ask."""
+        if self._storage is None:
+            return False
+        found = group.rank == 0 and bool(catalog.candidates(self._storage))
+        return bool(broadcast_object(group, found))
+
     def change_group(self, group: Group) -> None:
         """The run goes on in another generation. A checkpoint in flight is given up with the one
         that ended, unless all had written: nobody is to blame, and the next one is soon."""

@@ -1,0 +1,182 @@
+"""PyTorch's own distributed tests, on our backend and on Gloo: passed, failed, skipped.
+
+    python benchmarks/torch_suite.py [--ranks 2,4] [--only ours|gloo] [--match TEXT] [--json]
+
+The suite ships in torch's wheel (torch.testing._internal.distributed.distributed_test) and decides
+by the name of the backend what it runs. So ours runs under the name of Gloo: in these processes
+torch makes one of our process groups wherever it would make Gloo's. What fails there runs once more
+under our own name, which some test may ask for, and is counted as it ends then. A test that Gloo
+passes and ours does not is a difference; docs/torch-suite.md explains each.
+
+Needs the package expecttest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.alternation import parser, table
+
+_TEST_TIMEOUT_S = 100
+
+
+def put_ours_in_the_place_of_gloo() -> None:
+    from torch.distributed import distributed_c10d
+
+    from collectives.group import Group
+    from collectives.torch_backend.process_group import ChoruslineProcessGroup
+    from collectives.torch_store import StoreFromTorch
+
+    class InPlaceOfGloo(ChoruslineProcessGroup):
+        profiling_name = "gloo"  # The suite looks for ranges of this name.
+
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            host = Group.create(
+                StoreFromTorch(store), rank, size, timeout_s=timeout.total_seconds()
+            )
+            super().__init__(host, store)
+            self.gloo_options = SimpleNamespace()
+
+        @property
+        def options(self) -> Any:
+            return self.gloo_options
+
+    distributed_c10d.ProcessGroupGloo = InPlaceOfGloo  # type: ignore[misc]
+
+
+def run_suite(backend: str, num_ranks: int, wanted: str) -> dict[str, str]:
+    """What became of each test: passed, skipped, or the end of what it said.
+
+    backend: "gloo", "ours" under its name, or "chorusline". wanted: a part of the tests' names, or
+    several whole names with commas between.
+
+    Ranks are forks of this process, which has imported torch: a fresh interpreter for each rank of
+    each test would take an hour.
+    """
+    name = "gloo" if backend == "ours" else backend
+    os.environ |= {"BACKEND": name, "WORLD_SIZE": str(num_ranks)}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    scratch = tempfile.TemporaryDirectory()
+    os.environ["TEMP_DIR"] = scratch.name
+    os.environ["INIT_METHOD"] = f"file://{scratch.name}/shared_init_file"
+    import torch
+    from torch.testing._internal import common_distributed
+    from torch.testing._internal.distributed import distributed_test
+
+    import chorusline  # noqa: F401  # registers ours
+
+    torch.set_num_threads(1)
+    logging.getLogger(common_distributed.__name__).setLevel(logging.WARNING)
+    common_distributed.TIMEOUT_DEFAULT = _TEST_TIMEOUT_S
+    common_distributed.TIMEOUT_OVERRIDE = {}
+    if backend == "ours":
+        put_ours_in_the_place_of_gloo()
+
+    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    names = list(unittest.TestLoader().getTestCaseNames(Suite))
+    names = (
+        [name for name in wanted.split(",") if name]
+        if "," in wanted
+        else [name for name in names if wanted in name]
+    )
+    outcomes: dict[str, str] = {}
+    for name in names:
+        began_at = time.monotonic()
+        result = unittest.TextTestRunner(stream=io.StringIO()).run(Suite(name))
+        told = [text for _, text in result.errors + result.failures]
+        if told:
+            outcomes[name] = told[0][-3000:]
+        else:
+            outcomes[name] = "skipped" if result.skipped else "passed"
+        word = "FAILED" if told else outcomes[name]
+        seconds = time.monotonic() - began_at
+        print(f"{backend}, {num_ranks} ranks: {name} {word} {seconds:.1f} s", file=sys.stderr)
+    return outcomes
+
+
+def counts(outcomes: dict[str, str]) -> tuple[int, int, int]:
+    passed = sum(outcome == "passed" for outcome in outcomes.values())
+    skipped = sum(outcome == "skipped" for outcome in outcomes.values())
+    return passed, len(outcomes) - passed - skipped, skipped
+
+
+def in_a_process_of_its_own(backend: str, num_ranks: int, wanted: str) -> dict[str, str]:
+    """The suite reads the backend and the number of ranks when it is imported."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "outcomes"
+        command = [sys.executable, __file__, "--write", str(path), "--only", backend]
+        subprocess.run(
+            [*command, "--ranks", str(num_ranks), "--match", wanted],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        outcomes: dict[str, str] = json.loads(path.read_text())
+    failed = [name for name, told in outcomes.items() if told not in ("passed", "skipped")]
+    if backend == "ours" and failed:
+        # The comma at the end says that these are whole names.
+        again = in_a_process_of_its_own("chorusline", num_ranks, ",".join([*failed, ""]))
+        outcomes |= {name: told for name, told in again.items() if told == "passed"}
+        own = sorted(name for name in failed if again[name] == "passed")
+        print(f"ours, {num_ranks} ranks, passed under our own name: {', '.join(own) or 'none'}")
+    return outcomes
+
+
+def main() -> None:
+    flags = parser(__doc__.splitlines()[0])
+    flags.add_argument("--ranks", default="2,4")
+    flags.add_argument("--only", choices=["ours", "gloo", "chorusline"])
+    flags.add_argument("--match", default="", help="run the tests whose names contain this")
+    flags.add_argument("--write", help=argparse.SUPPRESS)
+    args = flags.parse_args()
+    if args.write:
+        outcomes = run_suite(args.only, int(args.ranks), args.match)
+        Path(args.write).write_text(json.dumps(outcomes))
+        return
+    backends = [args.only] if args.only else ["gloo", "ours"]
+    figures: dict[str, Any] = {}
+    rows = []
+    for num_ranks in map(int, args.ranks.split(",")):
+        by_backend = {
+            backend: in_a_process_of_its_own(backend, num_ranks, args.match) for backend in backends
+        }
+        for backend, outcomes in by_backend.items():
+            passed, failed, skipped = counts(outcomes)
+            rows.append((backend, str(num_ranks), str(passed), str(failed), str(skipped)))
+            figures[f"{backend}/{num_ranks}"] = {
+                "passed": passed,
+                "failed": failed,
+                "skipped": skipped,
+                "outcomes": outcomes,
+            }
+            for name, told in outcomes.items():
+                if told not in ("passed", "skipped"):
+                    print(f"\n{backend}, {num_ranks} ranks: {name}\n{told}")
+        if len(by_backend) == 2:
+            for name, outcome in by_backend["gloo"].items():
+                if outcome == "passed" != by_backend["ours"][name]:
+                    print(f"DIFFERENCE, {num_ranks} ranks: {name} passes on Gloo, not on ours")
+    table("torch's suite", ("backend", "ranks", "passed", "failed", "skipped"), rows)
+    if args.json:
+        print(json.dumps({"figures": figures}))
+
+
+if __name__ == "__main__":
+    main()

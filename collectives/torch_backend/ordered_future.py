@@ -1,0 +1,170 @@
+"""Futures whose callbacks run in one order on all ranks, on a thread that nobody waits for.
+
+torch runs a callback in whichever thread completes the future, or, if it is complete already, in
+the one that adds the callback. Which of the two it is differs from rank to rank, and so would the
+order of what callbacks issue. Here completing a future and running a callback are tasks of one
+queue, in the order in which they were asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+import torch
+
+_here = threading.local()
+
+
+def current_depth() -> int:
+    """0 in the program, 1 in a callback, 2 in a callback of what a callback issued."""
+    depth: int = getattr(_here, "depth", 0)
+    return depth
+
+
+class CallbackThread:
+    """Completes the futures of one depth and runs their callbacks, in order. Stays for good."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread = threading.Thread(
+            target=self._run, name=f"chorusline-torch-callbacks-{depth}", daemon=True
+        )
+        self._thread.start()
+
+    def add(self, task: Callable[[], None]) -> None:
+        """task: must not raise."""
+        self._tasks.put(task)
+
+    def is_here(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _run(self) -> None:
+        _here.depth = self.depth + 1
+        while True:
+            task = self._tasks.get()
+            task()
+            del task  # Hold no tensors while there is nothing to do.
+
+    @contextlib.contextmanager
+    def streams(self, devices: list[torch.device]) -> Iterator[None]:
+        """On GPUs, streams of this thread's own: the default one is the program's."""
+        with contextlib.ExitStack() as stack:
+            for device in devices:
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)
+                stack.enter_context(torch.cuda.stream(self._streams[device]))
+            yield
+
+
+_threads: list[CallbackThread] = []
+_making = threading.Lock()
+
+
+def callback_thread(depth: int) -> CallbackThread:
+    """The thread for what is issued at `depth`; one for all process groups, made when needed."""
+    with _making:
+        while len(_threads) <= depth:
+            _threads.append(CallbackThread(len(_threads)))
+        return _threads[depth]
+
+
+class _FailedTensor(torch.Tensor):
+    """The value of a future that has failed: whoever computes with it raises the error.
+
+    torch keeps no exception of Python's in a future, only values. Its Python half raises what
+    `_set_unwrap_func` says; its C++ (DDP's reducer) takes the value for tensors, cuts the gradients
+    out of it, and so raises the very error as well.
+    """
+
+    error: BaseException
+
+    @staticmethod
+    def __new__(cls, error: BaseException) -> _FailedTensor:
+        tensor: _FailedTensor = torch.Tensor._make_wrapper_subclass(cls, (0,))
+        tensor.error = error
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise next(value.error for value in args if isinstance(value, _FailedTensor))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<failed: {self.error}>"
+
+
+class _Failure:
+    """The same on GPUs, where torch pickles a value at once to find its tensors: that fails, and
+    torch does keep that as the future's error, as text."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> NoReturn:
+        raise self.error
+
+
+class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
+    """devices: where the tensors of its value live, if on GPUs."""
+
+    def __init__(self, thread: CallbackThread, devices: list[torch.device]) -> None:
+        super().__init__(devices=list(devices))
+        self._callbacks = thread
+        self._devices = devices
+
+    def then(self, callback: Callable[[Any], Any]) -> OrderedFuture:
+        result = OrderedFuture(self._callbacks, self._devices)
+        self._queue(lambda: self._call(callback, result))
+        return result
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        self._queue(lambda: self._call(callback, None))
+
+    def fail(self, error: BaseException) -> None:
+        def unwrap(_: object) -> NoReturn:
+            raise error
+
+        self._set_unwrap_func(unwrap)
+        self.set_result(_Failure(error) if self._devices else _FailedTensor(error))
+
+    def set_exception(self, result: BaseException) -> None:
+        self.fail(result)
+
+    def _queue(self, task: Callable[[], None]) -> None:
+        # A callback that asks for another one, of what is complete, may wait for it at once; and
+        # here alone what is complete is the same on all ranks.
+        if self._callbacks.is_here() and self.done():
+            task()
+        else:
+            self._callbacks.add(task)
+
+    def _call(self, callback: Callable[[Any], Any], result: OrderedFuture | None) -> None:
+        with self._callbacks.streams(self._devices):
+            try:
+                with contextlib.suppress(BaseException):
+                    super().wait()  # On GPUs: order the stream behind the value.
+                value = callback(self)
+            except BaseException as error:
+                if result is not None:
+                    result.fail(error)
+                else:
+                    _tell(error)
+            else:
+                if result is not None:
+                    result.set_result(value)
+
+
+def _tell(error: BaseException) -> None:
+    """Nobody will ask for it."""
+    threading.excepthook(
+        threading.ExceptHookArgs(
+            (type(error), error, error.__traceback__, threading.current_thread())
+        )
+    )

@@ -1,0 +1,218 @@
+"""A process group of torch's that runs on our groups: who it is, and how it is made and ended.
+
+Whatever is here of `Backend`'s interface is here because torch asks `_get_backend(device)` for it,
+which gives this object itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
+
+from ..errors import UnsupportedOperation
+from ..group import Group
+from ..subgroups import connect_child
+from ..torch_store import StoreFromTorch
+from .depths import Depths
+from .registration import NAME, Options
+from .torch_operations import TorchOperations
+
+
+def create(arguments: Any, options: Options) -> ChoruslineProcessGroup:
+    """The process group that torch asks for in `arguments`, its _DistributedBackendOptions."""
+    name = f"torch {arguments.group_id}"
+    timeout_s = arguments.timeout.total_seconds()
+    parent, members = options.parent, list(range(arguments.group_size))
+    if parent is None and dist.is_initialized():
+        world = dist.group.WORLD
+        if isinstance(world, ChoruslineProcessGroup):
+            parent, members = world.group, list(arguments.global_ranks_in_group)
+    if parent is None:
+        store = StoreFromTorch(arguments.store)
+        size = arguments.group_size
+        host = Group.create(store, arguments.group_rank, size, timeout_s=timeout_s, name=name)
+    else:
+        # In the store that the parent met in: there a rank that is lost is not waited for.
+        host = _child(parent, members, name, timeout_s)
+    return ChoruslineProcessGroup(host, arguments.store)
+
+
+def _child(parent: Group, members: Sequence[int], name: str, timeout_s: float) -> Group:
+    return connect_child(
+        parent,
+        members,
+        name,
+        name=name,
+        what=f"the making of group {name!r}",
+        device=torch.device("cpu"),
+        backend=parent._asked_backend if parent.device.type == "cpu" else None,
+        limit_s=timeout_s,
+        timeout_s=timeout_s,
+    )
+
+
+# Untyped: torch's stubs have its C++ signatures, overloads that no one Python method can match.
+_TorchProcessGroup: Any = dist.ProcessGroup
+
+
+class ChoruslineProcessGroup(TorchOperations, _TorchProcessGroup):
+    """`size` ranks of torch.distributed over groups of ours.
+
+    group: the one for tensors on the host, in which the program runs; its flight recorder, its
+    `describe()` and its failure are there for whoever asks.
+    """
+
+    def __init__(self, host: Group, torch_store: Any) -> None:
+        """torch_store: what torch is given when it asks for the store of this process group."""
+        _TorchProcessGroup.__init__(self, host.rank, host.size)
+        TorchOperations.__init__(self, Depths(host))
+        self._torch_store = torch_store
+        self._group_name = host.name
+        self._group_desc = "undefined"
+        self._splits = 0
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ChoruslineProcessGroup | None:
+        """A process group of some ranks of this one; None on a rank that is not among them.
+
+        new_ranks: as this group counts, on this rank: ranks of other splits pass theirs.
+        """
+        self._splits += 1
+        ranks = list(new_ranks)
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"{self._group_name}:split:{self._splits}"
+        # Ranks of one split agree on its name, and no other split has it.
+        host = _child(
+            self.group,
+            ranks,
+            f"torch {name} of ranks {ranks}",
+            self.group.timeout_s if timeout is None else timeout.total_seconds(),
+        )
+        made = ChoruslineProcessGroup(host, TorchPrefixStore(host.name, self._torch_store))
+        made._set_group_name(name)
+        made._set_group_desc(group_desc or f"{self._group_desc}:split")
+        return made
+
+    splitGroup = split_group
+
+    def merge_remote_group(self, *_: Any, **__: Any) -> ChoruslineProcessGroup:
+        raise UnsupportedOperation(
+            "merge_remote_group",
+            NAME,
+            "a group's membership never changes; destroy the process groups and initialise one of "
+            "all ranks",
+        )
+
+    mergeRemoteGroup = merge_remote_group
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return True
+
+    @property
+    def options(self) -> None:
+        """What torch hands on to `split_group`."""
+
+    def comm_split_count(self) -> int:
+        return self._splits
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing: ranks that are left out of a group have no part in making it."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._depths.group(device)
+
+    # -- who it is -------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    _get_backend_name = name = getBackendName
+
+    def getRank(self) -> int:
+        return self.group.rank
+
+    def getSize(self) -> int:
+        return self.group.size
+
+    rank, size = getRank, getSize
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
+
+    def getGroupDesc(self) -> str:
+        return self._group_desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._group_desc = desc
+
+    _set_group_desc = setGroupDesc
+    group_desc = property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(kind) for kind in types]
+
+    def _get_backend(self, device: torch.device) -> ChoruslineProcessGroup:
+        if device not in self._device_types and device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
+
+    def get_group_store(self) -> Any:
+        return self._torch_store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._next_sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Ours are counted from the start."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        """Nothing is left behind in threads of C++."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._depths.set_timeout(timeout.total_seconds())
+
+    _set_default_timeout = set_timeout
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End the generation on all ranks: what is in flight anywhere raises GroupAborted."""
+        self._depths.abort("the process group was aborted")
+        self._depths.close()
+
+    def shutdown(self) -> None:
+        self._depths.close()
+
+    def __repr__(self) -> str:
+        return f"<ChoruslineProcessGroup {self._group_name!r} over {self.group!r}>"

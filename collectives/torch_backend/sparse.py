@@ -1,0 +1,45 @@
+"""The sum of sparse tensors, as DDP wants it for embeddings with sparse gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..group import Group
+from ..reduce_op import ReduceOp
+from ..work import Work
+
+
+def all_reduce(
+    group: Group, tensor: torch.Tensor, op: ReduceOp, timeout_s: float | None
+) -> tuple[Work, Callable[[], None]]:
+    """Gather what all ranks have, and add it up: the work, and what is left to do after it.
+
+    tensor: COO, of the same shape on all ranks, any number of elements; written in place. Blocks
+    until all ranks have told their number of elements.
+    """
+    if tensor.layout is not torch.sparse_coo:
+        raise ValueError(f"all_reduce of {tensor.layout}; convert with .to_sparse_coo()")
+    if op is not ReduceOp.SUM:
+        raise ValueError(f"all_reduce of a sparse tensor with {op.name}; only SUM is defined")
+    mine = tensor.coalesce()
+    indices, values = mine.indices(), mine.values()
+    count = torch.tensor([indices.shape[1]], device=tensor.device)
+    counts = count.new_empty(group.size)
+    group.all_gather(counts, count, timeout_s=timeout_s).wait()
+    numbers = counts.tolist()
+    # (sparse dimensions, n) by rank, and (n, dense dimensions) by rank
+    all_indices = [indices.new_empty(indices.shape[0], n) for n in numbers]
+    all_values = [values.new_empty(n, *values.shape[1:]) for n in numbers]
+    with group.coalesce(timeout_s=timeout_s) as work:
+        group.all_gather(all_indices, indices)
+        group.all_gather(all_values, values)
+
+    def add_up() -> None:
+        total = torch.sparse_coo_tensor(
+            torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape
+        )
+        tensor.copy_(total.coalesce())
+
+    return work, add_up

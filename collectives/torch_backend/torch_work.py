@@ -1,0 +1,162 @@
+"""An operation in flight as torch sees it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import profiler
+
+from ..coalesce import Coalesced
+from ..work import Work
+from .ordered_future import OrderedFuture, callback_thread, current_depth
+from .translation import seconds
+
+_NONE = timedelta(0)
+_KEPT = 256
+
+_kept: OrderedDict[int, TorchWork] = OrderedDict()
+"""Works that nobody has waited for. Of a work that Python hands to torch's C++ (DDP does, in Join),
+C++ keeps its own half only, and calls into the void once ours is collected. It waits for it within
+the step."""
+
+
+_TorchWork: Any = dist._Work  # type: ignore[attr-defined]
+
+
+class TorchWork(_TorchWork):
+    """inner: ours. outputs: what its future gives. after: what is left to do when the data is here,
+    before anybody may look at it. name, shapes_of: its range in a profiler.
+
+    Waiting raises our errors. With a timeout that passes, it ends the generation, as every deadline
+    does.
+    """
+
+    def __init__(
+        self,
+        inner: Work,
+        outputs: list[torch.Tensor],
+        name: str,
+        after: Callable[[], None] | None = None,
+        shapes_of: list[torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self._inner = inner
+        self._outputs = outputs
+        self._after = after
+        self._finishing = threading.Lock()
+        self._depth = current_depth()
+        self._future: OrderedFuture | None = None
+        self._is_settled = False
+        self._span: Any = None
+        if profiler._is_profiler_enabled:
+            self._profile(name, outputs if shapes_of is None else shapes_of)
+        _kept[id(self)] = self
+        if len(_kept) > _KEPT:
+            _kept.popitem(last=False)
+
+    def wait(self, timeout: timedelta = _NONE) -> bool:
+        if isinstance(self._inner, Coalesced) and self._inner.is_open:
+            return True  # torch's synchronous calls wait inside a block, for what begins at its end
+        try:
+            limit_s = seconds(timeout)
+            if limit_s is not None and not self._inner.is_completed():
+                self._wait_for(limit_s)
+            self._inner.wait()
+            self._finish()
+            if self._future is not None and not self._future.done():
+                # Complete before we return, as torch promises. Whoever is in the thread that would
+                # settle it cannot wait for itself.
+                if callback_thread(self._depth).is_here():
+                    self._settle()
+                else:
+                    self._future.wait()
+        finally:
+            _kept.pop(id(self), None)
+        return True
+
+    def get_future(self) -> OrderedFuture:
+        if self._future is None:
+            thread = callback_thread(self._depth)
+            device = self._outputs[0].device if self._outputs else None
+            on_gpu = [device] if device is not None and device.type == "cuda" else []
+            self._future = OrderedFuture(thread, on_gpu)
+            thread.add(self._settle)
+        return self._future
+
+    def is_completed(self) -> bool:
+        done = self._inner.is_completed()
+        if done:
+            if self._inner.error() is None:
+                self._finish()
+            _kept.pop(id(self), None)
+        return done
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._inner.error() is None
+
+    def exception(self) -> BaseException | None:
+        return self._inner.error() if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self._inner.source_rank
+
+    _source_rank = source_rank
+
+    def _finish(self) -> None:
+        if self._after is not None:
+            with self._finishing:
+                after, self._after = self._after, None
+                if after is not None:
+                    after()
+
+    def _wait_for(self, limit_s: float) -> None:
+        over = threading.Event()
+        self._inner.add_done_callback(over.set)
+        if not over.wait(limit_s):
+            self._inner._end_generation(
+                f"{self._inner.operation} was given up after the {limit_s:g} s that wait() was told"
+            )
+
+    def _settle(self) -> None:
+        """Complete the future; in the thread for that."""
+        future = self._future
+        if future is None or self._is_settled:
+            return
+        with future._callbacks.streams(future._devices):
+            failure: BaseException | None = None
+            try:
+                self._inner.wait()
+                self._finish()
+            except BaseException as error:
+                failure = error
+            self._is_settled = True
+            if self._span is not None:
+                self._span.__exit__(None, None, None)
+                self._span = None  # torch notes the thread that drops it as the one that ended it.
+            if failure is None:
+                future.set_result(self._outputs)
+            else:
+                future.fail(failure)
+        _kept.pop(id(self), None)
+
+    def _profile(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """A range from the issue to the end, with the shapes, as torch's own backends have it."""
+        self._span = torch._C._profiler._RecordFunctionFast(name, list(tensors))
+        self._span.__enter__()
+        # torch shows a range as asynchronous if another thread than the one that began it ends it.
+        self.get_future()

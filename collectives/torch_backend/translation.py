@@ -1,0 +1,68 @@
+"""torch's arguments as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..arguments import DTYPE_INDEX
+from ..reduce_op import ReduceOp
+
+_TORCH = dist.ReduceOp
+_OPS = {
+    _TORCH.SUM: ReduceOp.SUM,
+    _TORCH.AVG: ReduceOp.AVG,
+    _TORCH.PRODUCT: ReduceOp.PRODUCT,
+    _TORCH.MIN: ReduceOp.MIN,
+    _TORCH.MAX: ReduceOp.MAX,
+    _TORCH.BAND: ReduceOp.BAND,
+    _TORCH.BOR: ReduceOp.BOR,
+    _TORCH.BXOR: ReduceOp.BXOR,
+    _TORCH.PREMUL_SUM: ReduceOp.PREMUL_SUM,
+}
+
+
+def reduction(options: Any) -> tuple[ReduceOp, complex | None]:
+    """How to reduce, and the factor of PREMUL_SUM.
+
+    options: torch's options of an operation, or its ReduceOp itself; None is SUM.
+    """
+    if options is None:
+        return ReduceOp.SUM, None
+    op = getattr(options, "reduceOp", options)
+    kind = getattr(op, "op", op)
+    ours = _OPS[kind]
+    if ours is not ReduceOp.PREMUL_SUM:
+        return ours, None
+    factor = op.factor
+    return ours, factor.item() if isinstance(factor, torch.Tensor) else factor
+
+
+def seconds(timeout: Any) -> float | None:
+    """A timedelta, or options that hold one, in seconds; None where torch says nothing.
+
+    torch says nothing with a negative timeout in options, and with zero in Work.wait.
+    """
+    timeout = getattr(timeout, "timeout", timeout)
+    if not isinstance(timeout, timedelta):
+        return None
+    total = timeout.total_seconds()
+    return total if total > 0 else None
+
+
+def listed(tensors: Any) -> list[torch.Tensor]:
+    """torch passes lists of tensors; people may pass one."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` for an operation that only moves it: dtypes that we have no name for, as bytes."""
+    return tensor if tensor.dtype in DTYPE_INDEX else tensor.view(torch.uint8)
+
+
+def all_moved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [moved(tensor) for tensor in tensors]

@@ -1,0 +1,150 @@
+"""What a rank keeps of its registered objects while its function runs again from the top.
+
+The function makes its objects anew and registers them under the same names. Each then takes over
+what was there: a sharded optimizer the shards, of whoever keeps them; a model, and whatever all
+ranks have alike, the state of one rank (the *leader*, the lowest that was there before); what is
+registered per rank the state of its own rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from actors.messages import Progress
+from collectives import Group
+from collectives.objects import broadcast_object
+from collectives.resharding import Range
+
+from .distributed_data_parallel import DistributedDataParallel
+from .held_state import Description, HeldState
+from .registry import Registered, Registry
+from .replication import broadcast_tensors
+from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class RetainedOptimizer:
+    """held: what this rank keeps of the state. num_steps, options: equal on all ranks."""
+
+    held: HeldState
+    progress: Progress
+    num_steps: int
+    options: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a rank tells the others of what it keeps, before the function runs again.
+
+    was_there: not a newcomer. data: where it was in its data (Context.told_data).
+    """
+
+    was_there: bool
+    held: Mapping[str, tuple[list[Range], Mapping[int, Description]]]
+    data: Any
+
+
+@dataclass(slots=True)
+class Retained:
+    """One rank's. optimizers: by name, in the order of their making. tensors: of modules, by their
+    names in them. states: of everything else."""
+
+    optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, registry: Registry) -> Retained:
+        retained = cls()
+        for entry in registry:
+            made = entry.object
+            if isinstance(made, ZeroRedundancyOptimizer):
+                retained.optimizers[entry.name] = RetainedOptimizer(
+                    made.shard.held(),
+                    made.progress,
+                    made.num_steps,
+                    [
+                        {k: copy.deepcopy(v) for k, v in options.items() if k != "params"}
+                        for options in made.param_groups
+                    ],
+                )
+            elif isinstance(made, torch.nn.Module):
+                retained.tensors[entry.name] = _tensors_of(made, committed=True)
+            else:
+                retained.states[entry.name] = copy.deepcopy(made.state_dict())
+        return retained
+
+    def progress(self) -> list[Progress]:
+        """Of the optimizers, in the order of their making."""
+        return [one.progress for one in self.optimizers.values()]
+
+    def summary(self, was_there: bool, data: Any) -> Summary:
+        held = {
+            name: (one.held.ranges, one.held.described) for name, one in self.optimizers.items()
+        }
+        return Summary(was_there, held, data)
+
+    def restore(self, entry: Registered, summaries: Sequence[Summary], group: Group) -> bool:
+        """Bring an object that was registered again to its state; called alike on all ranks.
+
+        False if nothing of this name was kept: it is new, and stays as it is.
+        """
+        leader = leader_of(summaries)
+        made = entry.object
+        if isinstance(made, ZeroRedundancyOptimizer):
+            if not any(entry.name in one.held for one in summaries):
+                return False
+            self._restore_optimizer(entry.name, made, summaries, group)
+            return True
+        if isinstance(made, torch.nn.Module):
+            here = _tensors_of(made, committed=False)
+            kept = self.tensors.get(entry.name, {})
+            for name, tensor in here.items() if group.rank == leader else ():
+                if name in kept:
+                    tensor.copy_(kept[name])
+            broadcast_tensors(list(here.values()), leader, group)
+            return True
+        if entry.per_rank:
+            if entry.name in self.states:
+                made.load_state_dict(self.states[entry.name])
+            return entry.name in self.states
+        state = broadcast_object(group, self.states.get(entry.name), leader)
+        if state is not None:
+            made.load_state_dict(copy.deepcopy(state))
+        return state is not None
+
+    def _restore_optimizer(
+        self,
+        name: str,
+        optimizer: ZeroRedundancyOptimizer,
+        summaries: Sequence[Summary],
+        group: Group,
+    ) -> None:
+        mine = self.optimizers.get(name)
+        told = (mine.progress, mine.num_steps, mine.options) if mine else None
+        progress, num_steps, options = broadcast_object(group, told, leader_of(summaries))
+        held = HeldState([], [], {}) if mine is None else mine.held.copy()
+        by_rank = [one.held.get(name, ([], {})) for one in summaries]
+        optimizer.take_over(held, by_rank, progress, num_steps, options)
+
+
+def leader_of(summaries: Sequence[Summary]) -> int:
+    """The lowest rank that was there before."""
+    return next(rank for rank, one in enumerate(summaries) if one.was_there)
+
+
+@torch.no_grad()
+def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.Tensor]:
+    """Parameters and buffers. committed: buffers as they were after the last step that counts, for
+    a forward pass may have changed them since."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    tensors = {name: p.detach() for name, p in inner.named_parameters()}
+    buffers = dict(inner.named_buffers())
+    if committed and isinstance(module, DistributedDataParallel) and module.kept_buffers:
+        buffers = dict(zip(buffers, module.kept_buffers, strict=True))
+    return {**tensors, **buffers}

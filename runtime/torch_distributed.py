@@ -1,0 +1,56 @@
+"""torch.distributed over the group of a run: begun by the train function, ended with it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from collectives import Group, TorchStore
+from collectives.subgroups import another_store
+from collectives.torch_backend import NAME, Options
+
+# One per process, as torch's own default process group is.
+_ours: tuple[object, Group, TorchStore] | None = None
+"""The default process group that we made, the group whose ranks it has, and their store."""
+
+
+def initialise(group: Group, timeout_s: float | None) -> None:
+    """`Context.init_torch_distributed`."""
+    global _ours
+    if _ours is not None and _ours[1] is not group:
+        end()  # of a generation that has ended
+    if dist.is_initialized():
+        if _ours is not None and _ours[0] is dist.group.WORLD:
+            return
+        raise RuntimeError(
+            f"torch.distributed is initialised in this process already, with the backend "
+            f"{dist.get_backend()!r} and not for this run; call "
+            "torch.distributed.destroy_process_group() first"
+        )
+    store = TorchStore(another_store(group))
+    seconds = group.timeout_s if timeout_s is None else timeout_s
+    try:
+        dist.init_process_group(
+            NAME,
+            store=store,
+            rank=group.rank,
+            world_size=group.size,
+            timeout=timedelta(seconds=seconds),
+            pg_options=Options(parent=group),
+        )
+    except BaseException:
+        store.release()
+        raise
+    _ours = (dist.group.WORLD, group, store)
+
+
+def end() -> None:
+    """Destroy what `initialise` made, if the program has not: the process serves the next one."""
+    global _ours
+    if _ours is None:
+        return
+    (world, _, store), _ours = _ours, None
+    if dist.is_initialized() and dist.group.WORLD is world:
+        dist.destroy_process_group()
+    store.release()

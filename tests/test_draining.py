@@ -1,0 +1,77 @@
+"""A node that was told to go is left before it goes: on a cluster of two nodes of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import asyncio, os, sys, time
+import ray, torch
+from ray.cluster_utils import Cluster
+from ray._private.worker import global_worker
+from ray.core.generated import autoscaler_pb2
+from ray._raylet import GcsClient
+import chorusline as cl
+
+
+def train(ctx, steps):
+    torch.manual_seed(0)
+    model = cl.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.Adam, lr=0.1, replicas=2)
+    sizes = []
+    for step in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        sizes.append(ctx.world_size)
+        time.sleep(0.05)
+    return os.getpid(), sizes, [p.tolist() for p in model.parameters()]
+
+
+async def main():
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    node = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    async with cl.Session((1, 3), address=cluster.address, timeout_s=20) as session:
+        await session.run(train, steps=1)
+        running = asyncio.create_task(session.run(train, steps=160))
+        await asyncio.sleep(2)
+        GcsClient(address=cluster.address).drain_node(
+            node.node_id,
+            autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION,
+            "the price has changed",
+            int((time.time() + 60) * 1000),
+        )
+        told = await running
+    print("RANKS", len(told))
+    for _, sizes, parameters in told:
+        assert parameters == told[0][2]
+        print("SIZES", sizes[0], sizes[-1], len(sizes))
+    ray.shutdown()
+    cluster.shutdown()
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_ranks_leave_a_node_that_is_drained_and_the_others_go_on(tmp_path: Path) -> None:
+    program = tmp_path / "drain.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, program],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "RANKS 2" in done.stdout
+    assert done.stdout.count("SIZES 3 2 160") == 2, done.stdout

@@ -1,0 +1,194 @@
+"""Functions that run again from the top in the middle of a run: with what they have registered.
+
+That is how the loss of a worker is survived outside a step, and how new workers come in.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_to_kill
+from ray import cloudpickle
+from training_to_kill import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    NUM_SAMPLES,
+    Samples,
+    die,
+    loss_of,
+    network,
+)
+
+import chorusline as cl
+from actors.errors import WorkerLost
+
+cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
+
+
+class Ledger:
+    """What this rank has taken in steps that count: (step, samples)."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, list[int]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = dict(state["taken"])
+
+
+@dataclass
+class Told:
+    pid: int
+    seat_rank: int
+    world_size: int
+    parameters: list[torch.Tensor]
+    taken: dict[int, list[int]]
+    num_steps: int
+    learning_rate: float
+    calls: int
+    world_sizes: list[int] = field(default_factory=list)
+
+
+calls: list[int] = []
+
+
+def train(
+    ctx: cl.Context,
+    dies_on: int,
+    dies_at: int,
+    where: str,
+    num_epochs: int = 1,
+    step_s: float = 0.0,
+    registers: bool = True,
+    replicas: int = 2,
+) -> Told:
+    """dies_on: rank of the first generation; where: "own collective", or "step"."""
+    calls.append(ctx.generation)
+    model = cl.DistributedDataParallel(network(), bucket_cap_mb=0.001)
+    optim = cl.ZeroRedundancyOptimizer(
+        model, torch.optim.AdamW, lr=LEARNING_RATE, replicas=replicas
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optim, gamma=0.9)
+    ledger = Ledger()
+    if registers:
+        ctx.register("model", model)
+        ctx.register("optim", optim)
+        ctx.register("schedule", schedule)
+        ctx.register("ledger", ledger, per_rank=True)
+    # Not who comes in its place, which goes on at the same step.
+    is_victim = ctx.rank == dies_on and len(calls) == 1 and not optim.num_steps
+    world_sizes = []
+    for epoch in ctx.epochs(num_epochs):
+        with cl.Join([model, optim], step_along=[schedule], divide_by_initial_world_size=False):
+            for numbers, inputs, targets in ctx.shard(Samples(), BATCH_SIZE, epoch=epoch):
+                time.sleep(step_s)
+                loss = loss_of(model, inputs, targets)
+                if where == "own collective" and optim.num_steps < 4:  # All ranks have data.
+                    ctx.reduce(loss.detach())
+                loss.backward()
+                if is_victim and optim.num_steps == dies_at and where == "step":
+                    die()
+                optim.step()
+                schedule.step()
+                optim.zero_grad()
+                ledger.taken[optim.num_steps] = numbers.tolist()
+                world_sizes.append(ctx.world_size)
+                if is_victim and optim.num_steps == dies_at and where == "own collective":
+                    die()
+    return Told(
+        os.getpid(),
+        ctx.rank,
+        ctx.world_size,
+        [p.detach().clone() for p in model.parameters()],
+        ledger.taken,
+        optim.num_steps,
+        optim.param_groups[0]["lr"],
+        len(calls),
+        world_sizes,
+    )
+
+
+def assert_equal(told: list[Told]) -> None:
+    for one in told[1:]:
+        assert all(map(torch.equal, one.parameters, told[0].parameters))
+        assert one.num_steps == told[0].num_steps
+        assert one.learning_rate == told[0].learning_rate
+    # One factor for each step that counts, none lost and none twice.
+    assert told[0].learning_rate == pytest.approx(LEARNING_RATE * 0.9 ** told[0].num_steps)
+    taken = [n for one in told for numbers in one.taken.values() for n in numbers]
+    assert len(set(taken)) == len(taken) or len(taken) > NUM_SAMPLES
+
+
+@pytest.fixture(scope="module")
+async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
+    few = {"CPU": 0.1}
+    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=20) as session:
+        yield session
+
+
+@pytest.fixture
+async def session(shared_session: cl.Session) -> AsyncIterator[cl.Session]:
+    yield shared_session
+    await shared_session.run(lambda ctx: calls.clear())
+
+
+async def test_a_death_at_a_collective_of_the_users_own_runs_the_function_again(
+    session: cl.Session,
+) -> None:
+    """Rank 1 dies behind a step; the others wait for it in `ctx.reduce`."""
+    told = await session.run(train, dies_on=1, dies_at=3, where="own collective")
+    assert {one.world_size for one in told} <= {2, 3}
+    assert_equal(told)
+    assert any(one.calls == 2 for one in told)
+
+
+async def test_a_new_worker_comes_in_while_the_others_train(session: cl.Session) -> None:
+    told = await session.run(train, dies_on=1, dies_at=3, where="step", num_epochs=30, step_s=0.05)
+    assert [one.world_size for one in told] == [3, 3, 3]
+    assert_equal(told)
+    assert sorted(one.calls for one in told) == [1, 2, 2]  # The newcomer's is its first.
+    assert told[0].world_sizes[-1] == 3
+
+
+async def test_with_too_few_workers_the_run_waits_for_new_ones(cluster: None) -> None:
+    few = {"CPU": 0.1}
+    async with cl.Session(2, resources_per_worker=few, timeout_s=20, max_failures=1) as session:
+        told = await session.run(train, dies_on=1, dies_at=3, where="step")
+        assert [one.world_size for one in told] == [2, 2]
+    assert_equal(told)
+
+
+async def test_a_function_that_registers_nothing_cannot_run_again(cluster: None) -> None:
+    few = {"CPU": 0.1}
+    async with cl.Session(2, resources_per_worker=few, timeout_s=20, max_failures=1) as session:
+        with pytest.raises(WorkerLost, match="has not registered its model and optimizer"):
+            await session.run(train, dies_on=1, dies_at=3, where="step", registers=False)
+
+
+async def test_when_a_shard_is_lost_the_run_goes_back_to_the_last_checkpoint(
+    cluster: None, tmp_path: Path
+) -> None:
+    few = {"CPU": 0.1}
+    saves = cl.CheckpointConfig(tmp_path, every_n_steps=2)
+    async with cl.Session(
+        (1, 3), resources_per_worker=few, timeout_s=20, checkpoint=saves
+    ) as session:
+        # Slow enough for the checkpoint of step 4 to be whole before step 5 is lost.
+        told = await session.run(train, dies_on=1, dies_at=5, where="step", replicas=1, step_s=0.3)
+    assert_equal(told)
+    taken = [n for one in told for numbers in one.taken.values() for n in numbers]
+    assert len(set(taken)) == len(taken), "no sample counts twice"
+    # The checkpoint has three ledgers. Two ranks load two of them; what is in the third is missing,
+    # up to the step that was saved, unless a third rank has come by then.
+    lost = sorted(set(range(NUM_SAMPLES)) - set(taken))
+    hand = cl.deal(NUM_SAMPLES, world_size=3)[2]
+    assert lost in ([], sorted(hand[: 4 * BATCH_SIZE]))
