@@ -106,6 +106,7 @@ class Recovery:
         self._context = context
         self.dealer = context.dealer
         self._optimizers, self._models = [], []
+        self._stepped_last = None
 
     def watch_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
