@@ -400,6 +400,9 @@ class Membership:
         )
 
     def _register(self, worker: WorkerInfo, generation: int) -> list[Instruction]:
+        known = self._members.get(worker.seat)
+        if known and known.info == worker and known.state is MemberState.RUNNING:
+            return []  # It was asked twice, and has a rank meanwhile.
         self._members[worker.seat] = _Member(worker, MemberState.READY)
         if generation > self._generation:
             self._generation = generation

@@ -1,0 +1,302 @@
+"""Runs that go on without the workers that they lose: the driver's decisions, over all orders."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from actors.membership import (
+    MAX_VAIN,
+    AbortRank,
+    AttachRank,
+    EndRun,
+    Event,
+    Fence,
+    FreezeRank,
+    Instruction,
+    Membership,
+    NodeLeaving,
+    PatienceEnded,
+    PauseEnded,
+    RankEnded,
+    RankFinished,
+    RankFroze,
+    RankSilent,
+    ReleaseRank,
+    ResumeRank,
+    RunStarted,
+    RunTakenOver,
+    StartPause,
+    StartRank,
+    WorkerDied,
+    WorkerRegistered,
+)
+from actors.messages import (
+    Assignment,
+    Frozen,
+    Loss,
+    Progress,
+    Resumption,
+    RunFailed,
+    RunSucceeded,
+    Stand,
+    Success,
+    WorkerInfo,
+)
+from collectives.errors import PeerLost
+
+GONE = PeerLost("all_reduce #7", 0, [1], "gone")
+
+
+def worker(seat: int, node: str = "node-a", incarnation: int = 0) -> WorkerInfo:
+    name = f"worker-{seat}-{incarnation}"
+    return WorkerInfo(name, seat, node, node, 100 + seat, "cpu", 1.0)
+
+
+def running(
+    *workers: WorkerInfo, fewest: int = 1, max_failures: int | None = None
+) -> tuple[Membership, list[Assignment]]:
+    membership = Membership()
+    for info in workers:
+        membership.handle(WorkerRegistered(info))
+    starts = membership.handle(RunStarted(0, fewest, max_failures))
+    return membership, [one.assignment for one in starts if isinstance(one, StartRank)]
+
+
+def froze(rank: int, ballots: int = 0, generation: int = 0, **more: bool | int) -> RankFroze:
+    progress = (Progress(ballots, (float(ballots),)),)
+    word = Frozen(rank, generation, progress, GONE, generation)
+    return RankFroze(replace(word, **more))  # type: ignore[arg-type]
+
+
+def death(seat: int) -> WorkerDied:
+    return WorkerDied(worker(seat).worker_id, "SIGKILL")
+
+
+def resumptions(told: list[Instruction]) -> dict[str, Resumption]:
+    return {one.worker_id: one.resumption for one in told if isinstance(one, ResumeRank)}
+
+
+@pytest.mark.parametrize(
+    "events",
+    list(itertools.permutations([death(1), froze(0, 4), froze(2, 5)])),
+    ids=lambda events: "-".join(type(event).__name__ for event in events),
+)
+def test_survivors_go_on_with_the_last_ballot_that_anybody_saw(events: tuple[Event, ...]) -> None:
+    membership, _ = running(worker(0), worker(1), worker(2))
+    told = [one for event in events for one in membership.handle(event)]
+    resumed = resumptions(told)
+    assert set(resumed) == {"worker-0-0", "worker-2-0"}
+    for word in resumed.values():
+        assert word.progress == (Progress(5, (5.0,)),)
+        assert word.former_ranks == (0, 2)
+        assert word.assignment.generation == 1
+        assert not word.restarts
+    assert [resumed[f"worker-{seat}-0"].assignment.rank for seat in (0, 2)] == [0, 1]
+    # Everybody who had not frozen by itself is told to, once.
+    freezes = [one.worker_id for one in told if isinstance(one, FreezeRank)]
+    assert len(freezes) == len(set(freezes))
+
+
+def test_nothing_is_decided_before_all_who_live_are_frozen() -> None:
+    membership, _ = running(worker(0), worker(1), worker(2))
+    assert not resumptions(membership.handle(death(1)))
+    assert not resumptions(membership.handle(froze(0)))
+    # A report of an earlier generation does not count either.
+    assert membership.handle(froze(2, generation=-1)) == []
+    assert len(resumptions(membership.handle(froze(2)))) == 2
+
+
+@pytest.mark.parametrize(
+    "silence", [RankSilent("worker-2-0", 0), PatienceEnded(0)], ids=["silent", "late"]
+)
+def test_who_does_not_freeze_is_killed_and_the_death_awaited(silence: Event) -> None:
+    membership, _ = running(worker(0), worker(1), worker(2))
+    membership.handle(death(1))
+    membership.handle(froze(0))
+    (fence,) = membership.handle(silence)
+    assert isinstance(fence, Fence)
+    assert fence.worker_id == "worker-2-0"
+    resumed = resumptions(membership.handle(death(2)))
+    assert [word.former_ranks for word in resumed.values()] == [(0,)]
+
+
+def test_who_has_frozen_is_not_killed_for_being_late() -> None:
+    membership, _ = running(worker(0), worker(1), worker(2))
+    membership.handle(death(1))
+    membership.handle(froze(0))
+    fences = membership.handle(PatienceEnded(0))
+    assert [one.worker_id for one in fences if isinstance(one, Fence)] == ["worker-2-0"]
+
+
+def test_a_second_death_in_the_next_generation_is_an_ordinary_case() -> None:
+    membership, _ = running(worker(0), worker(1), worker(2))
+    for event in (death(1), froze(0), froze(2)):
+        membership.handle(event)
+    membership.handle(death(2))
+    resumed = resumptions(membership.handle(froze(0, 1, generation=1)))
+    assert resumed["worker-0-0"].assignment == Assignment(2, 0, 1, 0, 1, 0)
+    assert resumed["worker-0-0"].former_ranks == (0,)
+
+
+def test_one_loss_more_than_allowed_ends_the_run() -> None:
+    membership, _ = running(worker(0), worker(1), worker(2), max_failures=1)
+    for event in (death(1), froze(0), froze(2)):
+        membership.handle(event)
+    told = membership.handle(death(2))
+    assert [one.worker_id for one in told if isinstance(one, AbortRank)] == ["worker-0-0"]
+
+
+def test_ranks_end_together_and_a_finished_one_takes_part_until_then() -> None:
+    membership, _ = running(worker(0), worker(1), worker(2))
+    assert membership.handle(RankFinished(0, 0)) == []
+    membership.handle(death(1))
+    assert not resumptions(membership.handle(froze(0)))
+    assert len(resumptions(membership.handle(froze(2)))) == 2
+    # It says so again in the new generation; its word of the old one is void.
+    assert membership.handle(RankFinished(1, 1)) == []
+    released = membership.handle(RankFinished(0, 1))
+    assert [type(one) for one in released] == [ReleaseRank, ReleaseRank]
+    membership.handle(RankEnded(Success(0, b"a", 1), "worker-0-0"))
+    (end,) = membership.handle(RankEnded(Success(1, b"b", 1), "worker-2-0"))
+    assert end == EndRun(RunSucceeded(1, (b"a", b"b")))
+
+
+def test_a_rank_outside_a_step_ends_the_run_if_nothing_is_registered() -> None:
+    membership, _ = running(worker(0), worker(1))
+    membership.handle(death(1))
+    told = membership.handle(froze(0, is_parked=False))
+    assert [one.worker_id for one in told if isinstance(one, AbortRank)] == ["worker-0-0"]
+
+
+def test_a_rank_outside_a_step_has_all_run_again_if_everything_is_registered() -> None:
+    membership, _ = running(worker(0), worker(1), worker(2))
+    membership.handle(death(1))
+    membership.handle(froze(0, is_parked=False, can_restart=True))
+    resumed = resumptions(membership.handle(froze(2, can_restart=True)))
+    assert all(word.restarts for word in resumed.values())
+
+
+def test_a_newcomer_is_taken_in_with_a_rank_of_its_seat() -> None:
+    membership, _ = running(worker(0), worker(1), worker(2))
+    for event in (death(1), froze(0, can_restart=True), froze(2, can_restart=True)):
+        membership.handle(event)
+    told = membership.handle(WorkerRegistered(worker(1, incarnation=1)))
+    assert sum(isinstance(one, FreezeRank) for one in told) == 2
+    membership.handle(froze(0, 1, generation=1, can_restart=True))
+    told = membership.handle(froze(1, 1, generation=1, can_restart=True))
+    (start,) = [one for one in told if isinstance(one, StartRank)]
+    assert start.worker_id == "worker-1-1"
+    assert start.assignment.rank == 1
+    assert start.resumption is not None
+    assert start.resumption.former_ranks == (0, -1, 1)
+    assert all(word.restarts for word in resumptions(told).values())
+
+
+def test_a_worker_that_is_registered_twice_is_no_newcomer() -> None:
+    membership, _ = running(worker(0), worker(1))
+    assert membership.handle(WorkerRegistered(worker(1))) == []
+    told = membership.handle(death(1))
+    assert [one.worker_id for one in told if isinstance(one, FreezeRank)] == ["worker-0-0"]
+
+
+def test_a_newcomer_waits_for_the_next_run_where_functions_cannot_run_again() -> None:
+    membership, _ = running(worker(0), worker(1), worker(2))
+    for event in (death(1), froze(0), froze(2)):
+        membership.handle(event)
+    assert membership.handle(WorkerRegistered(worker(1, incarnation=1))) == []
+
+
+def test_with_too_few_left_the_run_waits_and_goes_on_when_one_comes() -> None:
+    membership, _ = running(worker(0), worker(1), fewest=2)
+    membership.handle(death(1))
+    (pause,) = membership.handle(froze(0, can_restart=True))
+    assert isinstance(pause, StartPause)
+    told = membership.handle(WorkerRegistered(worker(1, incarnation=1)))
+    assert {type(one) for one in told} == {ResumeRank, StartRank}
+
+
+def test_a_run_that_waits_in_vain_ends_with_the_loss() -> None:
+    membership, _ = running(worker(0), worker(1), fewest=2)
+    membership.handle(death(1))
+    membership.handle(froze(0, can_restart=True))
+    told = membership.handle(PauseEnded(0))
+    assert any(isinstance(one, AbortRank) for one in told)
+    ended = RankEnded(Success(0, b"", 0), "worker-0-0")
+    (end,) = membership.handle(ended)
+    assert isinstance(end, EndRun)
+    assert isinstance(end.outcome, RunFailed)
+    assert isinstance(end.outcome.cause, Loss)
+    assert "no new workers came" in end.outcome.cause.detail
+
+
+def test_ranks_that_do_not_meet_again_and_again_are_given_up() -> None:
+    membership, _ = running(worker(0), worker(1))
+    for generation in range(MAX_VAIN):
+        assert not any(
+            isinstance(one, AbortRank) for one in membership.handle(froze(0, 0, generation))
+        )
+        told = membership.handle(froze(1, 0, generation))
+        assert len(resumptions(told)) == 2
+    membership.handle(froze(0, 0, MAX_VAIN))
+    told = membership.handle(froze(1, 0, MAX_VAIN))
+    assert sum(isinstance(one, AbortRank) for one in told) == 2
+
+
+@pytest.mark.parametrize("spare, stays", [(1, False), (0, True)])
+def test_ranks_leave_a_node_that_goes_if_their_state_is_elsewhere(spare: int, stays: bool) -> None:
+    membership, _ = running(worker(0), worker(1, "node-b"), worker(2))
+    told = membership.handle(NodeLeaving("node-b", "preempted"))
+    assert sum(isinstance(one, FreezeRank) for one in told) == 3
+    # Ranks of one node are adjacent: seats 0 and 2 have ranks 0 and 1.
+    for rank in (0, 1):
+        membership.handle(froze(rank, spare=spare))
+    told = membership.handle(froze(2, spare=spare))
+    assert ("worker-1-0" in resumptions(told)) == stays
+    left = [one for one in told if isinstance(one, AbortRank)]
+    assert ["preempted" in str(one.error) for one in left] == [] if stays else [True]
+    assert membership.handle(NodeLeaving("node-b", "preempted")) == []
+
+
+def stand(seat: int, assignment: Assignment, told: Resumption | None = None) -> Stand:
+    return Stand(worker(seat), assignment, told)
+
+
+def test_another_driver_takes_a_run_over_where_the_workers_are() -> None:
+    membership = Membership()
+    for seat in range(2):
+        membership.handle(WorkerRegistered(worker(seat), 3))
+    stands = tuple(stand(seat, Assignment(3, seat, 2, seat, 2, 0)) for seat in range(2))
+    told = membership.handle(RunTakenOver(0, 1, None, stands))
+    assert told == [AttachRank("worker-0-0"), AttachRank("worker-1-0")]
+    membership.handle(death(1))
+    assert len(resumptions(membership.handle(froze(0, generation=3)))) == 1
+
+
+def test_another_driver_tells_those_who_have_not_heard_of_the_decision() -> None:
+    """The first driver died when it had told only one of two."""
+    membership = Membership()
+    for seat in (0, 2):
+        membership.handle(WorkerRegistered(worker(seat), 1))
+    decided = Resumption(Assignment(1, 0, 2, 0, 2, 0), (0, 2), (Progress(5),), 0)
+    stands = (
+        stand(0, decided.assignment, decided),
+        stand(2, Assignment(0, 2, 3, 2, 3, 0)),
+    )
+    told = membership.handle(RunTakenOver(0, 1, None, stands))
+    assert sum(isinstance(one, AttachRank) for one in told) == 2
+    resumed = resumptions(told)
+    assert set(resumed) == {"worker-2-0"}
+    assert resumed["worker-2-0"].assignment == Assignment(1, 1, 2, 1, 2, 0)
+    assert resumed["worker-2-0"].progress == (Progress(5),)
+
+
+def test_a_worker_that_died_with_the_driver_is_lost() -> None:
+    membership = Membership()
+    membership.handle(WorkerRegistered(worker(0), 0))
+    stands = (stand(0, Assignment(0, 0, 2, 0, 2, 0)),)
+    told = membership.handle(RunTakenOver(0, 1, None, stands))
+    assert [one.worker_id for one in told if isinstance(one, FreezeRank)] == ["worker-0-0"]
+    assert len(resumptions(membership.handle(froze(0)))) == 1
