@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,6 @@ class Told:
     lost: list[list[int]]
     num_steps: int
     recoveries: int
-    struck: list[Fault] = field(default_factory=list)
 
 
 def train(ctx: cl.Context, plan: Plan, folder: str) -> Told:
@@ -220,7 +219,7 @@ def _strike(ctx: cl.Context, optim: Any, faults: list[Fault], folder: str) -> No
 
             def act(fault: Fault = fault) -> None:
                 with (Path(folder) / "struck").open("ab") as file:
-                    file.write(pickle.dumps(fault))
+                    file.write(pickle.dumps(astuple(fault)))
                 FAULTS[fault.kind]()
 
             PHASES[fault.phase](ctx, optim, act)
@@ -345,7 +344,7 @@ async def play(session: cl.Session, plan: Plan) -> Round:
             wrong = [f"{type(error).__name__}: {error}"]
         else:
             wrong = complaints(plan, told, folder)
-        struck = list(entries_of(Path(folder) / "struck"))
+        struck = [Fault(*entry) for entry in entries_of(Path(folder) / "struck")]
         seconds = time.monotonic() - began_at
     steps, recoveries = (told[0].num_steps, told[0].recoveries) if told else (0, 0)
     return Round(plan, seconds, struck, steps, recoveries, wrong)
