@@ -99,9 +99,7 @@ PHASES: dict[str, Arm] = {
     "recovery (d)": lambda _, optim, act: _around(optim.shard, "complete", act, is_after=False),
     "recovery (e)": lambda ctx, _, act: _around(ctx.recovery, "_deal", act, is_after=False),
     "recovery (f)": lambda _, optim, act: _around(optim.shard, "gather", act, is_after=True),
-    "after the recovery": lambda ctx, _, act: _around(
-        ctx.recovery, "recover", act, is_after=True
-    ),
+    "after the recovery": lambda ctx, _, act: _around(ctx.recovery, "recover", act, is_after=True),
 }
 """Where a fault may strike. Those of a recovery strike in the next one that there is."""
 
@@ -192,9 +190,7 @@ def train(ctx: cl.Context, plan: Plan, folder: str) -> Told:
     seat, samples = ctx.rank, Samples()
     faults = [fault for fault in plan.faults if fault.seat == seat]
     model = cl.DistributedDataParallel(make_model(), bucket_cap_mb=plan.bucket_cap_mb)
-    optim = cl.ZeroRedundancyOptimizer(
-        model, torch.optim.AdamW, lr=RATE, replicas=plan.replicas
-    )
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=RATE, replicas=plan.replicas)
     lost = []
     with (Path(folder) / f"{seat}.diary").open("ab", buffering=0) as diary:
         for epoch in ctx.epochs(EPOCHS):
@@ -392,7 +388,9 @@ def main() -> None:
     files = shared_memory_files()
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
-        rounds = asyncio.run(play_all(args.seed, args.minutes * 60, lambda line: print(line, flush=True)))
+        rounds = asyncio.run(
+            play_all(args.seed, args.minutes * 60, lambda line: print(line, flush=True))
+        )
     finally:
         ray.shutdown()
     wrong = [told for one in rounds for told in one.wrong]

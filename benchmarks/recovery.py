@@ -114,7 +114,9 @@ def time_phases(ctx: cl.Context, log: Log) -> None:
         (recovery._lifeline, "connect"),
     ):
 
-        def timed(*args: Any, _call: Any = getattr(owner, name), _name: str = name, **kw: Any) -> Any:
+        def timed(
+            *args: Any, _call: Any = getattr(owner, name), _name: str = name, **kw: Any
+        ) -> Any:
             log.note(f"begins-{_name}", 0)
             result = _call(*args, **kw)
             log.note(f"ends-{_name}", 0)
@@ -246,7 +248,9 @@ def peer(trials: int, seed: int, every: int) -> list[dict[str, float]]:
             peer_train,
             train_loop_config={"logs": str(logs), "stop": str(stop), "every": every},
             torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(num_workers=NUM_WORKERS, resources_per_worker={"CPU": 0.5}),
+            scaling_config=ScalingConfig(
+                num_workers=NUM_WORKERS, resources_per_worker={"CPU": 0.5}
+            ),
             run_config=RunConfig(
                 storage_path=folder,
                 failure_config=FailureConfig(max_failures=-1),

@@ -157,15 +157,11 @@ def wrap(owner: Any, name: str, *, first: Any = None, then: Any = None) -> None:
 
 PHASES: dict[str, Callable[[Any], None]] = {
     "while gradients are reduced (1)": lambda optim: wrap(optim.reducer, "wait", first=die),
-    "while replicas get theirs (2)": lambda optim: wrap(
-        optim.shard, "start_replicating", then=die
-    ),
+    "while replicas get theirs (2)": lambda optim: wrap(optim.shard, "start_replicating", then=die),
     "before it votes (3)": lambda optim: wrap(optim._ballot, "hold", first=die),
     "when it has seen the ballot": lambda optim: wrap(optim._ballot, "hold", then=die),
     "when it has applied (4)": lambda optim: wrap(optim.shard, "apply", then=die),
-    "while parameters are gathered (5)": lambda optim: wrap(
-        optim.shard, "start_gather", then=die
-    ),
+    "while parameters are gathered (5)": lambda optim: wrap(optim.shard, "start_gather", then=die),
 }
 
 
@@ -332,5 +328,3 @@ def assert_as_if_nothing_was(
             assert torch.equal(ours, theirs)
     for ours, theirs in zip(told[0].buffers, model.buffers(), strict=True):
         assert torch.equal(ours, theirs)
-
-

@@ -79,9 +79,7 @@ def dies_after(ballots: int, seconds: float = 1.0) -> Callable[[cl.Context, Any]
         time.sleep(seconds)
         die()
 
-    return lambda ctx, optim: at_step(
-        optim, ballots, lambda: wrap(optim, "_try_step", then=later)
-    )
+    return lambda ctx, optim: at_step(optim, ballots, lambda: wrap(optim, "_try_step", then=later))
 
 
 ONE_BUCKET = Kind(bucket_cap_mb=25.0, num_epochs=1)
@@ -136,7 +134,9 @@ NUM_STEPS = 6
 
 def critic() -> torch.nn.Module:
     torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(3, 17), torch.nn.Tanh(), torch.nn.Linear(17, 1)).double()
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 17), torch.nn.Tanh(), torch.nn.Linear(17, 1)
+    ).double()
 
 
 def losses_of(
