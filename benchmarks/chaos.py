@@ -7,10 +7,10 @@ draws its faults from the table FAULTS: which worker (by seat), in which step, a
 phase of the step, or in the recovery from the fault before. Faults are tied to steps and phases and
 not to time, so the same seed commits the same faults again.
 
-At the end of each round: one process takes the steps that counted, in float64, over the samples that
-counted, and has to come to the same bits; over all ranks, dead or not, every sample was used once in
-every epoch; and nothing is left: no process of an actor, no file in /dev/shm, no memory file of a
-worker that is gone.
+At the end of each round one process takes the steps that counted, in float64, over the samples
+that counted, and has to come to the same bits; and over all ranks, dead or not, every sample was
+used once in every epoch. At the end of all, nothing may be left: no process of an actor, no file
+in /dev/shm.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TIMEOUT_S = 6.0
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-# -- the faults -------------------------------------------------------------------------------------
+# -- the faults ------------------------------------------------------------------------------------
 
 
 def _kill() -> None:
@@ -145,7 +145,7 @@ def draw(seed: int) -> Plan:
     return Plan(seed, num_workers, replicas, rng.choice((0.001, 25.0)), tuple(faults))
 
 
-# -- the training -----------------------------------------------------------------------------------
+# -- the training ----------------------------------------------------------------------------------
 
 
 class Samples:
@@ -176,7 +176,8 @@ def loss_of(model: torch.nn.Module, samples: Samples, numbers: list[int]) -> tor
 
 @dataclass
 class Told:
-    """What a rank returns. lost: by epoch, the samples of ranks that are gone, of steps that count."""
+    """What a rank returns. lost: by epoch, the samples that ranks which are gone have used in steps
+    that count."""
 
     seat: int
     parameters: list[torch.Tensor]
@@ -221,7 +222,7 @@ def _strike(ctx: cl.Context, optim: Any, faults: list[Fault], folder: str) -> No
             PHASES[fault.phase](ctx, optim, act)
 
 
-# -- what has to be true ----------------------------------------------------------------------------
+# -- what has to be true ---------------------------------------------------------------------------
 
 
 def entries_of(path: Path) -> Iterator[Any]:
@@ -302,7 +303,7 @@ def complaints(plan: Plan, told: list[Told], folder: str) -> list[str]:
 
 
 def left_behind(session_pid: int) -> list[str]:
-    """Stopped or orphaned actor processes of this program's cluster, memory files of the dead."""
+    """Processes of actors, stopped ones too, of this program's cluster."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -316,7 +317,7 @@ def left_behind(session_pid: int) -> list[str]:
     return found
 
 
-# -- rounds -----------------------------------------------------------------------------------------
+# -- rounds ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -346,28 +347,31 @@ async def play(session: cl.Session, plan: Plan) -> Round:
     return Round(plan, seconds, struck, steps, recoveries, wrong)
 
 
-async def play_all(first_seed: int, seconds: float, say: Callable[[str], None]) -> list[Round]:
-    """Rounds of one seed after another, until the time is over; at least one."""
+def _do_nothing(ctx: cl.Context) -> None:
+    pass
+
+
+async def play_all(first_seed: int, seconds: float) -> list[Round]:
+    """Rounds, each with the next seed, until the time is over; at least one."""
     rounds: list[Round] = []
     ends_at = time.monotonic() + seconds
     few = {"CPU": 0.1}
     async with contextlib.AsyncExitStack() as stack:
-        sessions = {
-            size: await stack.enter_async_context(
-                cl.Session((1, size), resources_per_worker=few, timeout_s=TIMEOUT_S)
-            )
-            for size in (3, 4)
-        }
+        sessions: dict[int, cl.Session] = {}
         for number in itertools.count():
             plan = draw(first_seed * 1_000_003 + number)
-            session = sessions[plan.num_workers]
-            await session.run(lambda ctx: None)  # All seats are taken again.
+            size = plan.num_workers
+            if size not in sessions:
+                session = cl.Session((1, size), resources_per_worker=few, timeout_s=TIMEOUT_S)
+                sessions[size] = await stack.enter_async_context(session)
+            session = sessions[size]
+            await session.run(_do_nothing)  # All seats are taken again.
             rounds.append(await play(session, plan))
             one = rounds[-1]
             faults = "; ".join(f"seat {f.seat}: {f.kind} {f.phase}" for f in one.struck)
-            say(f"{number}: {one.seconds:.1f} s, {one.steps} steps, {faults or 'nothing struck'}")
+            print(f"{number}: {one.seconds:.1f} s, {one.steps} steps, {faults or 'nothing struck'}")
             for wrong in one.wrong:
-                say(f"   WRONG (plan {plan}): {wrong}")
+                print(f"   WRONG (plan {plan}): {wrong}")
             if time.monotonic() > ends_at:
                 break
     await asyncio.sleep(1.0)
@@ -388,9 +392,7 @@ def main() -> None:
     files = shared_memory_files()
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
-        rounds = asyncio.run(
-            play_all(args.seed, args.minutes * 60, lambda line: print(line, flush=True))
-        )
+        rounds = asyncio.run(play_all(args.seed, args.minutes * 60))
     finally:
         ray.shutdown()
     wrong = [told for one in rounds for told in one.wrong]

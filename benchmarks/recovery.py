@@ -42,7 +42,7 @@ from benchmarks.alternation import finish, parser, table
 
 NUM_WORKERS, WIDTH, BATCH = 4, 256, 16
 _STEP_S = 0.02
-"""Of computing in each step, so that an instant drawn at random mostly falls between collectives."""
+"""Of computing in each step: most instants that are drawn at random fall between collectives."""
 _PATIENCE_S = 120.0
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -81,7 +81,7 @@ class Log:
                     yield path.name, float(parts[0]), parts[1], int(parts[2])
 
 
-# -- ours -----------------------------------------------------------------------------------------
+# -- ours ------------------------------------------------------------------------------------------
 
 
 def train(ctx: cl.Context, folder: str) -> int:
@@ -113,16 +113,17 @@ def time_phases(ctx: cl.Context, log: Log) -> None:
         (recovery._lifeline, "regenerate"),
         (recovery._lifeline, "connect"),
     ):
+        setattr(owner, name, _timed(getattr(owner, name), name, log))
 
-        def timed(
-            *args: Any, _call: Any = getattr(owner, name), _name: str = name, **kw: Any
-        ) -> Any:
-            log.note(f"begins-{_name}", 0)
-            result = _call(*args, **kw)
-            log.note(f"ends-{_name}", 0)
-            return result
 
-        setattr(owner, name, timed)
+def _timed(call: Callable[..., Any], name: str, log: Log) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        log.note(f"begins-{name}", 0)
+        result = call(*args, **kwargs)
+        log.note(f"ends-{name}", 0)
+        return result
+
+    return timed
 
 
 async def until(condition: Callable[[], Any], task: asyncio.Task[Any]) -> Any:
@@ -190,7 +191,7 @@ async def ours(trials: int, seed: int) -> list[dict[str, float]]:
     return results
 
 
-# -- Ray Train ------------------------------------------------------------------------------------
+# -- Ray Train -------------------------------------------------------------------------------------
 
 
 def peer_train(config: dict[str, Any]) -> None:

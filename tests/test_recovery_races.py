@@ -1,4 +1,4 @@
-"""Deaths at moments when the ranks are not in the same place: one a step ahead, one done already."""
+"""Deaths when the ranks are not in the same place: one is a step ahead, one has returned."""
 
 from __future__ import annotations
 
