@@ -21,6 +21,7 @@ REDUCE_SCATTER mode it stays as it was when the optimizer cut its shards.
 from __future__ import annotations
 
 import enum
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,6 +42,7 @@ from .kept import kept
 from .step_statistics import StepClock, UnusedParameters
 
 FIRST_BUCKET_BYTES = 1 << 20
+_launch_numbers = itertools.count()
 
 
 def why_not_sharded(hook: str) -> str:
@@ -62,7 +64,8 @@ class GradientBucket:
 
     flat: local gradients, and room behind them. padded: elements of it that a reduce-scatter takes.
     shard: (n,) reduced, this rank's part, in REDUCE_SCATTER mode. missing: gradients that this
-    backward pass still owes; parameters that are frozen get none.
+    backward pass still owes; parameters that are frozen get none. launch_number: ascending, over
+    the buckets of all models.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class GradientBucket:
         }
         self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
         self.missing = 0
+        self.launch_number = 0
         self.work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
         """What a communication hook returned for it."""
@@ -162,6 +166,8 @@ class Reducer:
         self._in_backward = False
         self._sees_end = False
         self._num_launched = 0
+        self.num_passes = 0
+        """Backward passes, and shadowed steps, that have sent gradients."""
         self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
         # Gradients of this pass by parameter; in the order of the last ones.
         self._arrivals: dict[int, int] = {}
@@ -311,6 +317,7 @@ class Reducer:
             self._see_end()
 
     def _begin_launching(self) -> None:
+        self.num_passes += 1
         self._num_launched = 0
         self._arrivals.clear()
         for bucket in self.buckets:
@@ -360,6 +367,7 @@ class Reducer:
 
     def _launch(self, bucket: GradientBucket) -> None:
         self._num_launched += 1
+        bucket.launch_number = next(_launch_numbers)
         if self.mode is Mode.REDUCE_SCATTER:
             try:
                 self._reduce_scatter(bucket)
@@ -484,10 +492,14 @@ class Reducer:
             bucket.prepare_shard(group)
         self._place_vote()
 
-    def launch_again(self) -> None:
-        """Reduce all kept buckets once more, in the group that is there now."""
-        for bucket in self.buckets:
-            self._launch(bucket)
+    def kept(self) -> list[GradientBucket]:
+        """Buckets that were launched for a sharded step that is not over."""
+        is_in_step = self.mode is Mode.REDUCE_SCATTER and self.has_launched
+        return self.buckets if is_in_step else []
+
+    def launch_again(self, bucket: GradientBucket) -> None:
+        """Reduce a kept bucket once more, in the group that is there now."""
+        self._launch(bucket)
         self._num_launched = len(self.buckets)
 
     @property
