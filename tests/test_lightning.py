@@ -126,15 +126,15 @@ def shuffled(epoch):
     return [order[rank::2] for rank in range(2)]
 
 
-def reference(accumulate, clip):
+def reference(accumulate, clip, hands=shuffled, epochs=EPOCHS):
     """One process that takes both ranks' batches; the sum over those with data, by two."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     steps, rates, samples = 0, [], data().double()
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         batches = [
             [samples[own[start : start + 2]] for start in range(0, len(own), 2)]
-            for own in shuffled(epoch)
+            for own in hands(epoch)
         ]
         # A rank steps after every `accumulate` batches, and after its last one.
         rounds = [
@@ -203,6 +203,37 @@ async def test_a_fit_goes_on_from_a_checkpoint_of_lightning(session, tmp_path, s
     for mine, taken in await session.run(resumed, folder=str(tmp_path), sharded=sharded):
         assert largest_difference(mine, list(model.parameters())) < 1e-13
         assert taken == steps
+
+
+def dealt(ctx):
+    module = Regression()
+    trainer = trainer_of(ctx, max_epochs=1, enable_checkpointing=False)
+    trainer.fit(module, ctx.shard(data().double(), batch_size=2))
+    return [p.detach().clone() for p in module.parameters()], trainer.global_step
+
+
+async def test_a_shard_of_the_context_is_a_loader(session):
+    hands = cl.deal(SAMPLES, world_size=2)
+    model, steps, _ = reference(1, None, hands=lambda epoch: hands, epochs=1)
+    for mine, taken in await session.run(dealt):
+        assert largest_difference(mine, list(model.parameters())) < 1e-13
+        assert taken == steps
+
+
+class Broken(Regression):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_rank == 0 and batch_idx == 2:
+            raise LookupError("no such sample")
+        return super().training_step(batch, batch_idx)
+
+
+def failing(ctx):
+    trainer_of(ctx, enable_checkpointing=False).fit(Broken(), loader())
+
+
+async def test_an_error_of_one_rank_releases_the_one_that_has_joined(session):
+    with pytest.raises(LookupError, match="no such sample"):
+        await session.run(failing)
 
 
 def twice(ctx):
