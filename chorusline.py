@@ -33,7 +33,13 @@ def _refuse_strangers() -> None:
 
 _refuse_strangers()
 
-from actors.errors import DriverLost, RankFailed, StartupError, WorkerLost  # noqa: E402
+from actors.errors import (  # noqa: E402
+    DriverLost,
+    Interrupted,
+    RankFailed,
+    StartupError,
+    WorkerLost,
+)
 from actors.messages import Report  # noqa: E402
 from collectives import (  # noqa: E402
     ChoruslineError,
@@ -93,6 +99,7 @@ from runtime.model_averaging import (  # noqa: E402
     ModelAverager,
     PeriodicModelAverager,
 )
+from runtime.notebook import load_ipython_extension, unload_ipython_extension  # noqa: E402, F401
 from runtime.post_local_sgd import (  # noqa: E402
     PostLocalSGDOptimizer,
     PostLocalSGDState,
@@ -193,6 +200,7 @@ __all__ = [
     "StartupError",
     "RankFailed",
     "DriverLost",
+    "Interrupted",
     "CheckpointError",
     "CheckpointWriteFailed",
     "CheckpointPlaceUnusable",

@@ -755,8 +755,10 @@ def in_rank_order(members: Iterable[_Member]) -> list[_Member]:
 
 def assign(workers: list[WorkerInfo], generation: int) -> list[Assignment]:
     """workers: by rank, those of one node adjacent."""
-    nodes = list(dict.fromkeys(worker.node_id for worker in workers))
-    of_node = {node: [w for w in workers if w.node_id == node] for node in nodes}
+    of_node: dict[str, list[WorkerInfo]] = {}
+    for worker in workers:
+        of_node.setdefault(worker.node_id, []).append(worker)
+    node_ranks = {node: number for number, node in enumerate(of_node)}
     return [
         Assignment(
             generation=generation,
@@ -764,7 +766,7 @@ def assign(workers: list[WorkerInfo], generation: int) -> list[Assignment]:
             world_size=len(workers),
             local_rank=of_node[worker.node_id].index(worker),
             local_world_size=len(of_node[worker.node_id]),
-            node_rank=nodes.index(worker.node_id),
+            node_rank=node_ranks[worker.node_id],
         )
         for rank, worker in enumerate(workers)
     ]

@@ -17,10 +17,12 @@ from collectives import Group
 from collectives.debug import is_informing
 
 from .agreement import Agreement
+from .boundary import boundary
 from .comm_hooks import CommHook
 from .context import current_group, recovery_of
 from .join import Join
 from .joinable import GroupJoinable, Joinable, JoinHook
+from .kept import kept
 from .reducer import GradientBucket, Mode, Reducer, why_not_sharded
 from .replication import broadcast_tensors
 from .same_model import check_same_parameters
@@ -120,6 +122,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self.reducer.on_new_order = partial(tell_choice, self.reducer, names)
         for _, parameter in named:
             _owners[parameter] = weakref.ref(self)
+        kept().wrap(self)
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.synced_step = 0
         """Steps whose buffers this rank has taken over."""
@@ -130,13 +133,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self._recovery.watch_model(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        boundary().begin_forward()
         Join.notify_join_context(self)
         if self._frozen and torch.is_grad_enabled():
             self._reduce_unfrozen()
-        if self._norms_group is not self.group:  # The run went on in another generation.
-            self._norms_group = self.group
-            for norm in self._sync_norms:
-                norm.bind(self.group)
+        self._bind_norms()
         # A launch that waits for all ranks holds up the statistics of the backward pass, for which
         # they may be waiting, and the announcement of them.
         has_others = bool(self._sync_norms) or (self._join is not None and self._join.is_following)
@@ -151,6 +152,13 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._output_has_gradient)
         return output
+
+    def _bind_norms(self) -> None:
+        """Collective, if the model has gone on in another generation since the last time."""
+        if self._norms_group is not self.group:
+            self._norms_group = self.group
+            for norm in self._sync_norms:
+                norm.bind(self.group)
 
     def _output_has_gradient(self, gradient: torch.Tensor) -> None:
         self.reducer.output_has_gradient()
@@ -233,6 +241,17 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             )
         self.reducer.weight = (self.reducer.weight or 0.0) + weight
         return loss * weight
+
+    def move_to(self, group: Group) -> None:
+        """Go on in a group of the same ranks, at the beginning of a step."""
+        self.group = group
+        self.reducer.move_to(group)
+
+    def leave_run(self) -> None:
+        """The run in which it was made is over: what took it into the next generation with it."""
+        self._recovery = None
+        self.kept_buffers = []
+        self.reducer.parks = False
 
     def release(self) -> None:
         """Reduce no gradients any more, so that another model can be made of the same module."""
@@ -335,6 +354,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         return True
 
     def _groups_to_follow(self) -> Sequence[Group]:
+        self._bind_norms()
         groups = [norm.group for norm in self._sync_norms if norm.group]
         return [group for group in dict.fromkeys(groups) if group.size > 1]
 

@@ -21,6 +21,7 @@ REDUCE_SCATTER mode it stays as it was when the optimizer cut its shards.
 from __future__ import annotations
 
 import enum
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,10 +36,13 @@ from collectives.buckets import BucketPlan, plan_buckets
 from collectives.shards import padded_numel, room_for, shard_numel
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
+from .boundary import boundary
 from .comm_hooks import CommHook, GradBucket
+from .kept import kept
 from .step_statistics import StepClock, UnusedParameters
 
 FIRST_BUCKET_BYTES = 1 << 20
+_launch_numbers = itertools.count()
 
 
 def why_not_sharded(hook: str) -> str:
@@ -60,7 +64,8 @@ class GradientBucket:
 
     flat: local gradients, and room behind them. padded: elements of it that a reduce-scatter takes.
     shard: (n,) reduced, this rank's part, in REDUCE_SCATTER mode. missing: gradients that this
-    backward pass still owes.
+    backward pass still owes; parameters that are frozen get none. launch_number: ascending, over
+    the buckets of all models.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class GradientBucket:
         }
         self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
         self.missing = 0
+        self.launch_number = 0
         self.work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
         """What a communication hook returned for it."""
@@ -131,6 +137,8 @@ class Reducer:
         """Whether what was launched last held gradients of this rank's own data."""
         self.weight: float | None = None
         """Sum of the weights of the losses since the last step; None where nobody weighs."""
+        self.ends_steps = True
+        """Whether a step is over with its agreement here; not where a sharded optimizer votes."""
         self.parks = False
         """Whether a launch that fails because the generation is over is kept for `wait` to raise:
         then the optimizer's step can begin again in the next generation."""
@@ -158,6 +166,8 @@ class Reducer:
         self._in_backward = False
         self._sees_end = False
         self._num_launched = 0
+        self.num_passes = 0
+        """Backward passes, and shadowed steps, that have sent gradients."""
         self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
         # Gradients of this pass by parameter; in the order of the last ones.
         self._arrivals: dict[int, int] = {}
@@ -289,7 +299,12 @@ class Reducer:
             self._launch_complete_buckets()
 
     def _num_expected(self, number: int) -> int:
+        if self._is_frozen(number):
+            return 0
         return self._expected.get(number, 1) if self._expected else 1
+
+    def _is_frozen(self, number: int) -> bool:
+        return not self.parameters[number].requires_grad
 
     def _is_launched(self, bucket: GradientBucket) -> bool:
         return bucket in self.buckets[: self._num_launched]
@@ -302,10 +317,15 @@ class Reducer:
             self._see_end()
 
     def _begin_launching(self) -> None:
+        self.num_passes += 1
         self._num_launched = 0
         self._arrivals.clear()
         for bucket in self.buckets:
             bucket.missing = sum(self._num_expected(number) for number in bucket.views)
+            for number, view in bucket.views.items():
+                # Now, because a bucket may be on its way when the pass ends.
+                if self._is_frozen(number) and self.parameters[number].grad is None:
+                    view.zero_()
 
     def _end_backward(self) -> None:
         """Send what is left; parameters outside this backward pass contribute what they hold."""
@@ -317,9 +337,10 @@ class Reducer:
             self.clock.backward_ended()
         if self.unused is not None:
             self.unused.tell([number in self._arrivals for number in range(len(self.parameters))])
-        for number, parameter in enumerate(self.parameters):
-            if number not in self._arrivals and parameter.grad is None:
-                self._home[number][1].zero_()
+        for bucket in self.buckets[self._num_launched :]:
+            for number, view in bucket.views.items():
+                if number not in self._arrivals and self.parameters[number].grad is None:
+                    view.zero_()
         self._launch_rest()
         self._has_leftover = False
         if self.mode is Mode.ALL_REDUCE:
@@ -346,6 +367,7 @@ class Reducer:
 
     def _launch(self, bucket: GradientBucket) -> None:
         self._num_launched += 1
+        bucket.launch_number = next(_launch_numbers)
         if self.mode is Mode.REDUCE_SCATTER:
             try:
                 self._reduce_scatter(bucket)
@@ -377,6 +399,7 @@ class Reducer:
             has_next=has_next,
             used=self.local_usage(),
             weight=self.weight,
+            stop=boundary().steps.stop_is_wanted,
         )
 
     def local_usage(self) -> list[bool]:
@@ -396,6 +419,7 @@ class Reducer:
         agreement = read_agreement(self._vote.tolist(), self.group.size)
         self.weight = None
         divisor = self._on_agreement(agreement)
+        boundary().step_agreed(agreement, self.group, ends_step=self.ends_steps)
         if divisor not in (0, 1) and self.hook is None:  # Hooks divide themselves.
             for bucket in self.buckets:
                 bucket.flat[: bucket.plan.content].div_(divisor)
@@ -404,6 +428,8 @@ class Reducer:
             parameter.grad = self._home[number][1] if agreement.used[number] else None
         if agreement.live and not self._has_measured_order:
             self._take_order_of(min(agreement.live))
+        if self.ends_steps:
+            kept().end_applying()
 
     def _take_order_of(self, rank: int) -> None:
         self._has_measured_order = True
@@ -426,8 +452,10 @@ class Reducer:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
+        waited_s = time.monotonic() - began_at
+        boundary().steps.waited_s += waited_s
         if self.clock is not None and operations:
-            self.clock.buckets_are_reduced(operations, time.monotonic() - began_at)
+            self.clock.buckets_are_reduced(operations, waited_s)
 
     # -- other ways through a step -------------------------------------------------------------
 
@@ -464,11 +492,20 @@ class Reducer:
             bucket.prepare_shard(group)
         self._place_vote()
 
-    def launch_again(self) -> None:
-        """Reduce all kept buckets once more, in the group that is there now."""
-        for bucket in self.buckets:
-            self._launch(bucket)
+    def kept(self) -> list[GradientBucket]:
+        """Buckets that were launched for a sharded step that is not over."""
+        is_in_step = self.mode is Mode.REDUCE_SCATTER and self.has_launched
+        return self.buckets if is_in_step else []
+
+    def launch_again(self, bucket: GradientBucket) -> None:
+        """Reduce a kept bucket once more, in the group that is there now."""
+        self._launch(bucket)
         self._num_launched = len(self.buckets)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some bucket of a step is launched."""
+        return self._num_launched > 0
 
     @property
     def has_launched(self) -> bool:
@@ -479,6 +516,23 @@ class Reducer:
         """The optimizer has used what was reduced."""
         self._num_launched = 0
         self.weight = None
+
+    def move_to(self, group: Group) -> None:
+        """Go on in a group of the same ranks, at the beginning of a step, without gradients."""
+        self.group = group
+        self.is_syncing = True
+        self.is_live = False
+        self._in_backward = False
+        self._sees_end = False
+        self._arrivals.clear()
+        self._has_leftover = False
+        self._vote_work = None
+        self._failure = None
+        for bucket in self.buckets:
+            bucket.work = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.end_step()
 
     def shadow(self) -> None:
         """Take part in one step of other ranks: with what was accumulated and never sent, then
