@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -111,6 +113,24 @@ class Communicator(ABC):
         """The ranks that will not come again, and how they went, where no operation is needed to
         see that. Nobody need be missing them yet."""
         return {}
+
+    def watching(
+        self, ranks: Sequence[int], what: str, limit_s: float
+    ) -> contextlib.AbstractContextManager[None]:
+        """While `ranks`, this one among them, do something else together, see whether one dies.
+
+        For transports that see a death only where something is in flight. All of `ranks` enter
+        it, and leave it together: it ends where all have ended the block. what: for errors.
+        limit_s: seconds the block takes at most.
+        """
+        return contextlib.nullcontext()
+
+    def show_waits(self, ranks: Sequence[int], since: float) -> None:
+        """In a group made of this one, this rank has waited for `ranks` since that
+        time.monotonic(); none: it waits no more. For transports that can tell the others."""
+
+    def on_wait(self, told: Callable[[Sequence[int], float], None]) -> None:
+        """Call `told` likewise, where this rank waits here."""
 
     @abstractmethod
     def close(self) -> None:

@@ -21,7 +21,7 @@ from .call_site import SITE_BYTES
 from .communicator import Communicator
 from .errors import CollectiveError, CollectiveMismatch, GroupAborted, StoreTimeout
 from .host import connect
-from .operation import DTYPES, Kind, Operation, named
+from .operation import DTYPES, Kind, OnBehalf, Operation, named
 from .signature import pair_mismatch
 from .store import PrefixStore, Store
 from .work import Work
@@ -126,7 +126,7 @@ class ComparingCommunicator(Communicator):
             -1,
             operation.timeout_s,
         )
-        comparing.compared = operation
+        comparing.whole = operation
         self._num_compared += 1
         self._side.all_gather(comparing, everybody.view(-1), row).wait()
         return everybody
@@ -170,19 +170,11 @@ def comparing(inner: Communicator, store: Store, generation: int, name: str) -> 
     return ComparingCommunicator(inner, store, generation, name)  # type: ignore[abstract]
 
 
-class _Comparing(Operation):
-    """The exchange of descriptions. To persons it goes by the name of what it is for."""
-
-    compared: Operation
-
-    def __str__(self) -> str:
-        return str(self.compared)
-
-    def place(self) -> str:
-        return self.compared.place()
+class _Comparing(OnBehalf):
+    """The exchange of descriptions. The others see its place, since they see nothing else of it."""
 
     def padded_site(self) -> bytes:
-        return self.compared.place().encode()[:SITE_BYTES].ljust(SITE_BYTES, b"\0")
+        return self.place().encode()[:SITE_BYTES].ljust(SITE_BYTES, b"\0")
 
 
 # -- what is compared: pure ------------------------------------------------------------------------

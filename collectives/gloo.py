@@ -25,6 +25,7 @@ Therefore three threads, besides those of gloo_messages.py:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -45,7 +46,7 @@ from .in_flight import InFlight, PendingWork
 from .interfaces import GLOO_VARIABLE, check_gloo_interfaces
 from .operation import STARTED, Operation
 from .reduce_op import ReduceOp
-from .roll_call import Position, RollCall, look_s, position_after
+from .roll_call import RollCall, look_s, position_after, position_in
 from .signature import Signature, mismatch, pair_mismatch
 from .store import PrefixStore, Store
 from .torch_store import TorchStore
@@ -234,6 +235,15 @@ class GlooCommunicator(Communicator):
 
     def barrier(self, operation: Operation) -> Work:
         return self._issue(operation, None, None)  # The exchange of signatures is a barrier.
+
+    def watching(
+        self, ranks: Sequence[int], what: str, limit_s: float
+    ) -> contextlib.AbstractContextManager[None]:
+        assert self._messages is not None
+        last = self._in_flight.last_done
+        sequence = -1 if last is None else last.sequence
+        timeout_s = limit_s + _GRACE_S  # The block itself has the deadline.
+        return self._messages.watching(ranks, what, self.generation, sequence, timeout_s)
 
     def abort(self, error: CollectiveError) -> None:
         """End the generation with `error`. Returns at once; the others are told meanwhile."""
@@ -440,10 +450,7 @@ class GlooCommunicator(Communicator):
 
     def _look(self, head: Operation | None) -> CollectiveError | None:
         """Say where this rank is; the error if it is over elsewhere, or overdue here."""
-        if head is None:
-            position = position_after(self._in_flight.last_done)
-        else:
-            position = Position(head.sequence, f"is at {head.place()}", waits=True)
+        position = position_in(head) if head else position_after(self._in_flight.last_done)
         self._roll_call.tell(position)
         self._roll_call.answer()
         error = self._roll_call.the_end(head)

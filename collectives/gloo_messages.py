@@ -15,18 +15,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from .in_flight import InFlight, PendingWork
-from .operation import ANY_RANK, Operation
+from .operation import ANY_RANK, DTYPES, WATCHING_TAG, Kind, OnBehalf, Operation
 from .signature import message_mismatch
 from .work import Work
 
 _FOREVER = timedelta(days=1)  # The watcher holds the deadlines.
+_UINT8 = DTYPES.index(torch.uint8)
 _FREEING_TAG = (1 << 31) - 1  # odd, and above that of any message
 
 
@@ -94,6 +95,29 @@ class GlooMessages:
                         self._start(self._receive_all, key)
                 self._changed.notify_all()
         return work
+
+    @contextlib.contextmanager
+    def watching(
+        self, ranks: Sequence[int], what: str, generation: int, sequence: int, timeout_s: float
+    ) -> Iterator[None]:
+        """`Communicator.watching`, by a receive from each of `ranks`, which breaks when that dies.
+        What comes is a word that its block has ended."""
+        others = [rank for rank in ranks if rank != self._rank]
+
+        def message(kind: Kind, peer: int) -> Operation:
+            part = OnBehalf(kind, sequence, generation, 1, _UINT8, -1, timeout_s)
+            part.whole, part.peer, part.tag = what, peer, WATCHING_TAG
+            return part
+
+        words = torch.zeros(len(others), 1, dtype=torch.uint8)
+        works = [
+            self.recv(message(Kind.RECV, other), word)
+            for other, word in zip(others, words, strict=True)
+        ]
+        yield
+        works += [self.send(message(Kind.SEND, other), words.new_ones(1)) for other in others]
+        for work in works:
+            work.wait()
 
     def free(self, patience_s: float) -> None:
         """The generation is over: get the threads out of Gloo, and let go of it."""

@@ -10,8 +10,8 @@ import torch
 
 from .communicator import Communicator
 from .errors import PeerLost
+from .shared_layout import make_memory, open_memory
 from .shared_memory import SLOT_BYTES, connect_shared_memory
-from .shared_segment import SharedSegment
 from .store import Store
 
 
@@ -44,7 +44,7 @@ def connect(
     descriptor = -1
     if rank == 0:
         try:
-            descriptor = SharedSegment.make_memory(size, SLOT_BYTES)
+            descriptor = make_memory(size, SLOT_BYTES)
         except OSError as error:
             # The others are on their way to a rank that will not come: they must not wait for it.
             store.set("card/0", json.dumps({**card, "failed": str(error)}))
@@ -76,6 +76,6 @@ def connect(
 
 def _open_memory(pid: int, descriptor: int, generation: int) -> int:
     try:
-        return SharedSegment.open_memory(pid, descriptor)
+        return open_memory(pid, descriptor)
     except (FileNotFoundError, ProcessLookupError) as error:
         raise PeerLost("rendezvous", generation, [0], f"process {pid} ended") from error

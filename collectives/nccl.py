@@ -32,7 +32,7 @@ from .in_flight import InFlight, PendingWork
 from .nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
 from .operation import STARTED, Kind, Operation
 from .reduce_op import ReduceOp
-from .roll_call import LOOK_S, Position, RollCall, look_s, position_after
+from .roll_call import LOOK_S, Position, RollCall, look_s, position_after, position_in
 from .store import Store
 from .work import Work
 
@@ -523,7 +523,7 @@ class NcclCommunicator(Communicator):
         operation = head.operation
         if head.started.query():
             operation.state = STARTED
-            return Position(operation.sequence, f"is at {operation.place()}", waits=True)
+            return position_in(operation)
         where = f"has issued {operation.place()}, but its GPU is busy with earlier kernels"
         # A message stands where the collective before it does, and that has ended.
         return Position(operation.sequence - (not operation.is_between_two), where)

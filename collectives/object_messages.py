@@ -23,7 +23,7 @@ import torch
 from .communicator import Communicator
 from .errors import CollectiveError, CollectiveMismatch, GroupAborted, PayloadUnreadable
 from .object_payloads import MapLocation, bytes_of, loads, words_of
-from .operation import DTYPES, FIRST_OBJECT_TAG, STARTED, Kind, Operation
+from .operation import DTYPES, FIRST_OBJECT_TAG, STARTED, Kind, OnBehalf, Operation
 from .work import Work
 
 if TYPE_CHECKING:
@@ -152,15 +152,6 @@ class ScriptedWork(Work):
         self._group.abort(GroupAborted(self.operation.generation, [self._group.rank], reason))
 
 
-class _Part(Operation):
-    """A message of ours. To persons it goes by the name of what it is for."""
-
-    whole: Operation
-
-    def __str__(self) -> str:
-        return str(self.whole)
-
-
 class ObjectMessages:
     """One rank's. communicator: the group's."""
 
@@ -230,7 +221,7 @@ class ObjectMessages:
     def _part(
         self, whole: Operation, kind: Kind, tensor: torch.Tensor, peer: int, tag: int
     ) -> Operation:
-        part = _Part(
+        part = OnBehalf(
             kind,
             whole.sequence,
             whole.generation,

@@ -88,6 +88,9 @@ ANY_RANK = -1
 FIRST_OBJECT_TAG = 1 << 29
 """Tags of messages from here on are those of objects (object_messages.py)."""
 
+WATCHING_TAG = FIRST_OBJECT_TAG + (1 << 21)
+"""Of the messages by which a transport watches its peers; behind those of objects."""
+
 _SENDS = (Kind.SEND, Kind.SEND_OBJECT_LIST)
 _RECEIVES = (Kind.RECV, Kind.RECV_OBJECT_LIST)
 
@@ -170,6 +173,18 @@ class Operation:
         name = f"{Kind(self.kind).name.lower()} #{self.sequence}"
         site = self.site()
         return f"{name}, {site}" if site else name
+
+
+class OnBehalf(Operation):
+    """A part of something else. To persons it goes by the name of that: `whole`."""
+
+    whole: Operation | str
+
+    def __str__(self) -> str:
+        return str(self.whole)
+
+    def place(self) -> str:
+        return self.whole if isinstance(self.whole, str) else self.whole.place()
 
 
 def describe(kind: int, sequence: int, numel: int, dtype: int) -> str:

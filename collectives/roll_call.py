@@ -20,9 +20,10 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from .blame import tell_waits, to_blame
 from .errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -41,11 +42,20 @@ class Position(NamedTuple):
     """How far a rank has come: the last operation it arrived in, and in words what it does.
 
     waits: whether it is in that operation, so that others may be what keeps it there.
+    peers: in a send or a recv, the rank at its other end, if that is known.
     """
 
     arrived: int
     where: str
     waits: bool = False
+    peers: Sequence[int] = ()
+
+
+def position_in(head: Operation) -> Position:
+    """The position of a rank whose first operation in flight is `head`."""
+    between_two = head.is_between_two and head.peer != ANY_RANK
+    peers = (head.peer,) if between_two else ()
+    return Position(head.sequence, f"is at {head.place()}", True, peers)
 
 
 def position_after(last: Operation | None) -> Position:
@@ -165,21 +175,24 @@ class RollCall:
 
         operation: the one that is overdue. head: the first in flight. position: our own.
         """
-        whereabouts: list[str]
+        asked = [rank for rank in range(self.size) if rank != self.rank]
+        positions = {rank: self._position_of(rank) for rank in asked}
+        waits_for = {rank: at.peers for rank, at in positions.items() if at.peers}
         if head.is_between_two:
-            missing = list(self._peers(head))
-            whereabouts = [f"rank {rank} {self._position_of(rank).where}" for rank in missing]
+            peers = self._peers(head)
+            missing = to_blame(peers, waits_for, [self.rank])
+            told = sorted({*peers, *missing, *waits_for} if peers != missing else peers)
+            whereabouts = [f"rank {rank} {positions[rank].where}" for rank in told]
         else:
-            asked = [rank for rank in range(self.size) if rank != self.rank]
-            behind = {rank: self._position_of(rank) for rank in asked}
-            behind[self.rank] = position
-            behind = {r: at for r, at in sorted(behind.items()) if at.arrived < head.sequence}
-            missing = culprits(behind)
+            positions[self.rank] = position
+            behind = {r: at for r, at in sorted(positions.items()) if at.arrived < head.sequence}
+            here = positions.keys() - behind.keys()
+            missing = to_blame(culprits(behind), waits_for, here) if behind else []
             whereabouts = [f"rank {rank} {at.where}" for rank, at in behind.items()]
-            if len(behind) < self.size and whereabouts:
+            if here and whereabouts:
                 others = f"the others are at {head.place()}, as rank {self.rank} sees it"
                 whereabouts.append(others)
-        story = "; ".join(whereabouts) or (
+        story = ("; ".join(whereabouts) + tell_waits(waits_for, waits_for)).removeprefix("; ") or (
             "all ranks are in it, so the transfer itself is stuck or slower than the deadline"
         )
         return CollectiveTimeout(

@@ -8,7 +8,7 @@ ranks get the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,12 @@ class SharedMemoryCommunicator(Communicator):
         if not self._closed:
             self._lane.abort(error)
             self._messages.end(self._segment.failure() or error)
+
+    def show_waits(self, ranks: Sequence[int], since: float) -> None:
+        self._segment.show_waits_elsewhere(ranks, since)
+
+    def on_wait(self, told: Callable[[Sequence[int], float], None]) -> None:
+        self._segment.on_wait = told
 
     def failure(self) -> CollectiveError | None:
         return None if self._closed else self._segment.failure()

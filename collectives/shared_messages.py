@@ -28,17 +28,18 @@ from dataclasses import dataclass
 
 import torch
 
+from .blame import tell_waits, to_blame
 from .driven_work import DrivenWork, call_back
 from .errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost
 from .operation import ANY_RANK, Operation
-from .shared_segment import RING_BYTES, SharedSegment
+from .shared_layout import HEAD, RECEIVER_WAITS, RING_BYTES, SENDER_WAITS, TAIL
+from .shared_segment import SharedSegment
 from .signature import message_mismatch
 from .wake_timer import WakeTimer
 from .work import Work
 
 _HEADER = struct.Struct("=8q")  # tag, numel, dtype, nbytes, and room
 _UNIT = _HEADER.size  # heads and tails are multiples of it
-_HEAD, _TAIL = 0, 8  # words of a channel, on cache lines of their own
 _WAKE_DELAY_S = 0.0001
 _SLICES_S = (0.002, 0.005, 0.02)
 
@@ -78,8 +79,8 @@ class Channel:
     def __init__(self, segment: SharedSegment, sender: int, receiver: int) -> None:
         self.segment = segment
         self.words, word, self.ring = segment.channel(sender, receiver)
-        self.head_at, self.tail_at = word + _HEAD, word + _TAIL
-        self.other = receiver if segment.rank == sender else sender
+        self.head_at, self.tail_at = word + HEAD, word + TAIL
+        self.waits_at = word + (SENDER_WAITS if segment.rank == sender else RECEIVER_WAITS)
 
     def free(self) -> int:
         return RING_BYTES - (self.words[self.head_at] - self.words[self.tail_at])
@@ -135,6 +136,7 @@ class Messages:
         self._out: dict[int, Channel] = {}
         self._in: dict[int, Channel] = {}
         self._ended: list[MessageWork] = []  # whose callbacks are due
+        self._shown: set[int] = set()  # words that say for whom this rank waits
         self._driven = False
         self._thread: threading.Thread | None = None
         self._wake_up: WakeTimer | None = None
@@ -351,6 +353,8 @@ class Messages:
         work.failure = failure
         work.operation.end(failure)
         work.done = True
+        if self._shown:
+            self._hide_waits()  # Shown again for what is left, if it has to be waited for.
         self._ended.append(work)
         self._turn.notify_all()
 
@@ -441,15 +445,34 @@ class Messages:
                     how = "; ".join(sorted({gone[peer] for peer in peers}))
                     error = PeerLost(str(o), o.generation, sorted(peers), how)
                 elif now >= o.issued_at + o.timeout_s:
-                    where = "; ".join(self.segment.whereabouts(peer) for peer in sorted(peers))
-                    error = CollectiveTimeout(
-                        str(o), o.generation, sorted(peers), o.timeout_s, where
-                    )
+                    waits_for = self.segment.waits_for(o.timeout_s)
+                    blamed = to_blame(peers, waits_for, [self.segment.rank])
+                    told = sorted(peers.union(blamed))
+                    where = "; ".join(self.segment.whereabouts(rank) for rank in told)
+                    where += tell_waits(waits_for, waits_for.keys() - {self.segment.rank})
+                    error = CollectiveTimeout(str(o), o.generation, blamed, o.timeout_s, where)
                 else:
                     continue
                 self._finish_all(self.segment.abort(error))
                 break
+            self._show_waits()
         self._call_back()
+
+    def _show_waits(self) -> None:
+        """So that whoever waits for this rank learns who is behind it."""
+        for work in self._pending():
+            o = work.operation
+            if o.peer == ANY_RANK:
+                continue
+            channel = self._channel_from(o.peer) if o.receives else self._channel_to(o.peer)
+            if channel.waits_at not in self._shown:
+                self._shown.add(channel.waits_at)
+                self.segment.show_wait(channel.waits_at, o.issued_at)
+
+    def _hide_waits(self) -> None:
+        for at in self._shown:
+            self.segment.hide_wait(at)
+        self._shown.clear()
 
     def _release(self) -> None:
         with self._lock:

@@ -2,15 +2,7 @@
 
 One rank makes a nameless file in memory (memfd); the others open it through /proc, map it, and
 from then on it lives exactly as long as the processes that map it: nothing is left behind, not
-even when all of them are killed. It is laid out as
-
-    header     magic, and the abort word
-    ranks      one block each: tick, whom it sleeps on, state, what it is doing (twice), bell
-    channels   two words per ordered pair of ranks, for messages (shared_messages.py)
-    sites      the lines of users' code that began that, as text (two per rank)
-    record     the error that ended the generation, as JSON
-    slots      two per rank, for data; which one a tick uses is the tick's parity
-    rings      one per ordered pair, for messages
+even when all of them are killed. shared_layout.py says what lies where in it.
 
 **Ticks.** Every collective is a sequence of ticks, counted alike on all ranks. A rank *publishes*
 tick t by storing t in its block. One rule makes all of it safe:
@@ -22,30 +14,28 @@ So a slot is free again two ticks later, and no further locks are needed.
 
 **Waiting** is a short spin that yields the core, then sleep on the tick of the rank that is late
 (futex). A publisher makes the system call that wakes only if somebody says that it sleeps on it.
-Both sides write one word and then read the other's, which a processor may reorder, so a wake-up
-can be missed in theory; therefore sleep comes in slices. Between slices a waiter looks at the
-abort word, at the other processes (pidfd) and at the deadline.
+Sleep comes in slices (futex.py says why); between slices a waiter looks at the abort word, at the
+other processes (pidfd) and at the deadline.
 
 Publishing relies on stores becoming visible in program order. x86 promises that; elsewhere
-`_fence` orders them by the acquire-release pair of a lock.
+`fence` orders them by the acquire-release pair of a lock.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
-import platform
 import select
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from .blame import tell_waits, to_blame
 from .call_site import SITE_BYTES
 from .errors import (
     CollectiveError,
@@ -55,19 +45,32 @@ from .errors import (
     error_to_json,
 )
 from .flight_recorder import tell_positions
+from .futex import WEAKLY_ORDERED, fence, sleep_on, wake
 from .operation import Kind, Operation
+from .shared_layout import (
+    ABORT_WORD,
+    ASLEEP,
+    BELL,
+    ELSEWHERE,
+    RECEIVER_WAITS,
+    RECORD_BYTES,
+    RING_BYTES,
+    SENDER_WAITS,
+    SIGNATURE,
+    SLEEPS_ON,
+    STATE,
+    TICK,
+    block_at,
+    bytes_needed,
+    channel_at,
+    record_start,
+    rings_start,
+    sites_start,
+    slots_start,
+)
 from .signature import Signature, mismatch
 
-_MAGIC = 0x43484F5255534C31  # "CHORUSL1"
-_HEADER_WORDS = 8
-_BLOCK_WORDS = 48  # 384 bytes: words that different ranks write never share a cache line
-_TICK, _SLEEPS_ON, _STATE, _SIGNATURE = 0, 8, 16, 24  # words from the start of a rank's block
-_BELL, _ASLEEP = 32, 40
-_CHANNEL_WORDS = 16
 _ABSENT, _OPEN, _CLOSED = 0, 1, 2
-_ABORT_WORD = 1
-_RECORD_BYTES = 64 * 1024
-RING_BYTES = 256 * 1024  # of which no page takes memory before a message needs it
 _RECORD_LOCK_S = 1.0  # it is held for microseconds
 
 _SPINS_WITH_CORES = 200  # sched_yield is about 0.4 us on an idle core
@@ -76,25 +79,6 @@ _SPINS_OVERCOMMITTED = 50  # more ranks than cores: somebody else needs the core
 # which nobody looked whether the generation had ended.
 _SPIN_S = 0.0003
 _SLICES_S = (0.002, 0.005, 0.02)
-
-_WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64")
-_fence_lock = threading.Lock()
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc_with_lock = ctypes.PyDLL(None)  # for calls that never wait
-_SYS_FUTEX = {"x86_64": 202, "AMD64": 202, "aarch64": 98}.get(platform.machine(), 0)
-_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-def _fence() -> None:
-    # Release then acquire, twice: a full barrier on every architecture that CPython runs on.
-    for _ in range(2):
-        with _fence_lock:
-            pass
 
 
 class SharedSegment:
@@ -114,88 +98,39 @@ class SharedSegment:
         self.slot_bytes = slot_bytes
         self._descriptor = descriptor
         self._pids = pids
-        self._map = mmap.mmap(descriptor, self.bytes_needed(self.size, slot_bytes))
+        self._map = mmap.mmap(descriptor, bytes_needed(self.size, slot_bytes))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        control_bytes = self._control_bytes(self.size)
-        self._words = memoryview(self._map)[:control_bytes].cast("Q")
-        self._sites_at = control_bytes
-        self._record_at = self._record_start(self.size)
-        self._slots_at = self._record_at + _RECORD_BYTES
-        self._rings_at = self._slots_at + self.size * 2 * slot_bytes
+        self._sites_at = sites_start(self.size)
+        self._words = memoryview(self._map)[: self._sites_at].cast("Q")
+        self._record_at = record_start(self.size)
+        self._slots_at = slots_start(self.size)
+        self._rings_at = rings_start(self.size, slot_bytes)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
-        blocks = [_HEADER_WORDS + _BLOCK_WORDS * r for r in range(self.size)]
+        blocks = [block_at(r) for r in range(self.size)]
         self._block = blocks[rank]
-        self._tick_at = blocks[rank] + _TICK
-        self._tick_addresses = [self._address + 8 * (b + _TICK) for b in blocks]
-        self._peers = tuple((r, b + _TICK) for r, b in enumerate(blocks) if r != rank)
+        self._tick_at = blocks[rank] + TICK
+        self._tick_addresses = [self._address + 8 * (b + TICK) for b in blocks]
+        self._peers = tuple((r, b + TICK) for r, b in enumerate(blocks) if r != rank)
         self._peer_ticks = tuple(at for _, at in self._peers)
-        self._peer_sleeps = tuple(b + _SLEEPS_ON for r, b in enumerate(blocks) if r != rank)
+        self._peer_sleeps = tuple(b + SLEEPS_ON for r, b in enumerate(blocks) if r != rank)
         self._blocks = blocks
         self._bells_rung = 0
         self.spins = (
             _SPINS_WITH_CORES if self.size <= (os.cpu_count() or 1) else _SPINS_OVERCOMMITTED
         )
-        self._timespec = _Timespec()
         self._views: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self._abort_lock = threading.Lock()
         self._exits = select.poll()
         self._rank_of_pidfd: dict[int, int] = {}
         self._meet_timeout_s = 0.0
+        # Of a group made of another one: tells that one whom this rank waits for, or no more.
+        self.on_wait: Callable[[Sequence[int], float], None] | None = None
         try:
             self._watch_peers()
         except PeerLost:
             self.leave()
             raise
-
-    # -- making and finding the memory ---------------------------------------------------------
-
-    @staticmethod
-    def bytes_needed(size: int, slot_bytes: int) -> int:
-        return (
-            SharedSegment._record_start(size)
-            + _RECORD_BYTES
-            + size * 2 * slot_bytes
-            + size * size * RING_BYTES
-        )
-
-    @staticmethod
-    def _control_bytes(size: int) -> int:
-        return 8 * (_HEADER_WORDS + _BLOCK_WORDS * size + _CHANNEL_WORDS * size * size)
-
-    @staticmethod
-    def _record_start(size: int) -> int:
-        return _page_aligned(SharedSegment._control_bytes(size) + 2 * SITE_BYTES * size)
-
-    @staticmethod
-    def make_memory(size: int, slot_bytes: int) -> int:
-        """A new, zeroed, nameless file for `size` ranks; its descriptor."""
-        nbytes = SharedSegment.bytes_needed(size, slot_bytes)
-        descriptor = -1
-        try:
-            descriptor = os.memfd_create("chorusline", os.MFD_CLOEXEC)
-            os.fchmod(descriptor, 0o600)
-            os.ftruncate(descriptor, nbytes)
-            os.pwrite(descriptor, _MAGIC.to_bytes(8, "little"), 0)
-        except OSError as error:
-            if descriptor >= 0:
-                os.close(descriptor)
-            raise OSError(
-                error.errno,
-                f"no memory of {nbytes} bytes to share between the {size} ranks of this host: "
-                f"{error.strerror}. See the limits on the size of files and on their number "
-                "(ulimit -f, ulimit -n), and on this container's memory",
-            ) from error
-        return descriptor
-
-    @staticmethod
-    def open_memory(pid: int, descriptor: int) -> int:
-        """The memory that process `pid` of this user made; a descriptor of our own."""
-        ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        if os.pread(ours, 8, 0) != _MAGIC.to_bytes(8, "little"):
-            os.close(ours)
-            raise OSError(errno.EINVAL, f"descriptor {descriptor} of process {pid} is not ours")
-        return ours
 
     def _watch_peers(self) -> None:
         for peer, pid in enumerate(self._pids):
@@ -243,8 +178,8 @@ class SharedSegment:
     def publish(self, tick: int) -> None:
         """Show what was written for `tick` to all ranks."""
         words = self._words
-        if _WEAKLY_ORDERED:
-            _fence()
+        if WEAKLY_ORDERED:
+            fence()
         words[self._tick_at] = tick
         me = self.rank + 1
         for at in self._peer_sleeps:
@@ -258,8 +193,8 @@ class SharedSegment:
         for at in self._peer_ticks:
             if words[at] < tick:
                 return False
-        if _WEAKLY_ORDERED:
-            _fence()
+        if WEAKLY_ORDERED:
+            fence()
         return True
 
     def wait(self, tick: int, operation: Operation | str, give_up_at: float, spin: bool) -> None:
@@ -280,17 +215,18 @@ class SharedSegment:
                     break
             if words[at] < tick:
                 self._sleep(peer, at, tick, operation, give_up_at)
-        if _WEAKLY_ORDERED:
-            _fence()
+        if WEAKLY_ORDERED:
+            fence()
 
     def _sleep(
         self, peer: int, at: int, tick: int, operation: Operation | str, give_up_at: float
     ) -> None:
         words = self._words
         address = self._tick_addresses[peer]
-        mine = self._block + _SLEEPS_ON
+        mine = self._block + SLEEPS_ON
         slices = iter(_SLICES_S)
         slice_s = 0.0
+        has_told = False
         try:
             while True:
                 words[mine] = peer + 1
@@ -298,49 +234,34 @@ class SharedSegment:
                 if seen >= tick:
                     return
                 slice_s = next(slices, slice_s)
-                self._timespec.nanoseconds = int(slice_s * 1e9)
-                _libc.syscall(
-                    _SYS_FUTEX,
-                    ctypes.c_void_p(address),
-                    _FUTEX_WAIT,
-                    ctypes.c_uint32(seen & 0xFFFFFFFF),
-                    ctypes.byref(self._timespec),
-                    None,
-                    0,
-                )
+                sleep_on(address, seen, slice_s)
                 if words[at] >= tick:
                     return
-                self._check(tick, operation, give_up_at)
+                late = self._check(tick, operation, give_up_at)
+                if self.on_wait is not None and isinstance(operation, Operation):
+                    has_told = True
+                    self.on_wait(late, operation.issued_at)
         finally:
             words[mine] = 0
+            if has_told and self.on_wait is not None:
+                self.on_wait((), 0.0)
 
     def _wake(self, rank: int) -> None:
-        self._wake_address(self._tick_addresses[rank])
+        wake(self._tick_addresses[rank])
 
-    def _wake_address(self, address: int) -> None:
-        _libc_with_lock.syscall(
-            _SYS_FUTEX,
-            ctypes.c_void_p(address),
-            _FUTEX_WAKE,
-            0x7FFFFFFF,
-            None,
-            None,
-            0,
-        )
-
-    def _check(self, tick: int, operation: Operation | str, give_up_at: float) -> None:
-        """Raise if waiting for `tick` has become pointless."""
+    def _check(self, tick: int, operation: Operation | str, give_up_at: float) -> list[int]:
+        """The ranks that are late. Raises if waiting for `tick` has become pointless."""
         failure = self.failure()
         if failure is not None:
             raise failure
         late = [peer for peer, at in self._peers if self._words[at] < tick]
         if not late:
-            return
+            return late
         dead = [rank for rank in self._dead_ranks() if rank in late]
         if dead:
             pids = ", ".join(f"process {self._pids[rank]} ended" for rank in dead)
             raise self.abort(PeerLost(str(operation), self.generation, dead, pids))
-        closed = [r for r in late if self._words[self._blocks[r] + _STATE] == _CLOSED]
+        closed = [r for r in late if self._words[self._blocks[r] + STATE] == _CLOSED]
         if closed:
             detail = "closed the group while others still used it"
             raise self.abort(PeerLost(str(operation), self.generation, closed, detail))
@@ -349,15 +270,18 @@ class SharedSegment:
             timeout_s = self._meet_timeout_s
             if isinstance(operation, Operation):
                 timeout_s = operation.timeout_s
+            waits_for = self.waits_for(timeout_s)
+            here = [rank for rank in range(self.size) if rank not in late]
             raise self.abort(
                 CollectiveTimeout(
                     str(operation),
                     self.generation,
-                    late,
+                    to_blame(late, waits_for, here),
                     timeout_s,
-                    self._whereabouts(late),
+                    self._whereabouts(late) + tell_waits(waits_for, late),
                 )
             )
+        return late
 
     def _dead_ranks(self) -> list[int]:
         return [self._rank_of_pidfd[descriptor] for descriptor, _ in self._exits.poll(0)]
@@ -366,54 +290,74 @@ class SharedSegment:
 
     def channel(self, sender: int, receiver: int) -> tuple[memoryview, int, torch.Tensor]:
         """The words of all channels, the first one of this, and its ring, (RING_BYTES,) uint8."""
-        index = sender * self.size + receiver
-        word = _HEADER_WORDS + _BLOCK_WORDS * self.size + _CHANNEL_WORDS * index
-        at = self._rings_at + index * RING_BYTES
+        at = self._rings_at + (sender * self.size + receiver) * RING_BYTES
+        word = channel_at(self.size, sender, receiver)
         return self._words, word, self._bytes[at : at + RING_BYTES]
 
     def fence(self) -> None:
         """Order what was written before it, or read, against what comes after."""
-        if _WEAKLY_ORDERED:
-            _fence()
+        if WEAKLY_ORDERED:
+            fence()
 
     def ring_bell(self, rank: int) -> None:
         """Wake `rank` if it sleeps on its bell. All ranks write it; no two write equal values, so
         whoever has seen an older one does not fall asleep."""
         self._bells_rung += 1
         at = self._blocks[rank]
-        self._words[at + _BELL] = (self._bells_rung * self.size + self.rank) & 0xFFFFFFFF
-        if self._words[at + _ASLEEP]:
-            self._wake_address(self._address + 8 * (at + _BELL))
+        self._words[at + BELL] = (self._bells_rung * self.size + self.rank) & 0xFFFFFFFF
+        if self._words[at + ASLEEP]:
+            wake(self._address + 8 * (at + BELL))
 
     def bell(self) -> int:
-        return self._words[self._block + _BELL]
+        return self._words[self._block + BELL]
 
     def sleep_on_bell(self, seen: int, slice_s: float) -> None:
         """Return when the bell is not `seen` any more, or after `slice_s` seconds."""
         words = self._words
-        words[self._block + _ASLEEP] = 1
+        words[self._block + ASLEEP] = 1
         try:
-            if words[self._block + _BELL] != seen:
+            if words[self._block + BELL] != seen:
                 return
-            timespec = _Timespec(0, int(slice_s * 1e9))
-            _libc.syscall(
-                _SYS_FUTEX,
-                ctypes.c_void_p(self._address + 8 * (self._block + _BELL)),
-                _FUTEX_WAIT,
-                ctypes.c_uint32(seen),
-                ctypes.byref(timespec),
-                None,
-                0,
-            )
+            sleep_on(self._address + 8 * (self._block + BELL), seen, slice_s)
         finally:
-            words[self._block + _ASLEEP] = 0
+            words[self._block + ASLEEP] = 0
+
+    def waits_for(self, timeout_s: float) -> dict[int, list[int]]:
+        """Whom each rank has been waiting for, apart from the ticks: in messages, and in groups
+        of some of these ranks. timeout_s: of who asks; what began in its second half is no news.
+        """
+        until = _milliseconds(time.monotonic() - timeout_s / 2)
+        found: dict[int, list[int]] = {}
+        for rank in range(self.size):
+            for other in range(self.size):
+                out = channel_at(self.size, rank, other)
+                back = channel_at(self.size, other, rank)
+                for at in (out + SENDER_WAITS, out + ELSEWHERE, back + RECEIVER_WAITS):
+                    if 0 < self._words[at] <= until and other not in found.get(rank, ()):
+                        found.setdefault(rank, []).append(other)
+        return found
+
+    def show_wait(self, at: int, since: float) -> None:
+        """Say in word `at` of a channel since when this rank waits for the other."""
+        self._words[at] = _milliseconds(since)
+
+    def hide_wait(self, at: int) -> None:
+        self._words[at] = 0
+
+    def show_waits_elsewhere(self, ranks: Sequence[int], since: float) -> None:
+        """This rank waits for `ranks` in a group of some of these; for none: no more."""
+        for other, _ in self._peers:
+            at = channel_at(self.size, self.rank, other) + ELSEWHERE
+            self._words[at] = _milliseconds(since) if other in ranks else 0
+        if self.on_wait is not None:
+            self.on_wait(ranks, since)
 
     def gone(self) -> dict[int, str]:
         """The ranks that will not come again, and how they went."""
         how = {
             rank: "closed the group while others still used it"
             for rank, _ in self._peers
-            if self._words[self._blocks[rank] + _STATE] == _CLOSED
+            if self._words[self._blocks[rank] + STATE] == _CLOSED
         }
         for rank in self._dead_ranks():
             how[rank] = f"process {self._pids[rank]} ended"
@@ -423,7 +367,7 @@ class SharedSegment:
 
     def sign(self, operation: Operation) -> None:
         """Say what this rank is about to do; compared by `check_signatures` of the others."""
-        at = self._block + _SIGNATURE + 4 * (operation.sequence & 1)
+        at = self._block + SIGNATURE + 4 * (operation.sequence & 1)
         words = self._words
         words[at] = operation.sequence
         words[at + 1] = operation.kind | (operation.dtype + 1) << 8 | (operation.detail + 1) << 16
@@ -438,7 +382,7 @@ class SharedSegment:
         can be two operations ahead of this rank.
         """
         words = self._words
-        offset = _SIGNATURE + 4 * (operation.sequence & 1) + 1
+        offset = SIGNATURE + 4 * (operation.sequence & 1) + 1
         mine = self._block + offset
         what, numel = words[mine], words[mine + 1]
         for block in self._blocks:
@@ -453,7 +397,7 @@ class SharedSegment:
         raise self.abort(error)
 
     def _signature(self, rank: int, parity: int) -> Signature:
-        at = self._blocks[rank] + _SIGNATURE + 4 * parity
+        at = self._blocks[rank] + SIGNATURE + 4 * parity
         sequence, what, numel = self._words[at], self._words[at + 1], self._words[at + 2]
         return Signature(sequence, what & 0xFF, (what >> 8 & 0xFF) - 1, (what >> 16) - 1, numel - 1)
 
@@ -480,10 +424,10 @@ class SharedSegment:
 
     def failure(self) -> CollectiveError | None:
         """The error that ended the generation, if one did."""
-        if not self._words[_ABORT_WORD]:
+        if not self._words[ABORT_WORD]:
             return None
-        if _WEAKLY_ORDERED:
-            _fence()
+        if WEAKLY_ORDERED:
+            fence()
         at = self._record_at
         length = int.from_bytes(self._map[at : at + 8], "little")
         return error_from_json(self._map[at + 8 : at + 8 + length].decode())
@@ -495,14 +439,14 @@ class SharedSegment:
                 return error  # This rank has left.
             self._lock_record()
             try:
-                if not self._words[_ABORT_WORD]:
+                if not self._words[ABORT_WORD]:
                     record = _fitting_record(error)
                     at = self._record_at
                     self._map[at + 8 : at + 8 + len(record)] = record
                     self._map[at : at + 8] = len(record).to_bytes(8, "little")
-                    if _WEAKLY_ORDERED:
-                        _fence()
-                    self._words[_ABORT_WORD] = 1
+                    if WEAKLY_ORDERED:
+                        fence()
+                    self._words[ABORT_WORD] = 1
             finally:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         for rank in range(self.size):
@@ -526,7 +470,7 @@ class SharedSegment:
     def meet(self, timeout_s: float) -> None:
         """Return when all ranks have mapped the segment. Uses tick 1."""
         self._meet_timeout_s = timeout_s
-        self._words[self._block + _STATE] = _OPEN
+        self._words[self._block + STATE] = _OPEN
         self.publish(1)
         self.wait(1, "rendezvous", time.monotonic() + timeout_s, spin=True)
 
@@ -535,7 +479,7 @@ class SharedSegment:
 
         The mapping itself goes with the last tensor that looks into it.
         """
-        self._words[self._block + _STATE] = _CLOSED
+        self._words[self._block + STATE] = _CLOSED
         self._wake(self.rank)
         for pidfd in self._rank_of_pidfd:
             self._exits.unregister(pidfd)
@@ -547,14 +491,15 @@ class SharedSegment:
             self._descriptor = -1
 
 
-def _page_aligned(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096
+def _milliseconds(monotonic_s: float) -> int:
+    """Never 0, which stands for nothing; the clock is one for all processes of a host."""
+    return max(1, int(monotonic_s * 1000))
 
 
 def _fitting_record(error: CollectiveError) -> bytes:
     """The error as JSON; its longest text is cut in the middle if it does not fit."""
     record = error_to_json(error).encode()
-    while len(record) > _RECORD_BYTES - 8:
+    while len(record) > RECORD_BYTES - 8:
         fields = list(error.args)
         longest = max(
             (i for i, field in enumerate(fields) if isinstance(field, str)),

@@ -151,16 +151,17 @@ def connect_child(
     what, timeout_s: for that error.
     """
     try:
-        group = Group.create(
-            _meeting_place(prefix, parent, members),
-            members.index(parent.rank),
-            len(members),
-            device,
-            generation=parent.generation,
-            timeout_s=limit_s,
-            name=name,
-            backend=backend,
-        )
+        with parent._communicator.watching(members, what, limit_s):
+            group = Group.create(
+                _meeting_place(prefix, parent, members),
+                members.index(parent.rank),
+                len(members),
+                device,
+                generation=parent.generation,
+                timeout_s=limit_s,
+                name=name,
+                backend=backend,
+            )
     except (CollectiveError, StoreTimeout) as error:
         failure = parent.failure()
         if failure is None:
@@ -203,6 +204,9 @@ def adopt(parent: Group, child: Group, members: Sequence[int]) -> None:
     child._family = parent._family
     parent._children.append(child)
     child._family.add(child)
+    child._communicator.on_wait(
+        lambda ranks, since: parent._communicator.show_waits([members[r] for r in ranks], since)
+    )
 
 
 def _whole(number: object, told: str) -> int:

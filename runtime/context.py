@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
@@ -478,6 +479,9 @@ _current: Context | None = None
 def running(context: Context) -> Iterator[None]:
     """Make `context` the process's current one for the length of a with-block."""
     global _current
+    if "lightning.pytorch" in sys.modules:
+        with contextlib.suppress(ImportError):  # Of another version than the extra's.
+            from . import lightning_strategy  # noqa: F401 - registers the strategy's name
     before, _current = _current, context
     try:
         yield

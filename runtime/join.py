@@ -164,9 +164,9 @@ class Join:
     (True: the sum over live ranks is divided by the number of all ranks; False: of live ones;
     neither where losses are weighed, see `DistributedDataParallel.weigh`).
 
-    When the body raises, the peers are released at once with this exception and its traceback;
-    the group's generation ends with it. An exception leaves the joinables as they are, and every
-    exit takes this Join off them.
+    When the body raises, or a hook, the peers are released at once with this exception and its
+    traceback; the group's generation ends with it. An exception leaves the joinables as they are,
+    and every exit takes this Join off them.
 
     Raises ValueError for no joinables, for different groups, and for joinables that need another.
     Source: torch.distributed.algorithms.Join.
@@ -197,6 +197,7 @@ class Join:
         self._device = joinables[0].join_device
         self._enable = enable
         self._throws = throw_on_early_termination
+        self._is_exhausted = False  # and every rank raises it
         self._step_along = list(step_along)
         self._skew_warning = skew_warning
         carries = [joinable._carries_agreement() for joinable in joinables]
@@ -261,13 +262,17 @@ class Join:
             if isinstance(error, Interrupted):
                 return  # All ranks are here: the generation goes on.
             if error is not None:
-                for group in dict.fromkeys([*self._groups, *self._followed]):
-                    group.abort(error)
+                self._release_peers(error)
                 return
-            self.shadow()
-            is_last_joiner = self._group.rank in self.ledger.last_live
-            for hook in self._hooks:
-                hook.post_hook(is_last_joiner)
+            try:
+                self.shadow()
+                is_last_joiner = self._group.rank in self.ledger.last_live
+                for hook in self._hooks:
+                    hook.post_hook(is_last_joiner)
+            except BaseException as mine:
+                if not self._is_exhausted:  # Which all ranks raise: nobody waits for this one.
+                    self._release_peers(mine)
+                raise
             self._warn_of_skew()
         finally:
             _active.remove(self)
@@ -276,6 +281,10 @@ class Join:
                 boundary().before_stop.remove(self._conductor.stop)
             for joinable in self._joinables:
                 joinable._join = None
+
+    def _release_peers(self, error: BaseException) -> None:
+        for group in dict.fromkeys([*self._groups, *self._followed]):
+            group.abort(error)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -429,6 +438,7 @@ class Join:
 
     def _raise_if_exhausted(self, live: tuple[int, ...]) -> None:
         if self._throws and 0 < len(live) < self._group.size:
+            self._is_exhausted = True
             exhausted = [rank for rank in range(self._group.size) if rank not in live]
             raise RuntimeError(
                 f"Detected at least one rank that exhausted inputs: ranks {exhausted}. Every rank "

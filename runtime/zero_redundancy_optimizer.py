@@ -294,6 +294,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
                     raise
                 self._recovery.recover(error, self)
         kept().end_applying()
+        if self._recovery is not None:
+            self._recovery.has_stepped(self)
 
     def _try_step(self, is_live: bool) -> None:
         if self.reducer is not None:

@@ -213,7 +213,7 @@ def test_positions_are_told_with_the_late_ranks_first() -> None:
 
 
 def fall_behind(rank: Rank) -> Any:
-    group = rank.group(timeout_s=1)
+    group = rank.group()
     part, whole = torch.ones(2), torch.ones(6)
     for _ in range(3):
         group.all_reduce(part).wait()
@@ -221,13 +221,15 @@ def fall_behind(rank: Rank) -> Any:
     group.all_gather(whole, part).wait()
     if rank.rank == 2:
         if rank.transport == GLOO:
-            time.sleep(1)  # Until it has said where it is.
+            position = f"group/default/0/1/position/{rank.rank}"
+            while b"has finished all_gather #3" not in rank.store.get(position, 30):
+                time.sleep(0.05)
         rank.say("asleep")
         rank.store.wait(["said/over/0", "said/over/1"], 60)
         return gathered_at
     rank.store.wait(["said/asleep/2"], 60)
     reduced_at = line() + 1
-    error = error_of(lambda: group.all_reduce(part).wait())
+    error = error_of(lambda: group.all_reduce(part, timeout_s=1.5).wait())
     rank.say("over")
     return error, reduced_at
 

@@ -66,6 +66,47 @@ def test_no_sync_accumulates_and_the_next_pass_sends_the_sum(ranks_of):
         assert largest_difference(mine, expected) < 1e-15
 
 
+def three_layers():
+    layers = torch.nn.Sequential(*(torch.nn.Linear(3, 3, dtype=torch.float64) for _ in range(3)))
+    with torch.no_grad():
+        for number, parameter in enumerate(layers.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 5 - 1.5 + number)
+    return layers
+
+
+def loss_on(rank, model):
+    return model(torch.full((2, 3), 1.0 + rank, dtype=torch.float64)).square().mean()
+
+
+def fine_tune(group):
+    """Rank 0 freezes the last layer, whose buckets come first, after a step of all layers."""
+    layers = three_layers()
+    model = cl.DistributedDataParallel(layers, group, bucket_cap_mb=1e-5)
+    loss_on(group.rank, model).backward()
+    model.zero_grad()
+    layers[2].requires_grad_(group.rank != 0)
+    before = group.statistics.snapshot()
+    launched = []
+    layers[0].weight.register_post_accumulate_grad_hook(
+        lambda _: launched.append(group.statistics.since(before).total_operations())
+    )
+    loss_on(group.rank, model).backward()
+    return launched, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_a_frozen_parameter_holds_up_no_bucket_and_adds_nothing(ranks_of):
+    alone = []
+    for rank in range(2):
+        layers = three_layers()
+        loss_on(rank, layers).backward()
+        alone.append([parameter.grad / 2 for parameter in layers.parameters()])
+    expected = [first + second for first, second in zip(*alone, strict=True)]
+    expected[4:] = alone[1][4:]
+    for launched, gradients in ranks_of(2).run(fine_tune):
+        assert launched[0] >= 4, "the buckets of the last two layers are not on their way"
+        assert largest_difference(gradients, expected) < 1e-12 * expected[0].abs().max()
+
+
 def running_statistics(group, sharded):
     model = cl.DistributedDataParallel(make_model(torch.float32, batch_norm=True), group)
     if sharded:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import Outcome, Plan, Report, draw, judge
-from collectives.errors import GroupAborted, PeerLost
+from collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,6 +57,23 @@ def test_what_goes_wrong_is_counted(reports: list[Report], kind: str, text: str)
     judge(outcome, reports)
     (told,) = getattr(outcome, kind)
     assert text in told
+
+
+@pytest.mark.parametrize("starved_s", [0.1, 0.8])
+def test_a_rank_without_a_core_for_half_of_the_deadline_is_late_in_fact(starved_s: float) -> None:
+    error = CollectiveTimeout("a", 0, [1, 2], 1.0, "")
+    outcome = Outcome(plan("stop"))
+    judge(outcome, [Report(0, error=error), Report(2, error=error, starved_s=starved_s)])
+    assert bool(outcome.starved) == (starved_s > 0.5)
+    assert bool(outcome.wrong) == (starved_s < 0.5)
+
+
+def test_time_without_a_core_is_not_late() -> None:
+    for starved_s, late in ((0.1, 1), (2.0, 0)):
+        outcome = Outcome(plan("kill"))
+        error = PeerLost("a", 0, [1], "")
+        judge(outcome, [Report(0, error=error, late_s=3.8, starved_s=starved_s)])
+        assert (len(outcome.late), len(outcome.starved)) == (late, 1 - late)
 
 
 def test_an_error_that_names_the_victim_in_time_is_what_we_want() -> None:

@@ -174,6 +174,42 @@ def test_an_exception_in_the_body_frees_the_peers_at_once_with_its_traceback(ran
     assert seconds < 10
 
 
+class Stumbling(CountingJoinable):
+    """Its hook raises, on the rank that has joined, in the middle of the others' steps."""
+
+    def join_hook(self, **kwargs):
+        hook = super().join_hook(**kwargs)
+        hook.main_hook = self.stumble
+        return hook
+
+    def stumble(self):
+        raise OSError("the log is full")
+
+
+def raise_in_hook(group):
+    with another_group(group) as own:
+        started = time.monotonic()
+        joinable = Stumbling(own)
+        try:
+            with cl.Join([joinable]):
+                for _ in range(2 + 3 * group.rank):
+                    joinable.step()
+        except (OSError, cl.GroupAborted) as error:
+            told = type(error).__name__, str(error), time.monotonic() - started
+            group.barrier().wait()  # Closing would free the peers, too.
+            return told
+    return None
+
+
+def test_an_exception_in_a_hook_frees_the_peers_at_once_with_its_traceback(ranks_of):
+    (culprit, _, _), (peer, told, seconds) = ranks_of(2).run(raise_in_hook)
+    assert culprit == "OSError"
+    assert peer == "GroupAborted"
+    assert "by ranks [0]" in told
+    assert "the log is full" in told and "in stumble" in told
+    assert seconds < 10
+
+
 def throw_early(group, lengths):
     with another_group(group) as own:
         model = cl.DistributedDataParallel(make_model(torch.float32), own)

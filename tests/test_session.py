@@ -13,15 +13,20 @@ import traceback
 from collections.abc import AsyncIterator
 from typing import Any
 
+import open_sockets
 import pytest
 import ray
 import torch
+from open_sockets import ports
+from ray import cloudpickle
 
 from actors.errors import RankFailed, StartupError, WorkerLost
 from actors.messages import Report, WorkerSnapshot
 from collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
 from runtime.context import Context, current, current_group
 from runtime.session import Session, SessionState, run
+
+cloudpickle.register_pickle_by_value(open_sockets)  # Workers cannot import what tests share.
 
 WITHIN_S = 4.0  # "Within seconds": well below every deadline that a blocked rank would wait for.
 
@@ -142,6 +147,24 @@ async def test_the_running_context_is_known_inside_and_only_there(session: Sessi
         current()
     with pytest.raises(RuntimeError, match=r"Group\.create"):
         current_group()
+
+
+@ray.remote(num_cpus=0.1)
+class Plain:
+    def ports(self) -> int:
+        return len(ports())
+
+
+async def test_a_worker_listens_where_any_actor_does_and_nowhere_else(session: Session) -> None:
+    def train(ctx: Context) -> int:
+        ctx.group.all_gather_object("anything").wait()
+        return len(ports())
+
+    plain = Plain.remote()  # type: ignore[attr-defined]
+    expected = await plain.ports.remote()
+    ray.kill(plain)
+    assert expected, "the watch sees nothing"
+    assert await session.run(train) == [expected] * 2
 
 
 async def test_a_control_loop_answers_while_the_function_blocks(session: Session) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from collectives.interfaces import GLOO_VARIABLE, NCCL_VARIABLE, check_gloo_interfaces
 from collectives.nccl import load_nccl
-from collectives.shared_segment import SharedSegment
+from collectives.shared_layout import make_memory
 
 _FEWEST_FILES = 4096
 _LEAST_SHM_BYTES = 1 << 30
@@ -163,7 +163,7 @@ def _library(name: str) -> str:
 def _shared_memory() -> Iterator[Finding]:
     """Make what ranks of one host share, and have another process open it."""
     try:
-        descriptor = SharedSegment.make_memory(2, 1 << 16)
+        descriptor = make_memory(2, 1 << 16)
     except OSError as error:
         yield Finding(
             "shared memory",
