@@ -25,6 +25,8 @@ bench: $(INSTALLED)  ## every benchmark, as tables
 	$(BIN)/python benchmarks/join.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/recorder.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/bucket_order.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/torch_backend.py

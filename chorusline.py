@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util as _importlib_util
 import pathlib as _pathlib
+import typing as _typing
 
 
 def _refuse_strangers() -> None:
@@ -32,7 +33,13 @@ def _refuse_strangers() -> None:
 
 _refuse_strangers()
 
-from actors.errors import DriverLost, RankFailed, StartupError, WorkerLost  # noqa: E402
+from actors.errors import (  # noqa: E402
+    DriverLost,
+    Interrupted,
+    RankFailed,
+    StartupError,
+    WorkerLost,
+)
 from actors.messages import Report  # noqa: E402
 from collectives import (  # noqa: E402
     ChoruslineError,
@@ -80,12 +87,24 @@ from runtime.checkpoint import (  # noqa: E402
     Saving,
     SavingTimes,
 )
+from runtime.comm_hooks import GradBucket  # noqa: E402
 from runtime.context import Context  # noqa: E402
 from runtime.dealing import deal  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
 from runtime.grad_scaler import GradScaler  # noqa: E402
 from runtime.join import Join  # noqa: E402
 from runtime.joinable import Joinable, JoinHook  # noqa: E402
+from runtime.model_averaging import (  # noqa: E402
+    HierarchicalModelAverager,
+    ModelAverager,
+    PeriodicModelAverager,
+)
+from runtime.notebook import load_ipython_extension, unload_ipython_extension  # noqa: E402, F401
+from runtime.post_local_sgd import (  # noqa: E402
+    PostLocalSGDOptimizer,
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from runtime.progress import Progress  # noqa: E402
 from runtime.pure_distributed_data_parallel import PureDistributedDataParallel  # noqa: E402
 from runtime.random_state import RandomState  # noqa: E402
@@ -93,6 +112,19 @@ from runtime.session import Session, SessionSnapshot, run  # noqa: E402
 from runtime.sharding import Shard  # noqa: E402
 from runtime.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
+
+if _typing.TYPE_CHECKING:
+    from runtime.lightning_strategy import ChoruslineStrategy  # noqa: F401
+
+
+def __getattr__(name: str) -> object:
+    # Of the extra `lightning`, and seconds to import.
+    if name == "ChoruslineStrategy":
+        from runtime.lightning_strategy import ChoruslineStrategy
+
+        return ChoruslineStrategy
+    raise AttributeError(f"module 'chorusline' has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 
@@ -115,6 +147,14 @@ __all__ = [
     "JoinHook",
     "Shard",
     "deal",
+    # Other ways to bring ranks together.
+    "GradBucket",
+    "ModelAverager",
+    "PeriodicModelAverager",
+    "HierarchicalModelAverager",
+    "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
+    "post_localSGD_hook",
     # Checkpoints.
     "CheckpointConfig",
     "Saving",
@@ -160,6 +200,7 @@ __all__ = [
     "StartupError",
     "RankFailed",
     "DriverLost",
+    "Interrupted",
     "CheckpointError",
     "CheckpointWriteFailed",
     "CheckpointPlaceUnusable",

@@ -1,13 +1,14 @@
 """Ray actors: one driver, and workers that own a device each. Nothing of training in here."""
 
 from .actor_store import ActorStore
-from .errors import DriverLost, RankFailed, StartupError, WorkerLost
+from .errors import DriverLost, Interrupted, RankFailed, StartupError, WorkerLost
 from .messages import Report
 
 __all__ = [
     "ActorStore",
     "Report",
     "DriverLost",
+    "Interrupted",
     "RankFailed",
     "StartupError",
     "WorkerLost",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,17 @@ from .driver import GRACE_S, Unfit, driver_class
 from .errors import DriverLost, StartupError
 from .journal import JournalReader
 from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from .testimony import Testimony
+from .versions import versions_here
 from .worker import worker_class
+
+NAMESPACE = "chorusline"
+"""Ray's, of the names of driver actors: by them another process finds the sessions of a cluster."""
+
+INCARNATION = "/driver-"
+
+STEP_S = 2.0
+"""Seconds for the step in progress to end, when a run is to stop; then it is aborted inside it."""
 
 _DRIVERS_PER_RUN = 4
 """One that begins it, and three that take it over; a run that ends its drivers ends."""
@@ -48,6 +59,7 @@ class Crew:
         driver_options: Mapping[str, Any],
     ) -> None:
         self.num_workers = num_workers
+        self.name = f"session-{uuid.uuid4().hex[:8]}"
         self._use_gpu = use_gpu
         self._options = options
         self._driver_options = driver_options
@@ -77,7 +89,7 @@ class Crew:
         for seat in range(self.num_workers):
             if seat not in self._workers:
                 actor = self._worker_class.options(**self._options(seat))
-                self._workers[seat] = fresh[seat] = actor.remote(seat, self._use_gpu)
+                self._workers[seat] = fresh[seat] = actor.remote(seat, self._use_gpu, self.name)
         if fresh:
             failed = await self._adopt(fresh, timeout_s)
             for unfit in failed:
@@ -90,9 +102,23 @@ class Crew:
                 )
         self._is_assembled = True
 
+    @property
+    def is_assembled(self) -> bool:
+        """Whether the last run left all actors as they were, so that the next one just begins."""
+        return self._is_assembled
+
     async def _start_driver(self, timeout_s: float) -> Actor:
         self._incarnation += 1
-        driver = driver_class().options(**self._driver_options).remote(self._incarnation)
+        # Named, so that others can find the session; the name dies with the actor.
+        driver = (
+            driver_class()
+            .options(
+                name=f"{self.name}{INCARNATION}{self._incarnation}",
+                namespace=NAMESPACE,
+                **self._driver_options,
+            )
+            .remote(self._incarnation, self.name)
+        )
         self._driver = driver
         try:
             await answer(driver.snapshot.remote(), timeout_s)
@@ -127,9 +153,10 @@ class Crew:
                     if not left:
                         raise
         except asyncio.CancelledError:
-            await self.cancel(request.run, "the caller of run() was cancelled")
-            with contextlib.suppress(ActorGone, NoAnswer):
-                await answer(call, _ANSWER_S)  # The cancellation may have overtaken the call.
+            if not await self._stopped_after_step(request.run, call):
+                await self.cancel(request.run, "the caller of run() was cancelled")
+                with contextlib.suppress(ActorGone, NoAnswer):
+                    await answer(call, _ANSWER_S)  # The cancellation may have overtaken the call.
             raise
         except ActorGone as gone:
             incarnation = self._incarnation
@@ -141,10 +168,27 @@ class Crew:
             self._kill_driver()
             await self._stop_workers("the driver actor failed")
             raise
-        self._is_assembled = (
-            isinstance(outcome, RunSucceeded) and len(outcome.results) == self.num_workers
-        )
+        self._is_assembled = self._leaves_all(outcome)
         return outcome  # type: ignore[no-any-return]
+
+    async def _stopped_after_step(self, run: int, call: Any) -> bool:
+        """Ask the ranks to stop at the end of their step; whether the run has ended by that.
+
+        False at once where no rank takes steps, and where the caller is cancelled once more.
+        """
+        asked = {seat: worker.stop_after_step.remote(run) for seat, worker in self._workers.items()}
+        try:
+            if not any(said is True for said in (await answers(asked, _ANSWER_S)).values()):
+                return False
+            outcome = await answer(call, STEP_S)
+        except (ActorGone, NoAnswer, asyncio.CancelledError):
+            return False
+        self._is_assembled = self._leaves_all(outcome)
+        return True
+
+    def _leaves_all(self, outcome: object) -> bool:
+        """Whether a run that ended so has left a worker in every seat, as it was."""
+        return isinstance(outcome, RunSucceeded) and len(outcome.results) == self.num_workers
 
     @contextlib.asynccontextmanager
     async def _recruiting(self, driver: Actor, request: RunRequest) -> AsyncIterator[None]:
@@ -184,9 +228,10 @@ class Crew:
                 for seat in seats:
                     self._kill_worker(seat)
                     actor = self._worker_class.options(**self._options(seat))
-                    self._workers[seat] = actor.remote(seat, self._use_gpu)
+                    self._workers[seat] = actor.remote(seat, self._use_gpu, self.name)
                     # A node that is gone may come back late: wait as long as the run would.
-                    await answer(driver.adopt.remote({seat: self._workers[seat]}, request.pause_s))
+                    newcomer = {seat: self._workers[seat]}
+                    await answer(driver.adopt.remote(newcomer, request.pause_s, versions_here()))
 
     async def cancel(self, run: int, reason: str) -> None:
         """End a run; returns when its ranks have stopped, or have had their time to."""
@@ -202,20 +247,40 @@ class Crew:
 
     async def snapshots(
         self, timeout_s: float
-    ) -> tuple[DriverSnapshot | None, dict[int, WorkerSnapshot | str]]:
+    ) -> tuple[DriverSnapshot | None, tuple[WorkerSnapshot | str, ...]]:
         """What driver and workers say of themselves; by seat, or in words why one says nothing."""
+        calls = {"driver": self._driver.snapshot.remote()} if self._driver is not None else {}
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(answers(calls, timeout_s), name="driver-snapshot")
+            workers = await self.workers_seen(timeout_s)
+        driver = (await asked).get("driver")
+        return driver if isinstance(driver, DriverSnapshot) else None, workers
+
+    async def workers_seen(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
+        """What the workers say of themselves, by seat; the driver is not asked."""
         calls = {seat: worker.snapshot.remote() for seat, worker in self._workers.items()}
-        if self._driver is not None:
-            calls[-1] = self._driver.snapshot.remote()
         said = await answers(calls, timeout_s)
-        driver = said.pop(-1, None)
-        return (
-            driver if isinstance(driver, DriverSnapshot) else None,
-            {
-                seat: word.detail if isinstance(word, ActorGone | NoAnswer) else word
-                for seat, word in sorted(said.items())
-            },
+        return tuple(
+            word.detail if isinstance(word, ActorGone | NoAnswer) else word
+            for _, word in sorted(said.items())
         )
+
+    async def testimonies(
+        self, timeout_s: float
+    ) -> dict[int, tuple[WorkerSnapshot, Testimony] | str]:
+        """Who each worker is, and what it has done last; by seat."""
+        workers = sorted(self._workers.items())
+        calls = {(seat, 0): worker.snapshot.remote() for seat, worker in workers}
+        calls |= {(seat, 1): worker.testify.remote() for seat, worker in workers}
+        said = await answers(calls, timeout_s)
+        told: dict[int, tuple[WorkerSnapshot, Testimony] | str] = {}
+        for seat, _ in workers:
+            who, what = said[seat, 0], said[seat, 1]
+            if isinstance(who, ActorGone | NoAnswer):
+                told[seat] = who.detail
+            else:
+                told[seat] = what.detail if isinstance(what, ActorGone | NoAnswer) else (who, what)
+        return told
 
     async def dismiss(self) -> None:
         """End all: close the groups, kill the actors, and see them dead."""
@@ -235,7 +300,7 @@ class Crew:
         await answers(dying, _ANSWER_S)
 
     async def _adopt(self, workers: Mapping[int, Actor], timeout_s: float) -> tuple[Unfit, ...]:
-        call = self._living_driver().adopt.remote(dict(workers), timeout_s)
+        call = self._living_driver().adopt.remote(dict(workers), timeout_s, versions_here())
         try:
             return await answer(call, timeout_s + _ANSWER_S)  # type: ignore[no-any-return]
         except (ActorGone, NoAnswer) as error:

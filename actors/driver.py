@@ -21,17 +21,9 @@ import ray
 
 from .actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
 from .calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers
-from .membership import (
-    AbortRank,
-    AskRanks,
-    AttachRank,
-    EndRun,
+from .events import (
     Event,
-    Fence,
-    FreezeRank,
     GraceEnded,
-    Instruction,
-    Membership,
     NodeLeaving,
     PatienceEnded,
     PauseEnded,
@@ -40,27 +32,41 @@ from .membership import (
     RankFroze,
     RankSilent,
     RanksTold,
-    ReleaseRank,
-    ResumeRank,
     RunCancelled,
     RunStarted,
     RunTakenOver,
+    WorkerDied,
+    WorkerRegistered,
+)
+from .instructions import (
+    AbortRank,
+    AskRanks,
+    AttachRank,
+    EndRun,
+    Fence,
+    FreezeRank,
+    Instruction,
+    ReleaseRank,
+    ResumeRank,
     StartGrace,
     StartPatience,
     StartPause,
     StartRank,
-    WorkerDied,
-    WorkerRegistered,
 )
+from .membership import Membership
 from .messages import (
+    Cancellation,
     DriverSnapshot,
     Frozen,
     RunFailed,
     RunRequest,
     RunSucceeded,
     Stand,
+    Survey,
     WorkerState,
 )
+from .meter import DriverCounters
+from .versions import difference
 
 GRACE_S = 5.0
 """Seconds that ranks have to stop after they were told to; who still runs then is stuck."""
@@ -84,9 +90,10 @@ class Driver(StoreActor):
     incarnation: how many drivers the session has had before this one.
     """
 
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self, incarnation: int, session: str = "") -> None:
         super().__init__()
         self._incarnation = incarnation
+        self._counters = DriverCounters(session)
         self._membership = Membership()
         self._workers: dict[str, Actor] = {}  # by worker id
         self._events: asyncio.Queue[Event] | None = None  # of the run in progress
@@ -96,8 +103,12 @@ class Driver(StoreActor):
         self._lost_seats: list[int] = []  # of the run in progress
         self._has_lost = asyncio.Event()
 
-    async def adopt(self, workers: Mapping[int, Actor], timeout_s: float) -> tuple[Unfit, ...]:
+    async def adopt(
+        self, workers: Mapping[int, Actor], timeout_s: float, versions: dict[str, str]
+    ) -> tuple[Unfit, ...]:
         """Ask the workers, by seat, who they are, and register those that are idle.
+
+        versions: of the caller, whose functions they are to run.
 
         The first start, a replacement and a new driver all come this way. Returns the others.
         """
@@ -108,6 +119,8 @@ class Driver(StoreActor):
                 unfit.append(Unfit(seat, isinstance(said, ActorGone), said.detail))
             elif said.state is not WorkerState.IDLE:
                 unfit.append(Unfit(seat, False, f"is still {said.state.value}"))
+            elif told := difference(said.info.versions, versions):
+                unfit.append(Unfit(seat, False, told))
             else:
                 self._workers[said.info.worker_id] = workers[seat]
                 arrival = WorkerRegistered(said.info, said.generation)
@@ -167,7 +180,9 @@ class Driver(StoreActor):
                     event = await self._events.get()
                     if isinstance(event, WorkerDied):
                         self._note_loss(event.worker_id)
-                    outcome = errands.carry_out(self._membership.handle(event))
+                    instructions = self._membership.handle(event)
+                    outcome = errands.carry_out(instructions)
+                    self._count(event, instructions)
                 errands.drop()
             return outcome
         finally:
@@ -180,6 +195,16 @@ class Driver(StoreActor):
             if info.worker_id == worker_id:
                 self._lost_seats.append(info.seat)
                 self._has_lost.set()
+
+    def _count(self, event: Event, instructions: list[Instruction]) -> None:
+        if isinstance(event, WorkerDied):
+            self._counters.add("chorusline_lost_workers")
+        if any(isinstance(instruction, ResumeRank) for instruction in instructions):
+            self._counters.add("chorusline_recoveries")
+        for instruction in instructions:
+            outcome = instruction.outcome if isinstance(instruction, EndRun) else None
+            if isinstance(outcome, RunFailed) and not isinstance(outcome.cause, Cancellation):
+                self._counters.add("chorusline_failed_runs")
 
     async def cancel(self, run: int, reason: str) -> None:
         """End a run from outside; returns when it is over (GRACE_S at the latest)."""
@@ -215,6 +240,23 @@ class Driver(StoreActor):
 
     async def snapshot(self) -> DriverSnapshot:
         return self._membership.snapshot(self._incarnation)
+
+    async def survey(self, timeout_s: float) -> Survey:
+        """Snapshots of the driver and of the workers, for who does not own them."""
+        seen = await self.snapshot()
+        calls = {
+            info.seat: self._workers[info.worker_id].snapshot.remote()
+            for info, _ in seen.members
+            if info.worker_id in self._workers
+        }
+        said = await answers(calls, timeout_s)
+        words = [said.get(info.seat, "is gone") for info, _ in seen.members]
+        return Survey(
+            seen,
+            tuple(
+                word.detail if isinstance(word, ActorGone | NoAnswer) else word for word in words
+            ),
+        )
 
     def worker(self, worker_id: str) -> Actor:
         return self._workers[worker_id]

@@ -5,6 +5,7 @@
     │   └── PeerLost
     │       └── WorkerLost     a worker's process is gone, as the caller of run() sees it
     ├── StartupError           the workers cannot be placed, or did not start
+    ├── Interrupted            the caller had all ranks stop, between two steps
     ├── RankFailed             a rank raised something that cannot be rebuilt in this process
     ├── DriverLost             the driver actor is gone; the workers may live
     └── StateLost              owner and replicas of a shard are gone; no rank has its state
@@ -56,6 +57,25 @@ class RankFailed(ChoruslineError):
 
     def __str__(self) -> str:
         return f"rank {self.rank} of generation {self.generation} raised {self.reason}"
+
+
+class Interrupted(ChoruslineError):
+    """Raised inside the train function, on every rank between the same two steps, when the caller
+    of run() was cancelled: in a notebook, when its cell was interrupted.
+
+    The group is alive and nothing is in flight. Let it pass: the caller gets CancelledError.
+    step: steps that this run has taken.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return (
+            f"the run was interrupted; all ranks stopped after step {self.step}. What ctx.keep "
+            "keeps is still there: run the function again to go on"
+        )
 
 
 class DriverLost(ChoruslineError):

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from .calls import Actor, ActorGone, NoAnswer, answers
 from .messages import Report
 
+PRINTED = "chorusline.printed"
+"""Name of the value of a Report that is no report, but a line that the rank has printed."""
+
 
 class Journal:
     """The reports of one rank in one run. Written by the training thread, read by the control loop.
@@ -29,7 +32,8 @@ class Journal:
 
     def append(self, report: Report) -> None:
         with self._lock:
-            self.last = report
+            if PRINTED not in report.values:
+                self.last = report
             if self._keep:
                 self._reports.append(report)
 

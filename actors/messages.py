@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from collectives.debug import DebugLevel
 from collectives.errors import CollectiveError
 
+from .steps import Steps
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
@@ -28,7 +30,7 @@ class WorkerInfo:
 
     worker_id: Ray's actor id. seat: its place in the session, from 0; a replacement sits down in
     the same seat. device: of its tensors, as torch writes it. num_cpus: promised by Ray, may be a
-    fraction.
+    fraction. versions: as versions.py tells them.
     """
 
     worker_id: str
@@ -38,6 +40,7 @@ class WorkerInfo:
     pid: int
     device: str
     num_cpus: float
+    versions: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.worker_id or not self.node_id:
@@ -118,13 +121,14 @@ class Report:
     """What one rank said by `ctx.report`.
 
     step: calls of `report` before this one, on this rank in this run. time: seconds since the
-    epoch, of that machine's clock.
+    epoch, of that machine's clock. taken: optimizer steps of the run by then, on all ranks.
     """
 
     rank: int
     step: int
     time: float
     values: dict[str, float | int | str]
+    taken: int = 0
 
 
 # ── How a run goes on without some of its ranks (regeneration.py) ────────────────────────────────
@@ -299,7 +303,9 @@ class WorkerState(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
     """generation: the last one this worker took part in, -1 before the first. rank, running_s:
-    of the run in progress, None between runs. collectives: issued in the generation, by kind."""
+    of the run in progress, None between runs. collectives: issued in the generation, by kind.
+    steps: of the run in progress, or of the last. memory_bytes: of the process, and
+    device_memory_bytes: of its tensors on a GPU."""
 
     info: WorkerInfo
     state: WorkerState
@@ -308,11 +314,16 @@ class WorkerSnapshot:
     running_s: float | None = None
     collectives: dict[str, int] = field(default_factory=dict)
     last_report: Report | None = None
+    steps: Steps = field(default_factory=Steps)
+    memory_bytes: int = 0
+    device_memory_bytes: int = 0
 
     def __str__(self) -> str:
         words = [f"{self.info}: {self.state.value}, generation {self.generation}"]
         if self.rank is not None:
             words.append(f"rank {self.rank} for {self.running_s:.1f} s")
+        if self.steps.taken:
+            words.append(f"{self.steps.taken} steps")
         words += [f"{count} {kind}" for kind, count in sorted(self.collectives.items())]
         if self.last_report is not None:
             values = ", ".join(f"{name}={value}" for name, value in self.last_report.values.items())
@@ -346,3 +357,11 @@ class DriverSnapshot:
         lines = [f"driver {self.incarnation}: generation {self.generation}, {doing}"]
         lines += [f"  {info}: {state.value}" for info, state in self.members]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A session as its driver sees it. workers: by seat; a text says why one said nothing."""
+
+    driver: DriverSnapshot
+    workers: tuple[WorkerSnapshot | str, ...]

@@ -29,7 +29,13 @@ from .messages import Cancellation, Failure, Loss, RunFailed, Success
 
 _OUR_FILES = {
     str(Path(__file__).resolve().parent.parent / name)
-    for name in ("actors/training_thread.py", "actors/worker.py", "runtime/program.py")
+    for name in (
+        "actors/training_thread.py",
+        "actors/worker.py",
+        "runtime/program.py",
+        "runtime/commands/rank_output.py",
+        "runtime/notebook/remote_cell.py",
+    )
 }
 
 
@@ -112,11 +118,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _users_part(error: BaseException) -> TracebackType | None:
-    """The traceback from the user's first frame on."""
-    part = error.__traceback__
-    while part is not None and part.tb_frame.f_code.co_filename in _OUR_FILES:
+    """The traceback from the user's first frame on: after the last one of ours that leads there.
+    Ray's and asyncio's stand before it."""
+    users = part = error.__traceback__
+    while part is not None:
+        if part.tb_frame.f_code.co_filename in _OUR_FILES:
+            users = part.tb_next
         part = part.tb_next
-    return part or error.__traceback__
+    return users or error.__traceback__
 
 
 # ── In the caller ────────────────────────────────────────────────────────────────────────────────

@@ -52,7 +52,8 @@ class Regeneration:
     @property
     def is_complete(self) -> bool:
         """Whether it can be decided: nobody is left who might still see something."""
-        return not self.unfrozen
+        # Asked after each report, of thousands perhaps: so it is counted, not listed.
+        return len(self.frozen) + len(self.lost) == len(self._ranks)
 
     def _is_of_this_round(self, frozen: Frozen) -> bool:
         return frozen.generation == self.generation

@@ -7,6 +7,7 @@ the loop that started it.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import sys
 import threading
@@ -62,6 +63,14 @@ class TrainingThread(Generic[Outcome]):
         with self._lock:
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def interrupt(self) -> None:
+        """Raise CancelledError in the function, wherever it runs Python; from any thread. A single
+        call into C goes on until it returns."""
+        if not self._has_ended.is_set() and self._thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._thread.ident), ctypes.py_object(asyncio.CancelledError)
+            )
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Block until the function is over; whether it is."""

@@ -18,6 +18,8 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray
@@ -45,12 +47,16 @@ from .messages import (
     WorkerSnapshot,
     WorkerState,
 )
+from .meter import Look, Publisher
+from .steps import Steps
 from .testimony import Testimony
 from .training_thread import TrainingThread
+from .versions import versions_here
 
 COROUTINE_GRACE_S = 1.0
-"""Seconds for a coroutine to end by its collectives' error before it is cancelled as well: code
-that sees the error can tell its story; code that awaits something else would never see it."""
+"""Seconds for a function to end by its collectives' error before its coroutine is cancelled as
+well, and as many more before it is interrupted in its Python code: code that sees the error can
+tell its story; code that waits for something else, or only computes, would never see it."""
 
 
 class Program(Protocol):
@@ -65,6 +71,7 @@ class Program(Protocol):
         group: Group,
         journal: Journal,
         lifeline: Lifeline,
+        steps: Steps,
         resumption: Resumption | None,
     ) -> object: ...
 
@@ -85,6 +92,7 @@ class _Run:
         self.request = request
         self.store = store
         self.journal = journal
+        self.steps = Steps(rank=assignment.rank)
         self.driver = driver
         self.lifeline: Lifeline | None = None
         self.thread: TrainingThread[Success | Failure] | None = None
@@ -97,7 +105,7 @@ class _Run:
 class Worker:
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
-    def __init__(self, seat: int, use_gpu: bool) -> None:
+    def __init__(self, seat: int, use_gpu: bool, session: str = "") -> None:
         runtime = ray.get_runtime_context()
         num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
         # Ray shows each actor only its own GPUs, so ours is number 0.
@@ -111,14 +119,17 @@ class Worker:
             pid=os.getpid(),
             device=str(self._device),
             num_cpus=num_cpus,
+            versions=versions_here(),
         )
         self._lock = threading.Lock()
         self._run: _Run | None = None
         self._group: Group | None = None  # of the last generation; lives on between runs
         self._last: tuple[int, Journal] = (-1, Journal(keep=False))  # number, journal of a run
+        self._last_steps = Steps()
         self._generation = -1
         self._ended: _Run | None = None  # the last one
         self._early_stops: dict[int, CollectiveError] = {}  # by run; the calls may overtake `run`
+        self._publisher = Publisher(session, seat, self._look)
 
     async def run(
         self,
@@ -146,6 +157,7 @@ class Worker:
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
             self._run = run
             self._last = (request.run, run.journal)
+            self._last_steps = run.steps
             self._generation = assignment.generation
             run.stop_error = self._early_stops.pop(request.run, None)
             self._early_stops.clear()
@@ -164,6 +176,20 @@ class Worker:
                 self._run = None
                 self._ended = run
 
+    def _look(self) -> Look:
+        with self._lock:
+            run, group = self._run, self._group
+        return Look(
+            steps=run.steps if run else self._last_steps,
+            group=group,
+            is_running=run is not None,
+            generation=self._generation,
+            memory_bytes=_resident_bytes(),
+            device_memory_bytes=(
+                torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+            ),
+        )
+
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 
     @ray.method(concurrency_group="control")
@@ -178,6 +204,11 @@ class Worker:
             running_s=time.monotonic() - run.began_at if run else None,
             collectives=dict(group.statistics.operations) if group else {},
             last_report=self._last[1].last,
+            steps=replace(run.steps if run else self._last_steps),
+            memory_bytes=_resident_bytes(),
+            device_memory_bytes=(
+                torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+            ),
         )
 
     @ray.method(concurrency_group="control")
@@ -198,6 +229,18 @@ class Worker:
         return journal.read(since) if number == run else []
 
     @ray.method(concurrency_group="control")
+    async def stop_after_step(self, run: int) -> bool:
+        """Have all ranks stop a run after the step that they are in: this rank's next vote says so.
+
+        Returns whether this rank is taking steps at all.
+        """
+        with self._lock:
+            current = self._run
+            if current is None or current.request.run != run:
+                return False
+            current.steps.stop_is_wanted = True
+            return current.steps.taken > 0
+
     async def stand(self, run: int) -> Stand | None:
         """Where this worker is in a run, for a new driver; None if it is not in it."""
         with self._lock:
@@ -232,7 +275,7 @@ class Worker:
     async def abort(self, run: int, error: CollectiveError) -> None:
         """Stop a run: whatever waits in it raises `error`.
 
-        Returns when the function is over, or has ignored it for COROUTINE_GRACE_S.
+        Returns when the function is over, or was interrupted.
         """
         await self._abort(run, error)
 
@@ -254,9 +297,9 @@ class Worker:
         if group is not None:
             await asyncio.to_thread(group.abort, error)  # ncclCommAbort may take its time.
         if thread is not None:
-            is_over = await asyncio.to_thread(thread.wait_ended, COROUTINE_GRACE_S)
-            if not is_over:
-                thread.cancel()
+            for stop_harder in (thread.cancel, thread.interrupt):
+                if not await asyncio.to_thread(thread.wait_ended, COROUTINE_GRACE_S):
+                    stop_harder()
 
     @ray.method(concurrency_group="control")
     async def freeze(self, run: int, generation: int, error: CollectiveError) -> None:
@@ -329,7 +372,7 @@ class Worker:
             run.lifeline = lifeline
             if run.stop_error is not None:
                 lifeline.stop(run.stop_error)
-        return program(run.assignment, group, run.journal, lifeline, resumption)
+        return program(run.assignment, group, run.journal, lifeline, run.steps, resumption)
 
     def _meet(self, run: _Run) -> Group:
         """The group of the run's generation."""
@@ -378,6 +421,12 @@ class Worker:
                 GroupAborted(generation, ending.culprits, ending.reason, ending.traceback)
             )
         return ending
+
+
+def _resident_bytes() -> int:
+    """Memory of this process, as the kernel counts it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def worker_class() -> Any:

@@ -29,7 +29,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
 from actors.journal import Journal
-from actors.messages import Assignment
+from actors.lifeline import Lifeline
+from actors.messages import Assignment, RunRequest
+from actors.steps import Steps
 from benchmarks.alternation import finish, parser, spawn, table
 from runtime.program import Program
 
@@ -91,7 +93,10 @@ def measure(
         return seconds
 
     assignment = Assignment(0, rank, num_ranks, rank, num_ranks, 0)
-    seconds = Program(train, {})(assignment, group, Journal(keep=False))
+    request = RunRequest(0, group.timeout_s, keep_reports=False)
+    driver: Any = None  # Nobody to tell of a loss: it ends the run.
+    lifeline = Lifeline(request, driver, group, assignment, lambda _: group)
+    seconds = Program(train, {})(assignment, group, Journal(keep=False), lifeline, Steps(), None)
     group.close()
     dist.destroy_process_group()
     assert isinstance(seconds, dict)

@@ -83,6 +83,8 @@ def measure(rank: int, num_ranks: int, store_path: str, size: str) -> dict[str, 
     adamw = torch.optim.AdamW(ddp.parameters(), **_FLAGS)
     sharded = cl.DistributedDataParallel(make_model(size), group)
     zero = cl.ZeroRedundancyOptimizer(sharded, torch.optim.AdamW, **_FLAGS)
+    guarded = cl.DistributedDataParallel(make_model(size), group)
+    replicated = cl.ZeroRedundancyOptimizer(guarded, torch.optim.AdamW, replicas=2, **_FLAGS)
     early_model = cl.DistributedDataParallel(make_model(size), group)
     early = cl.ZeroRedundancyOptimizer(
         early_model, torch.optim.AdamW, overlap_with_ddp=True, **_FLAGS
@@ -97,9 +99,15 @@ def measure(rank: int, num_ranks: int, store_path: str, size: str) -> dict[str, 
     def way(model: Any, optimizer: Any, join: Callable[[], Any] = nullcontext) -> Any:
         return steps_of(model, optimizer, join, batch, num_steps)
 
+    def ballots() -> None:
+        for _ in range(num_steps):
+            zero._ballot.hold(zero._vote(True))
+
     ways = {
         "no communication": way(alone, alone_adamw),
         "zero": way(sharded, zero),
+        "zero, 2 replicas": way(guarded, replicated),
+        "the ballot alone": ballots,
         "zero overlapped": way(early_model, early),
         "torch zero": way(torch_sharded, torch_zero),
         "ddp": way(ddp, adamw),
@@ -112,15 +120,21 @@ def measure(rank: int, num_ranks: int, store_path: str, size: str) -> dict[str, 
         "torch ddp in Join": way(torch_ddp, torch_adamw, lambda: TorchJoin([torch_ddp])),
     }
     medians = alternate(ways, rounds=7, calls=1, warm_up=1)
-    before = group.statistics.snapshot()
-    ways["zero"]()
-    sent = group.statistics.since(before).total_elements_sent() / num_steps
-    assert zero.shard_optimizer is not None
+
+    def sent_by(name: str) -> float:
+        """Elements per step."""
+        before = group.statistics.snapshot()
+        ways[name]()
+        return group.statistics.since(before).total_elements_sent() / num_steps
+
+    assert zero.shard_optimizer is not None and replicated.shard_optimizer is not None
     result = {
         "medians_s": {name: seconds / num_steps for name, seconds in medians.items()},
-        "elements_sent": sent,
+        "elements_sent": sent_by("zero"),
+        "elements_sent_with_2_replicas": sent_by("zero, 2 replicas"),
         "parameters": sum(p.numel() for p in alone.parameters()),
         "state_bytes": state_bytes(zero.shard_optimizer),
+        "state_bytes_with_2_replicas": state_bytes(replicated.shard_optimizer),
         "replicated_state_bytes": state_bytes(adamw),
     }
     group.barrier().wait()
@@ -144,6 +158,8 @@ def main() -> None:
         }
         ratios |= {
             f"zero/{size}": step_s["zero"] / step_s["torch zero"],
+            f"replicas_2/{size}": step_s["zero, 2 replicas"] / step_s["zero"],
+            f"ballot/{size}": step_s["the ballot alone"] / step_s["zero"],
             f"zero_overlapped/{size}": step_s["zero overlapped"] / step_s["zero"],
             f"zero_vs_ddp/{size}": step_s["zero"] / step_s["torch ddp"],
             f"ddp/{size}": step_s["ddp"] / step_s["torch ddp"],
@@ -152,11 +168,19 @@ def main() -> None:
             f"join_cost/{size}": step_s["zero in Join"] / step_s["zero"],
         }
         expected = 2 * first["parameters"] * (args.ranks - 1) / args.ranks
+        with_replicas = expected + first["parameters"] / args.ranks
         figures[size] = {
             **first,
             "medians_s": step_s,
             "elements_sent_over_2P(N-1)/N": first["elements_sent"] / expected,
+            "elements_sent_with_2_replicas_over_expected": (
+                first["elements_sent_with_2_replicas"] / with_replicas
+            ),
             "state_share": [one["state_bytes"] / one["replicated_state_bytes"] for one in by_rank],
+            "state_share_with_2_replicas": [
+                one["state_bytes_with_2_replicas"] / one["replicated_state_bytes"]
+                for one in by_rank
+            ],
         }
         table(
             f"{size} parameters ({first['parameters']}), {args.ranks} ranks, ms a step",
@@ -167,7 +191,11 @@ def main() -> None:
             f"elements sent per step and rank: {first['elements_sent']:.0f}, "
             f"{first['elements_sent'] / expected:.4f} of 2P(N-1)/N; optimizer state per rank: "
             + ", ".join(f"{share:.4f}" for share in figures[size]["state_share"])
-            + " of the replicated one"
+            + " of the replicated one\n"
+            f"with 2 replicas: {first['elements_sent_with_2_replicas']:.0f} elements, "
+            f"{first['elements_sent_with_2_replicas'] / with_replicas:.4f} of 2P(N-1)/N + P/N; "
+            "optimizer state: "
+            + ", ".join(f"{x:.4f}" for x in figures[size]["state_share_with_2_replicas"])
         )
     table("ratios", ("case", "ratio"), [(name, f"{ratio:.3f}") for name, ratio in ratios.items()])
     finish(args, ratios, figures)

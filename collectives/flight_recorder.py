@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from .call_site import is_users_file, line_of, users_frame
-from .operation import Operation, State, named
+from .operation import DTYPES, Operation, State, named
 
 CAPACITY = 512
 
@@ -83,6 +83,15 @@ class FlightRecording:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """in_flight_s: seconds in which at least one collective was in flight. bytes_per_element: of
+    what was issued, on average."""
+
+    in_flight_s: float
+    bytes_per_element: float
+
+
 class FlightRecorder:
     """The ring itself. One thread at a time issues in a group, so nothing is locked."""
 
@@ -100,6 +109,28 @@ class FlightRecorder:
         operation.caller = frame.f_code
         operation.caller_at = frame.f_lasti
         self._operations.append(operation)
+
+    def activity(self, since: float, until: float) -> Activity:
+        """What happened between two times of time.monotonic(); from any thread.
+
+        Of more operations than are held, those that are held stand for the others.
+        """
+        operations = self._operations.copy()
+        held_since = since
+        if len(operations) == CAPACITY:
+            held_since = min(max(since, operations[0].issued_at), until)
+        in_flight_s, reached, nbytes, numel = 0.0, held_since, 0, 0
+        for operation in operations:
+            if operation.issued_at >= since and operation.dtype >= 0 and operation.numel > 0:
+                numel += operation.numel
+                nbytes += operation.numel * DTYPES[operation.dtype].itemsize
+            ended_at = until if operation.ended_at is None else min(operation.ended_at, until)
+            if ended_at > reached:
+                in_flight_s += ended_at - min(max(reached, operation.issued_at), ended_at)
+                reached = ended_at
+        if until > held_since:
+            in_flight_s *= (until - since) / (until - held_since)
+        return Activity(in_flight_s, nbytes / numel if numel else 4.0)
 
     def read(self, ranks: tuple[int, ...]) -> FlightRecording:
         """From any thread. ranks: of the group, as its root counts them."""

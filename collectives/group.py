@@ -20,7 +20,7 @@ from .communicator import Communicator
 from .debug import DebugLevel, get_debug_level
 from .errors import CollectiveError, GroupAborted, GroupClosed
 from .family import Family
-from .flight_recorder import FlightRecorder, FlightRecording
+from .flight_recorder import Activity, FlightRecorder, FlightRecording
 from .interfaces import network_of
 from .meeting import meet
 from .monitored_barrier import MonitoredBarrier
@@ -375,6 +375,10 @@ class Group(Operations, ObjectCollectives):
     def flight_recorder(self) -> FlightRecording:
         """The last collectives of this rank as they stand now; print it when something hangs."""
         return self._recorder.read(self.ranks)
+
+    def activity(self, since: float, until: float) -> Activity:
+        """How busy this group was, between two times of time.monotonic()."""
+        return self._recorder.activity(since, until)
 
     def flight_recorders(self) -> list[FlightRecording]:
         """Those of this group, of all that were made of it, and of its objects' channel."""

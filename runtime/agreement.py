@@ -1,9 +1,10 @@
 """What the ranks tell each other once per step, as a vector that one sum makes known to all.
 
 Each rank writes its vote: whether it took this step with data of its own, whether it may take
-another one, and which parameters got a gradient. Everybody reads the same agreement from the sum.
-It travels with collectives that a step needs anyway (the last gradient bucket, or ZeRO's ballot),
-never in the gradients' own dtype below float32: bfloat16 cannot count beyond 256.
+another one, whether it was asked to stop, and which parameters got a gradient. Everybody reads the
+same agreement from the sum. It travels with collectives that a step needs anyway (the last gradient
+bucket, or ZeRO's ballot), never in the gradients' own dtype below float32: bfloat16 cannot count
+beyond 256.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ class Agreement:
 
     live: ranks that contributed gradients, ascending. may_continue: ranks that may take another
     step. used: per parameter, whether any rank had a gradient for it. weight: sum of the weights
-    of the live ranks, or 0 where nobody weighed its loss.
+    of the live ranks, or 0 where nobody weighed its loss. stop: some rank was asked to have all
+    stop after this step.
     """
 
     live: tuple[int, ...]
     may_continue: tuple[int, ...]
     used: tuple[bool, ...]
     weight: float = 0.0
+    stop: bool = False
 
 
 def vote_numel(num_ranks: int, num_parameters: int) -> int:
-    """Weight, how many weighed, then one per rank, one per rank, one per parameter."""
-    return 2 + 2 * num_ranks + num_parameters
+    """Weight, how many weighed, who asks for a stop; then one per rank, one per rank, one per
+    parameter."""
+    return 3 + 2 * num_ranks + num_parameters
 
 
 def write_vote(
@@ -43,6 +47,7 @@ def write_vote(
     has_next: bool,
     used: Sequence[bool],
     weight: float | None,
+    stop: bool,
 ) -> None:
     """vote: (vote_numel,) float32 or float64, overwritten. weight: None where nobody weighs."""
     vote.zero_()
@@ -50,10 +55,12 @@ def write_vote(
         if weight is not None:
             vote[0] = weight
             vote[1] = 1
-        vote[2 + rank] = 1
-        vote[2 + 2 * num_ranks :] = torch.tensor(used, dtype=vote.dtype)
+        vote[3 + rank] = 1
+        vote[3 + 2 * num_ranks :] = torch.tensor(used, dtype=vote.dtype)
+    if stop:
+        vote[2] = 1
     if has_next:
-        vote[2 + num_ranks + rank] = 1
+        vote[3 + num_ranks + rank] = 1
 
 
 def read_agreement(total: Sequence[float], num_ranks: int) -> Agreement:
@@ -61,7 +68,7 @@ def read_agreement(total: Sequence[float], num_ranks: int) -> Agreement:
 
     Raises RuntimeError, on all ranks alike, if some live ranks weighed their loss and others did
     not, or all weights are zero."""
-    weight, num_weighing, *values = total
+    weight, num_weighing, num_asking, *values = total
     live = tuple(r for r in range(num_ranks) if values[r])
     if num_weighing not in (0, len(live)):
         raise RuntimeError(
@@ -75,4 +82,5 @@ def read_agreement(total: Sequence[float], num_ranks: int) -> Agreement:
         may_continue=tuple(r for r in range(num_ranks) if values[num_ranks + r]),
         used=tuple(value > 0 for value in values[2 * num_ranks :]),
         weight=weight,
+        stop=num_asking > 0,
     )

@@ -28,6 +28,7 @@ class Vote:
     used: per parameter, whether the rank has a gradient. weight: of its losses; None: not weighed.
     squared_norm: (), of its reduced shard, or 0.0. loss_scale: of its losses, or 0.0.
     options: numbers of the optimizer's options. cursor: samples that it has taken of the epoch.
+    stop: this rank was asked to have all stop after this step.
     """
 
     step: int
@@ -39,6 +40,7 @@ class Vote:
     loss_scale: float
     options: Sequence[float]
     cursor: int = 0
+    stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,9 @@ class Ballot:
         numel = self._vote_at + vote_numel(group.size, num_parameters)
         self._vector = torch.zeros(numel, dtype=torch.float64, device=group.device)
 
+    def move_to(self, group: Group) -> None:
+        self._group = group
+
     def hold(self, vote: Vote) -> tuple[float, ...]:
         """Cast this rank's vote; what all ranks see, for `read`.
 
@@ -87,6 +92,7 @@ class Ballot:
             has_next=vote.has_next,
             used=vote.used,
             weight=vote.weight,
+            stop=vote.stop,
         )
         group.all_reduce(vector).wait()
         seen: tuple[float, ...] = tuple(vector.tolist())

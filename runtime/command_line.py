@@ -1,21 +1,26 @@
-"""The `chorusline` program: `run script.py [args…]` runs a script as `python` would, `checkpoint`
-looks at checkpoints."""
+"""The `chorusline` program: its words and their flags. What they do is in `runtime/commands/`.
+
+run script.py …              a script, as `python` would
+run script.py:function …     a function of it, on ranks
+status, doctor, bench        what runs; what is wrong here; how fast ranks are
+checkpoint                   what checkpoints there are
+"""
 
 from __future__ import annotations
 
 import argparse
-import runpy
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
-INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it.
+from .commands import words
+from .commands.script import run_script
+
+FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 for a script that failed, 2 for wrong usage, 130 for an interrupt.
+    """Exit code: 0, 1 for what failed, 2 for wrong usage, 130 for an interrupt, 143 for SIGTERM.
 
     A script that exits by itself keeps its own code.
     """
@@ -25,14 +30,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     run = commands.add_parser(
         "run",
-        help="run a training script, as python would",
-        description="Runs a script as python would. It joins the Ray cluster of RAY_ADDRESS, "
-        "or starts one of its own on this machine.",
+        help="run a training script, or a function of it on ranks",
+        usage="%(prog)s script.py …\n       %(prog)s script.py:function [--workers N|A..B] [--gpu] "
+        "[--timeout S] [--address A] [-- --name value …]",
+        description="Runs a script as python would, with all that follows as its arguments; or "
+        "calls function(ctx, name=value, …) on every rank of a session. It joins the Ray cluster "
+        "of RAY_ADDRESS, or starts one of its own on this machine.",
     )
-    run.add_argument("script", type=Path, help="a Python file that makes a Session")
     run.add_argument(
-        "args", nargs=argparse.REMAINDER, metavar="…", help="handed to the script as they are"
+        "script",
+        help="a Python file that makes a Session, or file:function of one that does not",
     )
+    run.add_argument(
+        "args", nargs=argparse.REMAINDER, metavar="…", help="flags of ours, --, the function's own"
+    )
+    status = commands.add_parser(
+        "status",
+        help="what a running session does, from another terminal",
+        description="A table of the sessions of a cluster, which on a terminal goes on until "
+        "Ctrl-C.",
+    )
+    status.add_argument("session", nargs="?", help="the name of one session; all without it")
+    status.add_argument("--address", default=None, help="of the cluster; RAY_ADDRESS, or the local")
+    status.add_argument("--once", action="store_true", help="one table, also on a terminal")
+    commands.add_parser(
+        "doctor",
+        help="what this machine has, what is wrong with it, and the mend",
+        description="Exit code 1 if something prevents running here.",
+    )
+    bench = commands.add_parser(
+        "bench",
+        help="how fast the collectives are between ranks of this machine",
+        description="A table for each operation, with the columns of nccl-tests.",
+    )
+    bench.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    bench.add_argument("--op", default="all_reduce", help="one, several with commas, or all")
+    bench.add_argument("--sizes", default="4,64K,1M,16M", help="bytes, as in 4,64K,1M,16M")
+    bench.add_argument(
+        "--backend", choices=["shared-memory", "gloo", "nccl"], default="shared-memory"
+    )
+    bench.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     checkpoint = commands.add_parser(
         "checkpoint",
         help="look at checkpoints, and make plain files of them",
@@ -44,16 +81,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     exported = actions.add_parser("export", help="the newest whole one as one file of torch.save")
     exported.add_argument("place")
     exported.add_argument("file", type=Path, help="to write; torch.load reads it without us")
-    options = parser.parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    # argparse loses a -- that comes first among the rest.
+    is_function = given[:1] == ["run"] and words.names_function(given[1:2])
+    end = given.index("--") if is_function and "--" in given else len(given)
+    options = parser.parse_args(given[:end])
 
-    if options.command == "checkpoint":
-        return look_at_checkpoints(options)
-    script: Path = options.script
+    match options.command:
+        case "run":
+            return _run(run, options, given[end + 1 :])
+        case "status":
+            from .commands.status import show_status
+
+            return show_status(options.session, options.address, options.once)
+        case "doctor":
+            from .commands.doctor import show_doctor
+
+            return show_doctor()
+        case "bench":
+            from .commands.bench import WrongUsage as WrongCase
+            from .commands.bench import show_bench
+
+            try:
+                return show_bench(options)
+            except WrongCase as error:
+                bench.error(str(error))
+    return look_at_checkpoints(options)
+
+
+def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list[str]) -> int:
+    script, function = words.script_and_function(options.script)
     if not script.exists():
         run.error(f"argument script: there is no file {str(script)!r} in {Path.cwd()}")
     if not script.is_file():
         run.error(f"argument script: {str(script)!r} is no file; name a Python script")
-    return run_script(script, options.args)
+    if function is None:
+        return run_script(script, options.args)
+    flags = argparse.ArgumentParser(prog=run.prog, usage=run.usage)
+    flags.add_argument("--workers", type=words.workers, default=1, help="4, or 2..8")
+    flags.add_argument("--gpu", action="store_true", help="a GPU for each")
+    flags.add_argument("--timeout", type=float, default=60.0, help="of a collective, in seconds")
+    flags.add_argument("--address", default=None, help="of a running cluster")
+    given, strangers = flags.parse_known_args(options.args)
+    if strangers:
+        flags.error(
+            f"unrecognized arguments: {' '.join(strangers)}; the function's own stand after --"
+        )
+    from .commands.function import WrongUsage, run_function
+
+    try:
+        return run_function(script, function, given, theirs)
+    except WrongUsage as error:
+        flags.error(str(error))
 
 
 def look_at_checkpoints(options: argparse.Namespace) -> int:
@@ -70,37 +149,10 @@ def look_at_checkpoints(options: argparse.Namespace) -> int:
             print(line)
     except (CheckpointError, OSError, ValueError, ImportError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return FAILED
     if lines == 0:
         print(f"there is no checkpoint in {options.place}", file=sys.stderr)
-    return 0 if lines else 1
-
-
-def run_script(script: Path, args: Sequence[str]) -> int:
-    # Both before the script runs: Ray hands sys.path and the script's folder on to its workers.
-    sys.argv = [str(script), *args]
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        # As __main__, so that its functions are pickled by value, as of a script they should be.
-        runpy.run_path(str(script), run_name="__main__")
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        traceback.print_exception(error.with_traceback(below(script, error.__traceback__)))
-        return 1
-    return 0
-
-
-def below(script: Path, trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's own first frame on, without this file and runpy.
-
-    Nothing where the script was not reached: a SyntaxError says where it is by itself.
-    """
-    step = trace
-    while step is not None and step.tb_frame.f_code.co_filename != str(script):
-        step = step.tb_next
-    return step
+    return 0 if lines else FAILED
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ class Next(enum.IntEnum):
     """A joinable's part of the step; number: of the joinable."""
     OPERATION = 2
     """A collective; number: of the group; then kind, numel, dtype and detail."""
+    STOP = 3
+    """Nobody begins another pass: all have agreed to stop here, between two steps."""
 
 
 class Conductor:
@@ -94,6 +96,12 @@ class Conductor:
         if self._somebody_is_out and not self._is_quiet:
             self._tell(Next.HOOK, number)
 
+    def stop(self) -> None:
+        """All have agreed to stop, and this rank has come to the end of its pass. What a body does
+        behind its step is followed too, so only here others can be let go."""
+        if self._somebody_is_out and not self._is_quiet:
+            self._tell(Next.STOP)
+
     def _operation(self, group: int, kind: Kind, numel: int, dtype: int, detail: int) -> None:
         if self._is_quiet or not self._somebody_is_out:
             return
@@ -110,7 +118,7 @@ class Conductor:
     # -- a rank without data ---------------------------------------------------------------------
 
     def follow(self, batch: int | None, run_hook: Callable[[int], None]) -> None:
-        """Take part in what others do, until no rank takes a pass any more."""
+        """Take part in what others do, until no rank takes a pass any more, or all stop."""
         self._begin_pass(batch, has_data=False)
         self._is_quiet = True
         try:
@@ -120,6 +128,8 @@ class Conductor:
                     self._find_live(None if number < 0 else number, has_data=False)
                 elif what == Next.HOOK:
                     run_hook(number)
+                elif what == Next.STOP:
+                    break
                 else:
                     kind, numel, dtype, detail = operation
                     take_part(self._groups[number], Kind(kind), numel, dtype, detail)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
@@ -18,11 +20,13 @@ from collectives.objects import broadcast_object
 from collectives.reduce_op import ReduceOp
 
 from . import torch_distributed
+from .boundary import boundary
 from .checkpoint.saving import Saving
 from .cursor import Cursor
 from .dealing import Dealer
 from .join import active_join
 from .joinable import Joinable
+from .kept import Place, kept
 from .recovery import Recovery
 from .registry import Registry, Stateful
 from .sharding import MapStyleDataset, Shard
@@ -32,6 +36,11 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=Stateful)
 T = TypeVar("T")
+
+_BEGIN_ANEW = (
+    "Call ctx.forget() on all ranks (await session.run(lambda ctx: ctx.forget())) and begin anew, "
+    "or from a checkpoint of yours"
+)
 
 _OPS = {
     "mean": ReduceOp.AVG,
@@ -69,6 +78,7 @@ class Context:
         self.dealer = Dealer(assignment.rank, assignment.world_size)
         self.recovery = recovery
         self._journal = journal
+        self._runs_again = before is not None
         self._num_reports: int = before._num_reports if before is not None else 0
         self.registry = Registry()
         self.checkpoints: Checkpoints | None = None  # set by who runs the train function
@@ -87,6 +97,9 @@ class Context:
         self.node_rank = assignment.node_rank
         self.generation = assignment.generation
         self.group = group
+        kept().follow(group)
+        if (place := boundary().place) is not None:  # Inside a run, so after a loss.
+            place.is_dealt_anew = True
         if self.checkpoints is not None:
             self.checkpoints.change_group(group)
 
@@ -95,11 +108,100 @@ class Context:
         if self.recovery is not None:
             self.recovery.finish()
 
-    def epochs(self, num_epochs: int) -> Iterator[int]:
-        """The numbers of the epochs, 0 to num_epochs - 1; after a resume those not over yet."""
+    def epochs(self, num_epochs: int, *, resume: str | None = None) -> Iterator[int]:
+        """The numbers of the epochs, 0 to num_epochs - 1; after a resume those not over yet.
+
+        resume: a name for this loop. It is remembered on the ranks, from one run of the session to
+        the next: a loop of this name that was stopped goes on where it was. Epochs that are over
+        are left out, and in the one that was interrupted `shard` begins after the batches whose
+        steps were taken. Keep the model and the optimizer with `keep`, or they begin anew. Where
+        a run goes on from a checkpoint, that one's place counts, as its state does.
+
+        Raises RuntimeError, on all ranks, if they remember different epochs.
+        """
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
-        return self._cursor.epochs(num_epochs)
+        epochs = self._cursor.epochs(num_epochs)
+        return epochs if resume is None else self._resumed(epochs, resume)
+
+    def _resumed(self, epochs: Iterator[int], name: str) -> Iterator[int]:
+        if self.resumed_from is not None:
+            kept().places.pop(name, None)
+        place = kept().places.setdefault(name, Place())
+        by_rank = self._told([place.epoch, int(place.is_dealt_anew)])
+        if any(is_dealt_anew for _, is_dealt_anew in by_rank):
+            raise RuntimeError(
+                f"epoch {place.epoch} of {name!r} was stopped after a rank was lost in it, and its "
+                f"samples dealt to the others: which ones are done is not known. {_BEGIN_ANEW}"
+            )
+        if len({epoch for epoch, _ in by_rank}) > 1:
+            told = ", ".join(f"rank {rank}: {epoch}" for rank, (epoch, _) in enumerate(by_rank))
+            raise RuntimeError(
+                f"the ranks remember different epochs of {name!r} ({told}): a worker was replaced, "
+                f"or the last run stopped between them. {_BEGIN_ANEW}"
+            )
+        bound = boundary()
+        outer, bound.place = bound.place, place
+        place.is_resumed = True
+        # The cursor knows what is left, of this run only.
+        place.is_dealt_anew = self._runs_again
+        try:
+            for epoch in epochs:
+                if epoch < place.epoch:
+                    continue
+                place.epoch = epoch
+                yield epoch
+                place.next_epoch()
+                bound.pass_()
+        finally:
+            bound.place = outer
+
+    # -- What stays for the next run -------------------------------------------------------------
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """This rank's objects that stay from run to run, by name; the variables of `%%ranks`."""
+        return kept().objects
+
+    def keep(self, name: str, make: Callable[[], T]) -> T:
+        """The object of this name, made by `make()` the first time, and the same one in later runs
+        of the session, also when a run was interrupted or has failed.
+
+        All ranks call it, in the same order. Models and optimizers of ours go on in the group of
+        the run that they are used in.
+
+        Raises RuntimeError, on all ranks, if some have lost the object (their worker was replaced),
+        or if a run was aborted inside a step, so that it is applied on some ranks only.
+        """
+        stay = kept()
+        ages = self._told([int(number) for number in stay.age_of(name)])
+        lost = [rank for rank, (is_here, _, _) in enumerate(ages) if not is_here]
+        if len(lost) == self.world_size:
+            stay.put(name, make())
+        elif lost:
+            raise RuntimeError(
+                f"ranks {lost} do not keep {name!r}, the others do: their workers were replaced, "
+                f"or failed while they made it. {_BEGIN_ANEW}"
+            )
+        elif len({steps for _, steps, _ in ages}) > 1 or any(torn for _, _, torn in ages):
+            raise RuntimeError(
+                f"{name!r} cannot go on: a run was aborted inside a step, which is applied on some "
+                f"ranks only (steps by rank: {[steps for _, steps, _ in ages]}). {_BEGIN_ANEW}"
+            )
+        value: T = stay.objects[name]
+        return value
+
+    def forget(self, *names: str) -> None:
+        """Drop these kept objects; without names all, and the places of `epochs(resume=...)`."""
+        kept().forget(names)
+
+    def _told(self, numbers: list[int]) -> list[list[int]]:
+        """What each rank tells the others, by rank."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        everybody = mine.new_empty(self.world_size * len(numbers))
+        self.group.all_gather(everybody, mine).wait()
+        rows: list[list[int]] = everybody.view(self.world_size, -1).tolist()
+        return rows
 
     # -- What survives -------------------------------------------------------------------------
 
@@ -246,8 +348,13 @@ class Context:
         are numbered, one step per call.
         """
         plain = {name: _plain(name, value) for name, value in values.items()}
-        self._journal.append(Report(self.rank, self._num_reports, time.time(), plain))
+        taken = boundary().steps.taken
+        self._journal.append(Report(self.rank, self._num_reports, time.time(), plain, taken))
         self._num_reports += 1
+
+    def say(self, values: dict[str, float | int | str]) -> None:
+        """What travels with the reports, in their order, and is not counted as one of them."""
+        self._journal.append(Report(self.rank, self._num_reports, time.time(), values))
 
     def barrier(self) -> None:
         """Return on no rank before all ranks have called it."""
@@ -261,21 +368,52 @@ class Context:
         received: T = broadcast_object(self.group, value, root, cloudpickle.dumps)
         return received
 
-    def reduce(self, value: T, op: str = "mean") -> T | float | torch.Tensor:
+    def reduce(
+        self, value: T, op: str = "mean", *, weight: float | None = None
+    ) -> T | float | torch.Tensor:
         """The mean (or "sum", "min", "max", "product") of a value over all ranks, on every rank.
 
         A tensor gives a new tensor, a number a number; integers stay integers, except in their
         mean. Anything else comes back as it is, so that a dictionary's worth of metrics can be
         reduced without sorting it first.
+
+        weight: of this rank's value in the mean; every rank gives one. With a mean over samples and
+        their number it makes the mean over all samples, however many each rank has. A rank whose
+        weight is 0 does not count, whatever its value is (0/0 as well).
+
+        Raises ValueError, on all ranks, if the weights add up to 0.
         """
         if op not in _OPS:
             raise ValueError(f"op must be one of {', '.join(map(repr, _OPS))}, got {op!r}")
+        if weight is not None and isinstance(value, torch.Tensor | int | float):
+            return self._weighted_mean(value, op, weight)
         if isinstance(value, torch.Tensor):
             return self._reduced(value.detach(), op)
         if isinstance(value, int | float):
             dtype = torch.float64 if isinstance(value, float) else torch.int64
             return self._reduced(torch.tensor([value], dtype=dtype), op).item()
         return value
+
+    def _weighted_mean(
+        self, value: torch.Tensor | float, op: str, weight: float
+    ) -> torch.Tensor | float:
+        if op != "mean" or not 0 <= weight < math.inf:
+            raise ValueError(
+                f"weight must be a number of at least 0, for the mean; got {weight!r}, op={op!r}"
+            )
+        given = torch.as_tensor(value).detach()
+        # The weight travels behind the weighed values, in float64: counts stay exact.
+        sums = torch.zeros(given.numel() + 1, dtype=torch.float64)
+        sums[-1] = weight
+        if weight:
+            sums[:-1] = given.reshape(-1).to(torch.float64) * weight
+        sums = self._reduced(sums, "sum")
+        if not sums[-1] > 0:
+            raise ValueError("the weights of all ranks add up to 0: no rank had anything to count")
+        mean = (sums[:-1] / sums[-1]).view(given.shape)
+        if not isinstance(value, torch.Tensor):
+            return mean.item()
+        return mean.to(given.device, given.dtype if given.is_floating_point() else torch.float64)
 
     def init_torch_distributed(self, timeout_s: float | None = None) -> None:
         """Initialise torch.distributed among the ranks of this run, over groups of ours.
@@ -341,6 +479,9 @@ _current: Context | None = None
 def running(context: Context) -> Iterator[None]:
     """Make `context` the process's current one for the length of a with-block."""
     global _current
+    if "lightning.pytorch" in sys.modules:
+        with contextlib.suppress(ImportError):  # Of another version than the extra's.
+            from . import lightning_strategy  # noqa: F401 - registers the strategy's name
     before, _current = _current, context
     try:
         yield

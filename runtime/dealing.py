@@ -67,15 +67,18 @@ def redeal(
     taken: Sequence[int],
     former_ranks: Sequence[int],
     keep_together: Sequence[Hashable] | None = None,
+    busy: Sequence[int] = (),
 ) -> Hands:
     """Deal what is left to other ranks; each new hand begins with what its rank has taken.
 
     hands: of the ranks of the generation that ended. taken: how many samples of its hand each of
     them has taken; of a rank that is lost, up to the last step that counts. former_ranks: by new
     rank its rank then, -1 for a newcomer. keep_together: as for `deal`; what is left of a key of
-    which a rank has taken a part goes to that rank.
+    which a rank has taken a part goes to that rank. busy: how many of the samples that a rank has
+    taken belong to steps that do not count yet; by default none.
 
-    What is left is dealt in the epoch's order, each lot to the rank that has least left to do.
+    What is left is dealt in the epoch's order, each lot to the rank that has least left to do. Who
+    is a step ahead of the others has done a part of that already, and still takes equally many.
     """
     new_hands = [list(hands[old][: taken[old]]) if old >= 0 else [] for old in former_ranks]
     left = sorted(
@@ -90,7 +93,7 @@ def redeal(
         lots.setdefault(keep_together[number] if keep_together else number, []).append(number)
     if keep_together:
         begun = {keep_together[n]: rank for rank, hand in enumerate(new_hands) for n in hand}
-    to_do = [0] * len(former_ranks)
+    to_do = [busy[old] if busy and old >= 0 else 0 for old in former_ranks]
     for key, lot in lots.items():
         rank = begun.get(key, min(range(len(to_do)), key=lambda r: (to_do[r], r)))
         new_hands[rank] += lot
@@ -123,6 +126,23 @@ class Cut:
     dealt_for: int
     taken: tuple[int | None, ...]  # None: all of its hand
     former_ranks: tuple[int, ...]
+    committed: tuple[int, ...]
+
+    @property
+    def busy(self) -> list[int]:
+        return [
+            0 if count is None else count - counted
+            for count, counted in zip(self.taken, self.committed, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Batches of an iteration, by rank. to_take: that a rank has not taken. to_do: of steps that do
+    not count yet, so those too that it has taken for one that is under way."""
+
+    to_take: list[int]
+    to_do: list[int]
 
 
 def cuts_of(
@@ -139,13 +159,14 @@ def cuts_of(
         )
         inside = [one for one in positions if one.iteration == iteration and one.is_active]
         committed = next((one.committed for one in inside if one.committed is not None), None)
-        taken: list[int | None] = list(committed or [0] * size)
+        committed = committed or (0,) * size
+        taken: list[int | None] = list(committed)
         for one, old in zip(positions, former_ranks, strict=True):
             if old >= 0:
                 taken[old] = one.taken if one.iteration == iteration else 0
         if is_over:
             taken = [None] * size
-        cuts[iteration] = Cut(inside[0].dealt_for, tuple(taken), tuple(former_ranks))
+        cuts[iteration] = Cut(inside[0].dealt_for, tuple(taken), tuple(former_ranks), committed)
     return cuts
 
 
@@ -165,79 +186,99 @@ class Dealt(Protocol):
     def take_hand(self, hands: Hands, rank: int) -> None: ...
 
 
+@dataclass(slots=True)
+class _Iteration:
+    """One that has begun and is not over. dealt_for, committed: as in Position."""
+
+    number: int
+    shard: Dealt
+    dealt_for: int
+    committed: tuple[int, ...] | None = None
+
+
 class Dealer:
-    """One rank's place in the samples of a run."""
+    """One rank's place in the samples of a run.
+
+    Of iterations inside each other, as of an evaluation in the middle of an epoch, the innermost
+    one counts; when it is over, the one around it does again.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._iteration = 0
-        self._active: Dealt | None = None
-        self._dealt_for = world_size
-        self._committed: tuple[int, ...] | None = None  # of the iteration that is active
+        self._num_begun = 0
+        self._active: list[_Iteration] = []  # the innermost last
         self._early: dict[int, list[Cut]] = {}  # of iterations that this rank has yet to begin
 
     def begin(self, shard: Dealt) -> None:
         """Deal the hands of an iteration that begins, and of which others may know more."""
-        self._iteration += 1
-        self._active = shard
-        self._committed = None
-        cuts = self._early.pop(self._iteration, [])
-        self._dealt_for = cuts[0].dealt_for if cuts else self.world_size
-        hands = shard.deal(self._dealt_for)
+        self._num_begun += 1
+        cuts = self._early.pop(self._num_begun, [])
+        dealt_for = cuts[0].dealt_for if cuts else self.world_size
+        self.end(shard)
+        self._active.append(_Iteration(self._num_begun, shard, dealt_for))
+        hands = shard.deal(dealt_for)
         for cut in cuts:
             hands = _cut(hands, cut, shard.keys())
         shard.take_hand(hands, self.rank)
 
     def end(self, shard: Dealt) -> None:
-        if self._active is shard:
-            self._active = None
+        self._active = [one for one in self._active if one.shard is not shard]
 
     def cursor(self) -> int:
         """For the vote: samples that this rank has taken of the iteration that it is in."""
-        return self._active.taken if self._active is not None else 0
+        return self._active[-1].shard.taken if self._active else 0
 
     def record(self, cursors: tuple[int, ...]) -> None:
         """The cursors of all ranks, of a step that counts."""
-        self._committed = cursors
+        if self._active:
+            self._active[-1].committed = cursors
 
     def committed_ids(self, shard: Dealt) -> list[int]:
         """Samples of the iteration over `shard` that belong to steps that count, of all ranks."""
-        if self._active is not shard or self._committed is None:
-            return list(shard.ids_of_the_lost)
-        counted = zip(shard.hands, self._committed, strict=True)
+        told = next((one.committed for one in self._active if one.shard is shard), None)
+        counted = zip(shard.hands, told, strict=True) if told is not None else ()
         return [*shard.ids_of_the_lost, *(n for hand, count in counted for n in hand[:count])]
 
     def position(self) -> Position:
-        is_active = self._active is not None
-        taken = self.cursor()
-        return Position(self._iteration, is_active, self._dealt_for, taken, self._committed)
+        if not self._active:
+            return Position(self._num_begun, False, self.world_size, 0, None)
+        mine = self._active[-1]
+        return Position(mine.number, True, mine.dealt_for, mine.shard.taken, mine.committed)
 
     def redeal(
         self, rank: int, positions: Sequence[Position], former_ranks: Sequence[int]
-    ) -> list[int] | None:
-        """Go on as `rank` of the next generation. Batches that the ranks have left of the iteration
-        that this one is in, by rank; None if it is in none."""
+    ) -> Left | None:
+        """Go on as `rank` of the next generation. What the ranks have left of the iteration that
+        this one is in; None if it is in none."""
         size = self.world_size
         self.rank, self.world_size = rank, len(former_ranks)
-        if self._committed is not None:  # Hands begin with what their rank has taken.
-            before = self._committed
-            self._committed = tuple(before[old] if old >= 0 else 0 for old in former_ranks)
+        mine = self._active[-1] if self._active else None
         left = None
-        for iteration, cut in cuts_of(positions, former_ranks, size).items():
-            shard = self._active
-            if iteration > self._iteration:
-                self._early.setdefault(iteration, []).append(cut)
-            elif iteration == self._iteration and shard is not None:
-                taken = _taken(shard.hands, cut)
-                for old in sorted(set(range(size)) - set(former_ranks)):
-                    shard.ids_of_the_lost += shard.hands[old][: taken[old]]
-                shard.take_hand(_cut(shard.hands, cut, shard.keys()), rank)
-                left = [
-                    shard.num_batches(len(hand) - (taken[old] if old >= 0 else 0))
-                    for hand, old in zip(shard.hands, former_ranks, strict=True)
-                ]
+        for number, cut in cuts_of(positions, former_ranks, size).items():
+            if number > self._num_begun:
+                self._early.setdefault(number, []).append(cut)
+            elif mine is not None and number == mine.number:
+                left = self._go_on(mine, cut)
         return left
+
+    def _go_on(self, mine: _Iteration, cut: Cut) -> Left:
+        shard, former_ranks = mine.shard, cut.former_ranks
+        taken, busy = _taken(shard.hands, cut), cut.busy
+        for old in sorted(set(range(len(taken))) - set(former_ranks)):
+            shard.ids_of_the_lost += shard.hands[old][: taken[old]]
+        shard.take_hand(_cut(shard.hands, cut, shard.keys()), self.rank)
+        # The next one may be lost before a step tells how far all are.
+        mine.committed = tuple(cut.committed[old] if old >= 0 else 0 for old in former_ranks)
+        to_take = [
+            len(hand) - (taken[old] if old >= 0 else 0)
+            for hand, old in zip(shard.hands, former_ranks, strict=True)
+        ]
+        to_do = [
+            count + (busy[old] if old >= 0 else 0)
+            for count, old in zip(to_take, former_ranks, strict=True)
+        ]
+        return Left([*map(shard.num_batches, to_take)], [*map(shard.num_batches, to_do)])
 
 
 def _taken(hands: Hands, cut: Cut) -> list[int]:
@@ -247,4 +288,4 @@ def _taken(hands: Hands, cut: Cut) -> list[int]:
 
 
 def _cut(hands: Hands, cut: Cut, keys: Sequence[Hashable] | None) -> Hands:
-    return redeal(hands, _taken(hands, cut), cut.former_ranks, keys)
+    return redeal(hands, _taken(hands, cut), cut.former_ranks, keys, cut.busy)

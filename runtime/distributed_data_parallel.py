@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,13 @@ from collectives import Group
 from collectives.debug import is_informing
 
 from .agreement import Agreement
+from .boundary import boundary
+from .comm_hooks import CommHook
 from .context import current_group, recovery_of
 from .join import Join
 from .joinable import GroupJoinable, Joinable, JoinHook
-from .reducer import GradientBucket, Mode, Reducer
+from .kept import kept
+from .reducer import GradientBucket, Mode, Reducer, why_not_sharded
 from .replication import broadcast_tensors
 from .same_model import check_same_parameters
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
@@ -119,6 +122,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self.reducer.on_new_order = partial(tell_choice, self.reducer, names)
         for _, parameter in named:
             _owners[parameter] = weakref.ref(self)
+        kept().wrap(self)
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.synced_step = 0
         """Steps whose buffers this rank has taken over."""
@@ -129,13 +133,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self._recovery.watch_model(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        boundary().begin_forward()
         Join.notify_join_context(self)
         if self._frozen and torch.is_grad_enabled():
             self._reduce_unfrozen()
-        if self._norms_group is not self.group:  # The run went on in another generation.
-            self._norms_group = self.group
-            for norm in self._sync_norms:
-                norm.bind(self.group)
+        self._bind_norms()
         # A launch that waits for all ranks holds up the statistics of the backward pass, for which
         # they may be waiting, and the announcement of them.
         has_others = bool(self._sync_norms) or (self._join is not None and self._join.is_following)
@@ -151,21 +153,49 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 leaf.register_hook(self._output_has_gradient)
         return output
 
+    def _bind_norms(self) -> None:
+        """Collective, if the model has gone on in another generation since the last time."""
+        if self._norms_group is not self.group:
+            self._norms_group = self.group
+            for norm in self._sync_norms:
+                norm.bind(self.group)
+
     def _output_has_gradient(self, gradient: torch.Tensor) -> None:
         self.reducer.output_has_gradient()
 
-    def register_comm_hook(self, state: object, hook: object) -> None:
-        """torch's place for compression and other ways of reducing. Raises NotImplementedError."""
-        raise NotImplementedError(
-            "communication hooks are not there yet: buckets are all-reduced, or reduced to shards, "
-            "in the dtype of their parameters. To send half as much, keep the parameters in "
-            "bfloat16 and step them with a ZeroRedundancyOptimizer, which holds float32 copies"
-        )
+    def register_comm_hook(
+        self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]]
+    ) -> None:
+        """Let `hook(state, bucket)` reduce the gradients: torch's hooks, or your own.
+
+        hook: given a `GradBucket`, returns a future of what its gradients become (comm_hooks.py);
+        nothing is divided after it. Every rank registers the same, once, between two steps. A rank
+        without data, inside Join, calls it with zeros.
+
+        Raises TypeError for what cannot be called, RuntimeError for a second hook and inside Join,
+        CollectiveMismatch, on all ranks, for different ones, and ValueError, with the reason, under
+        a ZeroRedundancyOptimizer that shards the gradients.
+        """
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")
+        registered = CommHook(state, hook)
+        if self.reducer.hook is not None:
+            raise RuntimeError(
+                f"register_comm_hook can only be called once: {self.reducer.hook.name} is "
+                "registered already"
+            )
+        if self._join is not None:
+            raise RuntimeError("register_comm_hook inside Join: register the hook before it")
+        if self.reducer.mode is Mode.REDUCE_SCATTER:
+            raise ValueError(why_not_sharded(registered.name))
+        registered.check_same(self.group)
+        self.reducer.reduce_by(registered)
 
     def statistics(self) -> StepStatistics:
         """Where the time of the last hundred steps went, on average, on this rank.
 
         Raises RuntimeError if the model was made below debug level INFO: then nothing is timed.
+        Steps whose gradients a communication hook reduces are not counted.
         """
         if self.reducer.clock is None:
             raise RuntimeError(
@@ -199,11 +229,36 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         For a loss that is a mean over what differs between ranks: with the number of samples or
         tokens as weight the gradient is the mean over all samples of all ranks. Every rank that
         takes the step calls it, for every loss that it runs backward on.
+
+        Raises ValueError for a negative weight, RuntimeError with a communication hook.
         """
         if not weight >= 0:
             raise ValueError(f"weight must be at least 0, got {weight}")
+        if self.reducer.hook is not None:
+            raise RuntimeError(
+                "weigh() with a communication hook: the hook divides the gradients itself, by the "
+                "number of ranks, before the weights of all ranks are known. Leave out one of them"
+            )
         self.reducer.weight = (self.reducer.weight or 0.0) + weight
         return loss * weight
+
+    def move_to(self, group: Group) -> None:
+        """Go on in a group of the same ranks, at the beginning of a step."""
+        self.group = group
+        self.reducer.move_to(group)
+
+    def leave_run(self) -> None:
+        """The run in which it was made is over: what took it into the next generation with it."""
+        self._recovery = None
+        self.kept_buffers = []
+        self.reducer.parks = False
+
+    def release(self) -> None:
+        """Reduce no gradients any more, so that another model can be made of the same module."""
+        self.reducer.release()
+        for parameter in self.reducer.parameters:
+            if _owners.get(parameter) is not None and _owners[parameter]() is self:
+                del _owners[parameter]
 
     def reduce_also(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
         """Reduce the gradients of these too, from now on; every rank calls it alike.
@@ -278,6 +333,18 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     # -- Join ----------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
+        hook = self.reducer.hook
+        if hook is not None and not kwargs.get("divide_by_initial_world_size", True):
+            raise ValueError(
+                f"divide_by_initial_world_size=False: the communication hook {hook.name} divides "
+                "by the number of all ranks before it is known which have data; leave it True"
+            )
+        if hook is not None and hook.trains_apart:
+            raise ValueError(
+                f"Join over a model with {hook.name}: after its first steps the ranks have "
+                "parameters of their own, and those of the last rank with data would replace all "
+                "others. Give all ranks the same number of batches, without Join"
+            )
         return _Hook(self)
 
     def _ends_step(self) -> bool:
@@ -287,6 +354,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         return True
 
     def _groups_to_follow(self) -> Sequence[Group]:
+        self._bind_norms()
         groups = [norm.group for norm in self._sync_norms if norm.group]
         return [group for group in dict.fromkeys(groups) if group.size > 1]
 

@@ -85,6 +85,7 @@ class EarlyUpdate:
             has_next=False,
             used=usage,
             weight=reducer.weight,
+            stop=False,  # The ballot has the word for it.
         )
         return vote, group.all_reduce(vote)
 

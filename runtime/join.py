@@ -24,9 +24,11 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from actors.errors import Interrupted
 from collectives import Group, Work
 
 from .agreement import Agreement
+from .boundary import boundary
 from .conductor import Conductor
 from .joinable import Joinable
 
@@ -44,6 +46,7 @@ class JoinLedger:
         self.has_next = True
         self.last_live: tuple[int, ...] = tuple(range(num_ranks))
         self.steps_taken = [0] * num_ranks
+        self._began_earlier = False
         # Nobody knows better before the first agreement.
         self._may_continue = tuple(range(num_ranks))
         self._batches_per_rank: Sequence[int] = ()
@@ -67,6 +70,11 @@ class JoinLedger:
     def ranks_with_batch(self, number: int) -> tuple[int, ...]:
         return tuple(rank for rank, n in enumerate(self._batches_per_rank) if n > number)
 
+    def resume(self, last_live: tuple[int, ...]) -> None:
+        """Steps of this epoch were taken in an earlier Join; the last one by these ranks."""
+        self._began_earlier = True
+        self.last_live = last_live or self.last_live
+
     def record(self, agreement: Agreement, *, is_step: bool = True) -> None:
         """is_step: a step ended with it; a second agreement on the same step is none."""
         self._may_continue = agreement.may_continue
@@ -77,7 +85,7 @@ class JoinLedger:
 
     @property
     def somebody_missed_a_step(self) -> bool:
-        return min(self.steps_taken) < max(self.steps_taken)
+        return self._began_earlier or min(self.steps_taken) < max(self.steps_taken)
 
     def skew(self) -> float:
         """The share of the longest rank's steps that the shortest one did not take, in [0, 1]."""
@@ -238,6 +246,7 @@ class Join:
                 joinable._join = self
             if self._conductor:
                 self._conductor.attach()
+                boundary().before_stop.append(self._conductor.stop)
             _active.append(self)
         return self
 
@@ -250,6 +259,8 @@ class Join:
         if not self._enable:
             return
         try:
+            if isinstance(error, Interrupted):
+                return  # All ranks are here: the generation goes on.
             if error is not None:
                 self._release_peers(error)
                 return
@@ -267,6 +278,7 @@ class Join:
             _active.remove(self)
             if self._conductor:
                 self._conductor.detach()
+                boundary().before_stop.remove(self._conductor.stop)
             for joinable in self._joinables:
                 joinable._join = None
 
@@ -288,17 +300,22 @@ class Join:
     def shadow(self, until: Callable[[], bool] = lambda: False) -> None:
         """Take part in the steps that other ranks still take, until nobody takes any, or `until`:
         a rank that is lost leaves its samples to those that wait."""
-        ledger = self.ledger
+        ledger, bound = self.ledger, boundary()
         ledger.live = False
         ledger.has_next = False
+        bound.pass_()
         if self._conductor:
             self._conductor.follow(ledger.batch, self._run_announced_hooks)
+            bound.pass_()
         while self._header() if self._needs_header else ledger.somebody_may_continue():
+            bound.steps.has_joined = True
             for hook in self._hooks:
                 hook.main_hook()
             self._follow_step()
+            bound.pass_()
             if until():
                 break
+        bound.steps.has_joined = False
         ledger.batch = None
         ledger.live = True
         ledger.has_next = True
@@ -306,6 +323,7 @@ class Join:
     def _run_announced_hooks(self, number: int) -> None:
         """Joinable `number` has begun its part of a step; run its hook, and those behind it of
         joinables that announce nothing."""
+        boundary().steps.has_joined = True
         self._hooks[number].main_hook()
         for behind in range(number + 1, len(self._hooks)):
             if self._joinables[behind]._announces_hook():
@@ -329,6 +347,22 @@ class Join:
     def is_following(self) -> bool:
         """Whether joined ranks follow collectives that are announced to them."""
         return self._conductor is not None
+
+    def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
+        """An iteration over a shard begins, which knows how many batches every rank has.
+
+        One that was stopped inside its epoch knows only how many are left to this rank: then, and
+        only then, one all-gather tells.
+        """
+        place = boundary().place
+        if place is None or not place.is_resumed:
+            self.ledger.begin_epoch(batches_per_rank)
+            return
+        left = torch.tensor([boundary().steps.batches_left or 0], device=self._device)
+        everybody = left.new_empty(self._group.size)
+        self._group.all_gather(everybody, left).wait()
+        self.ledger.begin_epoch(everybody.tolist())
+        self.ledger.resume(place.last_live)
 
     def begin_batch(self, number: int, *, is_last: bool) -> None:
         """An iterator that knows how many batches all ranks have gives its next one."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import signal
 import socket
+import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,10 +30,11 @@ _LEAST_LOCAL_CPU = 0.125
 on two cores are an experiment, a thousand are a slip of the keyboard."""
 
 _KNOCK_S = 5.0
+_GIVE_BACK_S = 1.0
 _ELASTIC_TRY_S = 5.0  # How long more workers than the minimum may take to be placed.
 
 
-def connect(address: str | None) -> bool:
+def connect(address: str | None, log_to_driver: bool = True) -> bool:
     """Connect this process to Ray; True if that meant starting a local cluster, for us to stop.
 
     The connection that is there already; else `address`; else RAY_ADDRESS (each job has it); else
@@ -37,12 +43,26 @@ def connect(address: str | None) -> bool:
     Blocks the calling thread for the seconds it takes: Ray installs its SIGTERM handler only from
     the main thread, and a start that runs on in another thread could not be cancelled.
     """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return _connect(address, log_to_driver)
+    finally:
+        _hear_sigterm(before)
+
+
+def _connect(address: str | None, log_to_driver: bool) -> bool:
     if ray.is_initialized():
         return False
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
-        ray.init(address="local", include_dashboard=False)
+        ray.init(address="local", include_dashboard=False, log_to_driver=log_to_driver)
         return True
+    join(address, log_to_driver=log_to_driver)
+    return False
+
+
+def join(address: str, **options: Any) -> None:
+    """Connect to a running cluster. options: of ray.init. Raises StartupError."""
     if "://" in address:
         raise StartupError(
             f"address={address!r}",
@@ -51,14 +71,38 @@ def connect(address: str | None) -> bool:
         )
     try:
         _knock(address)
-        ray.init(address=address)
+        ray.init(address=address, **options)
     except OSError as error:  # Ray's ConnectionError is one.
         raise StartupError(
             f"no Ray cluster answers at {address!r}",
             f"{error}. Start one with `ray start --head`, correct address or RAY_ADDRESS, or leave "
             "both out to have a local cluster started",
         ) from error
-    return False
+    except RuntimeError as error:
+        if "ersion mismatch" not in str(error):
+            raise
+        raise StartupError(
+            f"the cluster at {address!r} runs other versions than this process",
+            f"{' '.join(str(error).split())} Use the cluster's Python and Ray here (its image, or "
+            "a job that runs on it), or start the cluster with these",
+        ) from None
+
+
+def _hear_sigterm(before: Any) -> None:
+    """Have SIGTERM unwind this process, so that sessions are closed, as after an interrupt.
+
+    ray.init replaces any handler, and then Ray's own ends the process with a dump of its stack.
+    before: the handler that was there; one of the user's own is put back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    is_rays = getattr(before, "__module__", "").startswith("ray.")
+    is_users = callable(before) and before is not signal.SIG_DFL and not is_rays
+    signal.signal(signal.SIGTERM, before if is_users else _end_by_signal)
+
+
+def _end_by_signal(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _knock(address: str) -> None:
@@ -117,6 +161,28 @@ async def place(
             f"not placed within {timeout_s:g} s: {_told_cluster(bundle)}",
         )
     return group
+
+
+async def give_back(group: PlacementGroup) -> None:
+    """End the group and whatever should still live in it; return when it counts as free.
+
+    Ray tells that a moment after the removal (0.2 s on a busy machine). A session that started
+    before would take what this one had for taken, and be smaller than it could be.
+    """
+    reserved: Counter[str] = Counter()
+    for bundle in group.bundle_specs:
+        reserved.update(bundle)
+    before = ray.available_resources()
+    remove_placement_group(group)
+    give_up_at = time.monotonic() + _GIVE_BACK_S  # Somebody else may have taken it already.
+    while time.monotonic() < give_up_at:
+        free = ray.available_resources()
+        if all(
+            free.get(name, 0.0) > before.get(name, 0.0) + amount / 2
+            for name, amount in reserved.items()
+        ):
+            return
+        await asyncio.sleep(0.02)
 
 
 def options_of_seat(

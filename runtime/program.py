@@ -10,16 +10,19 @@ from typing import Any
 
 from ray import cloudpickle
 
-from actors.errors import StateLost
+from actors.errors import Interrupted, StateLost
 from actors.journal import Journal
 from actors.lifeline import Lifeline, ends_a_generation
 from actors.messages import Assignment, Resumption
+from actors.steps import Steps
 from collectives.group import Group
 
 from . import torch_distributed
+from .boundary import entered
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.config import AUTO, NEVER, CheckpointConfig
 from .context import Context, running
+from .kept import kept
 from .recovery import Recovery
 
 
@@ -42,9 +45,13 @@ class Program:
         group: Group,
         journal: Journal,
         lifeline: Lifeline,
+        steps: Steps,
         resumption: Resumption | None,
     ) -> object:
-        run = Run(self, journal, lifeline)
+        """None where the function was interrupted: all ranks have stopped alike, so no rank has
+        failed, and the caller knows that it asked for it."""
+        kept().enter(group)
+        run = Run(self, journal, lifeline, steps)
         result = run.begun(assignment, group, resumption)
         # The training thread awaits it on its own loop.
         return run.awaited(result) if inspect.isawaitable(result) else result
@@ -54,8 +61,11 @@ class Run:
     """One run of a program on one rank: its function is called once, and again from the top where
     the run goes on like that."""
 
-    def __init__(self, program: Program, journal: Journal, lifeline: Lifeline) -> None:
+    def __init__(
+        self, program: Program, journal: Journal, lifeline: Lifeline, steps: Steps
+    ) -> None:
         self._program = program
+        self._steps = steps
         self._journal = journal
         self._lifeline = lifeline
         self._recovery = Recovery(lifeline) if lifeline.goes_on else None
@@ -70,7 +80,10 @@ class Run:
             try:
                 self._enter(assignment, group, resumption)
                 with self._scope() as context:
-                    result = self._program.train(context, **self._program.kwargs)
+                    try:
+                        result = self._program.train(context, **self._program.kwargs)
+                    except Interrupted:
+                        result = None
                     return result if inspect.isawaitable(result) else _ended(context, result)
             except BaseException as error:
                 assignment, group, resumption = self._again(error)
@@ -80,7 +93,10 @@ class Run:
         while True:
             try:
                 with self._scope() as context:
-                    value = await result if inspect.isawaitable(result) else result
+                    try:
+                        value = await result if inspect.isawaitable(result) else result
+                    except Interrupted:
+                        value = None
                     return _ended(context, value)
             except BaseException as error:
                 result = self.begun(*self._again(error))
@@ -92,6 +108,8 @@ class Run:
         # What a function that failed, or was left, has made was kept until now: to close it before
         # the peers were told would tell them another story.
         torch_distributed.end()
+        if self._context is not None:
+            kept().begin_again()
         context = Context(assignment, group, self._journal, self._recovery, self._context)
         self._context = context
         config = self._program.checkpoint
@@ -112,7 +130,7 @@ class Run:
         context = self._context
         assert context is not None and context.checkpoints is not None
         # Entered anew for a coroutine, which has not begun when its function returns.
-        with running(context), context.checkpoints:
+        with running(context), context.checkpoints, entered(self._steps):
             yield context
 
     def _again(self, error: BaseException) -> tuple[Assignment, Group, Resumption | None]:

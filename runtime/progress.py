@@ -164,18 +164,19 @@ class Progress:
             self._live.stop()
             self._live = None
         elif self._seen.ranks:
-            self._say(plain_line(self._seen, self._num_steps))
+            self.say(plain_line(self._seen, self._num_steps))
 
     def on_report(self, report: Report) -> None:
         now_s = time.monotonic()
         before, self._seen = self._seen, self._seen.add(report)
         if news := joining(before, self._seen):
-            self._say(news)
+            self.say(news)
         if self._live is None and now_s >= self._line_due_s:
             self._line_due_s = now_s + LINE_INTERVAL_S
-            self._say(plain_line(self._seen, self._num_steps))
+            self.say(plain_line(self._seen, self._num_steps))
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Print a line, above the bars where there are any."""
         # A log is searched by line: never wrapped at the 80 columns of a job's output.
         self._console.print(Text(line), soft_wrap=True)
 

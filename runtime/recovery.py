@@ -53,11 +53,12 @@ class Standing:
     """What a rank tells the others in (c).
 
     held, described: per optimizer that it has. synced: per model, the step whose buffers it has
-    taken over. position: in the samples.
+    taken over. passes: per model, how often its gradients were sent. position: in the samples.
     """
 
     held: Mapping[int, tuple[list[Range], Mapping[int, Description]]]
     synced: Mapping[int, int]
+    passes: Mapping[int, int]
     position: Position
 
 
@@ -84,6 +85,7 @@ class Recovery:
         self._lifeline = lifeline
         self._optimizers: list[weakref.ref[ZeroRedundancyOptimizer]] = []
         self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._stepped_last: ZeroRedundancyOptimizer | None = None
         self._entered = lifeline.generation
         self._entry: Entry | None = None
         """Into the generation that this rank was about to enter; the others may have."""
@@ -104,9 +106,15 @@ class Recovery:
         self._context = context
         self.dealer = context.dealer
         self._optimizers, self._models = [], []
+        self._stepped_last = None
 
     def watch_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
+
+    def has_stepped(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        """Its step is over here. Others may still be in it, and need what this rank holds, also
+        when the function has returned; they have ended it when another step is over."""
+        self._stepped_last = optimizer
 
     def watch_model(self, model: DistributedDataParallel) -> None:
         self._models.append(weakref.ref(model))
@@ -209,6 +217,7 @@ class Recovery:
             Standing(
                 {number: (mine.ranges, mine.described) for number, mine in held.items()},
                 {number: model.synced_step for number, model in models.items()},
+                {number: model.reducer.num_passes for number, model in models.items()},
                 self.dealer.position(),
             ),
         )
@@ -242,10 +251,27 @@ class Recovery:
                         step = optimizer.progress.ballots
                         live = list(optimizer.last_live)
                 model.sync_buffers_again(synced, step or max(synced), live)
-        for model in models.values():  # (g)
-            if model.reducer.has_launched:
-                model.reducer.launch_again()
+        self._launch_again(models, standings)  # (g)
         self.num_recoveries += 1
+
+    @staticmethod
+    def _launch_again(
+        models: Mapping[int, DistributedDataParallel], standings: list[Standing]
+    ) -> None:
+        """In the order of the first time, in which ranks that are not as far yet will launch.
+
+        Who is a pass behind others holds gradients that nobody will step with: a loss of one model
+        that went through another one, whose own next pass the others have sent already.
+        """
+        kept = [
+            (bucket.launch_number, number, bucket)
+            for number, model in models.items()
+            if all(number in one.passes for one in standings)
+            and model.reducer.num_passes == max(one.passes[number] for one in standings)
+            for bucket in model.reducer.kept()
+        ]
+        for _, number, bucket in sorted(kept, key=lambda one: one[0]):
+            models[number].reducer.launch_again(bucket)
 
     def _former_ranks(self) -> tuple[int, ...]:
         """By rank of the last generation that was formed, the rank in the one entered last."""
@@ -278,10 +304,11 @@ class Recovery:
         if left is None:
             return
         if inside is not None:
-            inside.ledger.begin_epoch(left)
-            inside.ledger.has_next = left[rank] > 0
-        elif min(left) < max(left):
-            by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(left))
+            # Who is behind the others has yet to take the step that they are in.
+            inside.ledger.begin_epoch(left.to_do)
+            inside.ledger.has_next = left.to_take[rank] > 0
+        elif min(left.to_do) < max(left.to_do):
+            by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(left.to_do))
             raise RuntimeError(
                 f"the samples of a lost rank were dealt to the others, which now have different "
                 f"numbers of batches left ({by_rank}); a run that may lose workers iterates its "

@@ -9,7 +9,9 @@ ranks, and the network works while the pass goes on.
                     kept until the step is over. The optimizer that owns the shards finishes it.
 
 In ALL_REDUCE mode the step's agreement (agreement.py) rides behind the content of the last bucket
-if that is float32 or float64, and goes on its own otherwise.
+if that is float32 or float64, and goes on its own otherwise. With a communication hook
+(comm_hooks.py), which reduces the buckets in its own way, it goes when all of them are there: the
+hook may issue collectives until then.
 
 Buckets are laid out anew once, in the order in which gradients came: that of the lowest rank that
 took the first step, which a broadcast gives to all, so it cannot differ between them. In
@@ -19,11 +21,14 @@ REDUCE_SCATTER mode it stays as it was when the optimizer cut its shards.
 from __future__ import annotations
 
 import enum
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from actors.lifeline import ends_a_generation
 from collectives import CollectiveError, Group, Work
@@ -31,9 +36,22 @@ from collectives.buckets import BucketPlan, plan_buckets
 from collectives.shards import padded_numel, room_for, shard_numel
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
+from .boundary import boundary
+from .comm_hooks import CommHook, GradBucket
+from .kept import kept
 from .step_statistics import StepClock, UnusedParameters
 
 FIRST_BUCKET_BYTES = 1 << 20
+_launch_numbers = itertools.count()
+
+
+def why_not_sharded(hook: str) -> str:
+    return (
+        f"the communication hook {hook} gives every rank the whole gradient, and a "
+        "ZeroRedundancyOptimizer has each rank receive the sum for its own shard only, so that "
+        "gradients travel once. Take a plain optimizer with the hook; or leave the hook out, and "
+        "to send half as much keep the parameters in bfloat16: the optimizer steps float32 copies"
+    )
 
 
 class Mode(enum.Enum):
@@ -46,7 +64,8 @@ class GradientBucket:
 
     flat: local gradients, and room behind them. padded: elements of it that a reduce-scatter takes.
     shard: (n,) reduced, this rank's part, in REDUCE_SCATTER mode. missing: gradients that this
-    backward pass still owes; parameters that are frozen get none.
+    backward pass still owes; parameters that are frozen get none. launch_number: ascending, over
+    the buckets of all models.
     """
 
     def __init__(
@@ -64,7 +83,19 @@ class GradientBucket:
         }
         self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
         self.missing = 0
+        self.launch_number = 0
         self.work: Work | None = None
+        self.future: torch.futures.Future[Any] | None = None
+        """What a communication hook returned for it."""
+
+    def content(self) -> torch.Tensor:
+        """The gradients, with zeros between them: what a hook left there is cleared."""
+        ends = [offset + numel for _, offset, numel in self.plan.spans]
+        begins = [offset for _, offset, _ in self.plan.spans[1:]]
+        for end, begin in zip(ends, [*begins, self.plan.content], strict=True):
+            if begin > end:
+                self.flat[end:begin] = 0
+        return self.flat[: self.plan.content]
 
     def prepare_shard(self, group: Group) -> None:
         self.shard = self.flat.new_zeros(shard_numel(self.plan.content, group.size))
@@ -106,6 +137,8 @@ class Reducer:
         """Whether what was launched last held gradients of this rank's own data."""
         self.weight: float | None = None
         """Sum of the weights of the losses since the last step; None where nobody weighs."""
+        self.ends_steps = True
+        """Whether a step is over with its agreement here; not where a sharded optimizer votes."""
         self.parks = False
         """Whether a launch that fails because the generation is over is kept for `wait` to raise:
         then the optimizer's step can begin again in the next generation."""
@@ -118,6 +151,8 @@ class Reducer:
         """Called when the buckets have been laid out in the order that was measured."""
         self.order: list[int] = []
         """Numbers of the parameters in the order in which their gradients are expected."""
+        self.hook: CommHook | None = None
+        """What reduces the buckets instead, in ALL_REDUCE mode."""
         self._on_backward_end = on_backward_end
         self._on_agreement = on_agreement
         self._has_next = has_next
@@ -131,9 +166,12 @@ class Reducer:
         self._in_backward = False
         self._sees_end = False
         self._num_launched = 0
+        self.num_passes = 0
+        """Backward passes, and shadowed steps, that have sent gradients."""
         self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
         # Gradients of this pass by parameter; in the order of the last ones.
         self._arrivals: dict[int, int] = {}
+        self._watches: list[RemovableHandle] = []
         self.add_parameters(named)
 
     def add_parameters(
@@ -157,9 +195,9 @@ class Reducer:
                 bucket.prepare_shard(self.group)
             self._take_home(bucket)
         for number in added:
-            self.parameters[number].register_post_accumulate_grad_hook(
-                partial(self._on_gradient, number)
-            )
+            parameter = self.parameters[number]
+            watch = parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
+            self._watches.append(watch)
         self._place_vote()
         self._has_measured_order = len(self.buckets) == 1  # Then there is nothing to gain.
         for bucket in fresh if is_in_step else ():
@@ -203,7 +241,8 @@ class Reducer:
     def _place_vote(self) -> None:
         last = self.buckets[-1]
         numel = vote_numel(self.group.size, len(self.parameters))
-        self._vote_rides = last.flat.dtype in (torch.float32, torch.float64)
+        counts = last.flat.dtype in (torch.float32, torch.float64)
+        self._vote_rides = counts and self.hook is None
         self._vote = (
             last.flat[last.plan.content : last.plan.content + numel]
             if self._vote_rides
@@ -278,6 +317,7 @@ class Reducer:
             self._see_end()
 
     def _begin_launching(self) -> None:
+        self.num_passes += 1
         self._num_launched = 0
         self._arrivals.clear()
         for bucket in self.buckets:
@@ -322,11 +362,12 @@ class Reducer:
             self._write_vote(self._vote, self._has_next())
         for bucket in self.buckets[self._num_launched :]:
             self._launch(bucket)
-        if self.mode is Mode.ALL_REDUCE and not self._vote_rides:
+        if self.mode is Mode.ALL_REDUCE and not self._vote_rides and self.hook is None:
             self._vote_work = self.group.all_reduce(self._vote)
 
     def _launch(self, bucket: GradientBucket) -> None:
         self._num_launched += 1
+        bucket.launch_number = next(_launch_numbers)
         if self.mode is Mode.REDUCE_SCATTER:
             try:
                 self._reduce_scatter(bucket)
@@ -336,6 +377,12 @@ class Reducer:
                 self._failure = error
             if self.on_launched is not None:
                 self.on_launched(self._num_launched - 1)
+        elif self.hook is not None:
+            index = self._num_launched - 1
+            is_last = self._num_launched == len(self.buckets)
+            bucket.future = self.hook.launch(
+                GradBucket(index, bucket.content(), bucket.plan.spans, self.parameters, is_last)
+            )
         else:
             rider = len(self._vote) if self._vote_rides and bucket is self.buckets[-1] else 0
             bucket.work = self.group.all_reduce(bucket.flat[: bucket.plan.content + rider])
@@ -352,6 +399,7 @@ class Reducer:
             has_next=has_next,
             used=self.local_usage(),
             weight=self.weight,
+            stop=boundary().steps.stop_is_wanted,
         )
 
     def local_usage(self) -> list[bool]:
@@ -360,12 +408,19 @@ class Reducer:
 
     def _finish_all_reduce(self) -> None:
         self.wait()
+        if self.hook is not None:
+            for bucket in self.buckets:
+                assert bucket.future is not None
+                future, bucket.future = bucket.future, None
+                self.hook.finish(future, bucket.flat[: bucket.plan.content], self.group)
+            self._vote_work = self.group.all_reduce(self._vote)
         if self._vote_work is not None:
             self._vote_work.wait()
         agreement = read_agreement(self._vote.tolist(), self.group.size)
         self.weight = None
         divisor = self._on_agreement(agreement)
-        if divisor not in (0, 1):
+        boundary().step_agreed(agreement, self.group, ends_step=self.ends_steps)
+        if divisor not in (0, 1) and self.hook is None:  # Hooks divide themselves.
             for bucket in self.buckets:
                 bucket.flat[: bucket.plan.content].div_(divisor)
         for number, parameter in enumerate(self.parameters):
@@ -373,6 +428,8 @@ class Reducer:
             parameter.grad = self._home[number][1] if agreement.used[number] else None
         if agreement.live and not self._has_measured_order:
             self._take_order_of(min(agreement.live))
+        if self.ends_steps:
+            kept().end_applying()
 
     def _take_order_of(self, rank: int) -> None:
         self._has_measured_order = True
@@ -395,16 +452,33 @@ class Reducer:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
+        waited_s = time.monotonic() - began_at
+        boundary().steps.waited_s += waited_s
         if self.clock is not None and operations:
-            self.clock.buckets_are_reduced(operations, time.monotonic() - began_at)
+            self.clock.buckets_are_reduced(operations, waited_s)
 
     # -- other ways through a step -------------------------------------------------------------
 
+    def reduce_by(self, hook: CommHook) -> None:
+        """From now on `hook` reduces the buckets; between steps, on all ranks."""
+        self.hook = hook
+        self._place_vote()
+
     def reduce_by_shards(self) -> None:
-        """From now on REDUCE_SCATTER: an optimizer takes over the second half of the step."""
+        """From now on REDUCE_SCATTER: an optimizer takes over the second half of the step.
+
+        Raises ValueError for gradients that a communication hook reduces.
+        """
+        if self.hook is not None:
+            raise ValueError(why_not_sharded(self.hook.name))
         self.mode = Mode.REDUCE_SCATTER
         for bucket in self.buckets:
             bucket.prepare_shard(self.group)
+
+    def release(self) -> None:
+        """Take no notice of gradients any more."""
+        for watch in self._watches:
+            watch.remove()
 
     def change_group(self, group: Group) -> None:
         """The buckets stay as they are, also if they were launched; see `launch_again`."""
@@ -418,11 +492,20 @@ class Reducer:
             bucket.prepare_shard(group)
         self._place_vote()
 
-    def launch_again(self) -> None:
-        """Reduce all kept buckets once more, in the group that is there now."""
-        for bucket in self.buckets:
-            self._launch(bucket)
+    def kept(self) -> list[GradientBucket]:
+        """Buckets that were launched for a sharded step that is not over."""
+        is_in_step = self.mode is Mode.REDUCE_SCATTER and self.has_launched
+        return self.buckets if is_in_step else []
+
+    def launch_again(self, bucket: GradientBucket) -> None:
+        """Reduce a kept bucket once more, in the group that is there now."""
+        self._launch(bucket)
         self._num_launched = len(self.buckets)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some bucket of a step is launched."""
+        return self._num_launched > 0
 
     @property
     def has_launched(self) -> bool:
@@ -433,6 +516,23 @@ class Reducer:
         """The optimizer has used what was reduced."""
         self._num_launched = 0
         self.weight = None
+
+    def move_to(self, group: Group) -> None:
+        """Go on in a group of the same ranks, at the beginning of a step, without gradients."""
+        self.group = group
+        self.is_syncing = True
+        self.is_live = False
+        self._in_backward = False
+        self._sees_end = False
+        self._arrivals.clear()
+        self._has_leftover = False
+        self._vote_work = None
+        self._failure = None
+        for bucket in self.buckets:
+            bucket.work = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.end_step()
 
     def shadow(self) -> None:
         """Take part in one step of other ranks: with what was accumulated and never sent, then

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
-from actors.crew import Crew
+from actors.crew import STEP_S, Crew
+from actors.driver import GRACE_S
 from actors.journal import JournalReader
 from actors.messages import DriverSnapshot, Report, RunFailed, RunRequest, WorkerSnapshot
 from actors.outcomes import raise_failure
 from collectives.debug import get_debug_level
 
-from . import placement
+from . import notebook, placement
 from .checkpoint.config import CheckpointConfig
 from .program import pickled
+from .trace import as_json, traced
 
 _PULL_S = 0.3
 """Seconds between two pulls of reports. It is also what wakes the loop, so that an interrupt in a
@@ -82,8 +86,10 @@ class Session:
     timeout_s: deadline of each collective and of the ranks' meeting. startup_timeout_s: for
     placing the workers, and for their start. address: of a running cluster; without it RAY_ADDRESS
     counts, and without that a local cluster is started, and stopped by `close`.
-    on_report: called in this process's loop with each Report of each rank.
+    on_report: called in this process's loop with each Report of each rank. live_view: show the
+    ranks, and plots of what they report, while a function runs; in a notebook only.
     checkpoint: where every run keeps what it has registered, and goes on from.
+    log_to_driver: whether Ray prints here what workers print, if it is the session that connects.
 
     Raises StartupError if the workers cannot be had. It must be closed: Ray runs no clean-up code
     in actors that are left alone.
@@ -100,8 +106,10 @@ class Session:
         startup_timeout_s: float = 60.0,
         address: str | None = None,
         on_report: Callable[[Report], None] | None = None,
+        live_view: bool = True,
         checkpoint: CheckpointConfig | None = None,
         max_failures: int | None | Default = DEFAULT,
+        log_to_driver: bool = True,
     ) -> None:
         self._fewest, self._most = _checked_range(num_workers)
         self._max_failures = _checked_failures(max_failures, isinstance(num_workers, tuple))
@@ -132,7 +140,10 @@ class Session:
         self._startup_timeout_s = startup_timeout_s
         self._address = address
         self._on_report = on_report
+        self._live_view = live_view
+        self._seen: tuple[WorkerSnapshot | str, ...] = ()  # when the workers were last asked
         self._checkpoint = checkpoint
+        self._log_to_driver = log_to_driver
         self._state = SessionState.NEW
         self._is_local = False  # We started the cluster.
         self._placement: PlacementGroup | None = None
@@ -151,12 +162,19 @@ class Session:
     async def start(self) -> Session:
         """Connect, place and start the workers; returns this session. `async with` does it too.
 
-        If it fails, nothing stays behind.
+        If it fails, nothing stays behind. A notebook's cell that is run again closes the session
+        that it had started before.
         """
         if self._state is not SessionState.NEW:
             raise RuntimeError(f"the session is {self._state.value}; make a new Session to start")
+        async with notebook.waking():
+            await notebook.close_earlier_session(self)
+            await self._start()
+        return self
+
+    async def _start(self) -> None:
         try:
-            self._is_local = placement.connect(self._address)
+            self._is_local = placement.connect(self._address, self._log_to_driver)
             bundle = placement.bundle_of_worker(
                 self._most,
                 use_gpu=self._use_gpu,
@@ -177,14 +195,17 @@ class Session:
                 driver_options=placement.options_of_driver(),
             )
             await self._crew.assemble(self._startup_timeout_s)
-        except BaseException:
+            if notebook.in_kernel():
+                await self._ask_workers(_LAST_PULL_S)  # For who looks at the session itself.
+        except BaseException as error:
             await self.close()
+            notebook.show_once(notebook.hint_at_other_sessions(error, self))
             raise
         self._state = SessionState.READY
-        return self
 
     async def close(self) -> None:
-        """End everything that the session started; may be called more than once.
+        """End everything that the session started; may be called more than once. What it had of
+        the cluster is free when it returns.
 
         A function that still runs is aborted: its caller gets GroupAborted.
         """
@@ -199,10 +220,12 @@ class Session:
                     await crew.cancel(self._next_run - 1, "the session was closed")
                 await crew.dismiss()
         finally:
-            if placed is not None and ray.is_initialized():
-                remove_placement_group(placed)  # Kills whatever should still live in it.
-            if is_local:
-                ray.shutdown()
+            try:
+                if placed is not None and ray.is_initialized():
+                    await placement.give_back(placed)
+            finally:
+                if is_local:
+                    ray.shutdown()
 
     async def __aenter__(self) -> Session:
         return await self.start()
@@ -229,50 +252,100 @@ class Session:
 
         Cancelling it stops all ranks before it returns.
         """
-        return await self._run(pickled(train, kwargs, self._checkpoint))
+        return await self._run(pickled(train, kwargs, self._checkpoint), self._live_view)
 
     async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
         """What everybody is doing; also while a function runs. Who is silent does not delay it
         longer than `timeout_s`."""
         if self._crew is None:
             return SessionSnapshot(self._state, None, ())
-        driver, workers = await self._crew.snapshots(timeout_s)
-        return SessionSnapshot(self._state, driver, tuple(workers.values()))
+        driver, self._seen = await self._crew.snapshots(timeout_s)
+        return SessionSnapshot(self._state, driver, self._seen)
 
-    async def _run(self, program: bytes) -> list[Any]:
+    async def trace(self, path: str | Path, timeout_s: float = 2.0) -> int:
+        """Write what all ranks did last to a file that ui.perfetto.dev shows (runtime/trace.py);
+        how many collectives are in it. Also while a function runs, and after one has failed."""
+        if self._crew is None:
+            raise RuntimeError(_REMEDIES[self._state])
+        told = as_json(*traced(await self._crew.testimonies(timeout_s)))
+        await asyncio.to_thread(Path(path).write_text, json.dumps(told))
+        return sum(event["ph"] == "X" for event in told["traceEvents"])
+
+    def why_not_ready(self) -> str:
+        """Why `run` would refuse, and what to do; empty if the session is ready."""
+        if self._state is SessionState.READY and not ray.is_initialized():
+            return (
+                "the session is gone: this process is no longer connected to Ray (ray.shutdown() "
+                "was called, or another session that had started the cluster was closed); close "
+                "this one and make a new Session"
+            )
+        return _REMEDIES[self._state]
+
+    async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
+        if self._crew is not None:
+            self._seen = await self._crew.workers_seen(timeout_s)
+        return self._seen
+
+    def __repr__(self) -> str:
+        return f"<Session {self._state.value}, {self.num_workers} workers>"
+
+    def _repr_html_(self) -> str:
+        return notebook.session_as_html(
+            self._state.value, self._seen if self._state is not SessionState.CLOSED else ()
+        )
+
+    async def _run(self, program: bytes, is_shown: bool = False) -> list[Any]:
         """1. Replace what is missing since the last run. 2. Run, and pass reports on meanwhile.
         3. Rebuild the results, or the failure."""
-        crew = self._crew
-        if crew is None or self._state is not SessionState.READY:
-            raise RuntimeError(_REMEDIES[self._state])
+        why_not = self.why_not_ready()
+        if why_not:
+            raise notebook.show_once(RuntimeError(why_not), f"RuntimeError: {why_not}")
+        crew, view = self._crew, None
+        assert crew is not None
+        if is_shown and notebook.in_kernel():
+            view = notebook.LiveView(self._ask_workers)
         self._state = SessionState.RUNNING
         request = RunRequest(
             self._next_run,
             self._timeout_s,
-            self._on_report is not None,
+            view is not None or self._on_report is not None,
             get_debug_level(),
             self._fewest,
             self._max_failures,
         )
         self._next_run += 1
+        error: BaseException | None = None
         try:
-            await crew.assemble(self._startup_timeout_s)
-            async with self._reporting(crew.reports(request.run)):
-                outcome = await crew.run(request, program)
+            async with notebook.waking():
+                await crew.assemble(self._startup_timeout_s)
+                async with self._reporting(crew.reports(request.run), view):
+                    outcome = await crew.run(request, program)
+                if isinstance(outcome, RunFailed):
+                    raise_failure(outcome)
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
             if self._state is SessionState.RUNNING:
                 self._state = SessionState.READY
-        if isinstance(outcome, RunFailed):
-            raise_failure(outcome)
+            if view is not None:
+                await view.finish(error)
+            if error is not None:
+                notebook.show_once(error, _how_interrupted(error, crew.is_assembled))
         return [cloudpickle.loads(result) for result in outcome.results]
 
     @asynccontextmanager
-    async def _reporting(self, journals: JournalReader) -> AsyncIterator[None]:
+    async def _reporting(
+        self, journals: JournalReader, view: notebook.LiveView | None
+    ) -> AsyncIterator[None]:
         """Pass reports on while the body runs, and all that are left when it has ended.
 
         If `on_report` raises, the body is cancelled, and the error raised as itself.
         """
         is_over = asyncio.Event()
+        listeners = [self._on_report] if self._on_report is not None else []
+        if view is not None:
+            listeners.append(view.add)
 
         async def pass_on() -> None:
             while not is_over.is_set():
@@ -281,19 +354,43 @@ class Session:
                         await is_over.wait()
                 except TimeoutError:
                     pass
-                if self._on_report is not None:
+                if listeners:
                     for report in await journals.pull(_LAST_PULL_S):
-                        self._on_report(report)
+                        for listener in listeners:
+                            listener(report)
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(pass_on(), name="reports")
-                yield
-                is_over.set()
+                passing = tasks.create_task(pass_on(), name="reports")
+                if view is not None:
+                    tasks.create_task(view.keep_drawing(is_over), name="view")
+                try:
+                    yield
+                finally:
+                    is_over.set()
+                    # Of a run that was interrupted, too: the group would cancel the last pull.
+                    await asyncio.wait([passing], timeout=_LAST_PULL_S)
         except BaseExceptionGroup as group:
             if len(group.exceptions) == 1:
                 raise group.exceptions[0] from None
             raise
+
+
+def _how_interrupted(error: BaseException, is_between_steps: bool) -> str | None:
+    """For who interrupted a cell: what became of the run. None if it ended otherwise."""
+    if not isinstance(error, asyncio.CancelledError):
+        return None
+    if is_between_steps:
+        where = "all ranks stopped between the same two steps"
+    else:
+        where = (
+            f"no step ended within {STEP_S:g} s, so the run was aborted (a rank that stays stuck "
+            f"for {GRACE_S:g} s is replaced, and loses what it keeps)"
+        )
+    return (
+        f"Interrupted: {where}. The session is ready, and keeps what ctx.keep made and the "
+        "variables of %%ranks; run the cell again to go on."
+    )
 
 
 _REMEDIES = {

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import default_collate
 
+from .boundary import boundary
 from .cursor import Cursor, Rest
 from .dealing import Dealer, Hands, deal
 from .join import active_join
@@ -27,7 +28,8 @@ class Shard:
     Inside `Join` the iteration of a rank that is out of batches goes on, without giving any,
     until the other ranks are out of theirs. Ranks know one another's number of batches, so no
     step is shadowed in vain. When a rank is lost, what it had left goes to the others, also to
-    those that are out of batches and wait.
+    those that are out of batches and wait. In a loop over `ctx.epochs(..., resume=name)` that was
+    stopped inside an epoch, it begins after the samples whose steps were taken.
 
     sample_ids: the numbers of this rank's samples, in order. taken: how many of them the iteration
     has given. ids_of_the_lost: samples that ranks which are gone have used in steps that count.
@@ -109,30 +111,37 @@ class Shard:
         passage = None
         if self._cursor is not None and torch.is_grad_enabled():
             passage = self._cursor.begin(self._key, self)
-        join = active_join()
+        join, bound = active_join(), boundary()
         self.taken = 0
         self.ids_of_the_lost = []
         self._dealer.begin(self)
-        if join:
-            join.ledger.begin_epoch(self.batches_per_rank)
-            join.at_boundary = self._at_boundary
         try:
-            if join and not self._has_more():
-                join.shadow(until=self._has_more)
-            number = 0
-            while self._has_more():
-                ids = self.sample_ids[self.taken : self.taken + self.batch_size]
-                batch = self._collate([self.dataset[i] for i in ids])
-                self.taken += len(ids)
+            with bound.iterating(self.sample_ids, self.batch_size, self._epoch) as done:
+                self.taken = done
+                bound.steps.batches_left = self._num_left()
                 if join:
-                    join.begin_batch(number, is_last=not self._has_more())
-                yield batch
-                number += 1
-                if passage is not None and self._at_boundary is not None:
-                    self._at_boundary()
+                    join.begin_epoch(self.batches_per_rank)
+                    join.at_boundary = self._at_boundary
                 if join and not self._has_more():
-                    join.ledger.batch = number
                     join.shadow(until=self._has_more)
+                number = 0
+                while self._has_more():
+                    ids = self.sample_ids[self.taken : self.taken + self.batch_size]
+                    batch = self._collate([self.dataset[i] for i in ids])
+                    bound.steps.batches_left = self._num_left()
+                    self.taken += len(ids)
+                    bound.begin_batch(self.taken)
+                    if join:
+                        join.begin_batch(number, is_last=not self._has_more())
+                    yield batch
+                    number += 1
+                    bound.steps.batches_left = self._num_left()
+                    if passage is not None and self._at_boundary is not None:
+                        self._at_boundary()
+                    bound.pass_()
+                    if join and not self._has_more():
+                        join.ledger.batch = number
+                        join.shadow(until=self._has_more)
             if passage is not None:
                 passage.end()
         except GeneratorExit:  # The loop was left early: nobody knows who goes on.
@@ -142,8 +151,11 @@ class Shard:
         finally:
             self._dealer.end(self)
 
+    def _num_left(self) -> int:
+        return self.num_batches(len(self.sample_ids) - self.taken)
+
     def _has_more(self) -> bool:
-        return self.num_batches(len(self.sample_ids) - self.taken) > 0
+        return self._num_left() > 0
 
     # -- for the dealer --------------------------------------------------------------------------
 

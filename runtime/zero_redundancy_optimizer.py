@@ -32,12 +32,14 @@ from collectives import CollectiveError, CollectiveMismatch, Group
 
 from .agreement import Agreement
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
+from .boundary import boundary
 from .context import current_group, recovery_of
 from .distributed_data_parallel import DistributedDataParallel, names_of, owner_of
 from .early_update import EarlyUpdate
 from .held_state import HeldState, Told
 from .join import Join
 from .joinable import GroupJoinable, Joinable, JoinHook
+from .kept import kept
 from .loss_scale import check_scale, given_scale
 from .parameter_shard import Gather, ParameterShard
 from .plain_state import match_state, parameter_name, plain_state, with_names
@@ -173,6 +175,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             assert self.reducer is not None
             self.reducer.parks = True
             self._recovery.watch_optimizer(self)
+        if self._model:
+            self._model.reducer.ends_steps = False
+        kept().wrap(self)
 
     def _overlap(self, replicas: int) -> EarlyUpdate:
         if self.max_norm is not None:
@@ -288,6 +293,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
                 if self._recovery is None or not ends_a_generation(error):
                     raise
                 self._recovery.recover(error, self)
+        kept().end_applying()
+        if self._recovery is not None:
+            self._recovery.has_stepped(self)
 
     def _try_step(self, is_live: bool) -> None:
         if self.reducer is not None:
@@ -315,6 +323,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             loss_scale=(self._loss_scale or 0.0) if is_live else 0.0,
             options=self._option_numbers(),
             cursor=self._recovery.dealer.cursor() if self._recovery else 0,
+            stop=boundary().steps.stop_is_wanted,
         )
 
     def _see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
@@ -326,6 +335,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             self._recovery.record(outcome.cursors)
         if self._join:
             self._join.record(self, outcome.agreement)
+        boundary().step_agreed(outcome.agreement, self.group, ends_step=True)
         if self.group.rank not in live and live:
             # A rank that has joined runs no schedule of the loop's body: it steps its shard with
             # the options (learning rate and so on) of a rank that does.
@@ -421,6 +431,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     def model(self) -> DistributedDataParallel | None:
         """Whose gradients travel once; None where there is none."""
         return self._model
+
+    def move_to(self, group: Group) -> None:
+        """Go on in a group of the same ranks, at the beginning of a step; the shards stay."""
+        self.group = self._shard.group = group
+        self._ballot.move_to(group)
+
+    def leave_run(self) -> None:
+        """The run in which it was made is over: what took it into the next generation with it."""
+        self._recovery = None
+        if self._early is not None and self.reducer is not None and self.reducer.has_begun:
+            kept().tear()
 
     @torch.no_grad()
     def take_over(

@@ -12,15 +12,10 @@ import chorusline as cl
 from actors.journal import Journal
 from actors.lifeline import Lifeline
 from actors.messages import Assignment, RunRequest
+from actors.steps import Steps
 from runtime.program import Program
 
 GLOBAL_BATCH = 12  # samples of a step, over all ranks; 1, 2, 3 and 4 divide it
-
-
-def _lifeline(group: cl.Group) -> Lifeline:
-    """Of a run that does not go on when a rank is lost."""
-    request = RunRequest(0, group.timeout_s, keep_reports=False)
-    return Lifeline(request, None, group, group.rank, lambda _: group)
 
 
 def in_run(
@@ -35,7 +30,11 @@ def in_run(
         local_world_size=group.size,
         node_rank=0,
     )
-    return Program(train, kwargs, config)(assignment, group, Journal(keep=False), _lifeline(group))
+    request = RunRequest(0, group.timeout_s, keep_reports=False)
+    # Of a run that does not go on when a rank is lost.
+    lifeline = Lifeline(request, None, group, assignment, lambda _: group)
+    program = Program(train, kwargs, config)
+    return program(assignment, group, Journal(keep=False), lifeline, Steps(), None)
 
 
 def make_model(

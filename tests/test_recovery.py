@@ -28,6 +28,7 @@ from training_to_kill import (
 
 import chorusline as cl
 from actors.errors import StateLost, WorkerLost
+from runtime.parameter_shard import ParameterShard
 
 cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
@@ -48,6 +49,7 @@ class Told:
 
 def before(owner: Any, name: str) -> None:
     """Die when `owner.name` is called next."""
+    assert hasattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: die())
 
 
@@ -204,6 +206,10 @@ def dies_before(name: str) -> Callable[[cl.Context], None]:
     return lambda ctx: before(ctx.recovery, name)
 
 
+def dies_before_it_sends(ctx: cl.Context) -> None:
+    before(ParameterShard, "complete")
+
+
 def dies_before_it_connects(ctx: cl.Context) -> None:
     assert ctx.recovery is not None
     before(ctx.recovery._lifeline, "connect")
@@ -211,7 +217,7 @@ def dies_before_it_connects(ctx: cl.Context) -> None:
 
 IN_RECOVERY = {
     "before it meets the others (c)": dies_before_it_connects,
-    "before it sends what moves (d)": dies_before("_move"),
+    "before it sends what moves (d)": dies_before_it_sends,
     "before it deals the samples (e)": dies_before("_deal"),
 }
 

@@ -299,6 +299,7 @@ async def test_a_gpu_where_there_is_none(cluster: None) -> None:
 async def test_as_many_workers_as_fit_between_fewest_and_most(session: Session) -> None:
     async with Session(num_workers=(1, 8)) as other:
         assert other.num_workers == 2, "two of the four CPUs are taken"
+    assert ray.available_resources()["CPU"] == 2, "and a session that starts now has them again"
 
 
 async def test_run_inside_a_loop_says_what_to_do() -> None:

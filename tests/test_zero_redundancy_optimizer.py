@@ -27,11 +27,11 @@ def test_parameters_and_state_equal_the_plain_optimizers_bit_by_bit(ranks_of, na
     assert_same_state(results[-1][1], expected_state)
 
 
-def traffic_and_memory(group):
+def traffic_and_memory(group, replicas=1):
     model = cl.DistributedDataParallel(
         torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6))), group
     )
-    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, replicas=replicas)
     before = group.statistics.snapshot()
     model(torch.randn(2, 64)).sum().backward()
     optimizer.step()
@@ -42,16 +42,33 @@ def traffic_and_memory(group):
         for tensor in of_piece.values()
         if tensor.dim()
     )
-    return used.elements_sent, state, sum(p.numel() for p in model.parameters())
+    return used, state, sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_gradients_travel_once_and_state_is_one_nth(ranks_of, size):
-    for sent, state, parameters in ranks_of(size).run(traffic_and_memory):
+    for used, state, parameters in ranks_of(size).run(traffic_and_memory):
+        sent = used.elements_sent
+        # And nothing else: one replica of each shard is its owner's, which costs nothing.
+        assert used.operations == {"reduce_scatter": 1, "all_reduce": 1, "all_gather": 1}
         share = parameters * (size - 1) / size
         assert sent["reduce_scatter"] == share and sent["all_gather"] == share
         assert sent["all_reduce"] < 0.01 * parameters, "the ballot"
         assert state == 2 * parameters / size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_replica_costs_a_shard_of_state_and_of_traffic(ranks_of, size, replicas):
+    if replicas > size:
+        with pytest.raises(AssertionError, match="replicas=3 is more than the 2 ranks"):
+            ranks_of(size).run(traffic_and_memory, replicas)
+        return
+    for used, state, parameters in ranks_of(size).run(traffic_and_memory, replicas):
+        expected = (2 * (size - 1) + replicas - 1) * parameters / size
+        assert expected <= sum(used.elements_sent.values()) < 1.01 * expected
+        assert used.operations["all_to_all"] == 1
+        assert state == 2 * replicas * parameters / size
 
 
 def local_gradients(group):

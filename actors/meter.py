@@ -1,0 +1,156 @@
+"""What a worker does, as metrics of Ray's, which Prometheus collects from every node.
+
+A thread of its own looks twice a second at counters that are there anyway: a step and a collective
+do nothing for it. What a rank waits for the others, measured over all ranks, is the skew: the rank
+that waits least is the one that the others wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ray.util.metrics import Counter, Gauge
+
+from collectives.group import Group
+
+from .steps import Steps
+
+SAMPLE_S = 0.5
+
+GAUGES = {
+    "chorusline_step_seconds": "seconds of an optimizer step, averaged over the last sample",
+    "chorusline_joined": "1 on a rank that has run out of data and shadows the steps of others",
+    "chorusline_batches_left": "batches left of the shard that is iterated",
+    "chorusline_generation": "number of the membership; it grows when ranks are lost or arrive",
+    "chorusline_rank": "rank of the worker, -1 between runs",
+    "chorusline_world_size": "ranks of the generation",
+    "chorusline_memory_bytes": "memory of the worker's process",
+    "chorusline_device_memory_bytes": "memory of the worker's tensors on its GPU",
+}
+COUNTERS = {
+    "chorusline_steps": "optimizer steps taken, on all ranks together",
+    "chorusline_communication_seconds": "time in which a collective was in flight",
+    "chorusline_wait_seconds": "time for which a step waited until its gradients were reduced",
+    "chorusline_sent_bytes": "bytes that collectives ask this rank to send",
+    "chorusline_collectives": "collectives issued",
+}
+OF_DRIVER = {
+    "chorusline_lost_workers": "workers that died, or were given up, during a run",
+    "chorusline_recoveries": "times that a run went on without workers that it had lost",
+    "chorusline_failed_runs": "runs that ended with a failure; a cancelled one is none",
+}
+"""All names; Prometheus shows them with `ray_` before, and counters with `_total` behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the worker shows: of the run in progress, or None between runs."""
+
+    steps: Steps
+    group: Group | None
+    is_running: bool
+    generation: int
+    memory_bytes: int
+    device_memory_bytes: int
+
+
+class Meter:
+    """Turns looks into readings: values of gauges, and what to add to counters. No Ray."""
+
+    def __init__(self) -> None:
+        self._steps: Steps | None = None
+        self._taken = 0
+        self._waited_s = 0.0
+        self._group: Group | None = None
+        self._num_issued = 0
+        self._elements = 0.0
+        self._at = time.monotonic()
+        self._stepped_at = self._at
+
+    def read(self, look: Look) -> dict[str, float]:
+        """By name, GAUGES and COUNTERS together; a name is left out while nothing is known."""
+        now, since = time.monotonic(), self._at
+        self._at = now
+        steps, group = look.steps, look.group
+        values = {
+            "chorusline_generation": float(look.generation),
+            "chorusline_joined": float(look.is_running and steps.has_joined),
+            "chorusline_batches_left": float(steps.batches_left or 0) if look.is_running else 0.0,
+            "chorusline_rank": -1.0,
+            "chorusline_memory_bytes": float(look.memory_bytes),
+            "chorusline_device_memory_bytes": float(look.device_memory_bytes),
+        }
+        if steps is not self._steps:  # Another run has begun.
+            self._steps, self._taken, self._waited_s = steps, 0, 0.0
+            self._stepped_at = since
+        taken, waited_s = steps.taken, steps.waited_s
+        if taken > self._taken:
+            values["chorusline_steps"] = taken - self._taken
+            values["chorusline_step_seconds"] = (now - self._stepped_at) / (taken - self._taken)
+            self._stepped_at = now
+        values["chorusline_wait_seconds"] = max(0.0, waited_s - self._waited_s)
+        self._taken, self._waited_s = taken, waited_s
+        if group is not None:
+            if look.is_running:
+                values["chorusline_rank"] = float(group.rank)
+            values["chorusline_world_size"] = float(group.size)
+            values |= self._traffic(group, since, now)
+        return values
+
+    def _traffic(self, group: Group, since: float, now: float) -> dict[str, float]:
+        if group is not self._group:
+            self._group, self._num_issued, self._elements = group, 0, 0.0
+        num_issued = group.statistics.total_operations()
+        elements = group.statistics.total_elements_sent()
+        activity = group.activity(since, now)
+        read = {
+            "chorusline_communication_seconds": activity.in_flight_s,
+            "chorusline_collectives": float(num_issued - self._num_issued),
+            "chorusline_sent_bytes": (elements - self._elements) * activity.bytes_per_element,
+        }
+        self._num_issued, self._elements = num_issued, elements
+        return read
+
+
+class Publisher:
+    """The thread. look: called there; it must not block."""
+
+    def __init__(self, session: str, seat: int, look: Callable[[], Look]) -> None:
+        tags = {"session": session, "seat": str(seat)}
+        self._metrics: dict[str, Any] = {}
+        for kind, names in ((Gauge, GAUGES), (Counter, COUNTERS)):
+            for name, says in names.items():
+                metric = kind(name, description=says, tag_keys=tuple(tags))
+                metric.set_default_tags(tags)
+                self._metrics[name] = metric
+        self._meter = Meter()
+        self._look = look
+        self._is_over = threading.Event()
+        threading.Thread(target=self._main, name="metrics", daemon=True).start()
+
+    def _main(self) -> None:
+        while not self._is_over.wait(SAMPLE_S):
+            for name, value in self._meter.read(self._look()).items():
+                if name in GAUGES:
+                    self._metrics[name].set(value)
+                elif value > 0:
+                    self._metrics[name].inc(value)
+
+
+class DriverCounters:
+    """What only the driver knows."""
+
+    def __init__(self, session: str) -> None:
+        self._counters = {
+            name: Counter(name, description=says, tag_keys=("session",))
+            for name, says in OF_DRIVER.items()
+        }
+        for counter in self._counters.values():
+            counter.set_default_tags({"session": session})
+
+    def add(self, name: str) -> None:
+        self._counters[name].inc(1)

@@ -1,0 +1,26 @@
+"""Where a rank stands in its run, between its training thread and its control loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Steps:
+    """The training thread writes all but `stop_is_wanted`, the control loop reads; each field is
+    one word, so nothing is locked.
+
+    rank: of this run. stop_is_wanted: set by the control loop; this rank's next vote passes it
+    on to all ranks.
+    taken: optimizer steps in this run, on all ranks together. epoch, batches_left: of the shard
+    that is iterated, None outside. has_joined: this rank shadows the steps of others.
+    waited_s: for gradients to be reduced, once this rank had nothing else to do in a step.
+    """
+
+    rank: int | None = None
+    stop_is_wanted: bool = False
+    taken: int = 0
+    epoch: int | None = None
+    batches_left: int | None = None
+    has_joined: bool = False
+    waited_s: float = 0.0

@@ -1,0 +1,371 @@
+"""Seconds from a SIGKILL to the next step, beside Ray Train's restart from a checkpoint.
+
+    python benchmarks/recovery.py [--json] [--trials 20] [--peer-trials 20] [--seed 0]
+
+Four workers train the same model on the same samples. In each trial one of them, drawn by the seed,
+is killed at an instant that the seed draws, too; before the next trial there are four again.
+
+Ours: the time until a survivor has taken a step in the generation without the victim. Ray Train
+(v2, torch's DistributedDataParallel over Gloo, a checkpoint every --every steps): the time until
+any step has been taken again, which is one that it had taken before; and until it is where it was.
+Steps are lost where they have to be taken again, and their samples are seen twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
+
+import ray
+import torch
+from ray import cloudpickle
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import chorusline as cl
+from benchmarks.alternation import finish, parser, table
+
+NUM_WORKERS, WIDTH, BATCH = 4, 256, 16
+_STEP_S = 0.02
+"""Of computing in each step: most instants that are drawn at random fall between collectives."""
+_PATIENCE_S = 120.0
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(8):
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers)
+
+
+def batch_of(seat: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seat * 100_003 + step)
+    return torch.randn(BATCH, WIDTH, generator=generator)
+
+
+class Log:
+    """Lines of one process in a file that outlives it: seconds of a clock that all processes of a
+    host share, a word, a number."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._file = (Path(folder) / name).open("a", buffering=1)
+
+    def note(self, word: str, number: int) -> None:
+        self._file.write(f"{time.monotonic()} {word} {number}\n")
+
+    @staticmethod
+    def read(folder: str) -> Iterator[tuple[str, float, str, int]]:
+        """name, seconds, word, number; a line that a death cut short is left out."""
+        for path in sorted(Path(folder).iterdir()):
+            for line in path.read_text().splitlines(keepends=True):
+                parts = line.split()
+                if line.endswith("\n") and len(parts) == 3:
+                    yield path.name, float(parts[0]), parts[1], int(parts[2])
+
+
+# -- ours ------------------------------------------------------------------------------------------
+
+
+def train(ctx: cl.Context, folder: str) -> int:
+    """Steps until a file says stop, and on all ranks equally many."""
+    torch.set_num_threads(1)
+    log, seat = Log(folder, f"seat-{ctx.rank}"), ctx.rank
+    model = cl.DistributedDataParallel(make_model())
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-4, replicas=2)
+    time_phases(ctx, log)
+    log.note("pid", os.getpid())
+    with cl.Join([model, optim]):
+        step = 0
+        while not (Path(folder).parent / "stop").exists():
+            time.sleep(_STEP_S)
+            model(batch_of(seat, step)).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            step += 1
+            log.note(f"step-of-{ctx.world_size}", optim.num_steps)
+    return optim.num_steps
+
+
+def time_phases(ctx: cl.Context, log: Log) -> None:
+    """Note when this rank begins and ends the phases of runtime/recovery.py."""
+    recovery = ctx.recovery
+    assert recovery is not None
+    for owner, name in (
+        (recovery, "recover"),
+        (recovery._lifeline, "regenerate"),
+        (recovery._lifeline, "connect"),
+    ):
+        setattr(owner, name, _timed(getattr(owner, name), name, log))
+
+
+def _timed(call: Callable[..., Any], name: str, log: Log) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        log.note(f"begins-{name}", 0)
+        result = call(*args, **kwargs)
+        log.note(f"ends-{name}", 0)
+        return result
+
+    return timed
+
+
+async def until(condition: Callable[[], Any], task: asyncio.Task[Any]) -> Any:
+    """What `condition` says when it is true; raises what the run raises."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not (found := condition()):
+        if task.done():
+            task.result()
+            raise RuntimeError("the run ended before it was to")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nothing happened in {_PATIENCE_S:g} s")
+        await asyncio.sleep(0.005)
+    return found
+
+
+async def our_trial(session: cl.Session, draw: random.Random, folder: Path) -> dict[str, float]:
+    logs = folder / "logs"
+    logs.mkdir(parents=True)
+    run = asyncio.create_task(session.run(train, folder=str(logs)))
+
+    def steps(word: str) -> list[tuple[float, int, str]]:
+        return [(at, n, name) for name, at, said, n in Log.read(str(logs)) if said == word]
+
+    await until(lambda: len(steps(f"step-of-{NUM_WORKERS}")) >= 5 * NUM_WORKERS, run)
+    pids = {name: n for name, _, word, n in Log.read(str(logs)) if word == "pid"}
+    victim = draw.choice(sorted(pids))
+    await asyncio.sleep(draw.random() * 0.5)
+    killed_at = time.monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    await until(lambda: steps(f"step-of-{NUM_WORKERS - 1}"), run)
+    (folder / "stop").touch()
+    num_steps = await run
+    entries = list(Log.read(str(logs)))
+    at, first, name = min(steps(f"step-of-{NUM_WORKERS - 1}"))
+
+    def when(word: str) -> float:
+        return next((t for n, t, said, _ in entries if n == name and said == word), killed_at)
+
+    # A step is lost where a survivor has one fewer than it was told to have.
+    last_before = max(n for t, n, _ in steps(f"step-of-{NUM_WORKERS}"))
+    moments = [killed_at, *map(when, ("begins-recover", "begins-regenerate", "ends-regenerate"))]
+    moments += [when("begins-connect"), when("ends-connect"), when("ends-recover"), at]
+    names = ("detection", "", "decision", "", "rendezvous", "reshard", "step")
+    phases = {
+        phase: later - earlier
+        for phase, earlier, later in zip(names, moments, moments[1:], strict=False)
+        if phase
+    }
+    return {
+        "seconds": at - killed_at,
+        "steps_lost": max(0, last_before + 1 - first),
+        "ranks_apart": len(set(num_steps)) - 1,
+        **phases,
+    }
+
+
+async def ours(trials: int, seed: int) -> list[dict[str, float]]:
+    draw, results = random.Random(seed), []
+    with tempfile.TemporaryDirectory() as folder:
+        async with cl.Session((1, NUM_WORKERS), resources_per_worker={"CPU": 0.1}) as session:
+            for trial in range(trials):
+                await session.run(lambda ctx: None)  # There are as many as at first again.
+                results.append(await our_trial(session, draw, Path(folder) / str(trial)))
+                print(f"ours {trial}: {results[-1]['seconds']:.3f} s", flush=True)
+    return results
+
+
+# -- Ray Train -------------------------------------------------------------------------------------
+
+
+def peer_train(config: dict[str, Any]) -> None:
+    import ray.train
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    log = Log(config["logs"], f"rank-{rank}-{os.getpid()}")
+    model = torch.nn.parallel.DistributedDataParallel(make_model())
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    step = 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as path:
+            state = torch.load(Path(path) / "state.pt")
+        model.module.load_state_dict(state["model"])
+        optim.load_state_dict(state["optim"])
+        step = state["step"]
+    log.note("pid", os.getpid())
+    log.note("begins-at", step)
+    stop = torch.zeros(1)
+    while True:
+        stop.fill_(float(Path(config["stop"]).exists()))
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        if stop.item():
+            return
+        time.sleep(_STEP_S)
+        model(batch_of(rank, step)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        step += 1
+        log.note("step", step)
+        if step % config["every"]:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            kept = None
+            if rank == 0:
+                state = {"model": model.module.state_dict(), "optim": optim.state_dict()}
+                torch.save({**state, "step": step}, Path(folder) / "state.pt")
+                kept = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({"step": step}, checkpoint=kept)
+
+
+def peer(trials: int, seed: int, every: int) -> list[dict[str, float]]:
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    draw, results = random.Random(seed), []
+    with tempfile.TemporaryDirectory() as folder:
+        logs, stop = Path(folder) / "logs", Path(folder) / "stop"
+        logs.mkdir()
+        trainer = TorchTrainer(
+            peer_train,
+            train_loop_config={"logs": str(logs), "stop": str(stop), "every": every},
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=NUM_WORKERS, resources_per_worker={"CPU": 0.5}
+            ),
+            run_config=RunConfig(
+                storage_path=folder,
+                failure_config=FailureConfig(max_failures=-1),
+                checkpoint_config=CheckpointConfig(num_to_keep=2),
+            ),
+        )
+        failed: list[BaseException] = []
+
+        def fit() -> None:
+            try:
+                trainer.fit()
+            except BaseException as error:  # Told by the thread that waits for it.
+                failed.append(error)
+
+        thread = threading.Thread(target=fit, daemon=True)
+        thread.start()
+
+        def entries(since: float) -> list[tuple[float, str, int, str]]:
+            told = Log.read(str(logs))
+            return sorted((at, word, n, name) for name, at, word, n in told if at > since)
+
+        def wait_for(since: float, is_there: Callable[[list[Any]], bool]) -> list[Any]:
+            deadline = time.monotonic() + _PATIENCE_S
+            while not is_there(found := entries(since)):
+                if failed:
+                    raise failed[0]
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"Ray Train took no step in {_PATIENCE_S:g} s")
+                time.sleep(0.005)
+            return found
+
+        since = 0.0
+        for trial in range(trials):
+            found = wait_for(
+                since, lambda told: sum(word == "step" for _, word, *_ in told) > 5 * NUM_WORKERS
+            )
+            pids = [n for _, word, n, _ in found if word == "pid"][-NUM_WORKERS:]
+            time.sleep(draw.random() * 0.5)
+            since = time.monotonic()
+            os.kill(draw.choice(pids), signal.SIGKILL)
+            before = max(n for at, word, n, _ in entries(0.0) if word == "step" and at <= since)
+            begun = wait_for(since, lambda told: any(word == "begins-at" for _, word, *_ in told))
+            begins_at = next(at for at, word, *_ in begun if word == "begins-at")
+            found = wait_for(
+                begins_at,
+                lambda told, b=before: any(word == "step" and n > b for _, word, n, _ in told),
+            )
+            steps = [(at, n) for at, word, n, _ in found if word == "step"]
+            again = min(at for at, _ in steps) - since
+            back = min(at for at, n in steps if n > before) - since
+            from_step = next(n for _, word, n, _ in begun if word == "begins-at")
+            results.append({"seconds": again, "back": back, "steps_lost": before - from_step})
+            print(f"Ray Train {trial}: {again:.3f} s, back after {back:.3f} s", flush=True)
+        stop.touch()
+        thread.join(_PATIENCE_S)
+    return results
+
+
+def summary(results: list[dict[str, float]], name: str) -> dict[str, float]:
+    values = [one[name] for one in results]
+    return {"median": statistics.median(values), "worst": max(values), "total": sum(values)}
+
+
+def main() -> None:
+    flags = parser(__doc__.splitlines()[0])
+    flags.add_argument("--trials", type=int, default=20)
+    flags.add_argument("--peer-trials", type=int, default=20, help="0: without Ray Train")
+    flags.add_argument("--every", type=int, default=10, help="steps between its checkpoints")
+    flags.add_argument("--seed", type=int, default=0)
+    args = flags.parse_args()
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        our_results = asyncio.run(ours(args.trials, args.seed))
+        peer_results = peer(args.peer_trials, args.seed, args.every) if args.peer_trials else []
+    finally:
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+    samples = NUM_WORKERS * BATCH
+    rows, figures, ratios = [], {"ours": our_results, "Ray Train": peer_results}, {}
+    for name, results in (("ours", our_results), ("Ray Train", peer_results)):
+        if not results:
+            continue
+        seconds, lost = summary(results, "seconds"), summary(results, "steps_lost")
+        rows.append(
+            (
+                name,
+                str(len(results)),
+                f"{seconds['median']:.3f}",
+                f"{seconds['worst']:.3f}",
+                f"{lost['total']:.0f}",
+                f"{lost['total'] * samples:.0f}",
+            )
+        )
+    header = ("", "trials", "median s", "worst s", "steps taken again", "samples seen twice")
+    table("from SIGKILL to the next step, 4 workers", header, rows)
+    phases = ("detection", "decision", "rendezvous", "reshard", "step")
+    table(
+        "where our time goes, ms",
+        ("phase", "median", "worst"),
+        [
+            (phase, *(f"{summary(our_results, phase)[k] * 1e3:.1f}" for k in ("median", "worst")))
+            for phase in phases
+        ],
+    )
+    if peer_results:
+        ours_s, theirs_s = (
+            summary(one, "seconds")["median"] for one in (our_results, peer_results)
+        )
+        ratios["recovery"] = ours_s / theirs_s
+        back = summary(peer_results, "back")
+        print(f"Ray Train is where it was after {back['median']:.3f} s (median)")
+        print(f"ours / Ray Train: {ratios['recovery']:.4f}")
+    finish(args, ratios, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Communication hooks: functions that reduce a model's gradients in place of the reducer.
+
+A hook is called with each bucket as soon as the backward pass has filled it, in the same order on
+all ranks, and returns a future of what the gradients become. It divides by the number of ranks
+itself. That is the contract of torch.nn.parallel.DistributedDataParallel, and `GradBucket` has the
+methods of torch's (whose class cannot be made outside of its C++), so hooks written for torch run
+unchanged: they reduce in process groups of torch.distributed, which may be ours
+(`Context.init_torch_distributed`). A hook may as well use our `Group`:
+
+    def halved(group, bucket):
+        small = bucket.buffer().to(torch.bfloat16)
+        work = group.all_reduce(small, ReduceOp.AVG)
+        return work.get_future().then(lambda future: future.value()[0])
+
+Callbacks of futures run in whichever thread ends a work, and so in an order that may differ between
+ranks. Collectives that are issued in one need a group of their own; those of torch.distributed get
+one by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from collectives import CollectiveMismatch, Group
+from collectives.objects import all_gather_object
+
+
+class GradBucket:
+    """Gradients that travel together, as a communication hook sees them.
+
+    Parameters lie behind one another at multiples of 64 elements; what is between them is zero.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        spans: Sequence[tuple[int, int, int]],
+        parameters: Sequence[torch.nn.Parameter],
+        is_last: bool,
+    ) -> None:
+        """spans: (parameter number, offset in elements, numel). parameters: of the model."""
+        self._index = index
+        self._buffer = buffer
+        self._spans = spans
+        self._parameters = [parameters[number] for number, _, _ in spans]
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Number of the bucket, in the order in which they are sent."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """(n,) all of its gradients; what is written to it is what they become."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of each parameter, in its shape: views of the buffer."""
+        return [
+            self._buffer[offset : offset + numel].view(parameter.shape)
+            for (_, offset, numel), parameter in zip(self._spans, self._parameters, strict=True)
+        ]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that the gradients are of, in the same order."""
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        """Whether no other bucket follows in this step."""
+        return self._is_last
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replace the buffer, for a hook around another one: (n,) of any dtype."""
+        self._buffer = buffer
+
+
+@dataclass(frozen=True, slots=True)
+class CommHook:
+    """A hook, and the state that it is called with."""
+
+    state: object
+    hook: Callable[[Any, Any], torch.futures.Future[Any]]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.hook, "__qualname__", type(self.hook).__qualname__)
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether it is post-local SGD's, after which ranks have gradients of their own."""
+        return hasattr(self.state, "start_localSGD_iter")
+
+    def launch(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        """Call the hook. Raises what it raises; TypeError if it returns no future."""
+        try:
+            future = self.hook(self.state, bucket)
+        except Exception as error:
+            if isinstance(self.state, Group) or not torch.distributed.is_initialized():
+                error.add_note(
+                    f"This was in the communication hook {self.name}. torch's hooks reduce in a "
+                    "process group of torch.distributed: call ctx.init_torch_distributed() in the "
+                    "train function (outside a session, torch.distributed.init_process_group("
+                    '"chorusline", …)), and give None, or a process group, for their state'
+                )
+            raise
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(
+                f"the communication hook {self.name} returned {type(future).__name__}; it has to "
+                "return a torch.futures.Future of the reduced gradients, as "
+                "work.get_future() gives it"
+            )
+        return future
+
+    def finish(
+        self, future: torch.futures.Future[Any], content: torch.Tensor, group: Group
+    ) -> None:
+        """Wait for the future, and leave what it gives in `content`.
+
+        content: (n,) the bucket's. Raises the group's own error where that is the cause; ValueError
+        for a value of another size.
+        """
+        try:
+            value = future.wait()
+        except Exception as error:
+            failure = group.failure()
+            if failure is None or isinstance(error, type(failure)):
+                raise
+            raise failure from error  # Callbacks have made text of it.
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]  # A future of ours, as it is.
+        if not isinstance(value, torch.Tensor) or value.numel() != content.numel():
+            told = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(
+                f"the future of the communication hook {self.name} gave {told} for a bucket of "
+                f"{content.numel()} elements"
+            )
+        if value.data_ptr() != content.data_ptr() or value.dtype != content.dtype:
+            content.copy_(value.view(-1))
+
+    def check_same(self, group: Group) -> None:
+        """Raises CollectiveMismatch on all ranks if theirs have other names."""
+        names = all_gather_object(group, self.name)
+        if len(set(names)) > 1:
+            raise CollectiveMismatch(
+                "register_comm_hook",
+                group.generation,
+                [rank for rank, name in enumerate(names) if name != names[0]],
+                f"the hooks are, by rank: {dict(enumerate(names))}",
+            )

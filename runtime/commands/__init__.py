@@ -1,0 +1,1 @@
+"""What each word after `chorusline` does; `runtime/command_line.py` chooses between them."""

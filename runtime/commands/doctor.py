@@ -1,0 +1,357 @@
+"""`chorusline doctor`: what this machine has, what is wrong with it, and the mend of each.
+
+It looks at the machine that it runs on, as a session's workers would: on a cluster, run it on a
+node of each kind. Nothing is started but one short process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+from collectives.interfaces import GLOO_VARIABLE, NCCL_VARIABLE, check_gloo_interfaces
+from collectives.nccl import load_nccl
+from collectives.shared_layout import make_memory
+
+_FEWEST_FILES = 4096
+_LEAST_SHM_BYTES = 1 << 30
+_LEAST_PORTS = 1000
+_ANSWER_S = 3.0
+
+
+class Verdict(Enum):
+    """FINE: as it should be. POOR: it runs, slower or not for all. BROKEN: it does not run."""
+
+    FINE = "ok"
+    POOR = "note"
+    BROKEN = "WRONG"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """says: what there is. mend: what to do about it; empty where nothing is wrong."""
+
+    topic: str
+    verdict: Verdict
+    says: str
+    mend: str = ""
+
+
+def show_doctor() -> int:
+    """Exit code: 1 if something prevents running."""
+    findings = list(examine(os.environ))
+    wide = max(len(finding.topic) for finding in findings)
+    for finding in findings:
+        print(f"{finding.verdict.value:>5}  {finding.topic:<{wide}}  {finding.says}")
+        if finding.mend:
+            print(f"{'':>5}  {'':<{wide}}  -> {finding.mend}")
+    broken = sum(finding.verdict is Verdict.BROKEN for finding in findings)
+    print(
+        f"\n{broken} things prevent running here" if broken else "\nnothing prevents running here"
+    )
+    return int(broken > 0)
+
+
+def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """environment: of the variables that are looked at; Gloo reads the process's own."""
+    yield from _versions()
+    yield from _devices()
+    yield from _nccl()
+    yield from _shared_memory()
+    yield from _links(environment)
+    yield from _ports(environment)
+    yield from _ray(environment)
+    yield from _limits()
+
+
+def _versions() -> Iterator[Finding]:
+    yield _version("python", platform.python_version(), (3, 11), "install Python 3.11 or newer")
+    for package, least in (("torch", (2, 8)), ("ray", (2, 50))):
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(package, Verdict.BROKEN, "not installed", f"pip install '{package}'")
+            continue
+        wanted = ".".join(map(str, least))
+        yield _version(package, found, least, f"pip install '{package}>={wanted}'")
+    try:
+        # As a user's program does it, which tells of packages that stand before ours on the path.
+        chorusline = importlib.import_module("chorusline")
+    except ImportError as error:
+        yield Finding("chorusline", Verdict.BROKEN, str(error), "see the sentence before")
+        return
+    home = Path(str(chorusline.__file__)).parent
+    yield Finding("chorusline", Verdict.FINE, f"{chorusline.__version__} in {home}")
+
+
+def _version(name: str, found: str, least: tuple[int, ...], mend: str) -> Finding:
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers < least:
+        return Finding(name, Verdict.BROKEN, f"{found} is too old", mend)
+    return Finding(name, Verdict.FINE, found)
+
+
+def _devices() -> Iterator[Finding]:
+    usable = len(os.sched_getaffinity(0))
+    yield Finding("cpus", Verdict.FINE, f"{usable} of {os.cpu_count()} usable by this process")
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield Finding("memory", Verdict.FINE, f"{pages / (1 << 30):.0f} GiB")
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = f"torch is built for CUDA {built} and sees none" if built else "torch is a CPU build"
+        has_gpu = Path("/dev/nvidiactl").exists()
+        yield Finding(
+            "gpus",
+            Verdict.POOR if has_gpu else Verdict.FINE,
+            f"none: {why}",
+            "this machine has an NVIDIA driver: install a CUDA build of torch, or see why "
+            "`nvidia-smi` fails"
+            if has_gpu
+            else "",
+        )
+        return
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    yield Finding("gpus", Verdict.FINE, f"{len(names)}: {', '.join(sorted(set(names)))}")
+
+
+def _nccl() -> Iterator[Finding]:
+    needed = torch.cuda.is_available()
+    if importlib.util.find_spec("cupy") is None and not needed:
+        yield Finding("nccl", Verdict.FINE, "not needed without a GPU")
+        return
+    try:
+        version = load_nccl().get_version()
+    except (ImportError, OSError) as error:
+        told = str(error).split(". ")[0]
+        yield Finding(
+            "nccl",
+            Verdict.BROKEN if needed else Verdict.POOR,
+            told,
+            "pip install 'chorusline[cuda13]', or [cuda12] beside a CUDA 12 build of torch",
+        )
+        return
+    yield Finding("nccl", Verdict.FINE, f"{_dotted(version)} in {_library('libnccl')}")
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _library(name: str) -> str:
+    """The file of a library that this process has loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if name in line:
+            return line.split()[-1]
+    return "a library that was linked in"
+
+
+def _shared_memory() -> Iterator[Finding]:
+    """Make what ranks of one host share, and have another process open it."""
+    try:
+        descriptor = make_memory(2, 1 << 16)
+    except OSError as error:
+        yield Finding(
+            "shared memory",
+            Verdict.BROKEN,
+            f"no memory can be made that ranks share: {error}",
+            "see `ulimit -a` and the memory limit of the container",
+        )
+        return
+    try:
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        opened = subprocess.run(
+            [sys.executable, "-S", "-c", f"open({path!r}, 'r+b')"], capture_output=True, text=True
+        )
+    finally:
+        os.close(descriptor)
+    if opened.returncode:
+        why = opened.stderr.strip().splitlines()[-1]
+        yield Finding(
+            "shared memory",
+            Verdict.BROKEN,
+            f"another process of this user cannot open it: {why}",
+            "allow /proc/<pid>/fd between processes of one user (no hidepid, no SELinux or AppArmor"
+            " rule against it), or set CHORUSLINE_HOST_ID differently for each rank: then Gloo is "
+            "used",
+        )
+    else:
+        yield Finding("shared memory", Verdict.FINE, "ranks of this host can share memory (memfd)")
+    size = shutil.disk_usage("/dev/shm")
+    says = f"{size.total / (1 << 30):.1f} GiB, {size.free / (1 << 30):.1f} free (Ray's objects)"
+    if size.free < _LEAST_SHM_BYTES:
+        yield Finding(
+            "/dev/shm",
+            Verdict.POOR,
+            f"{says}: Ray will use files in /tmp instead, which is slower",
+            "start the container with --shm-size=4g, or mount a memory-backed emptyDir there",
+        )
+    else:
+        yield Finding("/dev/shm", Verdict.FINE, says)
+
+
+def _links(environment: Mapping[str, str]) -> Iterator[Finding]:
+    here = [name for _, name in socket.if_nameindex()]
+    speeds = ", ".join(f"{name}{_speed(name)}" for name in here)
+    yield Finding("links", Verdict.FINE, speeds)
+    try:
+        check_gloo_interfaces()
+    except ValueError as error:
+        yield Finding(
+            GLOO_VARIABLE, Verdict.BROKEN, str(error), f"export {GLOO_VARIABLE}={_likely(here)}"
+        )
+    wanted = environment.get(NCCL_VARIABLE, "")
+    if wanted and not _nccl_finds(wanted, here):
+        yield Finding(
+            NCCL_VARIABLE,
+            Verdict.BROKEN,
+            f"is {wanted!r}, which leaves none of {', '.join(here)}",
+            f"export {NCCL_VARIABLE}={_likely(here)}",
+        )
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = ""
+    if not address or address.startswith("127."):
+        at = f"is {address}, the loopback" if address else "has no address"
+        yield Finding(
+            "host name",
+            Verdict.POOR,
+            f"{name} {at}: between hosts, Gloo would use an address that only this host has",
+            f"export {GLOO_VARIABLE}={_likely(here)} for runs on several hosts",
+        )
+    else:
+        yield Finding("host name", Verdict.FINE, f"{name} is {address}")
+
+
+def _speed(name: str) -> str:
+    try:
+        speed = int(Path(f"/sys/class/net/{name}/speed").read_text())
+    except (OSError, ValueError):
+        return ""
+    return f" ({speed / 1000:g} Gbit/s)" if speed > 0 else ""
+
+
+def _likely(names: list[str]) -> str:
+    """The one by which this host reaches others: of the default route."""
+    for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+        name, destination = line.split()[:2]
+        if destination == "00000000" and name in names:
+            return name
+    return next((name for name in names if name != "lo"), "lo")
+
+
+def _nccl_finds(wanted: str, here: list[str]) -> bool:
+    """NCCL's rules: prefixes with commas between; after `=` whole names, after `^` all but them."""
+    is_not, text = wanted.startswith("^"), wanted.removeprefix("^")
+    is_exact, text = text.startswith("="), text.removeprefix("=")
+    named = [part for part in text.split(",") if part]
+    found = [n for n in here if any(n == p if is_exact else n.startswith(p) for p in named)]
+    return len(found) < len(here) if is_not else bool(found)
+
+
+def _ports(environment: Mapping[str, str]) -> Iterator[Finding]:
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if high - low < _LEAST_PORTS:
+        yield Finding(
+            "ports",
+            Verdict.POOR,
+            f"{low} to {high} for outgoing connections",
+            "sysctl -w net.ipv4.ip_local_port_range='32768 60999'",
+        )
+    try:
+        with socket.socket() as one:
+            one.bind(("", 0))
+            one.listen()
+            with socket.create_connection(("127.0.0.1", one.getsockname()[1]), _ANSWER_S):
+                pass
+    except OSError as error:
+        yield Finding(
+            "ports",
+            Verdict.BROKEN,
+            f"this process cannot listen and be reached on this host: {error}",
+            "allow connections of this host to itself in the firewall",
+        )
+        return
+    yield Finding("ports", Verdict.FINE, f"{low} to {high}; between hosts all of them must be open")
+    address = environment.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "://" not in address:
+        try:
+            socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+        except OSError as error:
+            yield Finding(
+                "RAY_ADDRESS",
+                Verdict.BROKEN,
+                f"nothing answers at {address}: {error}",
+                "correct it, unset it to have a local cluster, or `ray start --head` there",
+            )
+            return
+        yield Finding("RAY_ADDRESS", Verdict.FINE, f"a cluster answers at {address}")
+
+
+def _ray(environment: Mapping[str, str]) -> Iterator[Finding]:
+    mode = environment.get("RAY_AUTH_MODE", "")
+    token = Path(environment.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+    has_token = token.exists() or "RAY_AUTH_TOKEN" in environment
+    if mode == "token" and not has_token:
+        yield Finding(
+            "ray's auth mode",
+            Verdict.BROKEN,
+            f"token, and there is none in {token}",
+            "copy the cluster's token there, or set RAY_AUTH_TOKEN; `ray get-auth-token` shows it",
+        )
+    elif not mode and token.exists():
+        yield Finding(
+            "ray's auth mode",
+            Verdict.POOR,
+            f"not set, and there is a token in {token}: clusters that are started here ask for it",
+            "export RAY_AUTH_MODE=token, or =disabled, alike for the cluster and for what connects",
+        )
+    elif mode not in ("", "token", "disabled"):
+        yield Finding(
+            "ray's auth mode",
+            Verdict.BROKEN,
+            f"RAY_AUTH_MODE is {mode!r}, which Ray does not know",
+            "export RAY_AUTH_MODE=token or RAY_AUTH_MODE=disabled",
+        )
+    else:
+        yield Finding("ray's auth mode", Verdict.FINE, mode or "not set, and no token here")
+
+
+def _limits() -> Iterator[Finding]:
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < _FEWEST_FILES:
+        yield Finding(
+            "open files",
+            Verdict.POOR,
+            f"at most {files}, and Ray opens many",
+            f"ulimit -n {most if most >= _FEWEST_FILES else 65536}",
+        )
+    else:
+        yield Finding("open files", Verdict.FINE, f"at most {files}")
+    disk = shutil.disk_usage("/tmp")
+    says = f"{disk.free / (1 << 30):.0f} GiB free (Ray's logs and spilled objects)"
+    if disk.free < 0.05 * disk.total:
+        yield Finding(
+            "/tmp",
+            Verdict.POOR,
+            f"{says}, less than a twentieth: Ray stops making objects",
+            "make room, or start Ray with --temp-dir",
+        )
+    else:
+        yield Finding("/tmp", Verdict.FINE, says)

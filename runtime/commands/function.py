@@ -1,0 +1,127 @@
+"""`chorusline run script.py:function --workers 2..8 -- --lr 0.1`: a session for one function."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ray import cloudpickle
+
+from actors.journal import PRINTED
+from actors.messages import Report
+from collectives.errors import ChoruslineError
+
+from ..progress import Progress
+from ..session import Session
+from .rank_output import ByRank, lines_of
+from .script import INTERRUPTED, below
+from .words import keywords
+
+TERMINATED = 128 + signal.SIGTERM
+_LONGEST_RESULT = 200  # characters of a result that are printed
+
+
+class WrongUsage(Exception):
+    """What was written cannot be meant; the text is a sentence."""
+
+
+def run_function(script: Path, name: str, options: argparse.Namespace, words: list[str]) -> int:
+    """Exit code: 0, 1 for a run that failed, 130 and 143 after an interrupt or SIGTERM.
+
+    Raises WrongUsage: no such function, or arguments that it does not take.
+    """
+    sys.path.insert(0, str(script.resolve().parent))  # Ray hands it on to the workers.
+    try:
+        function = _function(_module(script), name)
+        try:
+            arguments = keywords(words, function)
+        except ValueError as error:
+            raise WrongUsage(f"{script}:{name}: {error}") from None
+        return asyncio.run(_run(function, arguments, options))
+    except KeyboardInterrupt:
+        print("Interrupted: all ranks were stopped.", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as error:
+        if error.code == TERMINATED:
+            print("Terminated: all ranks were stopped.", file=sys.stderr)
+        raise
+    except ChoruslineError as error:
+        _tell(error)
+        return 1
+    except WrongUsage:
+        raise
+    except Exception as error:
+        _tell(error, below(script, error.__traceback__))
+        return 1
+
+
+def _tell(error: BaseException, trace: Any = None) -> None:
+    """The error and what it was caused by; of the frames in between only the user's."""
+    traceback.print_exception(error.with_traceback(trace))
+
+
+def _module(script: Path) -> ModuleType:
+    """The script as a module, under its own name, whose functions are pickled by value: workers
+    cannot import it. What stands behind `if __name__ == "__main__"` does not run."""
+    name = script.stem if script.stem not in sys.modules else f"script_{script.stem}"
+    spec = importlib.util.spec_from_file_location(name, script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def _function(module: ModuleType, name: str) -> Callable[..., Any]:
+    found = getattr(module, name, None)
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    theirs = [
+        one
+        for one, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__
+    ]
+    has = f"it has {', '.join(theirs)}" if theirs else "it defines none"
+    what = "no function" if found is None else f"a {type(found).__name__}, no function,"
+    raise WrongUsage(f"{module.__file__} has {what} named {name!r}; {has}")
+
+
+async def _run(
+    function: Callable[..., Any], arguments: dict[str, Any], options: argparse.Namespace
+) -> int:
+    progress = Progress()
+
+    def show(report: Report) -> None:
+        if PRINTED in report.values:
+            for line in lines_of(str(report.values[PRINTED]), report.rank):
+                progress.say(line)
+        else:
+            progress.on_report(report)
+
+    session = Session(
+        options.workers,
+        use_gpu=options.gpu,
+        timeout_s=options.timeout,
+        address=options.address,
+        on_report=show,
+        log_to_driver=False,
+    )
+    async with session:
+        with progress:
+            results = await session.run(ByRank(function), **arguments)
+    for rank, result in enumerate(results):
+        if result is not None:
+            told = repr(result)
+            cut = told if len(told) <= _LONGEST_RESULT else f"{told[:_LONGEST_RESULT]}…"
+            for line in lines_of(f"returned {cut}", rank):
+                progress.say(line)
+    return 0

@@ -1,0 +1,102 @@
+"""What ranks print, carried to the terminal in whole lines, each with its rank.
+
+Ray shows the output of its workers as it finds it in their log files: with the process's number
+instead of the rank, and with what several ranks say alike merged into one line. So the function is
+wrapped: whole lines travel with the reports, in the order in which the rank said them, and the
+session's process prints all of them, from one place. They go into the worker's log file as well,
+which is where the last words of a killed worker are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from actors.journal import PRINTED
+
+from ..context import Context
+
+
+def lines_of(text: str, rank: int) -> Iterator[str]:
+    """`[rank 0] text`, for each line of it."""
+    for line in text.splitlines() or [""]:
+        yield f"[rank {rank}] {line}"
+
+
+class ByRank:
+    """A train function whose output travels with its reports. Pickled by Ray, it is no closure."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+
+    def __call__(self, ctx: Context, **kwargs: Any) -> Any:
+        if inspect.iscoroutinefunction(self.function):
+            return self._awaited(ctx, kwargs)
+        with _carried(ctx):
+            return self.function(ctx, **kwargs)
+
+    async def _awaited(self, ctx: Context, kwargs: dict[str, Any]) -> Any:
+        with _carried(ctx):
+            return await self.function(ctx, **kwargs)
+
+
+@contextlib.contextmanager
+def _carried(ctx: Context) -> Iterator[None]:
+    output, errors = _Lines(ctx, sys.stdout), _Lines(ctx, sys.stderr)
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            yield
+    finally:
+        output.end()
+        errors.end()
+
+
+class _Lines(io.TextIOBase):
+    """Hands on whole lines. A carriage return begins a line anew, as on a terminal: of a bar that
+    was drawn over and over, the last state is handed on."""
+
+    def __init__(self, ctx: Context, log: TextIO) -> None:
+        self._ctx = ctx
+        self._log = log
+        self._begun = ""
+        self._lock = threading.Lock()  # The function may have threads that print.
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._log.fileno()  # For what writes past Python: the log file has it.
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._log.write(text)
+            *lines, self._begun = (self._begun + text).split("\n")
+            for line in lines:
+                self._hand_on(line)
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def end(self) -> None:
+        if self._begun:
+            self._hand_on(self._begun)
+            self._begun = ""
+        self._log.flush()
+
+    def _hand_on(self, line: str) -> None:
+        self._ctx.say({PRINTED: line.rstrip("\r").rpartition("\r")[2]})

@@ -1,0 +1,167 @@
+"""`chorusline status`: what the sessions of a cluster do, seen from another process.
+
+A session's driver actor has a name; it asks the workers' control loops, which answer whatever the
+training threads do. Nobody is asked anything while nobody looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from actors.calls import ActorGone, NoAnswer, answers
+from actors.crew import INCARNATION, NAMESPACE
+from actors.messages import DriverSnapshot, MemberState, Report, Survey, WorkerSnapshot
+from collectives.errors import ChoruslineError
+
+from .. import placement
+
+_REFRESH_S = 1.0
+_ANSWER_S = 3.0
+_COLUMNS = (
+    *("rank", "worker", "device", "state", "for", "step", "batches left", "memory"),
+    "last report",
+)
+_NUMBERS = ("rank", "for", "step", "batches left", "memory")
+_MAX_VALUES = 4  # of a report
+
+
+def show_status(session: str | None, address: str | None, once: bool) -> int:
+    """Exit code: 0; 1 where there is no cluster, or no such session."""
+    # In a file or a pipe, a row is a line.
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    was_connected = ray.is_initialized()
+    try:
+        if not was_connected:
+            placement.join(
+                address or os.environ.get("RAY_ADDRESS") or "auto",
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+        return asyncio.run(_show(session, console, once or not console.is_interactive))
+    except KeyboardInterrupt:
+        return 0
+    except (ChoruslineError, ConnectionError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        if not was_connected:
+            ray.shutdown()
+
+
+async def _show(session: str | None, console: Console, once: bool) -> int:
+    surveys = await survey(session)
+    if not surveys:
+        print(nothing_found(session, await survey(None)), file=sys.stderr)
+        return 1
+    if once:
+        console.print(drawn(surveys))
+        return 0
+    with Live(drawn(surveys), console=console, auto_refresh=False) as live:
+        while surveys:
+            await asyncio.sleep(_REFRESH_S)
+            surveys = await survey(session)
+            if surveys:
+                live.update(drawn(surveys), refresh=True)
+    console.print("The session has ended." if session else "No session runs any more.")
+    return 0
+
+
+async def survey(session: str | None) -> dict[str, Survey | str]:
+    """What the drivers say, by name of the session; a text says why one says nothing."""
+    calls: dict[str, Any] = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        name, is_driver, _ = entry["name"].partition(INCARNATION)
+        if entry["namespace"] != NAMESPACE or not is_driver or session not in (None, name):
+            continue
+        try:
+            driver = ray.get_actor(entry["name"], namespace=NAMESPACE)
+        except ValueError:
+            continue  # It has ended since.
+        calls[name] = driver.survey.remote(_ANSWER_S)
+    said = await answers(calls, _ANSWER_S + 1.0)
+    return {
+        name: word.detail if isinstance(word, NoAnswer) else word
+        for name, word in sorted(said.items())
+        if not isinstance(word, ActorGone)
+    }
+
+
+def nothing_found(session: str | None, others: Mapping[str, object]) -> str:
+    if session is None:
+        return (
+            f"no session runs on the cluster at {ray.get_runtime_context().gcs_address}. A session "
+            "is seen from its start to its close; --address asks another cluster"
+        )
+    has = f"there are {', '.join(others)}" if others else "no session runs there"
+    return f"the session {session!r} is gone, or was never on this cluster; {has}"
+
+
+def drawn(surveys: Mapping[str, Survey | str]) -> RenderableType:
+    parts: list[RenderableType] = []
+    for name, word in surveys.items():
+        if isinstance(word, str):
+            parts.append(Text(f"{name}: its driver {word}"))
+            continue
+        parts += [Text(headline(name, word.driver), style="bold"), table(word)]
+    return Group(*parts)
+
+
+def headline(name: str, driver: DriverSnapshot) -> str:
+    doing = "idle" if driver.run is None else f"run {driver.run}"
+    ready = sum(state in (MemberState.READY, MemberState.RUNNING) for _, state in driver.members)
+    return f"{name}: {doing}, generation {driver.generation}, {ready} of {len(driver.members)} live"
+
+
+def table(seen: Survey) -> Table:
+    """A row for each seat."""
+    made = Table(box=None, pad_edge=False, header_style="dim")
+    for title in _COLUMNS:
+        made.add_column(title, justify="right" if title in _NUMBERS else "left")
+    for (info, member), word in zip(seen.driver.members, seen.workers, strict=True):
+        where = f"{info.pid} on {info.hostname}"
+        if isinstance(word, str):
+            state = member.value if member is MemberState.LOST else "silent"
+            made.add_row("", where, info.device, Text(state, style="red"), "", "", "", "", word)
+            continue
+        made.add_row(*_cells(word, where))
+    return made
+
+
+def _cells(word: WorkerSnapshot, where: str) -> Sequence[str]:
+    return (
+        "" if word.rank is None else str(word.rank),
+        where,
+        word.info.device,
+        word.state.value,
+        "" if word.running_s is None else f"{word.running_s:.0f} s",
+        f"{word.steps.taken:,}",
+        _left(word),
+        f"{(word.memory_bytes + word.device_memory_bytes) / (1 << 20):,.0f} MiB",
+        _told(word.last_report),
+    )
+
+
+def _left(word: WorkerSnapshot) -> str:
+    if word.steps.has_joined:
+        return "joined"
+    return "" if word.steps.batches_left is None else str(word.steps.batches_left)
+
+
+def _told(report: Report | None) -> str:
+    if report is None:
+        return ""
+    values = list(report.values.items())[:_MAX_VALUES]
+    told = "  ".join(f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in values)
+    return f"#{report.step}  {told}  ({max(0.0, time.time() - report.time):.0f} s ago)"

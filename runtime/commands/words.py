@@ -1,0 +1,112 @@
+"""What is written on a command line, as values: counts of workers, arguments of a function."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def workers(text: str) -> int | tuple[int, int]:
+    """`4`, or `2..8` for as many as there are, but at least 2."""
+    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of workers; write 4, or 2..8 for as many of them as there are"
+        )
+    fewest = int(found[1])
+    most = int(found[2]) if found[2] else fewest
+    if fewest < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is too few; at least 1 worker is needed")
+    if most < fewest:
+        raise argparse.ArgumentTypeError(f"{text!r} is upside down; write {most}..{fewest}")
+    return (fewest, most) if found[2] else fewest
+
+
+def script_and_function(text: str) -> tuple[Path, str | None]:
+    """`train.py:main` in its parts; None where no function is named."""
+    if Path(text).exists():
+        return Path(text), None  # A file may have a colon in its name.
+    script, colon, function = text.rpartition(":")
+    return (Path(script), function) if colon else (Path(text), None)
+
+
+def names_function(texts: Sequence[str]) -> bool:
+    return any(script_and_function(text)[1] is not None for text in texts)
+
+
+def keywords(words: Sequence[str], function: Callable[..., object]) -> dict[str, Any]:
+    """`--learning-rate 0.1 --name=first --fast` as arguments of `function`, whose first parameter
+    is the context.
+
+    A parameter that is annotated with, or has a default of, one of str, int, float, bool gets that
+    type; any other gets the value as Python reads it, or the text where Python cannot.
+
+    Raises ValueError, with what the function takes, for words that do not fit.
+    """
+    try:
+        parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    except ValueError:
+        parameters = {}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or not parameters
+    given: dict[str, Any] = {}
+    left = list(words)
+    while left:
+        flag = left.pop(0)
+        if not re.match(r"--[A-Za-z_]", flag):
+            raise ValueError(
+                f"{flag!r} is no argument of a function; write --name value, as in --lr 0.1"
+            )
+        name, is_joined, value = flag[2:].partition("=")
+        name = name.replace("-", "_")
+        if name not in parameters and not (takes_any and parameters):
+            takes = ", ".join(f"--{one.replace('_', '-')}" for one in parameters) or "no arguments"
+            raise ValueError(f"the function has no parameter {name!r}; it takes {takes}")
+        if name in given:
+            raise ValueError(f"--{name} is given twice")
+        if not is_joined:
+            has_value = bool(left) and not re.match(r"--[A-Za-z_]", left[0])
+            value = left.pop(0) if has_value else "True"
+        given[name] = _converted(name, value, parameters.get(name))
+    missing = [
+        f"--{name.replace('_', '-')}"
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        and name not in given
+    ]
+    if missing:
+        raise ValueError(f"the function needs {', '.join(missing)}; write them after --")
+    return given
+
+
+_KINDS = {"str": str, "int": int, "float": float, "bool": bool}
+
+
+def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any:
+    kind: Any = None
+    if parameter is not None:
+        kind = parameter.annotation
+        if isinstance(kind, str):  # `from __future__ import annotations`
+            kind = _KINDS.get(kind)
+        if kind not in _KINDS.values():
+            kind = type(parameter.default)
+    if kind is str:
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = {"true": True, "false": False}.get(text.lower(), text)
+    if kind in (int, float, bool):
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        fits = isinstance(value, bool) if kind is bool else is_whole
+        if kind is float:
+            fits = is_whole or isinstance(value, float)
+        if not fits:
+            raise ValueError(f"--{name.replace('_', '-')} takes {kind.__name__}, got {text!r}")
+        return kind(value)
+    return value

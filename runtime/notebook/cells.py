@@ -1,0 +1,62 @@
+"""Which cell of the notebook started which session, so that a cell can be run again."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol, TypeVar
+
+from .interrupt import in_kernel, shell
+
+Error = TypeVar("Error", bound=BaseException)
+
+
+class Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+_started: list[tuple[weakref.ref[Any], str, str]] = []  # session, its cell, the cell's execution
+
+
+async def close_earlier_session(session: Closable) -> None:
+    """Close what an earlier execution of the current cell has started, and remember `session`."""
+    cell, execution = _current_cell()
+    earlier = [
+        started()
+        for started, its_cell, its_execution in _started
+        if cell and its_cell == cell and its_execution != execution
+    ]
+    _started[:] = [entry for entry in _started if entry[0]() not in (None, *earlier)]
+    _started.append((weakref.ref(session), cell, execution))
+    for old in earlier:
+        if old is not None:
+            await old.close()
+
+
+def hint_at_other_sessions(error: Error, session: Closable) -> Error:
+    """The same error, with a note of the sessions of this notebook that hold workers."""
+    others = [found for ref, _, _ in _started if (found := ref()) and found is not session]
+    num_open = sum(other.state.value in ("ready", "running") for other in others)
+    if num_open and isinstance(error, Exception) and in_kernel():
+        error.add_note(
+            f"{num_open} session{'s' if num_open > 1 else ''} of this notebook, started in another "
+            "cell, may hold what is missing: close it with `await session.close()`"
+        )
+    return error
+
+
+def latest_session() -> Any:
+    """The session that was started last and still exists, closed or not; None without one."""
+    return next((found for ref, _, _ in reversed(_started) if (found := ref())), None)
+
+
+def _current_cell() -> tuple[str, str]:
+    """The cell that runs, and this execution of it; empty outside a kernel.
+
+    A front end that says which cell it is lets the cell be edited; else it is known by its text.
+    """
+    kernel = getattr(shell(), "kernel", None)
+    if kernel is None:
+        return "", ""
+    request = kernel.get_parent("shell")
+    cell = request.get("metadata", {}).get("cellId") or request.get("content", {}).get("code", "")
+    return str(cell), str(request.get("header", {}).get("msg_id", ""))

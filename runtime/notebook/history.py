@@ -1,0 +1,106 @@
+"""What the reports of one run add up to: series to draw, in bounded memory and evenly spaced."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+
+from actors.messages import Report
+
+_MOST_POINTS = 2000  # Of a rank; beyond that every other one is dropped.
+_MOST_BINS = 512
+_FIRST_BIN_S = 0.01
+_MOST_RATES = 60
+_REPORTS_A_RATE = 6  # Fewer, and the rate would jump between two values.
+
+
+class _Points:
+    """A curve of which every `every`th point is held, twice as many apart whenever it is full."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[float, float]] = []
+        self._every = 1
+        self._count = 0
+
+    def add(self, point: tuple[float, float]) -> None:
+        if self._count % self._every == 0:
+            self.held.append(point)
+        self._count += 1
+        if len(self.held) > _MOST_POINTS:
+            self.held = self.held[::2]
+            self._every *= 2
+
+
+class History:
+    """unit: of the rate: "tokens" or "samples" if the reports hold them, else "batches"."""
+
+    def __init__(self) -> None:
+        self.unit = "batches"
+        self._losses: dict[int, _Points] = {}
+        self._began_at: float | None = None
+        self._length_s = 0.0
+        self._num_reports = 0
+        self._bins: list[float] = []  # What was done in each stretch of _bin_s since the beginning.
+        self._bin_s = _FIRST_BIN_S
+
+    @property
+    def has_losses(self) -> bool:
+        return bool(self._losses)
+
+    def add(self, report: Report) -> None:
+        values = report.values
+        loss = values.get("loss")
+        if isinstance(loss, int | float):
+            points = self._losses.setdefault(report.rank, _Points())
+            points.add((float(report.taken or report.step + 1), float(loss)))
+        self.unit = next((name for name in ("tokens", "samples") if name in values), self.unit)
+        amount = values.get(self.unit, 1)
+        self._num_reports += 1
+        if self._began_at is None:
+            self._began_at = report.time  # How long its own step took is not known.
+        elif not isinstance(amount, str):
+            # Clocks of machines may differ: a report may seem to come before the first one.
+            self._done(max(0.0, report.time - self._began_at), float(amount))
+
+    def loss_lines(self) -> dict[int, list[tuple[float, float] | None]]:
+        """By rank, (optimizer step, loss), with a break where a rank took no step for a while:
+        it had joined."""
+        return {rank: _broken(points.held) for rank, points in sorted(self._losses.items())}
+
+    def rates(self) -> list[tuple[float, float]]:
+        """(seconds since the first report, amount per second), over stretches of equal length."""
+        most = max(1, min(_MOST_RATES, self._num_reports // _REPORTS_A_RATE))
+        together = -(-len(self._bins) // most) if self._bins else 1
+        found = []
+        for first in range(0, len(self._bins), together):
+            start_s = first * self._bin_s
+            end_s = min(self._length_s, (first + together) * self._bin_s)
+            # The last stretch is still going on: a sliver of one would give any rate.
+            if end_s - start_s > 0.5 * together * self._bin_s:
+                rate = sum(self._bins[first : first + together]) / (end_s - start_s)
+                found.append(((start_s + end_s) / 2, rate))
+        return found
+
+    def _done(self, at_s: float, amount: float) -> None:
+        self._length_s = max(self._length_s, at_s)
+        while at_s >= _MOST_BINS * self._bin_s:
+            if len(self._bins) % 2:
+                self._bins.append(0.0)
+            self._bins = [a + b for a, b in zip(self._bins[::2], self._bins[1::2], strict=True)]
+            self._bin_s *= 2
+        number = int(at_s / self._bin_s)
+        self._bins += [0.0] * (number + 1 - len(self._bins))
+        self._bins[number] += amount
+
+
+def _broken(points: list[tuple[float, float]]) -> list[tuple[float, float] | None]:
+    if len(points) < 3:
+        return list(points)
+    steps = [later[0] - earlier[0] for earlier, later in pairwise(points)]
+    usual = max(1.0, median(steps))
+    line: list[tuple[float, float] | None] = [points[0]]
+    for step, point in zip(steps, points[1:], strict=True):
+        if step > 3 * usual:
+            line.append(None)
+        line.append(point)
+    return line

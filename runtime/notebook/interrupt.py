@@ -1,0 +1,52 @@
+"""Interrupts that are heard at once.
+
+The kernel turns an interrupt into a cancellation of the cell, but hands it to the event loop
+without waking it: a loop that sleeps notices when its sleep is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+_TICK_S = 0.1
+
+
+def shell() -> Any:
+    """IPython's shell of this process, None without one. Never imports IPython."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython else None
+
+
+def in_kernel() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    return getattr(shell(), "kernel", None) is not None
+
+
+@asynccontextmanager
+async def waking() -> AsyncIterator[None]:
+    """Wake the loop ten times a second while the body waits, in a kernel."""
+    if not in_kernel():
+        yield
+        return
+
+    ticker = _Ticker(asyncio.get_running_loop())
+    try:
+        yield
+    finally:
+        ticker.stop()
+
+
+class _Ticker:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._tick()
+
+    def _tick(self) -> None:
+        self._next = self._loop.call_later(_TICK_S, self._tick)
+
+    def stop(self) -> None:
+        self._next.cancel()

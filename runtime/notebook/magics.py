@@ -1,0 +1,117 @@
+"""`%%ranks`: a cell that runs on every rank of a session.
+
+    %load_ext chorusline
+    %%ranks
+    print(ctx.rank)
+
+The variables of such cells stay on the ranks, beside what `ctx.keep` keeps: `model` in a cell is
+`ctx.kept["model"]` in a train function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import traceback
+from typing import Any
+
+from actors.calls import ActorGone, NoAnswer
+from collectives import ChoruslineError
+
+from ..program import pickled
+from .cells import latest_session
+from .interrupt import shell
+from .remote_cell import check_source, run_cell, take_printed
+
+_START = "Start one: session = await cl.Session(num_workers=2).start()"
+_TAKE_S = 5.0
+_cell_numbers = itertools.count(1)
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext chorusline`: the magic `%%ranks`."""
+    ipython.register_magic_function(ranks, magic_kind="cell", magic_name="ranks")
+    if _await_ranks not in ipython.input_transformers_post:
+        ipython.input_transformers_post.append(_await_ranks)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    ipython.magics_manager.magics["cell"].pop("ranks", None)
+    if _await_ranks in ipython.input_transformers_post:
+        ipython.input_transformers_post.remove(_await_ranks)
+
+
+def _await_ranks(lines: list[str]) -> list[str]:
+    """A magic is called without being awaited, and a session has to be: so await the call."""
+    if lines and lines[0].startswith("get_ipython().run_cell_magic('ranks'"):
+        return ["await " + lines[0], *lines[1:]]
+    return lines
+
+
+async def ranks(line: str, cell: str) -> list[Any] | None:
+    """Run the cell on every rank, print what each printed, return the last values by rank.
+
+        %%ranks [session]
+
+    session: name of the variable that holds it; without a name, the session started last. `ctx`,
+    `torch` and `cl` are there. Variables stay for the next cell and for `ctx.kept`. `await` works.
+    A last value that cannot be pickled comes back as its text. None if no rank has one.
+    """
+    from IPython.core.error import UsageError
+
+    session = _named(line.strip())
+    name = f"<ranks cell {next(_cell_numbers)}>"
+    try:
+        check_source(cell, name)
+    except SyntaxError as error:
+        # IPython would show it with the frames that lead here, as of a program that compiles.
+        told = "".join(traceback.format_exception_only(error)).rstrip()
+        raise UsageError(f"%%ranks: the cell was not sent:\n{told}") from None
+    try:
+        results = await session.run(run_cell, source=cell, name=name)
+    except (Exception, asyncio.CancelledError):
+        await _print_what_was_printed(session)
+        raise
+    for rank, (text, _) in enumerate(results):
+        _print_of(rank, text)
+    values = [value for _, value in results]
+    return None if all(value is None for value in values) else values
+
+
+def _named(name: str) -> Any:
+    """The session to run on. Raises IPython's UsageError, which is shown as one line."""
+    from IPython.core.error import UsageError
+
+    if name:
+        if name not in shell().user_ns:
+            raise UsageError(f"%%ranks {name}: there is no variable {name!r}. {_START}")
+        session = shell().user_ns[name]
+        if not hasattr(session, "run") or not hasattr(session, "num_workers"):
+            kind = type(session).__name__
+            raise UsageError(f"%%ranks {name}: that is a {kind}, and no session. {_START}")
+    else:
+        session = latest_session()
+    if session is None:
+        raise UsageError(
+            f"%%ranks runs a cell on the ranks of a session, and there is none. {_START}"
+        )
+    why_not = session.why_not_ready()
+    if why_not:
+        raise UsageError(f"%%ranks: {why_not}")
+    return session
+
+
+async def _print_what_was_printed(session: Any) -> None:
+    """Of a cell that failed or was interrupted, the output comes first, then the error."""
+    try:
+        async with asyncio.timeout(_TAKE_S):
+            for rank, text in enumerate(await session._run(pickled(take_printed, {}))):
+                _print_of(rank, text)
+    except (ChoruslineError, ActorGone, NoAnswer, TimeoutError, RuntimeError):
+        pass  # The session is worse off than the cell: its own error says more.
+
+
+def _print_of(rank: int, text: str) -> None:
+    for line in text.splitlines():
+        sys.stdout.write(f"rank {rank} │ {line}\n")

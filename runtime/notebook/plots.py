@@ -1,0 +1,128 @@
+"""Small line charts as SVG text, for a view that is drawn anew twice a second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8c8c8c", "#B59F00")
+"""After Okabe and Ito: told apart also by the colour-blind, and seen on black and on white."""
+
+_WIDTH, _HEIGHT = 440, 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 26, 36
+_POINTS = 240  # Of a line: what 440 pixels can show.
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """label: shown beside the title if there are several lines. A break in a line is a None."""
+
+    label: str
+    points: Sequence[tuple[float, float] | None]
+    color: str = COLORS[0]
+
+
+def chart(title: str, x_label: str, lines: Sequence[Line], *, from_zero: bool = False) -> str:
+    """An <svg> element; an empty string if there is nothing to draw yet.
+
+    from_zero: the vertical axis begins at 0, as it should where amounts are compared.
+    """
+    known = [p for line in lines for p in line.points if p and math.isfinite(p[1])]
+    if len(known) < 2:
+        return ""
+    xs, ys = [x for x, _ in known], [y for _, y in known]
+    if from_zero:
+        ys.append(0.0)
+    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
+    x_from, x_to = min(xs), max(max(xs), min(xs) + 1e-9)
+    y_from, y_to = min(*ys, *y_ticks), max(*ys, *y_ticks)
+    y_to = max(y_to, y_from + 1e-9)
+
+    def across(x: float) -> float:
+        return _LEFT + (x - x_from) / (x_to - x_from) * (_WIDTH - _LEFT - _RIGHT)
+
+    def down(y: float) -> float:
+        return _HEIGHT - _BOTTOM - (y - y_from) / (y_to - y_from) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = [
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img" '
+        f'aria-label="{escape(title)}" font-family="sans-serif" font-size="11" '
+        'fill="currentColor" style="margin-right:16px">',
+        f'<text x="{_LEFT}" y="14" font-weight="bold">{escape(title)}</text>',
+    ]
+    for y in y_ticks:
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{down(y):.1f}" y2="{down(y):.1f}" '
+            'stroke="currentColor" stroke-opacity=".15"/>'
+            f'<text x="{_LEFT - 6}" y="{down(y) + 4:.1f}" text-anchor="end">{_short(y)}</text>'
+        )
+    for x in x_ticks:
+        parts.append(
+            f'<text x="{across(x):.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{_short(x)}</text>'
+        )
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts.append(
+        f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle" fill-opacity=".7">'
+        f"{escape(x_label)}</text>"
+    )
+    for line in lines:
+        path = _path(line.points, across, down)
+        parts.append(
+            f'<path d="{path}" fill="none" stroke="{line.color}" stroke-width="1.5" '
+            f'stroke-linejoin="round"><title>{escape(line.label)}</title></path>'
+        )
+    if len(lines) > 1:
+        parts.append(_legend(lines))
+    return "".join([*parts, "</svg>"])
+
+
+def ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Round numbers inside [low, high], about as many; at least one."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
+    first = math.ceil(low / step)
+    found = [round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
+    return found or [low]
+
+
+def _path(
+    points: Sequence[tuple[float, float] | None],
+    across: Callable[[float], float],
+    down: Callable[[float], float],
+) -> str:
+    every = max(1, len(points) // _POINTS)
+    parts, pen = [], "M"
+    for number, point in enumerate(points):
+        if point is None or not math.isfinite(point[1]):
+            pen = "M"
+        elif pen == "M" or number % every == 0 or number == len(points) - 1:
+            parts.append(f"{pen}{across(point[0]):.1f} {down(point[1]):.1f}")
+            pen = "L"
+    return "".join(parts)
+
+
+def _legend(lines: Sequence[Line]) -> str:
+    parts, right = [], float(_WIDTH - _RIGHT)
+    for line in reversed(lines):
+        right -= 6.5 * len(line.label)
+        parts.append(f'<text x="{right:.0f}" y="14">{escape(line.label)}</text>')
+        right -= 18
+        parts.append(
+            f'<line x1="{right:.0f}" x2="{right + 14:.0f}" y1="10" y2="10" stroke="{line.color}" '
+            'stroke-width="2"/>'
+        )
+        right -= 8
+    return "".join(parts)
+
+
+def _short(value: float) -> str:
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:g}M"
+    if abs(value) >= 1e4:
+        return f"{value / 1e3:g}k"
+    return f"{value:.4g}"

@@ -1,0 +1,321 @@
+"""What is written behind `chorusline`, and what comes back: values, sentences, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+from rich.console import Console
+
+from runtime.command_line import main
+from runtime.commands.bench import Row, bus_factor, nbytes, table
+from runtime.commands.bench import WrongUsage as WrongCase
+from runtime.commands.status import _show
+from runtime.commands.words import keywords, script_and_function, workers
+
+CHORUSLINE = [sys.executable, "-m", "runtime.command_line"]
+SCRIPT = """
+import sys, time
+from typing import NoReturn
+
+def train(ctx, lr: float, steps: int = 2, name="plain"):
+    print("hello from", name)
+    print("a bar 50%\\ra bar 100%", file=sys.stderr)
+    for step in range(steps):
+        ctx.barrier()
+        ctx.report(loss=lr / (step + 1), batches_left=steps - step - 1)
+    if name == "bad" and ctx.rank == 1:
+        raise ValueError("no good")
+    if name == "endless":
+        print("ready")
+        time.sleep(600)
+    print("no end of line", end="")
+    return lr * (ctx.rank + 1)
+
+number = 3
+"""
+
+
+def call(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CHORUSLINE, *args],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={key: v for key, v in os.environ.items() if key != "RAY_ADDRESS"} | environment,
+    )
+
+
+# ── Words ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_workers_are_a_number_or_a_range() -> None:
+    assert (workers("4"), workers("2..8"), workers("3..3")) == (4, (2, 8), (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("two", "'two' is no number of workers; write 4, or 2..8"),
+        ("2-8", "'2-8' is no number of workers"),
+        ("0", "'0' is too few; at least 1 worker"),
+        ("8..2", "'8..2' is upside down; write 2..8"),
+    ],
+)
+def test_a_worker_count_that_is_none_is_told_how_to_be_written(text: str, sentence: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as raised:
+        workers(text)
+    assert sentence in str(raised.value)
+
+
+def test_a_function_is_named_behind_the_last_colon(tmp_path: Path) -> None:
+    odd = tmp_path / "a:b.py"
+    odd.touch()
+    assert script_and_function("train.py:main") == (Path("train.py"), "main")
+    assert script_and_function("train.py") == (Path("train.py"), None)
+    assert script_and_function(str(odd)) == (odd, None)
+
+
+def train(ctx: object, lr: float, steps: int = 3, name: str = "x", fast=False, sizes=None) -> None:
+    """Takes one argument of each kind."""
+
+
+def test_arguments_get_the_types_of_the_parameters() -> None:
+    words = ["--lr", "1", "--steps=-4", "--name", "7", "--fast", "--sizes", "[1,2]"]
+    assert keywords(words, train) == {
+        "lr": 1.0,
+        "steps": -4,
+        "name": "7",
+        "fast": True,
+        "sizes": [1, 2],
+    }
+    assert isinstance(keywords(["--lr", "1"], train)["lr"], float)
+
+
+def test_a_function_of_any_keywords_gets_them_all() -> None:
+    def takes_any(ctx: object, **options: object) -> None: ...
+
+    assert keywords(["--learning-rate", "0.1", "--mode=a b"], takes_any) == {
+        "learning_rate": 0.1,
+        "mode": "a b",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--lr 0.1 --speed 3", "no parameter 'speed'; it takes --lr, --steps, --name"),
+        ("--steps 2", "the function needs --lr"),
+        ("--lr much", "--lr takes float, got 'much'"),
+        ("--lr 1 --steps 2.5", "--steps takes int, got '2.5'"),
+        ("--lr 1 --fast perhaps", "--fast takes bool, got 'perhaps'"),
+        ("--lr 1 --lr 2", "--lr is given twice"),
+        ("0.1", "'0.1' is no argument of a function; write --name value"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_told_with_what_does(words: str, sentence: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        keywords(words.split(), train)
+    assert sentence in str(raised.value)
+
+
+# ── run ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ((":nope",), "has no function named 'nope'; it has train"),
+        ((":number",), "has a int, no function, named 'number'"),
+        ((":train", "--workers", "8..2"), "'8..2' is upside down; write 2..8"),
+        ((":train", "--lr", "1"), "unrecognized arguments: --lr 1; the function's own stand after"),
+        ((":train", "--", "--speed", "1"), "the function has no parameter 'speed'"),
+    ],
+)
+def test_wrong_usage_of_a_function_costs_no_cluster_and_exits_with_2(
+    script: str,
+    args: tuple[str, ...],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend("")  # What the command adds to the path goes with it.
+    monkeypatch.delitem(sys.modules, "script", raising=False)
+    with pytest.raises(SystemExit) as exited:
+        main(["run", script + args[0], *args[1:]])
+    assert exited.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_cluster_that_does_not_answer_is_a_failed_run(script: str) -> None:
+    done = call("run", f"{script}:train", "--address", "127.0.0.1:1", "--", "--lr", "1")
+    assert "no Ray cluster answers at '127.0.0.1:1'" in done.stderr
+    assert "`ray start --head`" in done.stderr
+    assert done.returncode == 1
+
+
+def test_ranks_print_whole_lines_with_their_rank_and_the_results_come_last(
+    script: str, cluster: None
+) -> None:
+    done = on_cluster("run", f"{script}:train", "--workers", "1..2", "--", "--lr", "0.5")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for rank in range(2):
+        own = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert own == [
+            f"[rank {rank}] hello from plain",
+            f"[rank {rank}] a bar 100%",
+            f"[rank {rank}] no end of line",
+            f"[rank {rank}] returned {0.5 * (rank + 1)}",
+        ]
+    others = [line for line in lines if not line.startswith("[rank ")]
+    assert all(line.startswith("step ") for line in others) and others, others
+    assert others[-1].startswith("step 2  loss 0.250")
+
+
+def test_a_failed_function_shows_the_ranks_own_error_and_exits_with_1(
+    script: str, cluster: None
+) -> None:
+    done = on_cluster(
+        *("run", f"{script}:train", "--workers", "2", "--", "--lr", "1", "--name", "bad")
+    )
+    assert done.returncode == 1
+    assert 'raise ValueError("no good")' in done.stderr
+    assert "raised by rank 1 of 2" in done.stderr
+    assert "[rank 0] hello from bad" in done.stdout
+    assert "runtime/commands/function.py" not in done.stderr, "only the user's frames"
+
+
+async def test_sigterm_stops_the_ranks_and_exits_with_143_and_status_sees_them_until_then(
+    script: str, cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing is left behind: the fixture of `cluster` looks."""
+    with subprocess.Popen(
+        [
+            *(*CHORUSLINE, "run", f"{script}:train", "--workers", "2", "--address", address()),
+            *("--", "--lr", "1", "--name", "endless"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line == "[rank 0] ready\n":
+                break
+        console = Console(width=200, force_terminal=False)
+        seen = await _show(None, console, once=True), capsys.readouterr()
+        gone = await _show("session-0", console, once=True), capsys.readouterr()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert errors.endswith("Terminated: all ranks were stopped.\n")
+
+    assert seen[0] == 0
+    title, header, *rows = seen[1].out.splitlines()
+    assert ": run 0, generation 0, 2 of 2 live" in title
+    assert header.split()[:4] == ["rank", "worker", "device", "state"]
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert all("training" in row and "#1  loss 0.5  batches_left 0" in row for row in rows)
+    assert gone[0] == 1
+    told = "the session 'session-0' is gone, or was never on this cluster; there are session-"
+    assert told in gone[1].err
+
+
+def address() -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def on_cluster(*args: str) -> subprocess.CompletedProcess[str]:
+    return call(*args, RAY_ADDRESS=address())
+
+
+# ── doctor, bench ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_doctor_tells_each_thing_and_finds_nothing_that_prevents_running(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    for words in ("python", "torch", "ray", "nccl", "/dev/shm", "links", "ports", "auth mode"):
+        assert words in told
+    assert "ranks of this host can share memory" in told
+    assert told.endswith("nothing prevents running here\n")
+
+
+def test_the_doctor_tells_the_mend_of_what_is_wrong_and_exits_with_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=ib7")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("RAY_AUTH_MODE", "perhaps")
+    assert main(["doctor"]) == 1
+    told = capsys.readouterr().out
+    lines = told.splitlines()
+    wrong = {line.split()[1]: lines[n + 1] for n, line in enumerate(lines) if "WRONG" in line}
+    assert set(wrong) == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_ADDRESS", "ray's"}
+    assert "export GLOO_SOCKET_IFNAME=" in wrong["GLOO_SOCKET_IFNAME"]
+    assert "`ray start --head` there" in wrong["RAY_ADDRESS"]
+    assert "RAY_AUTH_MODE=disabled" in wrong["ray's"]
+    assert told.endswith("4 things prevent running here\n")
+
+
+def test_the_bench_counts_wrong_elements_of_every_operation_and_finds_none() -> None:
+    done = call("bench", "--op", "all", "--sizes", "52", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [Row(**row) for row in json.loads(done.stdout)["rows"]]
+    assert len(rows) == 7 + 1
+    for row in rows:
+        assert row.wrong == 0 and row.time_us > 0
+        assert row.busbw == pytest.approx(row.algbw * bus_factor(row.op, 2))
+        assert row.algbw == pytest.approx(row.size / row.time_us / 1e3)
+
+
+def test_the_benchs_table_has_nccl_tests_columns() -> None:
+    told = table([Row("all_reduce", 1 << 20, 1 << 18, 5, 500.0, 2.097152, 2.097152, 0)])
+    header, units, row, mean = told.splitlines()[2:]
+    assert header.split() == ["size", "count", "time", "algbw", "busbw", "#wrong"]
+    assert units.split() == ["(B)", "(elements)", "(us)", "(GB/s)", "(GB/s)"]
+    assert row.split() == ["1048576", "262144", "500.0", "2.10", "2.10", "0"]
+    assert mean == "# average bus bandwidth: 2.10 GB/s"
+    assert bus_factor("all_reduce", 4) == 1.5 and bus_factor("all_gather", 4) == 0.75
+    assert bus_factor("broadcast", 4) == 1
+
+
+@pytest.mark.parametrize("text", ["", "4X", "K", "-4", "0"])
+def test_sizes_that_are_none_are_told_how_to_be_written(text: str) -> None:
+    assert nbytes("64K") == 65536
+    with pytest.raises(WrongCase, match="as 4,64K,1M"):
+        nbytes(text)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--op", "sing"], "--op knows all_reduce"),
+        (["--ranks", "1"], "--ranks must be at least 2, got 1"),
+    ],
+)
+def test_unknown_operations_and_too_few_ranks_exit_with_2(
+    args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["bench", *args])
+    assert exited.value.code == 2
+    assert sentence in capsys.readouterr().err

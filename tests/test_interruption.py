@@ -1,0 +1,283 @@
+"""A run that is interrupted stops between two steps, and the next run goes on bit by bit alike."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from actors.messages import WorkerSnapshot
+from runtime.kept import Kept
+
+SIZES = (60, 24)  # Samples by rank, as the epoch deals them: 15 and 6 batches of 4.
+EPOCHS = 3
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""A batch that was aborted is taken again, so some rank's BatchNorm has seen it twice."""
+
+
+@pytest.fixture(scope="module")
+async def session(cluster: None) -> AsyncIterator[cl.Session]:
+    async with cl.Session(num_workers=2, timeout_s=30) as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+async def _nothing_kept(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    yield
+    if "session" in request.fixturenames:
+        await request.getfixturevalue("session").run(lambda ctx: ctx.forget())
+
+
+def train(
+    ctx: cl.Context, kind: str, pause_s: float, stuck_at: int = -1, fail_at: int = -1
+) -> dict[str, Any]:
+    """Uneven training that takes its time; what it ends with, and the batches of this run."""
+
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 1)
+        )
+        model = cl.DistributedDataParallel(module)
+        if kind == "zero":
+            return model, cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        return model, torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+    model, optim = ctx.keep("both", make)
+    joined = [model, optim] if kind == "zero" else [model]
+    along = [] if kind == "zero" else [optim]
+    keys = [0] * SIZES[0] + [1] * SIZES[1]
+    dataset = torch.randn(len(keys), 5, generator=torch.Generator().manual_seed(1))
+    taken = 0
+    for epoch in ctx.epochs(EPOCHS, resume="training"):
+        with cl.Join(joined, step_along=along, skew_warning=None):
+            for batch in ctx.shard(dataset, 4, epoch=epoch, keep_together=keys):
+                if ctx.rank == 1 and taken == stuck_at:
+                    time.sleep(3.5)
+                if ctx.rank == 0 and taken == fail_at:
+                    raise LookupError("a slip of the user's")
+                model.weigh(model(batch).square().mean(), len(batch)).backward()
+                optim.step()
+                optim.zero_grad()
+                taken += 1
+                time.sleep(pause_s)
+    return {"state": model.module.state_dict(), "taken": taken, "generation": ctx.generation}
+
+
+async def uninterrupted(session: cl.Session, kind: str) -> list[dict[str, Any]]:
+    results = await session.run(train, kind=kind, pause_s=0.0)
+    await session.run(lambda ctx: ctx.forget())
+    return results
+
+
+async def interrupted_after(session: cl.Session, wait_s: float, **arguments: Any) -> None:
+    running = asyncio.create_task(session.run(train, **arguments))
+    await asyncio.sleep(wait_s)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+def assert_same(results: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    for result, expected in zip(results, reference, strict=True):
+        for name, tensor in expected["state"].items():
+            assert torch.equal(result["state"][name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["zero", "plain"])
+async def test_a_run_interrupted_twice_goes_on_bit_by_bit_alike(
+    session: cl.Session, kind: str
+) -> None:
+    reference = await uninterrupted(session, kind)
+    for wait_s in (0.4, 0.7):  # The second time one rank has no data left, and shadows.
+        await interrupted_after(session, wait_s, kind=kind, pause_s=0.04)
+    results = await session.run(train, kind=kind, pause_s=0.0)
+    assert 0 < results[0]["taken"] < reference[0]["taken"], "it went on, and did not begin anew"
+    assert results[0]["generation"] == reference[0]["generation"], "nothing was aborted"
+    assert_same(results, reference)
+    assert (await session.run(train, kind=kind, pause_s=0.0))[0]["taken"] == 0, "all is done"
+
+
+async def test_a_step_that_does_not_end_is_aborted_and_taken_again(session: cl.Session) -> None:
+    reference = await uninterrupted(session, "zero")
+    began_at = time.monotonic()
+    await interrupted_after(session, 0.6, kind="zero", pause_s=0.0, stuck_at=2)
+    assert time.monotonic() - began_at < 6
+    results = await session.run(train, kind="zero", pause_s=0.0)
+    assert results[1]["generation"] > reference[1]["generation"]
+    for name, tensor in reference[0]["state"].items():
+        assert name.endswith(_BUFFERS) or torch.equal(results[0]["state"][name], tensor), name
+    assert_same(results, [results[1], results[0]])
+
+
+async def test_kept_models_outlive_a_failure_of_the_function(session: cl.Session) -> None:
+    reference = await uninterrupted(session, "plain")
+    with pytest.raises(LookupError, match="a slip"):
+        await session.run(train, kind="plain", pause_s=0.0, fail_at=9)
+    results = await session.run(train, kind="plain", pause_s=0.0)
+    assert results[0]["taken"] == reference[0]["taken"] - 9
+    assert results[0]["generation"] > reference[0]["generation"]
+    for name, tensor in reference[0]["state"].items():
+        assert name.endswith(_BUFFERS) or torch.equal(results[0]["state"][name], tensor), name
+    assert_same(results, [results[1], results[0]])
+
+
+def train_with_statistics(ctx: cl.Context, pause_s: float, fail_at: int = -1) -> dict[str, Any]:
+    """Statistics over all ranks, and a collective of the body's own behind its step."""
+
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), cl.SyncBatchNorm(7), torch.nn.Linear(7, 1)
+        )
+        model = cl.DistributedDataParallel(module)
+        return model, cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+
+    model, optim = ctx.keep("both", make)
+    told = ctx.group.new_group(range(ctx.world_size))
+    keys = [0] * SIZES[0] + [1] * SIZES[1]
+    dataset = torch.randn(len(keys), 5, generator=torch.Generator().manual_seed(1))
+    taken = 0
+    for epoch in ctx.epochs(2, resume="training"):
+        with cl.Join([model, optim], groups=[told], skew_warning=None):
+            for batch in ctx.shard(dataset, 4, epoch=epoch, keep_together=keys):
+                if ctx.rank == 0 and taken == fail_at:
+                    raise LookupError("a slip of the user's")
+                loss = model(batch).square().mean()
+                model.weigh(loss, len(batch)).backward()
+                optim.step()
+                optim.zero_grad()
+                time.sleep(pause_s)
+                told.all_reduce(loss.detach()).wait()
+                taken += 1
+    return {"state": model.module.state_dict(), "taken": taken, "generation": ctx.generation}
+
+
+async def test_a_rank_that_follows_is_let_go_when_the_others_stop(session: cl.Session) -> None:
+    reference = await session.run(train_with_statistics, pause_s=0.0)
+    await session.run(lambda ctx: ctx.forget())
+    running = asyncio.create_task(session.run(train_with_statistics, pause_s=0.15))
+    while not any(
+        isinstance(worker, WorkerSnapshot) and worker.steps.has_joined
+        for worker in (await session.snapshot()).workers
+    ):
+        await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(LookupError, match="a slip"):  # And the next generation has other groups.
+        await session.run(train_with_statistics, pause_s=0.0, fail_at=2)
+    results = await session.run(train_with_statistics, pause_s=0.0)
+    assert 0 < results[0]["taken"] < reference[0]["taken"] - 2
+    assert results[0]["generation"] == reference[0]["generation"] + 1, "only the slip aborted it"
+    assert_same(results, reference)
+
+
+async def test_a_loop_of_ones_own_stops_at_the_next_forward_pass(session: cl.Session) -> None:
+    def own_loop(ctx: cl.Context, num_steps: int) -> float:
+        def make() -> tuple[Any, Any, dict[str, int]]:
+            model = cl.DistributedDataParallel(torch.nn.Linear(2, 1))
+            return model, torch.optim.SGD(model.parameters(), lr=0.1), {"step": 0}
+
+        model, optim, at = ctx.keep("all", make)
+        while at["step"] < num_steps:
+            model(torch.ones(1, 2)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+            time.sleep(0.01 * (1 + ctx.rank))
+            at["step"] += 1
+        return at["step"]
+
+    running = asyncio.create_task(session.run(own_loop, num_steps=10**6))
+    await asyncio.sleep(0.5)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    steps = await session.run(lambda ctx: ctx.kept["all"][2]["step"])
+    assert steps[0] == steps[1] > 0
+    assert await session.run(own_loop, num_steps=steps[0] + 3) == [steps[0] + 3] * 2
+
+
+async def test_the_function_sees_the_interrupt_as_an_error_with_the_step(
+    session: cl.Session,
+) -> None:
+    def watch(ctx: cl.Context) -> None:
+        try:
+            train(ctx, "zero", 0.02)
+        except cl.Interrupted as error:
+            ctx.kept["told"] = (error.step, str(error), ctx.reduce(1, "sum"))
+
+    running = asyncio.create_task(session.run(watch))
+    await asyncio.sleep(0.5)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    first, second = await session.run(lambda ctx: ctx.kept["told"])
+    assert first == second, "both stopped at the same step, and could still talk"
+    step, text, talked = first
+    assert f"all ranks stopped after step {step}" in text and "run the function again" in text
+    assert step > 0 and talked == 2
+
+
+async def test_what_a_replaced_worker_has_lost_is_told_on_all_ranks(session: cl.Session) -> None:
+    def kept_or_told(ctx: cl.Context) -> str:
+        try:
+            return ctx.keep("answer", lambda: f"made by rank {ctx.rank}")
+        except RuntimeError as error:
+            return str(error)
+
+    def die(ctx: cl.Context) -> None:
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ctx.barrier()
+
+    await session.run(kept_or_told)
+    with pytest.raises(cl.WorkerLost):
+        await session.run(die)
+    for told in await session.run(kept_or_told):
+        assert told.startswith("ranks [1] do not keep 'answer', the others do")
+        assert "ctx.forget() on all ranks" in told
+    await session.run(lambda ctx: ctx.forget("answer"))
+    assert await session.run(kept_or_told) == ["made by rank 0", "made by rank 1"]
+
+
+async def test_ranks_that_remember_different_epochs_say_so(session: cl.Session) -> None:
+    def differ(ctx: cl.Context) -> str:
+        for _ in ctx.epochs(2, resume="x"):
+            pass
+        if ctx.rank == 1:
+            ctx.forget()
+        try:
+            return str(list(ctx.epochs(2, resume="x")))
+        except RuntimeError as error:
+            return str(error)
+
+    for told in await session.run(differ):
+        assert "different epochs of 'x' (rank 0: 2, rank 1: 0)" in told
+
+
+def leave_a_step_unfinished(group: cl.Group) -> list[tuple[bool, int, bool]]:
+    stay = Kept()
+    stay.enter(group)
+    stay.put("old", 1)
+    stay.begin_applying(group)
+    stay.end_applying()
+    stay.begin_applying(group)
+    stay.enter(group)  # The run ended before the step was applied in full.
+    stay.put("new", 2)
+    return [stay.age_of("old"), stay.age_of("new"), stay.age_of("none")]
+
+
+def test_an_unfinished_step_spoils_what_was_made_before_it(
+    ranks_of: Callable[[int], Any],
+) -> None:
+    for ages in ranks_of(2).run(leave_a_step_unfinished):
+        assert ages == [(True, 2, True), (True, 0, False), (False, 0, False)]

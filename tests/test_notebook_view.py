@@ -1,0 +1,104 @@
+"""What the live view draws: axes, lines that break, rates, tables; no kernel and no Ray."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.messages import Report, WorkerInfo, WorkerSnapshot, WorkerState
+from actors.steps import Steps
+from runtime.notebook.history import History
+from runtime.notebook.plots import Line, chart, ticks
+from runtime.notebook.view import ranks_as_html, run_as_html
+
+
+def report(rank: int, taken: int, at: float, **values: float) -> Report:
+    return Report(rank, taken - 1, at, {"loss": 1 / taken, **values}, taken)
+
+
+def snapshot(rank: int, **steps: object) -> WorkerSnapshot:
+    info = WorkerInfo(f"id-{rank}", rank, "node", "<host>", 40 + rank, "cpu", 1.0)
+    return WorkerSnapshot(
+        info,
+        WorkerState.TRAINING,
+        0,
+        steps=Steps(rank=rank, **steps),  # type: ignore[arg-type]
+        memory_bytes=3 * 2**20,
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 10, [0, 2, 4, 6, 8, 10]),
+        (0.013, 0.021, [0.014, 0.016, 0.018, 0.02]),
+        (-3, 3, [-3, -2, -1, 0, 1, 2, 3]),
+        (7, 7, [7]),
+        (1e6, 3e6, [1e6, 1.5e6, 2e6, 2.5e6, 3e6]),
+    ],
+)
+def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_a_chart_of_nothing_or_of_one_point_is_empty() -> None:
+    assert chart("loss", "step", []) == ""
+    assert chart("loss", "step", [Line("a", [(0.0, 1.0)])]) == ""
+    assert chart("loss", "step", [Line("a", [(0.0, 1.0), (1.0, float("nan"))])]) == ""
+
+
+def test_a_flat_line_and_values_that_are_not_finite_are_drawn() -> None:
+    points = [(0.0, 1.0), (1.0, float("inf")), (2.0, 1.0), (3.0, 1.0)]
+    drawn = chart("a < b", "step", [Line("x", points)])
+    assert "nan" not in drawn and "inf" not in drawn and "a &lt; b" in drawn
+    path = drawn.split('<path d="')[1].split('"')[0]
+    assert path.count("M") == 2 and path.count("L") == 1, "broken where there is no value"
+
+
+def test_the_line_of_a_rank_is_broken_where_it_had_joined() -> None:
+    history = History()
+    for taken in (1, 2, 3, 4, 20, 21):
+        history.add(report(0, taken, float(taken)))
+    line = history.loss_lines()[0]
+    assert line.index(None) == 4 and len(line) == 7
+    assert [point[0] for point in line if point] == [1, 2, 3, 4, 20, 21]
+
+
+@pytest.mark.parametrize("num_reports", [50, 8000, 40000])
+def test_rates_are_even_where_training_was(num_reports: int) -> None:
+    history = History()
+    for taken in range(1, num_reports + 1):
+        history.add(report(taken % 2, taken, 100 + taken / 50, tokens=32.0))
+    rates = history.rates()
+    assert history.unit == "tokens" and min(8, num_reports // 200) <= len(rates) <= 60
+    assert rates[-1][0] == pytest.approx(num_reports / 50, rel=0.15)
+    for _, rate in rates:
+        assert rate == pytest.approx(1600, rel=0.2)
+    for line in history.loss_lines().values():
+        assert len(line) <= 2000 and None not in line
+
+
+def test_the_table_says_where_every_rank_is() -> None:
+    seen = [
+        snapshot(0, taken=7, epoch=2, batches_left=3),
+        snapshot(1, taken=7, epoch=2, batches_left=0, has_joined=True),
+        "did not answer within 1 s",
+        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR",
+    ]
+    rows = ranks_as_html(seen).split("<tr>")[2:]
+    assert all(part in rows[0] for part in ("training", ">7<", ">2<", ">3<", "3 MiB", "pid 40"))
+    assert "&lt;host&gt;" in rows[0]
+    assert "joined: shadows the others" in rows[1] and ">0<" in rows[1]
+    assert "did not answer" in rows[2] and "seat 2" in rows[2]
+    assert "<b>gone</b>" in rows[3] and 'title="The actor is dead' in rows[3]
+
+
+def test_many_ranks_are_counted_after_the_first_few() -> None:
+    seen = [snapshot(rank, has_joined=rank % 2 == 0) for rank in range(40)]
+    html = ranks_as_html([*seen, "did not answer within 1 s"])
+    assert html.count("<tr>") == 18, "a head, sixteen ranks, and the rest"
+    assert "and 25 more: 12 have joined, 1 did not answer" in html
+    history = History()
+    for rank in range(40):
+        history.add(report(rank, 1, 0.0))
+        history.add(report(rank, 2, 1.0))
+    assert run_as_html("x", seen, history).count("<title>rank ") == 8

@@ -1,0 +1,123 @@
+"""How the samples of a lost rank are dealt to the others: dealers of all ranks, in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runtime.dealing import Dealer, Left, redeal
+from runtime.sharding import Shard
+
+NUM_SAMPLES = 24
+
+
+class Ranks:
+    """Dealers and shards by first rank; `alive` are those that are left, by rank."""
+
+    def __init__(self, size: int) -> None:
+        self.dealers = [Dealer(rank, size) for rank in range(size)]
+        self.shards = [self.shard(rank, size) for rank in range(size)]
+        self.batches: list[Any] = [iter(shard) for shard in self.shards]
+        self.used: list[list[int]] = [[] for _ in range(size)]
+        self.alive = list(range(size))
+
+    def shard(self, rank: int, size: int) -> Shard:
+        return Shard(
+            list(range(NUM_SAMPLES)),
+            2,
+            rank=rank,
+            world_size=size,
+            dealer=self.dealers[rank],
+            collate_fn=list,
+            shuffle=False,
+        )
+
+    def take(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.used[rank] += next(self.batches[rank])
+
+    def count(self) -> None:
+        """The step that all have taken a batch for counts."""
+        cursors = tuple(self.dealers[rank].cursor() for rank in self.alive)
+        for rank in self.alive:
+            self.dealers[rank].record(cursors)
+
+    def lose(self, dead: int) -> Left | None:
+        former = tuple(old for old, rank in enumerate(self.alive) if rank != dead)
+        self.alive.remove(dead)
+        positions = [self.dealers[rank].position() for rank in self.alive]
+        left = [
+            self.dealers[rank].redeal(new, positions, former) for new, rank in enumerate(self.alive)
+        ]
+        assert all(one == left[0] for one in left)
+        return left[0]
+
+    def finish(self) -> list[int]:
+        """All samples that were used in steps that count, by whom ever."""
+        for batches in reversed(self.batches):  # They are one in another, in this one process.
+            batches.close()
+        hands = [self.shards[rank].sample_ids for rank in self.alive]
+        for rank, hand in zip(self.alive, hands, strict=True):
+            assert hand[: len(self.used[rank])] == self.used[rank]
+        lost = self.shards[self.alive[0]].ids_of_the_lost
+        return sorted([*lost, *(number for hand in hands for number in hand)])
+
+
+def test_a_second_loss_before_the_next_step_repeats_nothing() -> None:
+    ranks = Ranks(4)
+    ranks.take(0, 1, 2, 3)
+    ranks.count()
+    ranks.take(0, 1, 2, 3)
+    ranks.lose(0)
+    ranks.lose(1)
+    assert ranks.finish() == list(range(NUM_SAMPLES))
+    assert ranks.shards[2].ids_of_the_lost == [0, 4, 1, 5], "of the one step that counts"
+
+
+def test_who_is_a_step_ahead_still_takes_as_many_as_the_others() -> None:
+    ranks = Ranks(3)
+    ranks.take(0, 1, 2)
+    ranks.count()
+    ranks.take(0)  # It is in the second step; rank 2 has not begun it.
+    left = ranks.lose(1)
+    assert left is not None and left.to_do == [5, 5] and left.to_take == [4, 5]
+    assert ranks.finish() == list(range(NUM_SAMPLES))
+
+
+def test_the_step_that_another_has_begun_is_still_to_do() -> None:
+    ranks = Ranks(2)
+    for _ in range(6):
+        ranks.take(0, 1)
+        ranks.count()
+    assert ranks.lose(1) == Left([0], [0])
+    ranks.finish()
+    ahead = Ranks(3)
+    for step in range(4):
+        ahead.take(0, 1, 2) if step < 3 else ahead.take(0, 1)
+        if step < 3:
+            ahead.count()
+    # Of four samples that are left rank 2, which is not in the last step, gets three.
+    assert ahead.lose(1) == Left([1, 2], [2, 2])
+    ahead.finish()
+
+
+def test_an_evaluation_in_the_middle_does_not_end_the_iteration_around_it() -> None:
+    ranks = Ranks(3)
+    ranks.take(0, 1, 2)
+    ranks.count()
+    for rank in range(3):
+        assert sum(map(len, ranks.shard(rank, 3))) == 8
+    ranks.take(0, 1, 2)
+    ranks.count()
+    ranks.take(0, 1, 2)
+    left = ranks.lose(2)
+    assert left is not None and sum(left.to_do) > 2
+    assert ranks.finish() == list(range(NUM_SAMPLES))
+    assert ranks.shards[0].ids_of_the_lost == [2, 5, 8, 11]
+
+
+@pytest.mark.parametrize("busy, hands", [((), [[0, 2], [1, 3]]), ((2, 0), [[], [0, 1]])])
+def test_busy_ranks_get_less(busy: tuple[int, ...], hands: list[list[int]]) -> None:
+    lost = [0, 1, 2, 3] if not busy else [0, 1]
+    assert redeal([[], [], lost], [0, 0, 0], (0, 1), busy=(*busy, 0) if busy else ()) == hands
