@@ -21,17 +21,9 @@ import ray
 
 from .actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
 from .calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers
-from .membership import (
-    AbortRank,
-    AskRanks,
-    AttachRank,
-    EndRun,
+from .events import (
     Event,
-    Fence,
-    FreezeRank,
     GraceEnded,
-    Instruction,
-    Membership,
     NodeLeaving,
     PatienceEnded,
     PauseEnded,
@@ -40,18 +32,28 @@ from .membership import (
     RankFroze,
     RankSilent,
     RanksTold,
-    ReleaseRank,
-    ResumeRank,
     RunCancelled,
     RunStarted,
     RunTakenOver,
+    WorkerDied,
+    WorkerRegistered,
+)
+from .instructions import (
+    AbortRank,
+    AskRanks,
+    AttachRank,
+    EndRun,
+    Fence,
+    FreezeRank,
+    Instruction,
+    ReleaseRank,
+    ResumeRank,
     StartGrace,
     StartPatience,
     StartPause,
     StartRank,
-    WorkerDied,
-    WorkerRegistered,
 )
+from .membership import Membership
 from .messages import (
     Cancellation,
     DriverSnapshot,

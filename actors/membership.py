@@ -30,11 +30,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from collectives.errors import CollectiveError, GroupAborted, PeerLost
 
 from . import outcomes
+from .events import (
+    Event,
+    GraceEnded,
+    NodeLeaving,
+    PatienceEnded,
+    PauseEnded,
+    RankEnded,
+    RankFinished,
+    RankFroze,
+    RankSilent,
+    RanksTold,
+    RunCancelled,
+    RunStarted,
+    RunTakenOver,
+    WorkerDied,
+    WorkerRegistered,
+)
+from .instructions import (
+    AbortRank,
+    AskRanks,
+    AttachRank,
+    EndRun,
+    Fence,
+    FreezeRank,
+    Instruction,
+    ReleaseRank,
+    ResumeRank,
+    StartGrace,
+    StartPatience,
+    StartPause,
+    StartRank,
+)
 from .messages import (
     Assignment,
     Cancellation,
@@ -52,242 +83,6 @@ from .messages import (
 )
 from .regeneration import Regeneration, decide
 from .testimony import Testimony, tell
-
-# ── Events: what has happened ────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRegistered:
-    """A worker is here and idle. It takes its seat from whoever sat there.
-
-    generation: the last one it took part in, -1 if none.
-    """
-
-    worker: WorkerInfo
-    generation: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class RunStarted:
-    """fewest, max_failures: as in RunRequest."""
-
-    run: int
-    fewest: int = 1
-    max_failures: int | None = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RunTakenOver:
-    """A run that another driver had begun. stands: of the workers that are in it.
-
-    All are in the same generation, or some have not heard of it yet: then those that have say how
-    it was formed.
-    """
-
-    run: int
-    fewest: int
-    max_failures: int | None
-    stands: tuple[Stand, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RankEnded:
-    """The user's function has returned or raised on a rank, and its training thread is over."""
-
-    ending: Success | Failure
-    worker_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RankFroze:
-    frozen: Frozen
-
-
-@dataclass(frozen=True, slots=True)
-class RankFinished:
-    """The user's function has returned on a rank, which waits until it has on all."""
-
-    rank: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankSilent:
-    """A control loop does not answer though its process lives: stopped, or cut off."""
-
-    worker_id: str
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class PatienceEnded:
-    """The ranks of a generation have had their time to freeze."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class NodeLeaving:
-    """A node has been told to go: its workers leave before it does. why: what Ray says."""
-
-    node_id: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class PauseEnded:
-    """A run has waited long enough for new workers."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class RanksTold:
-    """Where the ranks are; by rank, a text says why one said nothing."""
-
-    testimonies: Mapping[int, Testimony | str]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDied:
-    worker_id: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class RunCancelled:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GraceEnded:
-    """The ranks that were told to stop have had their time."""
-
-
-Event: TypeAlias = (
-    WorkerRegistered
-    | RunStarted
-    | RunTakenOver
-    | RankEnded
-    | RankFroze
-    | RankFinished
-    | RankSilent
-    | PatienceEnded
-    | PauseEnded
-    | NodeLeaving
-    | RanksTold
-    | WorkerDied
-    | RunCancelled
-    | GraceEnded
-)
-
-# ── Instructions: what to do about it ────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class StartRank:
-    """resumption: of a newcomer to a run in progress, what the others are told."""
-
-    worker_id: str
-    assignment: Assignment
-    resumption: Resumption | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AttachRank:
-    """Take over a rank that runs; its ending comes as that of one that was started."""
-
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class AskRanks:
-    """Ask all ranks what they do, before anything stops them; they answer within a deadline.
-
-    worker_ids: by rank.
-    """
-
-    worker_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AbortRank:
-    """Tell a rank that still runs to stop; `error` is what its collectives raise."""
-
-    worker_id: str
-    error: CollectiveError
-
-
-@dataclass(frozen=True, slots=True)
-class StartGrace:
-    """Send GraceEnded when ranks have had long enough to stop."""
-
-
-@dataclass(frozen=True, slots=True)
-class FreezeRank:
-    """Have a rank end the generation for itself and say how far it is; `error` is the reason."""
-
-    worker_id: str
-    generation: int
-    error: CollectiveError
-
-
-@dataclass(frozen=True, slots=True)
-class StartPatience:
-    """Send PatienceEnded when the ranks of a generation have had long enough to freeze."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartPause:
-    """Send PauseEnded when the run has waited long enough for new workers."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """Kill a worker that says nothing: what it might still do would contradict the decision."""
-
-    worker_id: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeRank:
-    worker_id: str
-    resumption: Resumption
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseRank:
-    """The function has returned on all ranks; this one may end."""
-
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndRun:
-    """The run is over; nothing more comes for it."""
-
-    outcome: RunSucceeded | RunFailed
-
-
-Instruction: TypeAlias = (
-    StartRank
-    | AttachRank
-    | AskRanks
-    | AbortRank
-    | StartGrace
-    | FreezeRank
-    | StartPatience
-    | StartPause
-    | Fence
-    | ResumeRank
-    | ReleaseRank
-    | EndRun
-)
 
 # ── The state machine ────────────────────────────────────────────────────────────────────────────
 

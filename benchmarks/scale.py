@@ -29,21 +29,16 @@ sys.path[0] = str(_ROOT)
 
 from ray import cloudpickle
 
-from actors.membership import (
-    EndRun,
-    FreezeRank,
-    Instruction,
-    Membership,
+from actors.events import (
     RankEnded,
     RankFinished,
     RankFroze,
-    ReleaseRank,
-    ResumeRank,
     RunStarted,
-    StartRank,
     WorkerDied,
     WorkerRegistered,
 )
+from actors.instructions import EndRun, FreezeRank, Instruction, ReleaseRank, ResumeRank, StartRank
+from actors.membership import Membership
 from actors.messages import Frozen, Progress, RunSucceeded, Success, WorkerInfo
 from benchmarks.alternation import finish, parser, table
 

@@ -126,11 +126,11 @@ class GlooMessages:
             self._changed.notify_all()
             threads = list(self._threads)
         gloo, self._gloo = self._gloo, None
-        if threads and gloo is not None:
+        # Of a rank that has closed its connections already, it ends at once, and nothing is closed.
+        for other in self._others if threads and gloo is not None else ():
             with contextlib.suppress(Exception):
                 nothing = torch.empty(1, dtype=torch.uint8)
-                work = gloo.recv([nothing], self._others[0], _FREEING_TAG)
-                work.wait(timedelta(milliseconds=1))
+                gloo.recv([nothing], other, _FREEING_TAG).wait(timedelta(milliseconds=1))
         for thread in threads:
             thread.join(patience_s)
 

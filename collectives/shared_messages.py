@@ -1,9 +1,6 @@
 """Messages between two ranks of one host: send and recv, beside the ticks of the collectives.
 
-Each ordered pair of ranks has a channel: a ring of bytes, a word that only the sender writes (the
-head: bytes ever put in) and one that only the receiver writes (the tail: bytes ever taken out). So
-there are no locks between processes. A message is a header of 64 bytes and its elements, padded to
-64; one that is longer than the ring goes through it in pieces. A send is done when all is in the
+Each ordered pair of ranks has a ring of bytes (shared_ring.py). A send is done when all is in the
 ring; a small one is therefore done at once, and outlives its sender.
 
 Messages of a pair leave the ring in the order in which they were sent. One whose tag nobody waits
@@ -19,7 +16,6 @@ be done at once, whoever waits drives, and a background thread, woken late, does
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import time
 from collections import deque
@@ -32,14 +28,12 @@ from .blame import tell_waits, to_blame
 from .driven_work import DrivenWork, call_back
 from .errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost
 from .operation import ANY_RANK, Operation
-from .shared_layout import HEAD, RECEIVER_WAITS, RING_BYTES, SENDER_WAITS, TAIL
+from .shared_ring import HEADER, UNIT, Channel
 from .shared_segment import SharedSegment
 from .signature import message_mismatch
 from .wake_timer import WakeTimer
 from .work import Work
 
-_HEADER = struct.Struct("=8q")  # tag, numel, dtype, nbytes, and room
-_UNIT = _HEADER.size  # heads and tails are multiples of it
 _WAKE_DELAY_S = 0.0001
 _SLICES_S = (0.002, 0.005, 0.02)
 
@@ -71,55 +65,6 @@ class _Arriving:
 
     def has_arrived(self) -> bool:
         return self.moved == len(self.content)
-
-
-class Channel:
-    """One ordered pair's ring, seen from either side."""
-
-    def __init__(self, segment: SharedSegment, sender: int, receiver: int) -> None:
-        self.segment = segment
-        self.words, word, self.ring = segment.channel(sender, receiver)
-        self.head_at, self.tail_at = word + HEAD, word + TAIL
-        self.waits_at = word + (SENDER_WAITS if segment.rank == sender else RECEIVER_WAITS)
-
-    def free(self) -> int:
-        return RING_BYTES - (self.words[self.head_at] - self.words[self.tail_at])
-
-    def filled(self) -> int:
-        filled = self.words[self.head_at] - self.words[self.tail_at]
-        self.segment.fence()
-        return int(filled)
-
-    def put(self, content: torch.Tensor) -> None:
-        """content: (n,) uint8, n <= free()."""
-        self._copy(self.words[self.head_at], content, into_ring=True)
-        self.segment.fence()
-        self.words[self.head_at] += _padded(len(content))
-
-    def take(self, into: torch.Tensor) -> None:
-        """into: (n,) uint8, n <= filled()."""
-        self._copy(self.words[self.tail_at], into, into_ring=False)
-        self.segment.fence()
-        self.words[self.tail_at] += _padded(len(into))
-
-    def header(self) -> tuple[int, int, int, int]:
-        """Of the next message, left in the ring: tag, numel, dtype, nbytes."""
-        at = self.words[self.tail_at] % RING_BYTES
-        tag, numel, dtype, nbytes, *_ = _HEADER.unpack(self.ring[at : at + _UNIT].numpy().tobytes())
-        return tag, numel, dtype, nbytes
-
-    def skip_header(self) -> None:
-        self.words[self.tail_at] += _UNIT
-
-    def _copy(self, position: int, content: torch.Tensor, *, into_ring: bool) -> None:
-        at = position % RING_BYTES
-        first = min(len(content), RING_BYTES - at)
-        for outside, inside in (
-            (content[:first], self.ring[at : at + first]),
-            (content[first:], self.ring[: len(content) - first]),
-        ):
-            if len(outside):
-                inside.copy_(outside) if into_ring else outside.copy_(inside)
 
 
 class Messages:
@@ -244,10 +189,10 @@ class Messages:
                 if not free:
                     return
                 o = work.operation
-                header = _HEADER.pack(o.tag, o.numel, o.dtype, len(work.content), 0, 0, 0, 0)
+                header = HEADER.pack(o.tag, o.numel, o.dtype, len(work.content), 0, 0, 0, 0)
                 channel.put(torch.frombuffer(bytearray(header), dtype=torch.uint8))
                 work.moved = 0
-                free -= _UNIT
+                free -= UNIT
             piece = work.content[work.moved : work.moved + free]
             if len(piece):
                 channel.put(piece)
@@ -492,7 +437,3 @@ class Messages:
                 self._drive(None)
             finally:
                 self._release()
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _UNIT) * _UNIT

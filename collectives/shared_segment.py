@@ -24,12 +24,10 @@ Publishing relies on stores becoming visible in program order. x86 promises that
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import select
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -37,13 +35,8 @@ import torch
 
 from .blame import tell_waits, to_blame
 from .call_site import SITE_BYTES
-from .errors import (
-    CollectiveError,
-    CollectiveTimeout,
-    PeerLost,
-    error_from_json,
-    error_to_json,
-)
+from .end_record import EndRecord
+from .errors import CollectiveError, CollectiveTimeout, PeerLost
 from .flight_recorder import tell_positions
 from .futex import WEAKLY_ORDERED, fence, sleep_on, wake
 from .operation import Kind, Operation
@@ -53,7 +46,6 @@ from .shared_layout import (
     BELL,
     ELSEWHERE,
     RECEIVER_WAITS,
-    RECORD_BYTES,
     RING_BYTES,
     SENDER_WAITS,
     SIGNATURE,
@@ -71,7 +63,6 @@ from .shared_layout import (
 from .signature import Signature, mismatch
 
 _ABSENT, _OPEN, _CLOSED = 0, 1, 2
-_RECORD_LOCK_S = 1.0  # it is held for microseconds
 
 _SPINS_WITH_CORES = 200  # sched_yield is about 0.4 us on an idle core
 _SPINS_OVERCOMMITTED = 50  # more ranks than cores: somebody else needs the core to arrive
@@ -96,13 +87,12 @@ class SharedSegment:
         self.size = len(pids)
         self.generation = generation
         self.slot_bytes = slot_bytes
-        self._descriptor = descriptor
         self._pids = pids
         self._map = mmap.mmap(descriptor, bytes_needed(self.size, slot_bytes))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._sites_at = sites_start(self.size)
         self._words = memoryview(self._map)[: self._sites_at].cast("Q")
-        self._record_at = record_start(self.size)
+        self._record = EndRecord(self._map, self._words, record_start(self.size), descriptor)
         self._slots_at = slots_start(self.size)
         self._rings_at = rings_start(self.size, slot_bytes)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -120,7 +110,6 @@ class SharedSegment:
             _SPINS_WITH_CORES if self.size <= (os.cpu_count() or 1) else _SPINS_OVERCOMMITTED
         )
         self._views: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, ...]] = {}
-        self._abort_lock = threading.Lock()
         self._exits = select.poll()
         self._rank_of_pidfd: dict[int, int] = {}
         self._meet_timeout_s = 0.0
@@ -424,48 +413,18 @@ class SharedSegment:
 
     def failure(self) -> CollectiveError | None:
         """The error that ended the generation, if one did."""
-        if not self._words[ABORT_WORD]:
-            return None
-        if WEAKLY_ORDERED:
-            fence()
-        at = self._record_at
-        length = int.from_bytes(self._map[at : at + 8], "little")
-        return error_from_json(self._map[at + 8 : at + 8 + length].decode())
+        return self._record.read() if self._words[ABORT_WORD] else None
 
     def abort(self, error: CollectiveError) -> CollectiveError:
         """End the generation for all ranks; the error that did, which may be an earlier one."""
-        with self._abort_lock:
-            if self._descriptor < 0:
-                return error  # This rank has left.
-            self._lock_record()
-            try:
-                if not self._words[ABORT_WORD]:
-                    record = _fitting_record(error)
-                    at = self._record_at
-                    self._map[at + 8 : at + 8 + len(record)] = record
-                    self._map[at : at + 8] = len(record).to_bytes(8, "little")
-                    if WEAKLY_ORDERED:
-                        fence()
-                    self._words[ABORT_WORD] = 1
-            finally:
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        if not self._record.write(error):
+            return error  # This rank has left.
         for rank in range(self.size):
             self._wake(rank)
             self.ring_bell(rank)
         failure = self.failure()
         assert failure is not None
         return failure
-
-    def _lock_record(self) -> None:
-        """Exclude the other ranks, except one that was stopped while it excluded us."""
-        give_up_at = time.monotonic() + _RECORD_LOCK_S
-        while True:
-            try:
-                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > give_up_at:
-                    return None
-            time.sleep(0.001)
 
     def meet(self, timeout_s: float) -> None:
         """Return when all ranks have mapped the segment. Uses tick 1."""
@@ -485,29 +444,9 @@ class SharedSegment:
             self._exits.unregister(pidfd)
             os.close(pidfd)
         self._rank_of_pidfd.clear()
-        with self._abort_lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-            self._descriptor = -1
+        self._record.close()
 
 
 def _milliseconds(monotonic_s: float) -> int:
     """Never 0, which stands for nothing; the clock is one for all processes of a host."""
     return max(1, int(monotonic_s * 1000))
-
-
-def _fitting_record(error: CollectiveError) -> bytes:
-    """The error as JSON; its longest text is cut in the middle if it does not fit."""
-    record = error_to_json(error).encode()
-    while len(record) > RECORD_BYTES - 8:
-        fields = list(error.args)
-        longest = max(
-            (i for i, field in enumerate(fields) if isinstance(field, str)),
-            key=lambda i: len(fields[i]),
-        )
-        text = fields[longest]
-        keep = len(text) // 4
-        fields[longest] = f"{text[:keep]}\n[... cut ...]\n{text[-keep:]}"
-        error = type(error)(*fields)
-        record = error_to_json(error).encode()
-    return record

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ray.job_submission import JobSubmissionClient
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -88,6 +89,51 @@ def test_job_that_the_cluster_is_too_small_for_fails_and_says_so(
     done = submit(dashboard, *TINY, "--workers", "5", "--out", str(tmp_path / "out"))
     assert done.returncode == 1
     assert "that cannot be placed: the cluster has CPU 2" in done.stdout + done.stderr
+
+
+ENDLESS = """
+import time
+
+def train(ctx):
+    print("rank", ctx.rank, "trains")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_that_is_stopped_ends_by_itself_and_leaves_no_worker(
+    dashboard: str, tmp_path: Path
+) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    environment = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "30"}
+    client = JobSubmissionClient(dashboard)
+    job = client.submit_job(
+        entrypoint=f"{sys.executable} -m runtime.command_line run endless.py:train --workers 2",
+        runtime_env={"working_dir": str(tmp_path), "env_vars": environment},
+    )
+    wait_until(lambda: "[rank 1] rank 1 trains" in client.get_job_logs(job), 120)
+    said = client.get_job_logs(job)
+    assert "[rank 0] rank 0 trains" in said and "[rank 1] rank 1 trains" in said, said
+    client.stop_job(job)
+    wait_until(lambda: client.get_job_status(job).is_terminal(), 60)
+    assert client.get_job_status(job) == "STOPPED"
+    wait_until(lambda: not workers_alive(), 30)
+    assert not workers_alive()
+    # It was not killed: it came to its end, which takes closing the session.
+    assert "Terminated: all ranks were stopped." in client.get_job_logs(job)
+
+
+def workers_alive() -> list[str]:
+    """Titles of the actor processes of this file's cluster."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            title = (path / "cmdline").read_bytes().decode(errors="replace")
+            is_ours = f"{MARK}=".encode() in (path / "environ").read_bytes()
+            if is_ours and title.startswith(("ray::Worker", "ray::Driver")):
+                found.append(title)
+    return found
 
 
 def submit(dashboard: str, *args: str) -> subprocess.CompletedProcess[str]:

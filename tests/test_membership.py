@@ -7,21 +7,17 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from actors.membership import (
-    AbortRank,
-    EndRun,
+from actors.events import (
     Event,
     GraceEnded,
-    Instruction,
-    Membership,
     RankEnded,
     RunCancelled,
     RunStarted,
-    StartGrace,
-    StartRank,
     WorkerDied,
     WorkerRegistered,
 )
+from actors.instructions import AbortRank, EndRun, Instruction, StartGrace, StartRank
+from actors.membership import Membership
 from actors.messages import (
     Assignment,
     Cancellation,

@@ -7,16 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.membership import (
-    MAX_VAIN,
-    AbortRank,
-    AttachRank,
-    EndRun,
+from actors.events import (
     Event,
-    Fence,
-    FreezeRank,
-    Instruction,
-    Membership,
     NodeLeaving,
     PatienceEnded,
     PauseEnded,
@@ -24,15 +16,24 @@ from actors.membership import (
     RankFinished,
     RankFroze,
     RankSilent,
-    ReleaseRank,
-    ResumeRank,
     RunStarted,
     RunTakenOver,
-    StartPause,
-    StartRank,
     WorkerDied,
     WorkerRegistered,
 )
+from actors.instructions import (
+    AbortRank,
+    AttachRank,
+    EndRun,
+    Fence,
+    FreezeRank,
+    Instruction,
+    ReleaseRank,
+    ResumeRank,
+    StartPause,
+    StartRank,
+)
+from actors.membership import MAX_VAIN, Membership
 from actors.messages import (
     Assignment,
     Frozen,

@@ -9,6 +9,7 @@ import asyncio
 import random
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -206,6 +207,34 @@ def many_messages(rank: Rank) -> None:
             await group.barrier()
 
     asyncio.run(main())
+
+
+def outlive_a_wait(rank: Rank) -> list[str]:
+    """Rank 0 waits for rank 2, which never sends, when rank 1 ends it for all and leaves first."""
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 0:
+        with pytest.raises(GroupAborted):
+            group.recv(torch.ones(3), 2).wait()
+        give_up_at = time.monotonic() + 8
+        while (left := message_threads()) and time.monotonic() < give_up_at:
+            time.sleep(0.02)
+        rank.say("over")
+        return left
+    if rank.rank == 1:
+        time.sleep(0.3)
+        group.abort("enough")
+        group.close()
+    rank.store.wait(["said/over/0"], 60)
+    return []
+
+
+def message_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if "_receive_all" in t.name]
+
+
+def test_between_hosts_no_thread_stays_in_a_wait_when_it_is_over(tmp_path: Path) -> None:
+    assert run_ranks(outlive_a_wait, 3, tmp_path, GLOO) == [[]] * 3
 
 
 @both_transports

@@ -128,7 +128,7 @@ WITH_TOKEN = """
 
     async def main():
         global address
-        async with cl.Session(num_workers=2) as session:
+        async with cl.Session(num_workers=2, startup_timeout_s=150) as session:
             print(await session.run(train))
             address = ray.get_runtime_context().gcs_address
             assert ask("token").returncode == 0, "this user's token opens the cluster"

@@ -13,17 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from actors.membership import (
-    AbortRank,
-    AskRanks,
-    EndRun,
-    Membership,
-    RankEnded,
-    RanksTold,
-    RunStarted,
-    StartGrace,
-    WorkerRegistered,
-)
+from actors.events import RankEnded, RanksTold, RunStarted, WorkerRegistered
+from actors.instructions import AbortRank, AskRanks, EndRun, StartGrace
+from actors.membership import Membership
 from actors.messages import Failure, RunFailed, WorkerInfo
 from actors.testimony import Testimony, tell
 from collectives import (

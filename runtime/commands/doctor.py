@@ -6,6 +6,7 @@ node of each kind. Nothing is started but one short process.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -88,15 +89,13 @@ def _versions() -> Iterator[Finding]:
         wanted = ".".join(map(str, least))
         yield _version(package, found, least, f"pip install '{package}>={wanted}'")
     try:
-        import chorusline
+        # As a user's program does it, which tells of packages that stand before ours on the path.
+        chorusline = importlib.import_module("chorusline")
     except ImportError as error:
         yield Finding("chorusline", Verdict.BROKEN, str(error), "see the sentence before")
         return
-    yield Finding(
-        "chorusline",
-        Verdict.FINE,
-        f"{chorusline.__version__} in {Path(chorusline.__file__).parent}",
-    )
+    home = Path(str(chorusline.__file__)).parent
+    yield Finding("chorusline", Verdict.FINE, f"{chorusline.__version__} in {home}")
 
 
 def _version(name: str, found: str, least: tuple[int, ...], mend: str) -> Finding:
