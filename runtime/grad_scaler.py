@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from collectives import Group
+
 from .joinable import GroupJoinable, Joinable, JoinHook
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -31,8 +33,12 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
                 "before that is known; make the optimizer without it"
             )
         self._optimizer = optimizer
-        self.group = optimizer.group
         optimizer.uses_scaler = self.is_enabled()
+
+    @property
+    def group(self) -> Group:  # type: ignore[override]
+        """The optimizer's, which changes when a rank is lost."""
+        return self._optimizer.group
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's; the optimizer unscales, and leaves the step out on all ranks or on none."""
