@@ -71,6 +71,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     as zero where other ranks have a gradient, and keep none where nobody has), and `.grad` is
     always a view of a bucket.
 
+    device_ids, output_device: accepted with one device, and without effect: the module is where it
+    is. mixed_precision: refused, with what to use instead.
+
     Raises ValueError for a module without trainable parameters, for parameters on several
     devices, or on another one than the group's; CollectiveMismatch, on all ranks, if the models
     differ, naming the first parameter that does.
@@ -86,8 +89,22 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        mixed_precision: object = None,
     ) -> None:
         super().__init__()
+        if device_ids is not None and len(device_ids) > 1:
+            raise ValueError(
+                f"device_ids has {len(device_ids)} devices, a rank owns one: start a worker for "
+                "each (num_workers), and leave device_ids out"
+            )
+        if mixed_precision is not None:
+            raise ValueError(
+                "mixed_precision casts parameters in the forward pass; use torch.autocast, or give "
+                "the module parameters in bfloat16, of which ZeroRedundancyOptimizer keeps float32 "
+                "masters"
+            )
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError(

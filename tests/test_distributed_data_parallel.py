@@ -193,3 +193,14 @@ def sparse(group):
 
 def test_sparse_gradients_are_refused(ranks_of):
     assert "only dense gradients are reduced" in ranks_of(1).run(sparse)[0]
+
+
+def test_arguments_of_torch_scripts_are_taken_or_refused_with_the_mend() -> None:
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        net = torch.nn.Linear(2, 2)
+        model = cl.DistributedDataParallel(net, group, device_ids=[0], output_device=0)
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+        with pytest.raises(ValueError, match="a rank owns one: start a worker for each"):
+            cl.DistributedDataParallel(net, group, device_ids=[0, 1])
+        with pytest.raises(ValueError, match=r"use torch\.autocast"):
+            cl.DistributedDataParallel(net, group, mixed_precision=object())
