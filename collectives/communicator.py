@@ -120,7 +120,7 @@ class Communicator(ABC):
         """While `ranks`, this one among them, do something else together, see whether one dies.
 
         For transports that see a death only where something is in flight. All of `ranks` enter
-        it, and leave it together: it ends where all have ended the block. what: for errors.
+        it, and the block ends on none before it has begun on all. what: for errors.
         limit_s: seconds the block takes at most.
         """
         return contextlib.nullcontext()

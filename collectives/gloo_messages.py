@@ -110,13 +110,12 @@ class GlooMessages:
             return part
 
         words = torch.zeros(len(others), 1, dtype=torch.uint8)
-        works = [
+        for other, word in zip(others, words, strict=True):
             self.recv(message(Kind.RECV, other), word)
-            for other, word in zip(others, words, strict=True)
-        ]
         yield
-        works += [self.send(message(Kind.SEND, other), words.new_ones(1)) for other in others]
-        for work in works:
+        # All are waited for already. The others' words are not waited for: a rank that stops when
+        # it has sent some of them would hold up only some of the others.
+        for work in [self.send(message(Kind.SEND, other), words.new_ones(1)) for other in others]:
             work.wait()
 
     def free(self, patience_s: float) -> None:

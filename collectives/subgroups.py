@@ -163,17 +163,15 @@ def connect_child(
                 name=name,
                 backend=backend,
             )
-    except BaseException as error:
-        if group is not None:  # It met, and somebody was lost before all had said so.
+            adopt(parent, group, members)  # From here on its end is the parent's.
+    except (CollectiveError, StoreTimeout) as error:
+        if group is not None and parent._closed:
             group.close()
-        if not isinstance(error, CollectiveError | StoreTimeout):
-            raise
         failure = parent.failure()
         if failure is None:
             failure = _lost(error, what, parent, members, timeout_s)
             parent.abort(failure)
         raise fresh_copy(failure) from error
-    adopt(parent, group, members)
     if parent._closed:  # Meanwhile, by another thread, which cannot have known this one.
         group.close()
         raise GroupClosed(what, parent.generation)
