@@ -152,13 +152,14 @@ async def test_a_death_at_a_collective_of_the_users_own_runs_the_function_again(
 
 
 async def test_a_new_worker_comes_in_while_the_others_train(session: cl.Session) -> None:
-    told = await session.run(train, dies_on=1, dies_at=3, where="step", num_epochs=30, step_s=0.05)
+    told = await session.run(train, dies_on=1, dies_at=3, where="step", num_epochs=24, step_s=0.05)
     assert [one.world_size for one in told] == [3, 3, 3]
     assert_equal(told)
     assert sorted(one.calls for one in told) == [1, 2, 2]  # The newcomer's is its first.
     assert told[0].world_sizes[-1] == 3
 
 
+@pytest.mark.slow
 async def test_with_too_few_workers_the_run_waits_for_new_ones(cluster: None) -> None:
     few = {"CPU": 0.1}
     async with cl.Session(2, resources_per_worker=few, timeout_s=20, max_failures=1) as session:
@@ -167,6 +168,7 @@ async def test_with_too_few_workers_the_run_waits_for_new_ones(cluster: None) ->
     assert_equal(told)
 
 
+@pytest.mark.slow
 async def test_a_function_that_registers_nothing_cannot_run_again(cluster: None) -> None:
     few = {"CPU": 0.1}
     async with cl.Session(2, resources_per_worker=few, timeout_s=20, max_failures=1) as session:
