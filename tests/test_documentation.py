@@ -22,7 +22,14 @@ def programs() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", programs())
+SLOW = {"from-torch-2", "from-torch-3", "getting-started-0", "training-2", "from-ray-train-0"}
+"""Programs that start a cluster each, beside others in the fast suite that do the same."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in programs()],
+)
 def test_a_program_of_the_documentation_runs(tmp_path, name):
     script = tmp_path / "program.py"
     script.write_text(programs()[name])

@@ -136,6 +136,7 @@ def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path):
     assert float(difference[1]) < 1e-5
 
 
+@pytest.mark.slow
 def test_chorusline_run_does_the_same_and_lives_without_matplotlib(tmp_path):
     (tmp_path / "matplotlib.py").write_text(
         "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')"

@@ -176,7 +176,8 @@ class Checkpoints:
             saving=Saving(storage.path_of(folder), step),
             storage=storage,
             folder=folder,
-            number=_savings.get(self._group, 0),
+            # By run, where it has a name: a rank that left one out in an earlier run counts alike.
+            words=f"{self._run}/{self._count}" if self._run else str(_savings.get(self._group, 0)),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
             kinds={entry.name: kind_of(entry) for entry in self.registry},
@@ -184,7 +185,7 @@ class Checkpoints:
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
         )
         self._count += 1
-        _savings[self._group] = job.number + 1
+        _savings[self._group] = _savings.get(self._group, 0) + 1
         self._in_flight = job.saving
         # A daemon: a process that is told to go does not wait for a disk.
         threading.Thread(
@@ -227,7 +228,7 @@ class Checkpoints:
             except Exception as error:
                 trouble = f"{type(error).__name__}: {error}"
             wrote_s = time.monotonic() - began_at
-            words = PrefixStore(f"checkpoint/{job.number}", job.group._store)
+            words = PrefixStore(f"checkpoint/{job.words}", job.group._store)
             words.set(f"part/{rank}", pickle.dumps((part, trouble, job.progress)))  # (4)
             if rank == 0:
                 failure = self._conclude(job, words)
@@ -375,7 +376,7 @@ class _Job:
         saving: Saving,
         storage: Storage,
         folder: str,
-        number: int,
+        words: str,
         waited_s: float,
         paused_s: float,
         kinds: dict[str, str],
@@ -386,7 +387,7 @@ class _Job:
         self.saving = saving
         self.storage = storage
         self.folder = folder
-        self.number = number
+        self.words = words
         self.waited_s = waited_s
         self.paused_s = paused_s
         self.kinds = kinds
