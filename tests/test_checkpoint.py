@@ -28,7 +28,10 @@ from runtime.checkpoint.storage import Folder, open_storage
 from runtime.command_line import main
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 3), (3, 2), pytest.param(2, 4, marks=pytest.mark.slow), (4, 1)],
+)
 def test_a_run_goes_on_at_another_number_of_ranks_from_exactly_what_was_saved(
     ranks_of, tmp_path, before, after
 ):

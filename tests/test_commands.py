@@ -276,6 +276,7 @@ def test_the_doctor_tells_the_mend_of_what_is_wrong_and_exits_with_1(
     assert told.endswith("4 things prevent running here\n")
 
 
+@pytest.mark.slow
 def test_the_bench_counts_wrong_elements_of_every_operation_and_finds_none() -> None:
     done = call("bench", "--op", "all", "--sizes", "52", "--json")
     assert done.returncode == 0, done.stderr

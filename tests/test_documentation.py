@@ -22,7 +22,14 @@ def programs() -> dict[str, str]:
     }
 
 
-SLOW = {"from-torch-2", "from-torch-3", "getting-started-0", "training-2", "from-ray-train-0"}
+SLOW = {
+    "from-ray-train-0",
+    "from-torch-2",
+    "from-torch-3",
+    "getting-started-0",
+    "torch-distributed-0",
+    "training-2",
+}
 """Programs that start a cluster each, beside others in the fast suite that do the same."""
 
 

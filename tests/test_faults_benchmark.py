@@ -15,6 +15,7 @@ from collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_a_few_seeds_leave_nothing_to_complain_about() -> None:
     command = [sys.executable, str(ROOT / "benchmarks/faults.py"), "--seeds", "6", "--json"]
     command += ["--transport", "shared-memory"]

@@ -82,6 +82,7 @@ def test_example_runs_unchanged_as_a_job(dashboard: str, tmp_path: Path) -> None
     assert (tmp_path / "out/loss.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_job_that_the_cluster_is_too_small_for_fails_and_says_so(
     dashboard: str, tmp_path: Path
