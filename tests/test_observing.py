@@ -248,7 +248,7 @@ async def test_ranks_take_steps_while_the_drivers_process_is_stopped(session: Se
             await asyncio.sleep(0.02)
     finally:
         os.kill(driver, signal.SIGCONT)
-    assert await running == [200, 200]
+    assert await running == [500, 500]
 
 
 # ── Versions ─────────────────────────────────────────────────────────────────────────────────────
