@@ -56,21 +56,27 @@ class ScriptedWork(Work):
         self._resume()
 
     def step(self) -> bool:
-        """Block until the work that is awaited now has ended; False if all is over."""
-        try:
-            with self._changed:
-                while self._awaited is None and not self._done:
-                    self._changed.wait()
-                awaited = self._awaited
-        except BaseException as error:  # An interrupt: the other rank waits for us.
-            self._end_generation(f"{type(error).__name__} during {self.operation}")
-            raise
+        """Block until the work that is awaited now has ended and the one behind it, if there is
+        one, has been issued; False if all was over."""
+        awaited = self._next_awaited()
         if awaited is None:
             return False
         with contextlib.suppress(CollectiveError):  # It is found again below.
             awaited.wait()
         self._go_on()
+        self._next_awaited()  # Another thread may be the one that goes on.
         return True
+
+    def _next_awaited(self) -> Work | None:
+        """Block while the script runs; None if it is over."""
+        try:
+            with self._changed:
+                while self._awaited is None and not self._done:
+                    self._changed.wait()
+                return self._awaited
+        except BaseException as error:  # An interrupt: the other rank waits for us.
+            self._end_generation(f"{type(error).__name__} during {self.operation}")
+            raise
 
     def _go_on(self) -> None:
         awaited = self._awaited

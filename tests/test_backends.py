@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from collectives import (
     UnsupportedOperation,
     register_backend,
 )
+from collectives.object_messages import Script, ScriptedWork
 
 register_backend(IN_PROCESS, connect, ["cpu"])
 register_backend("without-tags", connect_without_tags, ["cpu"])
@@ -42,7 +45,9 @@ def run_threads(
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
+    threads = [
+        threading.Thread(target=main, args=(rank,), name=f"rank {rank}") for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -84,6 +89,35 @@ def test_objects_find_their_lists_by_order_where_messages_have_no_tags() -> None
         group.barrier().wait()
 
     run_threads(body, 2, "without-tags", timeout_s=20)
+
+
+def test_a_step_of_a_script_is_over_when_the_next_work_is_issued_by_whichever_thread() -> None:
+    """Without tags, the header of a second list must not be asked for before the first's words."""
+
+    def body(group: Group) -> list[str]:
+        if group.rank == 1:
+            time.sleep(0.1)  # So this thread ends the first barrier, and goes on for rank 0.
+            group.barrier().wait()
+            group.barrier().wait()
+            return []
+        told: list[str] = []
+        first = group.barrier()
+
+        def script() -> Script:
+            yield first
+            told.append(threading.current_thread().name)
+            time.sleep(0.2)
+            second = group.barrier()
+            told.append("issued")
+            yield second
+
+        work = ScriptedWork(dataclasses.replace(first.operation), group, script())
+        work.step()
+        assert told == ["rank 1", "issued"]
+        work.wait()
+        return told
+
+    run_threads(body, 2)
 
 
 def test_a_barrier_of_a_registered_backend_is_one() -> None:
@@ -159,7 +193,9 @@ def test_ranks_that_choose_different_backends_are_told_both() -> None:
         except ValueError as error:
             told[rank] = str(error)
 
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(2)]
+    threads = [
+        threading.Thread(target=main, args=(rank,), name=f"rank {rank}") for rank in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
