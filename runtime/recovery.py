@@ -98,7 +98,8 @@ class Recovery:
         self._data: dict[str, Any] = {}
         self._summaries: list[Summary] = []
         self.bytes_moved = 0
-        """Sent by this rank in all recoveries of the run so far, parameters of (f) left out."""
+        """Sent by this rank, so that ranges of sharded state changed their owner, in all recoveries
+        of the run so far, those from the top as well; parameters, as in (f), left out."""
         self.num_recoveries = 0
 
     def attach(self, context: Context) -> None:
@@ -369,4 +370,6 @@ class Recovery:
         time, or had nothing of this name."""
         if self._retained is None or not self._summaries:
             return False
-        return self._retained.restore(entry, self._summaries, group)
+        sent_bytes = self._retained.restore(entry, self._summaries, group)
+        self.bytes_moved += sent_bytes or 0
+        return sent_bytes is not None

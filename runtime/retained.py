@@ -89,18 +89,18 @@ class Retained:
         }
         return Summary(was_there, held, data)
 
-    def restore(self, entry: Registered, summaries: Sequence[Summary], group: Group) -> bool:
+    def restore(self, entry: Registered, summaries: Sequence[Summary], group: Group) -> int | None:
         """Bring an object that was registered again to its state; called alike on all ranks.
 
-        False if nothing of this name was kept: it is new, and stays as it is.
+        Returns the bytes of sharded state that this rank sent to others for it, or None if nothing
+        of this name was kept: it is new, and stays as it is.
         """
         leader = leader_of(summaries)
         made = entry.object
         if isinstance(made, ZeroRedundancyOptimizer):
             if not any(entry.name in one.held for one in summaries):
-                return False
-            self._restore_optimizer(entry.name, made, summaries, group)
-            return True
+                return None
+            return self._restore_optimizer(entry.name, made, summaries, group)
         if isinstance(made, torch.nn.Module):
             here = _tensors_of(made, committed=False)
             kept = self.tensors.get(entry.name, {})
@@ -108,15 +108,14 @@ class Retained:
                 if name in kept:
                     tensor.copy_(kept[name])
             broadcast_tensors(list(here.values()), leader, group)
-            return True
-        if entry.per_rank:
-            if entry.name in self.states:
-                made.load_state_dict(self.states[entry.name])
-            return entry.name in self.states
-        state = broadcast_object(group, self.states.get(entry.name), leader)
-        if state is not None:
-            made.load_state_dict(copy.deepcopy(state))
-        return state is not None
+            return 0
+        state = self.states.get(entry.name)
+        if not entry.per_rank:
+            state = copy.deepcopy(broadcast_object(group, state, leader))
+        if state is None:
+            return None
+        made.load_state_dict(state)
+        return 0
 
     def _restore_optimizer(
         self,
@@ -124,13 +123,13 @@ class Retained:
         optimizer: ZeroRedundancyOptimizer,
         summaries: Sequence[Summary],
         group: Group,
-    ) -> None:
+    ) -> int:
         mine = self.optimizers.get(name)
         told = (mine.progress, mine.num_steps, mine.options) if mine else None
         progress, num_steps, options = broadcast_object(group, told, leader_of(summaries))
         held = HeldState([], [], {}) if mine is None else mine.held.copy()
         by_rank = [one.held.get(name, ([], {})) for one in summaries]
-        optimizer.take_over(held, by_rank, progress, num_steps, options)
+        return optimizer.take_over(held, by_rank, progress, num_steps, options)
 
 
 def leader_of(summaries: Sequence[Summary]) -> int:

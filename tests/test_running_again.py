@@ -56,6 +56,8 @@ class Told:
     learning_rate: float
     calls: int
     world_sizes: list[int] = field(default_factory=list)
+    bytes_moved: int = 0
+    kept_numel: int = 0
 
 
 calls: list[int] = []
@@ -73,6 +75,7 @@ def train(
 ) -> Told:
     """dies_on: rank of the first generation; where: "own collective", or "step"."""
     calls.append(ctx.generation)
+    moved_before = ctx.recovery.bytes_moved if ctx.recovery else 0
     model = cl.DistributedDataParallel(network(), bucket_cap_mb=0.001)
     optim = cl.ZeroRedundancyOptimizer(
         model, torch.optim.AdamW, lr=LEARNING_RATE, replicas=replicas
@@ -104,6 +107,7 @@ def train(
                 world_sizes.append(ctx.world_size)
                 if is_victim and optim.num_steps == dies_at and where == "own collective":
                     die()
+    assert ctx.recovery is not None
     return Told(
         os.getpid(),
         ctx.rank,
@@ -114,6 +118,8 @@ def train(
         optim.param_groups[0]["lr"],
         len(calls),
         world_sizes,
+        ctx.recovery.bytes_moved - moved_before,
+        sum(kept.numel for kept in optim.shard.held().ranges),
     )
 
 
@@ -157,6 +163,11 @@ async def test_a_new_worker_comes_in_while_the_others_train(session: cl.Session)
     assert_equal(told)
     assert sorted(one.calls for one in told) == [1, 2, 2]  # The newcomer's is its first.
     assert told[0].world_sizes[-1] == 3
+    # Two ranks had all of it in two copies: nothing moves but what the third keeps from now on,
+    # in float64: the numbers that are stepped, and two moments of each.
+    (newcomer,) = [one for one in told if one.calls == 1]
+    assert newcomer.bytes_moved == 0
+    assert sum(one.bytes_moved for one in told) == newcomer.kept_numel * 3 * 8 > 0
 
 
 @pytest.mark.slow
