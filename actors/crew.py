@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import ray
 
-from .calls import Actor, ActorGone, NoAnswer, answer, answers, nodes_leaving
+from .calls import Actor, ActorGone, NoAnswer, answer, answers
 from .driver import GRACE_S, Unfit, driver_class
 from .errors import DriverLost, StartupError
 from .journal import JournalReader
 from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from .recruiting import Recruiter, Seats
 from .testimony import Testimony
 from .versions import versions_here
 from .worker import worker_class
@@ -37,7 +39,7 @@ _DRIVERS_PER_RUN = 4
 
 _DRIVER_START_S = 30.0
 
-_NODE_WATCH_S = 1.0
+_LOOK_S = 0.5
 
 _ANSWER_S = 5.0
 """Seconds in which a live control loop answers, on a machine that is busy with training."""
@@ -46,22 +48,21 @@ _ANSWER_S = 5.0
 class Crew:
     """Driver and workers. `assemble` before each run; `dismiss` once, at the end.
 
-    options: Ray's actor options of the worker in a seat (resources, placement).
-    driver_options: those of the driver.
+    fewest: workers without which no run begins. driver_options: Ray's, of the driver.
     """
 
     def __init__(
         self,
-        num_workers: int,
+        seats: Seats,
+        fewest: int,
         *,
         use_gpu: bool,
-        options: Callable[[int], Mapping[str, Any]],
         driver_options: Mapping[str, Any],
     ) -> None:
-        self.num_workers = num_workers
+        self._seats = seats
+        self._fewest = fewest
         self.name = f"session-{uuid.uuid4().hex[:8]}"
         self._use_gpu = use_gpu
-        self._options = options
         self._driver_options = driver_options
         self._worker_class = worker_class()
         self._workers: dict[int, Actor] = {}  # by seat
@@ -69,8 +70,12 @@ class Crew:
         self._incarnation = -1
         self._is_assembled = False
 
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
     async def assemble(self, timeout_s: float) -> None:
-        """See that there is a driver, and in every seat an idle worker that it knows.
+        """See that there is a driver, and in every seat that has room an idle worker that it knows.
 
         1. Start a driver, if there is none.
         2. Have it ask the workers that are there; kill those that are gone, hang, or are busy.
@@ -78,29 +83,43 @@ class Crew:
 
         Raises StartupError. Does nothing while all is well, so that a run costs no questions.
         """
-        if self._is_assembled:
+        if self._is_assembled and self._seats.has_all:
             return
         if self._driver is None:
             await self._start_driver(timeout_s)
-        if self._workers:
+        if self._workers and not self._is_assembled:
             for unfit in await self._adopt(self._workers, _ANSWER_S):
                 self._kill_worker(unfit.seat)
-        fresh = {}
-        for seat in range(self.num_workers):
-            if seat not in self._workers:
-                actor = self._worker_class.options(**self._options(seat))
-                self._workers[seat] = fresh[seat] = actor.remote(seat, self._use_gpu, self.name)
-        if fresh:
+        empty = await self._empty_seats(timeout_s)
+        if empty:
+            fresh = {seat: self._start_worker(seat) for seat in empty}
             failed = await self._adopt(fresh, timeout_s)
             for unfit in failed:
                 self._kill_worker(unfit.seat)
             if failed:
                 told = "; ".join(f"seat {unfit.seat} {unfit.reason}" for unfit in failed)
                 raise StartupError(
-                    f"{len(failed)} of {self.num_workers} workers did not start",
+                    f"{len(failed)} of {len(self._workers) + len(failed)} workers did not start",
                     f"{told}. If nodes are only slow to start processes, raise startup_timeout_s",
                 )
         self._is_assembled = True
+
+    async def _empty_seats(self, timeout_s: float) -> list[int]:
+        """Seats without a worker that there is room for. Waits until the fewest can be had."""
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            placed = await asyncio.to_thread(self._seats.placed)
+            empty = [seat for seat in placed if seat not in self._workers]
+            num_workers = len(self._workers) + len(empty)
+            if num_workers >= self._fewest:
+                return empty
+            if time.monotonic() > give_up_at:
+                raise StartupError(
+                    f"there is room for {num_workers} workers, and {self._fewest} are the fewest",
+                    f"nodes have gone, and none came within {timeout_s:g} s. Add nodes, or ask for "
+                    "fewer with num_workers=(fewest, most)",
+                )
+            await asyncio.sleep(_LOOK_S)
 
     @property
     def is_assembled(self) -> bool:
@@ -136,13 +155,15 @@ class Crew:
         self._is_assembled = False  # Until it is known that all is well.
         program = [ray.put(payload)]
         call = self._living_driver().run.remote(request, program)
+        has_taken_over = False
         try:
             for left in reversed(range(_DRIVERS_PER_RUN)):
                 try:
                     if driver is None:
                         driver = await self._start_driver(_DRIVER_START_S)
                         call = driver.take_over.remote(request, program, dict(self._workers))
-                    async with self._recruiting(driver, request):
+                        has_taken_over = True
+                    async with self._recruiting(driver, request, has_taken_over):
                         outcome = await answer(call)
                     if outcome is None:
                         raise ActorGone("it died before any worker had heard of the run")
@@ -191,47 +212,16 @@ class Crew:
         return isinstance(outcome, RunSucceeded) and len(outcome.results) == self.num_workers
 
     @contextlib.asynccontextmanager
-    async def _recruiting(self, driver: Actor, request: RunRequest) -> AsyncIterator[None]:
-        """While the body runs, start a worker in each seat that a run loses and goes on without."""
+    async def _recruiting(
+        self, driver: Actor, request: RunRequest, has_taken_over: bool
+    ) -> AsyncIterator[None]:
+        """While the body runs, start workers where a run can take them in."""
         if not request.goes_on:
             yield
             return
-        watchers = [
-            asyncio.create_task(self._recruit(driver, request), name="recruiter"),
-            asyncio.create_task(self._watch_nodes(driver, request), name="node-watch"),
-        ]
-        try:
+        recruiter = Recruiter(driver, request, self._seats, self._workers, self._start_worker)
+        async with recruiter.at_work(has_taken_over=has_taken_over):
             yield
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.wait(watchers)
-
-    async def _watch_nodes(self, driver: Actor, request: RunRequest) -> None:
-        """Tell the driver of nodes that are to go: drained, or preempted."""
-        told: set[str] = set()
-        with contextlib.suppress(ActorGone):
-            while True:
-                await asyncio.sleep(_NODE_WATCH_S)
-                leaving = await asyncio.to_thread(nodes_leaving)
-                for node_id, why in leaving.items():
-                    if node_id not in told:
-                        told.add(node_id)
-                        await answer(driver.node_leaves.remote(request.run, node_id, why))
-
-    async def _recruit(self, driver: Actor, request: RunRequest) -> None:
-        known = 0
-        # Whatever happens to the driver is told to who waits for the run.
-        with contextlib.suppress(ActorGone):
-            while seats := await answer(driver.lost_seats.remote(request.run, known)):
-                known += len(seats)
-                for seat in seats:
-                    self._kill_worker(seat)
-                    actor = self._worker_class.options(**self._options(seat))
-                    self._workers[seat] = actor.remote(seat, self._use_gpu, self.name)
-                    # A node that is gone may come back late: wait as long as the run would.
-                    newcomer = {seat: self._workers[seat]}
-                    await answer(driver.adopt.remote(newcomer, request.pause_s, versions_here()))
 
     async def cancel(self, run: int, reason: str) -> None:
         """End a run; returns when its ranks have stopped, or have had their time to."""
@@ -243,7 +233,7 @@ class Crew:
             await self._stop_workers(reason)
 
     def reports(self, run: int) -> JournalReader:
-        return JournalReader([self._workers[seat] for seat in sorted(self._workers)], run)
+        return JournalReader(self._workers, run)
 
     async def snapshots(
         self, timeout_s: float
@@ -288,12 +278,13 @@ class Crew:
         try:
             await self._stop_workers("the session was closed")
         finally:
-            workers, driver = self._workers, self._driver
-            for seat in list(workers):
-                ray.kill(workers[seat])
+            workers, driver = dict(self._workers), self._driver
+            for worker in workers.values():
+                ray.kill(worker)
             if driver is not None:
                 ray.kill(driver)
-            self._workers, self._driver = {}, None
+            self._workers.clear()
+            self._driver = None
         dying = {seat: worker.snapshot.remote() for seat, worker in workers.items()}
         if driver is not None:
             dying[-1] = driver.snapshot.remote()
@@ -317,6 +308,14 @@ class Crew:
         if self._driver is None:
             raise DriverLost(self._incarnation, "it was found dead before")
         return self._driver
+
+    def _start_worker(self, seat: int) -> Actor:
+        """A new worker, in the place of the one that was there."""
+        if seat in self._workers:
+            self._kill_worker(seat)
+        made = self._worker_class.options(**self._seats.options(seat))
+        worker = self._workers[seat] = made.remote(seat, self._use_gpu, self.name)
+        return worker
 
     def _kill_worker(self, seat: int) -> None:
         ray.kill(self._workers.pop(seat))

@@ -35,6 +35,7 @@ from .events import (
     RunCancelled,
     RunStarted,
     RunTakenOver,
+    SeatEmptied,
     WorkerDied,
     WorkerRegistered,
 )
@@ -42,6 +43,7 @@ from .instructions import (
     AbortRank,
     AskRanks,
     AttachRank,
+    DismissRank,
     EndRun,
     Fence,
     FreezeRank,
@@ -100,7 +102,7 @@ class Driver(StoreActor):
         self._run: int | None = None
         self._run_is_over = asyncio.Event()
         self._early_cancels: set[int] = set()  # A cancellation may overtake its run.
-        self._lost_seats: list[int] = []  # of the run in progress
+        self._lost: list[tuple[int, str]] = []  # of the run in progress
         self._has_lost = asyncio.Event()
 
     async def adopt(
@@ -130,6 +132,8 @@ class Driver(StoreActor):
                     self._membership.handle(arrival)
         if self._events is not None:
             return tuple(unfit)
+        for one in unfit:
+            self._membership.handle(SeatEmptied(one.seat))
         members = {info.worker_id for info, _ in self._membership.snapshot(0).members}
         self._workers = {key: self._workers[key] for key in members}  # Forget the replaced.
         return tuple(unfit)
@@ -167,7 +171,7 @@ class Driver(StoreActor):
     ) -> RunSucceeded | RunFailed:
         begun = self._membership.handle(event)
         self._run, self._events = request.run, asyncio.Queue()
-        self._lost_seats = []
+        self._lost = []
         self._run_is_over.clear()
         if request.run in self._early_cancels:
             self._early_cancels.discard(request.run)
@@ -178,9 +182,8 @@ class Driver(StoreActor):
                 outcome = errands.carry_out(begun)
                 while outcome is None:
                     event = await self._events.get()
-                    if isinstance(event, WorkerDied):
-                        self._note_loss(event.worker_id)
                     instructions = self._membership.handle(event)
+                    self._note_losses(event, instructions)
                     outcome = errands.carry_out(instructions)
                     self._count(event, instructions)
                 errands.drop()
@@ -190,11 +193,16 @@ class Driver(StoreActor):
             self._run_is_over.set()
             self._has_lost.set()
 
-    def _note_loss(self, worker_id: str) -> None:
-        for info, _ in self._membership.snapshot(0).members:
-            if info.worker_id == worker_id:
-                self._lost_seats.append(info.seat)
-                self._has_lost.set()
+    def _note_losses(self, event: Event, instructions: list[Instruction]) -> None:
+        lost = {one.worker_id for one in instructions if isinstance(one, DismissRank)}
+        if isinstance(event, WorkerDied):
+            lost.add(event.worker_id)
+        if lost:
+            members = self._membership.snapshot(0).members
+            self._lost += [
+                (info.seat, info.worker_id) for info, _ in members if info.worker_id in lost
+            ]
+            self._has_lost.set()
 
     def _count(self, event: Event, instructions: list[Instruction]) -> None:
         if isinstance(event, WorkerDied):
@@ -214,13 +222,13 @@ class Driver(StoreActor):
         else:
             self._early_cancels.add(run)
 
-    async def lost_seats(self, run: int, known: int) -> list[int]:
-        """Seats that the run in progress has lost, those known left out; suspends while there are
-        none. Empty when the run is over."""
-        while self._run == run and len(self._lost_seats) <= known:
+    async def lost_workers(self, run: int, known: int) -> list[tuple[int, str]]:
+        """Seats and ids of workers that the run in progress has lost, or let go, those known left
+        out; suspends while there are none. Empty when the run is over."""
+        while self._run == run and len(self._lost) <= known:
             self._has_lost.clear()
             await self._has_lost.wait()
-        return self._lost_seats[known:] if self._run == run else []
+        return self._lost[known:] if self._run == run else []
 
     async def node_leaves(self, run: int, node_id: str, why: str) -> None:
         """A node has been told to go; its ranks leave the run first."""
@@ -292,7 +300,7 @@ class _Errands:
                     self._start(self._attach_rank(instruction), f"attach-{worker_id}")
                 case AskRanks():
                     self._start(self._ask_ranks(instruction), "ask-ranks")
-                case AbortRank(worker_id):
+                case AbortRank(worker_id) | DismissRank(worker_id):
                     self._start(self._abort_rank(instruction), f"abort-{worker_id}")
                 case StartGrace():
                     self._start(self._end_grace(), "grace")
@@ -350,7 +358,7 @@ class _Errands:
             event = WorkerDied(attach.worker_id, gone.detail)
         self._events.put_nowait(event)
 
-    async def _abort_rank(self, abort: AbortRank) -> None:
+    async def _abort_rank(self, abort: AbortRank | DismissRank) -> None:
         worker = self._driver.worker(abort.worker_id)
         # Whether it died is told by its run call; whether it hangs, by the grace period.
         with contextlib.suppress(ActorGone, NoAnswer):

@@ -22,6 +22,13 @@ class WorkerRegistered:
 
 
 @dataclass(frozen=True, slots=True)
+class SeatEmptied:
+    """Between runs: the worker in a seat cannot take part, and is not counted on any more."""
+
+    seat: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunStarted:
     """fewest, max_failures: as in RunRequest."""
 
@@ -120,6 +127,7 @@ class GraceEnded:
 
 Event: TypeAlias = (
     WorkerRegistered
+    | SeatEmptied
     | RunStarted
     | RunTakenOver
     | RankEnded

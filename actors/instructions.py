@@ -45,6 +45,14 @@ class AbortRank:
 
 
 @dataclass(frozen=True, slots=True)
+class DismissRank:
+    """As AbortRank, of a rank that the run goes on without: its node goes, its seat is empty."""
+
+    worker_id: str
+    error: CollectiveError
+
+
+@dataclass(frozen=True, slots=True)
 class StartGrace:
     """Send GraceEnded when ranks have had long enough to stop."""
 
@@ -105,6 +113,7 @@ Instruction: TypeAlias = (
     | AttachRank
     | AskRanks
     | AbortRank
+    | DismissRank
     | StartGrace
     | FreezeRank
     | StartPatience

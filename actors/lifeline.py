@@ -22,7 +22,7 @@ from collectives.errors import (
 from collectives.group import Group
 
 from .calls import Actor
-from .messages import Assignment, Frozen, Progress, Resumption, RunRequest
+from .messages import NOWHERE, Assignment, Frozen, Progress, Resumption, RunRequest
 
 
 def ends_a_generation(error: BaseException) -> bool:
@@ -33,22 +33,23 @@ def ends_a_generation(error: BaseException) -> bool:
 class Lifeline:
     """One rank's, for one run.
 
-    connect: makes the group of a resumption; it has published it for the control loop by the time
-    it returns, so that it can be aborted. Errors of its own end that generation, too.
+    connect: makes the group of the generation that this rank was put into last; it has published
+    it for the control loop by the time it returns, so that it can be aborted. Errors of its own end
+    that generation, too. resumption: of a run that others are in already, when this rank comes.
     """
 
     def __init__(
         self,
         request: RunRequest,
         driver: Actor,
-        group: Group,
         assignment: Assignment,
-        connect: Callable[[Resumption], Group],
+        connect: Callable[[], Group],
+        resumption: Resumption | None = None,
     ) -> None:
         self.goes_on = request.goes_on
-        self.group = group
+        self.group: Group | None = None
         self.assignment = assignment
-        self.generation = group.generation
+        self.generation = assignment.generation
         """The last one that this rank was put into; its group may not have come about."""
         self._request = request
         self._driver = driver
@@ -58,9 +59,28 @@ class Lifeline:
         self._stop_error: CollectiveError | None = None
         self._freeze_error: CollectiveError | None = None
         self._is_released = False
-        self.last_resumption: Resumption | None = None
+        self.last_resumption = resumption
         self._unanswered: Callable[[Actor], object] | None = None
         """What this rank has told the driver, and waits for the answer to."""
+
+    def begin(self) -> tuple[Assignment, Group, Resumption | None]:
+        """Meet the others, before the function is called; again and again where that fails, and
+        the run goes on: who does not come is replaced, and others may come meanwhile.
+
+        Returns what `last_resumption` then is, but None if nobody has begun.
+        """
+        while True:
+            try:
+                group = self.connect()
+            except Exception as error:
+                if not self.goes_on or not ends_a_generation(error):
+                    raise
+                # Nothing was begun here: it needs nothing registered to begin once more.
+                self.regenerate(error, tuple, NOWHERE, is_parked=False, can_restart=True, spare=0)
+                continue
+            told = self.last_resumption
+            has_begun = told is not None and told.entered != NOWHERE
+            return self.assignment, group, told if has_begun else None
 
     def regenerate(
         self,
@@ -81,7 +101,7 @@ class Lifeline:
         Raises what the run was stopped with, if it does not go on.
         """
         met = self._as_collective_error(error)
-        if not self.group.failure():
+        if self.group is not None and not self.group.failure():
             self.group.abort(met)  # 1
         frozen = Frozen(
             self.assignment.rank,
@@ -108,8 +128,8 @@ class Lifeline:
             self._freeze_error = None
         return resumption
 
-    def connect(self, resumption: Resumption) -> Group:
-        self.group = self._connect(resumption)
+    def connect(self) -> Group:
+        self.group = self._connect()
         return self.group
 
     def finish(self) -> CollectiveError | None:

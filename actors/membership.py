@@ -48,6 +48,7 @@ from .events import (
     RunCancelled,
     RunStarted,
     RunTakenOver,
+    SeatEmptied,
     WorkerDied,
     WorkerRegistered,
 )
@@ -55,6 +56,7 @@ from .instructions import (
     AbortRank,
     AskRanks,
     AttachRank,
+    DismissRank,
     EndRun,
     Fence,
     FreezeRank,
@@ -154,6 +156,10 @@ class Membership:
                 return self._start(run, fewest, max_failures)
             case RunTakenOver():
                 return self._take_over(event)
+            case SeatEmptied(seat):
+                if self._members.pop(seat, None) is not None:
+                    self._formed = ()
+                return []
             case RankEnded(ending, worker_id):
                 return self._rank_ended(ending, worker_id)
             case RankFroze(frozen):
@@ -214,11 +220,14 @@ class Membership:
     def _start(self, run: int, fewest: int, max_failures: int | None) -> list[Instruction]:
         if self._run is not None:
             raise RuntimeError(f"run {self._run.number} is still in progress")
+        ready = [m for m in self._members.values() if m.state is MemberState.READY]
         unready = [m for m in self._members.values() if m.state is not MemberState.READY]
-        if unready or not self._members:
+        # A seat may stay empty whose node is gone, as long as there are enough of the others.
+        if len(ready) < fewest or any(m.state is not MemberState.LOST for m in unready):
             told = "; ".join(f"{member.info} is {member.state.value}" for member in unready)
             raise RuntimeError(f"run {run} cannot start: {told or 'no worker has registered'}")
-        members = tuple(in_rank_order(self._members.values()))
+        self._members = {member.info.seat: member for member in ready}
+        members = tuple(in_rank_order(ready))
         order = tuple(member.info.worker_id for member in members)
         if order != self._formed:
             self._generation += 1
@@ -234,7 +243,11 @@ class Membership:
 
     def _take_over(self, taken: RunTakenOver) -> list[Instruction]:
         """Go on with what the workers say; a rank that none of them has is lost."""
-        newest = max(taken.stands, key=lambda stand: stand.assignment.generation)
+        # Of those who were told last, one that knows how it came about.
+        newest = max(
+            taken.stands,
+            key=lambda stand: (stand.assignment.generation, stand.resumption is not None),
+        )
         generation, size = newest.assignment.generation, newest.assignment.world_size
         by_rank: dict[int, Stand] = {}
         late: list[tuple[int, Stand]] = []
@@ -437,7 +450,7 @@ class Membership:
         for member in gone:
             why = run.leaving[member.info.node_id]
             left = GroupAborted(self._generation - 1, [], f"{member.info} has left: {why}")
-            instructions.append(AbortRank(member.info.worker_id, left))
+            instructions.append(DismissRank(member.info.worker_id, left))
         for member, old, assignment in zip(
             members,
             former,

@@ -147,12 +147,17 @@ DROPPED = Progress(-1)
 """Of an optimizer that the function has let go of: nobody waits for it any more."""
 
 
+NOWHERE = -1
+"""In the place of a generation: of a rank that has not begun, and so has nothing to go on with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Frozen:
     """A rank has ended `generation` for itself and waits for the next one.
 
     progress: of its optimizers, in the order in which they were made. error: what it met with.
-    entered: the last generation that it has gone on in; later ones have not come about for it.
+    entered: the last generation that it has gone on in, or NOWHERE; later ones have not come about
+    for it.
     is_parked: its function waits inside a step, and can go on there; otherwise it has been left,
     and has to run again from the top. can_restart: all that has to survive that is registered.
     spare: ranks that may go at once without any state being lost, as far as this rank knows.
@@ -174,8 +179,8 @@ class Resumption:
 
     former_ranks: by new rank, the rank in the generation that ended, -1 of a newcomer. progress:
     what holds for all; who has seen less takes it from here. entered: the last generation that any
-    rank has gone on in; who has not did all that was needed for it, and counts it, too. restarts:
-    the function runs again from the top, on all ranks.
+    rank has gone on in; who has not did all that was needed for it, and counts it, too; NOWHERE if
+    no rank has begun. restarts: the function runs again from the top, on all ranks.
     """
 
     assignment: Assignment

@@ -99,6 +99,7 @@ class _Run:
         self.ending: concurrent.futures.Future[Success | Failure] = concurrent.futures.Future()
         self.state = WorkerState.STARTING
         self.stop_error: CollectiveError | None = None
+        self.early_freeze: CollectiveError | None = None  # of the first generation
         self.began_at = time.monotonic()
 
 
@@ -129,6 +130,7 @@ class Worker:
         self._generation = -1
         self._ended: _Run | None = None  # the last one
         self._early_stops: dict[int, CollectiveError] = {}  # by run; the calls may overtake `run`
+        self._early_freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
         self._publisher = Publisher(session, seat, self._look)
 
     async def run(
@@ -161,6 +163,9 @@ class Worker:
             self._generation = assignment.generation
             run.stop_error = self._early_stops.pop(request.run, None)
             self._early_stops.clear()
+            key = (request.run, assignment.generation)
+            run.early_freeze = self._early_freezes.pop(key, None)
+            self._early_freezes.clear()
             run.thread = TrainingThread(
                 lambda: self._train(run, program, resumption),
                 lambda value, error: self._conclude(run, value, error),
@@ -309,12 +314,12 @@ class Worker:
         """
         with self._lock:
             current = self._run
-            if (
-                current is None
-                or current.request.run != run
-                or current.assignment.generation != generation
-            ):
-                return  # It has gone on already, or is over.
+            if current is None or current.request.run != run:
+                if run > self._last[0]:
+                    self._early_freezes[run, generation] = error
+                return
+            if current.assignment.generation != generation:
+                return  # It has gone on already.
             group, store, lifeline = self._group, current.store, current.lifeline
         store.cancel(error)
         if group is not None and group.generation == generation:
@@ -364,21 +369,27 @@ class Worker:
             torch.cuda.set_device(self._device)
         set_debug_level(max(run.request.debug_level, get_debug_level()))
         program: Program = cloudpickle.loads(payload)
-        group = self._meet(run)
         lifeline = Lifeline(
-            run.request, run.driver, group, run.assignment, lambda _: self._meet(run)
+            run.request, run.driver, run.assignment, lambda: self._meet(run), resumption
         )
         with self._lock:
             run.lifeline = lifeline
             if run.stop_error is not None:
                 lifeline.stop(run.stop_error)
-        return program(run.assignment, group, run.journal, lifeline, run.steps, resumption)
+        assignment, group, resumption = lifeline.begin()
+        return program(assignment, group, run.journal, lifeline, run.steps, resumption)
 
     def _meet(self, run: _Run) -> Group:
         """The group of the run's generation."""
         with self._lock:
             assignment, store = run.assignment, run.store
             group, self._group = self._group, None
+            early_freeze, run.early_freeze = run.early_freeze, None
+        if early_freeze is not None:
+            if group is not None:
+                group.abort(early_freeze)
+                group.close()
+            raise fresh_copy(early_freeze)
         if group is not None and group.generation != assignment.generation:
             group.close()
             group = None

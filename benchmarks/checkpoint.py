@@ -95,7 +95,8 @@ def measure(
     assignment = Assignment(0, rank, num_ranks, rank, num_ranks, 0)
     request = RunRequest(0, group.timeout_s, keep_reports=False)
     driver: Any = None  # Nobody to tell of a loss: it ends the run.
-    lifeline = Lifeline(request, driver, group, assignment, lambda _: group)
+    lifeline = Lifeline(request, driver, assignment, lambda: group)
+    lifeline.begin()
     seconds = Program(train, {})(assignment, group, Journal(keep=False), lifeline, Steps(), None)
     group.close()
     dist.destroy_process_group()

@@ -139,7 +139,6 @@ async def place(
     Raises StartupError: at once if the whole cluster is too small for the fewest, else when they
     were not placed within `timeout_s`. (Ray itself would wait for ever, and say nothing.)
     """
-    # An autoscaler could make the cluster larger; sessions that wait for it come with elasticity.
     total = ray.cluster_resources()
     if "GPU" in bundle and not total.get("GPU"):
         raise StartupError(
@@ -185,16 +184,16 @@ async def give_back(group: PlacementGroup) -> None:
         await asyncio.sleep(0.02)
 
 
-def options_of_seat(
-    group: PlacementGroup, bundle: Mapping[str, float], seat: int
+def options_of_bundle(
+    group: PlacementGroup, index: int, bundle: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Ray's actor options for the worker in bundle number `seat`."""
+    """Ray's actor options for the worker in a bundle of a group."""
     special = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: dict[str, Any] = {"num_cpus": 0}
     options |= {special[name]: amount for name, amount in bundle.items() if name in special}
     options["resources"] = {name: amount for name, amount in bundle.items() if name not in special}
     options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-        placement_group=group, placement_group_bundle_index=seat
+        placement_group=group, placement_group_bundle_index=index
     )
     return options
 

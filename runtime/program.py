@@ -13,7 +13,7 @@ from ray import cloudpickle
 from actors.errors import Interrupted, StateLost
 from actors.journal import Journal
 from actors.lifeline import Lifeline, ends_a_generation
-from actors.messages import Assignment, Resumption
+from actors.messages import NOWHERE, Assignment, Resumption
 from actors.steps import Steps
 from collectives.group import Group
 
@@ -138,6 +138,7 @@ class Run:
         if self._recovery is None:
             raise error
         group = self._lifeline.group
+        assert group is not None
         if isinstance(error, StateLost) and self._context and self._context.has_checkpoint(group):
             # All ranks are in the next generation already, and raise this alike.
             self._recovery.forget()
@@ -146,7 +147,9 @@ class Run:
         while True:
             resumption = self._recovery.leave(error)
             try:
-                return resumption.assignment, self._lifeline.connect(resumption), resumption
+                group = self._lifeline.connect()
+                has_begun = resumption.entered != NOWHERE
+                return resumption.assignment, group, resumption if has_begun else None
             except Exception as failure:
                 if not ends_a_generation(failure):
                     raise

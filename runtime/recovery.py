@@ -25,15 +25,18 @@ function goes on to its next boundary or collective, and is left there.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from actors.errors import StateLost
 from actors.lifeline import Lifeline, ends_a_generation
-from actors.messages import DROPPED, Assignment, Progress, Resumption
+from actors.messages import DROPPED, NOWHERE, Assignment, Progress, Resumption
 from collectives import Group
 from collectives.objects import all_gather_object
+from collectives.operation import State
 from collectives.resharding import Range
 
 from . import join
@@ -95,6 +98,8 @@ class Recovery:
         """How the function runs again, once it has been left."""
         self._retained: Retained | None = None
         """Of before the function was run again; until a step has been agreed on since."""
+        self._is_newcomer = False
+        """This rank has nothing of its own to go on with, until such a step."""
         self._data: dict[str, Any] = {}
         self._summaries: list[Summary] = []
         self.bytes_moved = 0
@@ -105,6 +110,7 @@ class Recovery:
     def attach(self, context: Context) -> None:
         """The function runs, with this context."""
         self._context = context
+        self._attached_at = time.time()
         self.dealer = context.dealer
         self._optimizers, self._models = [], []
         self._stepped_last = None
@@ -123,7 +129,7 @@ class Recovery:
     def record(self, cursors: tuple[int, ...]) -> None:
         """A ballot was seen; the cursors of all ranks."""
         self.dealer.record(cursors)
-        self._retained, self._summaries = None, []
+        self._retained, self._summaries, self._is_newcomer = None, [], False
 
     def finish(self) -> None:
         """The function has returned here: wait until it has everywhere, and help until then."""
@@ -147,7 +153,7 @@ class Recovery:
         self.pass_boundary()
         held: dict[int, HeldState] = {}
         while True:
-            resumption = self._freeze(error, is_parked=True)  # (a)
+            resumption = self._freeze(error, self._entered, is_parked=True)  # (a)
             if resumption.restarts:
                 self._restart = resumption
                 before = optimizer.progress if optimizer else None
@@ -167,13 +173,13 @@ class Recovery:
                     raise
                 error = failure
 
-    def _freeze(self, error: BaseException, *, is_parked: bool) -> Resumption:
+    def _freeze(self, error: BaseException, entered: int, *, is_parked: bool) -> Resumption:
         return self._lifeline.regenerate(
             error,
             self._progress,
-            self._entered,
+            entered,
             is_parked=is_parked,
-            can_restart=self._can_restart(),
+            can_restart=entered == NOWHERE or self._can_restart(),
             spare=min((one.shard.replicas - 1 for one in self._living()), default=0),
         )
 
@@ -196,6 +202,17 @@ class Recovery:
         models = [model for made in self._models if (model := made())]
         return bool(optimizers) and all(id(one) in registered for one in [*optimizers, *models])
 
+    def _has_begun(self) -> bool:
+        """Whether any collective of the function has come to its end. If not, no other rank has
+        anything of this one, and it may begin once more, as if it had not."""
+        if self._retained is not None or self.num_recoveries > 0:
+            return True
+        return any(
+            one.state is State.DONE and one.issued_at >= self._attached_at
+            for recording in self._context.group.flight_recorders()
+            for one in recording.collectives
+        )
+
     def _catch_up(self, resumption: Resumption) -> None:
         for number, made in enumerate(self._optimizers):
             optimizer = made()
@@ -212,7 +229,7 @@ class Recovery:
         for number, optimizer in optimizers.items():
             if number not in held:
                 held[number] = optimizer.shard.held()
-        group = self._lifeline.connect(resumption)  # (c)
+        group = self._lifeline.connect()  # (c)
         standings: list[Standing] = all_gather_object(
             group,
             Standing(
@@ -321,6 +338,8 @@ class Recovery:
     def leave(self, error: BaseException) -> Resumption:
         """The function has been left: learn how it goes on, and keep what it has registered.
 
+        Where no rank has begun, its `entered` is NOWHERE, and the function begins as at first.
+
         Raises what ended the run, if it does not go on; and `error` itself if it ends no
         generation: then the function has failed.
         """
@@ -328,7 +347,15 @@ class Recovery:
         if resumption is None or not isinstance(error, FunctionLeft):
             if not ends_a_generation(error) and not isinstance(error, FunctionLeft):
                 raise error
-            resumption = self._freeze(error, is_parked=False)
+            has_begun = self._has_begun()
+            entered = self._entered if has_begun else NOWHERE
+            resumption = self._freeze(error, entered, is_parked=False)
+            if not has_begun:
+                if resumption.entered == NOWHERE:
+                    self.forget()
+                else:
+                    self.begin_as_newcomer()
+                return resumption
             self._catch_up(resumption)
         if self._retained is None:
             from .retained import Retained  # which knows models and optimizers
@@ -341,13 +368,13 @@ class Recovery:
         """The function begins where no rank has anything any more."""
         self._entered, self._since_entered = self._lifeline.generation, {}
         self._entry = self._restart = self._retained = None
-        self._summaries = []
+        self._summaries, self._is_newcomer = [], False
 
     def begin_as_newcomer(self) -> None:
         """The function runs for the first time here, and has run elsewhere."""
         from .retained import Retained
 
-        self._retained = Retained()
+        self._retained, self._is_newcomer = Retained(), True
 
     def begin_again(self, resumption: Resumption, group: Group) -> list[dict[str, Any]]:
         """Meet the others before the function runs again; where they were in their data, the
@@ -355,10 +382,12 @@ class Recovery:
         from .retained import leader_of
 
         assert self._retained is not None
-        was_there = resumption.former_ranks[resumption.assignment.rank] >= 0
         self._entered, self._since_entered = resumption.assignment.generation, {}
         self._entry = None
-        self._summaries = all_gather_object(group, self._retained.summary(was_there, self._data))
+        mine = self._retained.summary(not self._is_newcomer, self._data)
+        self._summaries = all_gather_object(group, mine)
+        if not any(one.was_there for one in self._summaries):
+            raise StateLost(group.generation, 1, "all that was registered and had taken a step")
         self.num_recoveries += 1
         leader = leader_of(self._summaries)
         data = [one.data for one in self._summaries if one.was_there]

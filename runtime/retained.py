@@ -41,7 +41,8 @@ class RetainedOptimizer:
 class Summary:
     """What a rank tells the others of what it keeps, before the function runs again.
 
-    was_there: not a newcomer. data: where it was in its data (Context.told_data).
+    was_there: not a newcomer that has yet to take its first step. data: where it was in its data
+    (Context.told_data).
     """
 
     was_there: bool

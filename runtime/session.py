@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.util.placement_group import PlacementGroup
 
 from actors.crew import STEP_S, Crew
 from actors.driver import GRACE_S
@@ -26,6 +25,7 @@ from collectives.debug import get_debug_level
 from . import notebook, placement
 from .checkpoint.config import CheckpointConfig
 from .program import pickled
+from .seats import Seats
 from .trace import as_json, traced
 
 _PULL_S = 0.3
@@ -76,7 +76,9 @@ class Session:
         async with Session(num_workers=4) as session:
             results = await session.run(train, epochs=3)
 
-    num_workers: how many, or (fewest, most): as many as fit when the session starts.
+    num_workers: how many, or (fewest, most): as many as fit when the session starts, and more when
+    there is room for them, in the middle of a run where its function can run again (ctx.register);
+    an autoscaler sees that they are wanted.
     max_failures: workers that may be lost before a run fails; None: any number, as long as
     `fewest` are left. By default 0, and None where num_workers is a pair. A run goes on without
     them where its function can: see ZeroRedundancyOptimizer, `replicas`.
@@ -146,13 +148,13 @@ class Session:
         self._log_to_driver = log_to_driver
         self._state = SessionState.NEW
         self._is_local = False  # We started the cluster.
-        self._placement: PlacementGroup | None = None
+        self._seats: Seats | None = None
         self._crew: Crew | None = None
         self._next_run = 0
 
     @property
     def num_workers(self) -> int:
-        """Workers that were placed; before the start, the most that were asked for."""
+        """Workers that there are; before the start, the most that were asked for."""
         return self._crew.num_workers if self._crew else self._most
 
     @property
@@ -181,17 +183,15 @@ class Session:
                 resources_per_worker=self._resources_per_worker,
                 is_local=self._is_local,
             )
-            placed = self._placement = await placement.place(
-                bundle,
-                self._fewest,
-                self._most,
-                self._placement_strategy,
-                self._startup_timeout_s,
+            strategy = self._placement_strategy
+            first = await placement.place(
+                bundle, self._fewest, self._most, strategy, self._startup_timeout_s
             )
+            self._seats = Seats(first, bundle, self._most, strategy)
             self._crew = Crew(
-                placed.bundle_count,
+                self._seats,
+                self._fewest,
                 use_gpu=self._use_gpu,
-                options=lambda seat: placement.options_of_seat(placed, bundle, seat),
                 driver_options=placement.options_of_driver(),
             )
             await self._crew.assemble(self._startup_timeout_s)
@@ -212,7 +212,7 @@ class Session:
         was_running = self._state is SessionState.RUNNING
         self._state = SessionState.CLOSED
         crew, self._crew = self._crew, None
-        placed, self._placement = self._placement, None
+        seats, self._seats = self._seats, None
         is_local, self._is_local = self._is_local, False
         try:
             if crew is not None and ray.is_initialized():
@@ -221,8 +221,8 @@ class Session:
                 await crew.dismiss()
         finally:
             try:
-                if placed is not None and ray.is_initialized():
-                    await placement.give_back(placed)
+                if seats is not None and ray.is_initialized():
+                    await seats.give_back()
             finally:
                 if is_local:
                     ray.shutdown()

@@ -69,6 +69,7 @@ class Shard:
         self.batch_size = batch_size
         self.taken = 0
         self.ids_of_the_lost: list[int] = []
+        self._committed_at_end: list[int] | None = None
         self._dealer = dealer or Dealer(rank, world_size)
         self._num_samples = len(dataset)
         self._epoch, self._seed, self._shuffle = epoch, seed, shuffle
@@ -104,6 +105,8 @@ class Shard:
     @property
     def committed_ids(self) -> list[int]:
         """The samples of the iteration, of all ranks, that belong to steps that count."""
+        if self._committed_at_end is not None:
+            return self._committed_at_end
         return self._dealer.committed_ids(self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,6 +117,7 @@ class Shard:
         join, bound = active_join(), boundary()
         self.taken = 0
         self.ids_of_the_lost = []
+        self._committed_at_end = None
         self._dealer.begin(self)
         try:
             with bound.iterating(self.sample_ids, self.batch_size, self._epoch) as done:
@@ -149,6 +153,8 @@ class Shard:
                 join.ledger.batch = None
             raise
         finally:
+            # A function that is left at a boundary is left from in here, and asked afterwards.
+            self._committed_at_end = self._dealer.committed_ids(self)
             self._dealer.end(self)
 
     def _num_left(self) -> int:

@@ -68,8 +68,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     this, as torch.nn.utils.clip_grad_norm_ does (which, on local gradients, would be wrong here);
     the norm goes with the ballot, and `grad_norm` holds it after the step.
     replicas: ranks that keep each shard of the state, its owner among them. With 2 or more, and a
-    session that may lose workers (max_failures), the loss of a worker costs no state and no step.
-    Each replica costs P/N elements sent per step, and the state and the arithmetic of a shard.
+    session that may lose workers (max_failures), the loss of a worker costs no state and no step;
+    while it has fewer workers than that, each shard is kept by all of them. Each replica costs P/N
+    elements sent per step, and the state and the arithmetic of a shard.
 
     overlap_with_ddp: the backward pass steps each bucket's shard as soon as the bucket is reduced,
     from the first step on; `step()`, which follows it as ever, finishes. So options are to be
@@ -116,7 +117,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         if self._model and group is not None and group is not self._model.group:
             raise ValueError("group must be that of the model whose gradients are reduced")
         self.group = group or (self._model.group if self._model else current_group())
-        if replicas > self.group.size:
+        # Where a run gains and loses workers, there are as many copies as ranks until more come.
+        if replicas > self.group.size and recovery_of(self.group) is None:
             raise ValueError(
                 f"replicas={replicas} is more than the {self.group.size} ranks that could keep them"
             )

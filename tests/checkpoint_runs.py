@@ -32,7 +32,8 @@ def in_run(
     )
     request = RunRequest(0, group.timeout_s, keep_reports=False)
     # Of a run that does not go on when a rank is lost.
-    lifeline = Lifeline(request, None, group, assignment, lambda _: group)
+    lifeline = Lifeline(request, None, assignment, lambda: group)
+    lifeline.begin()
     program = Program(train, kwargs, config)
     return program(assignment, group, Journal(keep=False), lifeline, Steps(), None)
 

@@ -2,72 +2,32 @@
 
 import contextlib
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from head_node import BIN, ENVIRONMENT, MARK, free_ports, head_node, wait_until
 from ray.job_submission import JobSubmissionClient
 
 ROOT = Path(__file__).parents[1]
-BIN = Path(sys.executable).parent
 TINY = ["--preset", "tiny", "--files", "6", "--block", "32", "--batch-size", "32"]
-MARK = "CHORUSLINE_TEST_HEAD"  # In the environment of all that the head node starts.
-ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {
-    "PATH": f"{BIN}:{os.environ['PATH']}",  # The job says `python`, and means ours.
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
 
 
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
-    """Address of the dashboard of a head node of our own.
-
-    Never `ray stop`: it ends every Ray process of the machine. `--block` ties the node's processes
-    to one, which takes them along when it is told to end.
-    """
+    """Address of the dashboard of a head node of our own."""
     port, client, agent = free_ports(3)
-    # Not pytest's folder: sockets lie in it, and their paths may not be long.
-    with tempfile.TemporaryDirectory(prefix="head", ignore_cleanup_errors=True) as folder:
-        log = Path(folder) / "log"
-        with log.open("w") as output:
-            head = subprocess.Popen(
-                [
-                    *(BIN / "ray", "start", "--head", "--block", "--port=0", "--num-cpus=2"),
-                    *("--include-dashboard=true", "--dashboard-host=127.0.0.1"),
-                    f"--dashboard-port={port}",
-                    f"--dashboard-agent-listen-port={agent}",
-                    f"--ray-client-server-port={client}",
-                    f"--temp-dir={folder}",
-                ],
-                env=ENVIRONMENT | {MARK: folder},
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        try:
-            address = f"http://127.0.0.1:{port}"
-            wait_until(lambda: answers(f"{address}/api/version") or head.poll() is not None, 90)
-            assert head.poll() is None, log.read_text()
-            assert marked(folder), "the watch for what is left behind sees nothing"
-            yield address
-        finally:
-            head.terminate()
-            head.wait(60)
-            wait_until(lambda: not marked(folder), 30)
-            left = marked(folder)
-            for process in left:
-                os.kill(process, signal.SIGKILL)
-            assert not left, f"processes of the cluster were left behind: {left}"
+    address = f"http://127.0.0.1:{port}"
+    flags = [
+        *("--port=0", "--num-cpus=2", "--include-dashboard=true", "--dashboard-host=127.0.0.1"),
+        *(f"--dashboard-port={port}", f"--dashboard-agent-listen-port={agent}"),
+        f"--ray-client-server-port={client}",
+    ]
+    with head_node(*flags, is_up=lambda: answers(f"{address}/api/version")):
+        yield address
 
 
 @pytest.mark.timeout(300)
@@ -151,31 +111,7 @@ def submit(dashboard: str, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 def answers(url: str) -> bool:
     with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
         return True
     return False
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-
-def marked(folder: str) -> list[int]:
-    """Ids of the living processes that descend from the head node of `folder`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # It ended meanwhile, or is another user's.
-            if f"{MARK}={folder}\0".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found

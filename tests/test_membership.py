@@ -13,6 +13,7 @@ from actors.events import (
     RankEnded,
     RunCancelled,
     RunStarted,
+    SeatEmptied,
     WorkerDied,
     WorkerRegistered,
 )
@@ -278,12 +279,24 @@ def test_a_stuck_worker_keeps_the_next_run_from_starting_until_it_is_replaced() 
     assert succeed(membership, 1, 2) == 1
 
 
-def test_a_death_between_runs_is_remembered() -> None:
+def test_a_death_between_runs_is_remembered_and_the_others_begin_if_they_are_enough() -> None:
     membership = with_workers(worker(0), worker(1))
     assert succeed(membership, 0, 2) == 0
     assert membership.handle(death(0)) == []
     with pytest.raises(RuntimeError, match=r"seat 0 .* is lost"):
-        membership.handle(RunStarted(1))
+        membership.handle(RunStarted(1, fewest=2))
+    (start,) = membership.handle(RunStarted(1, fewest=1))
+    assert isinstance(start, StartRank)
+    assert (start.worker_id, start.assignment.generation) == (worker(1).worker_id, 1)
+
+
+def test_a_seat_that_was_emptied_between_runs_is_not_waited_for() -> None:
+    membership = with_workers(worker(0), worker(1))
+    assert succeed(membership, 0, 2) == 0
+    assert membership.handle(SeatEmptied(1)) == []
+    (start,) = membership.handle(RunStarted(1))
+    assert isinstance(start, StartRank)
+    assert start.assignment == Assignment(1, 0, 1, 0, 1, 0)
 
 
 def test_a_second_run_is_refused_while_one_is_in_progress() -> None:

@@ -24,6 +24,7 @@ from actors.events import (
 from actors.instructions import (
     AbortRank,
     AttachRank,
+    DismissRank,
     EndRun,
     Fence,
     FreezeRank,
@@ -256,7 +257,7 @@ def test_ranks_leave_a_node_that_goes_if_their_state_is_elsewhere(spare: int, st
         membership.handle(froze(rank, spare=spare))
     told = membership.handle(froze(2, spare=spare))
     assert ("worker-1-0" in resumptions(told)) == stays
-    left = [one for one in told if isinstance(one, AbortRank)]
+    left = [one for one in told if isinstance(one, DismissRank)]
     assert ["preempted" in str(one.error) for one in left] == [] if stays else [True]
     assert membership.handle(NodeLeaving("node-b", "preempted")) == []
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,6 +164,10 @@ async def test_a_new_worker_comes_in_while_the_others_train(session: cl.Session)
     assert_equal(told)
     assert sorted(one.calls for one in told) == [1, 2, 2]  # The newcomer's is its first.
     assert told[0].world_sizes[-1] == 3
+    # Each sample once in each epoch, but for what only the dead one had noted: three steps' worth.
+    counts = Counter(n for one in told for numbers in one.taken.values() for n in numbers)
+    assert {counts[number] for number in range(NUM_SAMPLES)} == {23, 24}
+    assert sum(24 - counts[number] for number in range(NUM_SAMPLES)) == 3 * BATCH_SIZE
     # Two ranks had all of it in two copies: nothing moves but what the third keeps from now on,
     # in float64: the numbers that are stepped, and two moments of each.
     (newcomer,) = [one for one in told if one.calls == 1]

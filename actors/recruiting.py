@@ -1,0 +1,141 @@
+"""While a run goes on: a worker for every seat, as soon as there is room for it.
+
+A seat is empty from the start where the cluster had no room for it yet; or it becomes empty,
+because its worker has died, or has left a node that goes. Filling one may take as long as a node
+takes to come, so each is a task of its own, and none keeps another waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from .calls import Actor, ActorGone, answer, nodes_leaving
+from .messages import RunRequest
+from .versions import versions_here
+
+NODE_WATCH_S = 1.0
+
+_AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
+"""Between two attempts to start a worker in a seat: the first pause, and what it doubles up to."""
+
+_ANSWER_S = 5.0
+
+
+class Seats(Protocol):
+    """Where the workers of a session sit, numbered from 0 to `most` - 1."""
+
+    most: int
+
+    @property
+    def has_all(self) -> bool:
+        """Whether there is, or was, room for all; asks nobody."""
+
+    def placed(self) -> list[int]:
+        """The seats that there is room for now. Blocks for some questions to the cluster."""
+
+    async def wait_for(self, seat: int) -> None:
+        """Ask for room for this seat, if nobody has; return when it is there, and stays."""
+
+    def options(self, seat: int) -> Mapping[str, Any]:
+        """Ray's actor options of the worker in a seat that there is room for."""
+
+
+class Recruiter:
+    """Of one run and one driver.
+
+    workers: by seat; the crew's own, as it changes. start: makes a worker in a seat, in the place
+    of the one that was there.
+    """
+
+    def __init__(
+        self,
+        driver: Actor,
+        request: RunRequest,
+        seats: Seats,
+        workers: Mapping[int, Actor],
+        start: Callable[[int], Actor],
+    ) -> None:
+        self._driver = driver
+        self._request = request
+        self._seats = seats
+        self._workers = workers
+        self._start = start
+
+    @asynccontextmanager
+    async def at_work(self, *, has_taken_over: bool) -> AsyncIterator[None]:
+        """While the body runs, fill seats, and tell the driver of nodes that are to go.
+
+        has_taken_over: the driver has replaced another, which had known more.
+        """
+        watchers = [
+            asyncio.create_task(self._recruit(has_taken_over), name="recruiter"),
+            asyncio.create_task(self._watch_nodes(), name="node-watch"),
+        ]
+        try:
+            yield
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.wait(watchers)
+
+    async def _recruit(self, has_taken_over: bool) -> None:
+        async with asyncio.TaskGroup() as tasks:
+
+            def fill(seats: Iterable[int]) -> None:
+                for seat in seats:
+                    tasks.create_task(self._fill(seat), name=f"seat-{seat}")
+
+            # Whatever happens to the driver is told to who waits for the run.
+            with contextlib.suppress(ActorGone):
+                fill(seat for seat in range(self._seats.most) if seat not in self._workers)
+                if has_taken_over:
+                    fill(await self._lost_before())
+                known = 0
+                while lost := await self._lost_since(known):
+                    known += len(lost)
+                    # The one that is there now may have come in its place.
+                    fill(seat for seat, worker_id in lost if self._is_there(seat, worker_id))
+
+    def _is_there(self, seat: int, worker_id: str) -> bool:
+        return str(self._workers[seat]._actor_id.hex()) == worker_id
+
+    async def _lost_since(self, known: int) -> list[tuple[int, str]]:
+        lost: list[tuple[int, str]]
+        lost = await answer(self._driver.lost_workers.remote(self._request.run, known))
+        return lost
+
+    async def _lost_before(self) -> list[int]:
+        """Seats whose workers died with the former driver. Those that it had not put into the run
+        yet are told to this one."""
+        call = self._driver.adopt.remote(dict(self._workers), _ANSWER_S, versions_here())
+        return [unfit.seat for unfit in await answer(call) if unfit.is_gone]
+
+    async def _fill(self, seat: int) -> None:
+        pause_s = _AGAIN_S
+        with contextlib.suppress(ActorGone):
+            while True:
+                await self._seats.wait_for(seat)
+                newcomer = {seat: self._start(seat)}
+                # Its node may have gone just now, and come back late: as long as the run waits.
+                call = self._driver.adopt.remote(newcomer, self._request.pause_s, versions_here())
+                if not await answer(call):
+                    return
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
+
+    async def _watch_nodes(self) -> None:
+        """Tell the driver of nodes that are to go: drained, or preempted."""
+        told: set[str] = set()
+        with contextlib.suppress(ActorGone):
+            while True:
+                await asyncio.sleep(NODE_WATCH_S)
+                leaving = await asyncio.to_thread(nodes_leaving)
+                for node_id, why in leaving.items():
+                    if node_id not in told:
+                        told.add(node_id)
+                        run = self._request.run
+                        await answer(self._driver.node_leaves.remote(run, node_id, why))

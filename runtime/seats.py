@@ -1,0 +1,97 @@
+"""The seats of a session's workers: each has the resources of one worker, on a node that stays.
+
+The first seats are the bundles of one placement group, which was there when the session started.
+Each of the others has a group of its own, asked for when a run could use a worker there. To Ray's
+autoscaler a group that cannot be placed is a wish for a node; to a cluster that does not grow it
+is nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util import placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group
+
+from actors.calls import nodes_leaving
+
+from . import placement
+
+_LOOK_S = 0.5
+
+_ASKED_AT_ONCE = 16
+"""Groups that wait for room: a session that would take a thousand does not flood the scheduler."""
+
+
+class Seats:
+    """first: placed. most: how many there may be in all. What `actors.recruiting.Seats` asks for.
+
+    Where the strategy is about all workers together (STRICT_PACK, STRICT_SPREAD) there are never
+    more than the first: groups of their own would not keep to it.
+    """
+
+    def __init__(
+        self, first: PlacementGroup, bundle: Mapping[str, float], most: int, strategy: str
+    ) -> None:
+        self._first = first
+        self._bundle = dict(bundle)
+        self._strategy = strategy
+        self._own: dict[int, PlacementGroup] = {}  # by seat
+        self._waiting: set[int] = set()
+        """Seats that have asked for room, and have not got any yet."""
+        self.most = first.bundle_count if strategy.startswith("STRICT") else most
+
+    @property
+    def has_all(self) -> bool:
+        return self._first.bundle_count == self.most or (
+            len(self._own) == self.most - self._first.bundle_count and not self._waiting
+        )
+
+    def placed(self) -> list[int]:
+        return sorted(self._nodes())
+
+    async def wait_for(self, seat: int) -> None:
+        while True:
+            if await asyncio.to_thread(self._has_room, seat):
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    def _has_room(self, seat: int) -> bool:
+        """Also that the node is not to go: a worker there would have to leave at once."""
+        if seat >= self._first.bundle_count and seat not in self._own:
+            if len(self._waiting) >= _ASKED_AT_ONCE:
+                return False
+            self._waiting.add(seat)
+            self._own[seat] = placement_group([self._bundle], strategy=self._strategy)
+        return self._nodes().get(seat, "") not in {"", *nodes_leaving()}
+
+    def _nodes(self) -> dict[int, str]:
+        """By seat that has one, the node where it is. Ray moves a group whose node has gone."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        seats = {(self._first, index): index for index in range(self._first.bundle_count)}
+        seats |= {(group, 0): seat for seat, group in self._own.items()}
+        tables = {
+            group: placement_group_table(group).get("bundles_to_node_id", {})
+            for group in (self._first, *self._own.values())
+        }
+        nodes = {seat: str(tables[group].get(i, "")) for (group, i), seat in seats.items()}
+        found = {seat: node for seat, node in nodes.items() if node in alive}
+        self._waiting.difference_update(found)
+        return found
+
+    def _bundle_of(self, seat: int) -> tuple[PlacementGroup, int]:
+        if seat < self._first.bundle_count:
+            return self._first, seat
+        return self._own[seat], 0
+
+    def options(self, seat: int) -> dict[str, Any]:
+        return placement.options_of_bundle(*self._bundle_of(seat), self._bundle)
+
+    async def give_back(self) -> None:
+        groups = [*self._own.values(), self._first]
+        self._own, self._waiting = {}, set()
+        for group in groups:
+            await placement.give_back(group)

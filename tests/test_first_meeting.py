@@ -1,0 +1,68 @@
+"""Workers that stop or die before they have met the others, in a run that goes on without them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import chorusline as cl
+
+
+class StrikesOnce:
+    """An argument that does something to the process of the first worker that unpickles it."""
+
+    def __init__(self, folder: Path, what: signal.Signals) -> None:
+        self.folder, self.what = folder, what
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return struck, (self.folder, self.what)
+
+
+def struck(folder: Path, what: signal.Signals) -> str:
+    try:
+        os.close(os.open(folder / "struck", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return "another"
+    (folder / "pid").write_text(str(os.getpid()))
+    os.kill(os.getpid(), what)
+    return "this one"
+
+
+def train(ctx: cl.Context, fault: object) -> tuple[int, int, list[list[float]]]:
+    torch.manual_seed(ctx.rank)
+    model = cl.DistributedDataParallel(torch.nn.Linear(3, 2))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1, replicas=2)
+    ctx.register("model", model)
+    ctx.register("optim", optim)
+    for epoch in ctx.epochs(2):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(torch.ones(24, 3), 2, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+    return os.getpid(), optim.num_steps, [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+async def test_who_never_comes_to_the_first_meeting_is_replaced_and_the_others_begin(
+    cluster: None, tmp_path: Path, what: signal.Signals
+) -> None:
+    few = {"CPU": 0.1}
+    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=6) as session:
+        await session.run(lambda ctx: None)
+        told = await session.run(train, fault=StrikesOnce(tmp_path, what))
+        again = await session.run(train, fault=None)
+    victim = int((tmp_path / "pid").read_text())
+    assert victim not in {pid for pid, _, _ in told}
+    assert {pid for pid, _, _ in told} <= {pid for pid, _, _ in again}
+    assert len(told) in (2, 3) and len(again) == 3
+    # Nothing had begun, so nothing is missing: every batch of the epochs was taken.
+    batches = 12 * 2
+    assert {steps for _, steps, _ in told} <= {-(-batches // size) for size in (2, 3)}
+    assert all(parameters == told[0][2] for _, _, parameters in told)
