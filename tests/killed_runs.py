@@ -5,16 +5,14 @@ takes the same steps over the same samples, and adds gradients in the same order
 end with has to be that, bit by bit where no norm is taken, whose sum is cut by shards.
 
 Workers cannot import this module, so it is sent to them by value, like those of the tests.
+Of its samples, number 7 may have no finite loss (`Kind.scaler`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,28 +20,14 @@ from typing import Any
 
 import pytest
 import torch
+import training_to_kill
 from ray import cloudpickle
+from training_to_kill import BATCH_SIZE, NUM_SAMPLES, Samples, die
 
 import chorusline as cl
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-NUM_SAMPLES, BATCH_SIZE = 61, 4
-
-
-class Samples:
-    """(number, input, target), float64; one of them has no finite loss."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(NUM_SAMPLES, 5, generator=generator, dtype=torch.float64)
-        self.targets = torch.randn(NUM_SAMPLES, 3, generator=generator, dtype=torch.float64)
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, number: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        return number, self.inputs[number], self.targets[number]
+cloudpickle.register_pickle_by_value(training_to_kill)
 
 
 class Net(torch.nn.Module):
@@ -132,11 +116,6 @@ class Told:
     ids_of_the_lost: list[int]
     learning_rate: float
     state_numel: int
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
 
 
 def wrap(owner: Any, name: str, *, first: Any = None, then: Any = None) -> None:

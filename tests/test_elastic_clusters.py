@@ -1,5 +1,5 @@
-"""Runs that grow and shrink with their cluster: nodes that a test adds and drains, and nodes that
-Ray's own autoscaler starts because workers are wanted."""
+"""Runs that grow and shrink with their cluster: nodes that Ray's own autoscaler starts because
+workers are wanted, and nodes that a test adds and drains."""
 
 from __future__ import annotations
 
@@ -128,3 +128,75 @@ def test_an_autoscaler_brings_the_nodes_that_a_run_wants_and_it_goes_on_with_the
     (_, sizes), *newcomers = told
     assert sizes[0] == 1 and sizes[-1] == 3
     assert all(sizes[-1] == 3 and sizes[0] > 1 for _, sizes in newcomers)
+
+
+TWO_FOUR_THREE = """
+import asyncio, json, sys, tempfile, time
+sys.path.insert(0, sys.argv[1])
+import ray
+from ray._raylet import GcsClient
+from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+import chorusline as cl
+from benchmarks.chaos import Nodes
+from benchmarks.chaos_faults import Plan
+from benchmarks.chaos_training import complaints, train
+
+async def until(session, running, num_ranks):
+    while True:
+        driver = (await session.snapshot()).driver
+        told = [] if driver is None else driver.members
+        members = [info for info, state in told if state.value == "running"]
+        if len(members) == num_ranks:
+            return members
+        assert not running.done(), await running
+        await asyncio.sleep(0.2)
+
+async def main(nodes, folder):
+    plan = Plan(0, 2, 2, 0.001, (), registers=True, step_s=1.0)
+    nodes.have(2)
+    async with cl.Session((1, 4), address=nodes.address, timeout_s=30) as session:
+        running = asyncio.create_task(session.run(train, plan=plan, folder=folder))
+        await until(session, running, 2)
+        nodes.have(4)
+        members = await until(session, running, 4)
+        await asyncio.sleep(3)  # Some steps with four.
+        GcsClient(address=nodes.address).drain_node(
+            members[1].node_id, DRAIN_NODE_REASON_PREEMPTION, "", int((time.time() + 300) * 1000)
+        )
+        told = await running
+    first = {members[0].pid, members[2].pid, members[3].pid}
+    print(json.dumps([
+        [one.world_sizes for one in told],
+        complaints(told, folder),
+        {one.pid for one in told} == first,
+    ]))
+
+nodes = Nodes()
+try:
+    ray.init(nodes.address, log_to_driver=False)
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(main(nodes, folder))
+finally:
+    ray.shutdown()
+    nodes.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_two_ranks_become_four_and_then_three_and_take_the_steps_of_one_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_FOUR_THREE, str(Path(__file__).resolve().parents[1])],
+        capture_output=True,
+        text=True,
+        timeout=230,
+        check=False,
+        env=ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    sizes, wrong, are_the_same = json.loads(done.stdout.splitlines()[-1])
+    assert wrong == []
+    assert are_the_same, "no process was started anew"
+    # Two nodes come one after the other, so some steps may be taken by three in between.
+    assert sizes[0][0] == 2 and sizes[0][-2:] == [4, 3]
+    assert len(sizes) == 3 and all(one[-2:] == [4, 3] for one in sizes)

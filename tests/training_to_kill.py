@@ -1,4 +1,7 @@
-"""A small training in float64, for tests in which processes die: equal numbers mean equal bits."""
+"""A small training in float64, for tests in which processes die: equal numbers mean equal bits.
+
+That of benchmarks/chaos.py, over fewer samples.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +9,17 @@ import os
 import signal
 import time
 
-import torch
+from benchmarks import chaos_training
+from benchmarks.chaos_training import loss_of, network
+
+__all__ = ["BATCH_SIZE", "LEARNING_RATE", "NUM_SAMPLES", "Samples", "die", "loss_of", "network"]
 
 NUM_SAMPLES, BATCH_SIZE, LEARNING_RATE = 61, 4, 0.05
 
 
-class Samples:
-    """(number, input, target), float64."""
-
+class Samples(chaos_training.Samples):
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(num_samples, 5, generator=generator, dtype=torch.float64)
-        self.targets = torch.randn(num_samples, 3, generator=generator, dtype=torch.float64)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, number: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        return number, self.inputs[number], self.targets[number]
-
-
-def network() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(5, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3)
-    ).double()
-
-
-def loss_of(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(model(inputs), targets)
+        super().__init__(num_samples)
 
 
 def die() -> None:
