@@ -66,6 +66,8 @@ class Crew:
         self._driver_options = driver_options
         self._worker_class = worker_class()
         self._workers: dict[int, Actor] = {}  # by seat
+        self._starting: set[int] = set()
+        """Seats whose workers have not answered yet: a run may end while it has some started."""
         self._driver: Actor | None = None
         self._incarnation = -1
         self._is_assembled = False
@@ -88,12 +90,11 @@ class Crew:
         if self._driver is None:
             await self._start_driver(timeout_s)
         if self._workers and not self._is_assembled:
-            for unfit in await self._adopt(self._workers, _ANSWER_S):
-                self._kill_worker(unfit.seat)
-        empty = await self._empty_seats(timeout_s)
-        if empty:
-            fresh = {seat: self._start_worker(seat) for seat in empty}
+            await self._sort_out(timeout_s)
+        fresh = {seat: self._start_worker(seat) for seat in await self._empty_seats(timeout_s)}
+        if fresh:
             failed = await self._adopt(fresh, timeout_s)
+            self._starting.clear()
             for unfit in failed:
                 self._kill_worker(unfit.seat)
             if failed:
@@ -103,6 +104,18 @@ class Crew:
                     f"{told}. If nodes are only slow to start processes, raise startup_timeout_s",
                 )
         self._is_assembled = True
+
+    async def _sort_out(self, timeout_s: float) -> None:
+        """Kill the workers that cannot take part; those that are starting have longer to answer."""
+        placed = await asyncio.to_thread(self._seats.placed)
+        for seat in self._starting.difference(placed):
+            self._kill_worker(seat)  # It waits for a node that is gone.
+        starting = {seat: self._workers[seat] for seat in self._starting}
+        known = {seat: self._workers[seat] for seat in self._workers.keys() - self._starting}
+        for some, patience_s in ((known, _ANSWER_S), (starting, timeout_s)):
+            for unfit in await self._adopt(some, patience_s) if some else ():
+                self._kill_worker(unfit.seat)
+        self._starting.clear()
 
     async def _empty_seats(self, timeout_s: float) -> list[int]:
         """Seats without a worker that there is room for. Waits until the fewest can be had."""
@@ -219,7 +232,14 @@ class Crew:
         if not request.goes_on:
             yield
             return
-        recruiter = Recruiter(driver, request, self._seats, self._workers, self._start_worker)
+        recruiter = Recruiter(
+            driver,
+            request,
+            self._seats,
+            self._workers,
+            self._start_worker,
+            self._starting.discard,
+        )
         async with recruiter.at_work(has_taken_over=has_taken_over):
             yield
 
@@ -284,6 +304,7 @@ class Crew:
             if driver is not None:
                 ray.kill(driver)
             self._workers.clear()
+            self._starting.clear()
             self._driver = None
         dying = {seat: worker.snapshot.remote() for seat, worker in workers.items()}
         if driver is not None:
@@ -315,10 +336,12 @@ class Crew:
             self._kill_worker(seat)
         made = self._worker_class.options(**self._seats.options(seat))
         worker = self._workers[seat] = made.remote(seat, self._use_gpu, self.name)
+        self._starting.add(seat)
         return worker
 
     def _kill_worker(self, seat: int) -> None:
         ray.kill(self._workers.pop(seat))
+        self._starting.discard(seat)
         self._is_assembled = False
 
     def _kill_driver(self) -> None:

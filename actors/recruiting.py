@@ -48,7 +48,7 @@ class Recruiter:
     """Of one run and one driver.
 
     workers: by seat; the crew's own, as it changes. start: makes a worker in a seat, in the place
-    of the one that was there.
+    of the one that was there. has_started: told of the seat when that one has answered.
     """
 
     def __init__(
@@ -58,12 +58,14 @@ class Recruiter:
         seats: Seats,
         workers: Mapping[int, Actor],
         start: Callable[[int], Actor],
+        has_started: Callable[[int], None],
     ) -> None:
         self._driver = driver
         self._request = request
         self._seats = seats
         self._workers = workers
         self._start = start
+        self._has_started = has_started
 
     @asynccontextmanager
     async def at_work(self, *, has_taken_over: bool) -> AsyncIterator[None]:
@@ -123,6 +125,7 @@ class Recruiter:
                 # Its node may have gone just now, and come back late: as long as the run waits.
                 call = self._driver.adopt.remote(newcomer, self._request.pause_s, versions_here())
                 if not await answer(call):
+                    self._has_started(seat)
                     return
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
