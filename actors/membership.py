@@ -71,6 +71,7 @@ from .messages import (
     Cancellation,
     DriverSnapshot,
     Failure,
+    FormerRanks,
     Frozen,
     Loss,
     MemberState,
@@ -421,10 +422,8 @@ class Membership:
             return self._give_up(met, f"ranks did not meet {MAX_VAIN} times in a row")
         before = run.members
         members = in_rank_order([*survivors, *newcomers]) if newcomers else survivors
-        former = tuple(
-            next((rank for rank, one in enumerate(before) if one is member), -1)
-            for member in members
-        )
+        rank_before = {id(member): rank for rank, member in enumerate(before)}
+        former = FormerRanks.of(rank_before.get(id(member), -1) for member in members)
         entered = max(word.entered for word in frozen.values())
         run.members = tuple(members)
         run.running = set(range(len(members)))
@@ -438,9 +437,8 @@ class Membership:
             why = run.leaving[member.info.node_id]
             left = GroupAborted(self._generation - 1, [], f"{member.info} has left: {why}")
             instructions.append(AbortRank(member.info.worker_id, left))
-        for member, old, assignment in zip(
+        for member, assignment in zip(
             members,
-            former,
             assign([member.info for member in members], self._generation),
             strict=True,
         ):
@@ -448,7 +446,7 @@ class Membership:
             told = Resumption(assignment, former, progress, entered, restarts)
             instructions.append(
                 ResumeRank(member.info.worker_id, told)
-                if old >= 0
+                if id(member) in rank_before
                 else StartRank(member.info.worker_id, assignment, told)
             )
         return instructions
@@ -491,7 +489,8 @@ class Membership:
         if run is None or run.is_stopping or generation != self._generation:
             return []
         run.finished.add(rank)
-        if run.regeneration is not None or run.finished < run.running:
+        # Asked after each report, of thousands perhaps: so they are counted, not compared.
+        if run.regeneration is not None or len(run.finished) < len(run.running):
             return []
         run.is_released = True
         return [ReleaseRank(member.info.worker_id) for member in run.members]

@@ -293,3 +293,5 @@ def test_the_simulation_counts_the_messages_of_a_generation_change() -> None:
         assert one["messages_start"] == one["workers"]
         assert one["messages_end"] == 3 * others  # finished, release, ended
         assert one["change_s"] > 0 and one["memory_bytes"] > 0
+    # Each rank is told of all others in words that do not grow with their number.
+    assert large["resume_bytes"] / 199 < 1.1 * small["resume_bytes"] / 2
