@@ -173,11 +173,15 @@ class Recovery:
             self._entered,
             is_parked=is_parked,
             can_restart=self._can_restart(),
-            spare=min((one.shard.replicas - 1 for one in self._living()), default=0),
+            spare=min((one.shard.replicas - 1 for one in self._living().values()), default=0),
         )
 
-    def _living(self) -> list[ZeroRedundancyOptimizer]:
-        return [one for made in self._optimizers if (one := made())]
+    def _living(self) -> dict[int, ZeroRedundancyOptimizer]:
+        """By number."""
+        return {n: one for n, made in enumerate(self._optimizers) if (one := made())}
+
+    def _living_models(self) -> dict[int, DistributedDataParallel]:
+        return {n: one for n, made in enumerate(self._models) if (one := made())}
 
     def _progress(self) -> tuple[Progress, ...]:
         live = [one.progress if (one := made()) else DROPPED for made in self._optimizers]
@@ -192,26 +196,23 @@ class Recovery:
             return True
         registered = {id(entry.object) for entry in self._context.registry}
         optimizers = self._living()
-        models = [model for made in self._models if (model := made())]
-        return bool(optimizers) and all(id(one) in registered for one in [*optimizers, *models])
+        made = [*optimizers.values(), *self._living_models().values()]
+        return bool(optimizers) and all(id(one) in registered for one in made)
 
     def _catch_up(self, resumption: Resumption) -> None:
-        for number, made in enumerate(self._optimizers):
-            optimizer = made()
-            if optimizer is not None:
-                optimizer.catch_up(resumption.progress[number])
+        for number, optimizer in self._living().items():
+            optimizer.catch_up(resumption.progress[number])
 
     # -- in place --------------------------------------------------------------------------------
 
     def _go_on(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
         """held: by optimizer, what an attempt that failed has left here."""
-        optimizers = {n: one for n, ref in enumerate(self._optimizers) if (one := ref())}
-        models = {n: model for n, made in enumerate(self._models) if (model := made())}
+        optimizers, models = self._living(), self._living_models()
         self._catch_up(resumption)  # (b)
         for number, optimizer in optimizers.items():
             if number not in held:
                 held[number] = optimizer.shard.held()
-        group = self._lifeline.connect(resumption)  # (c)
+        group = self._lifeline.connect()  # (c)
         standings: list[Standing] = all_gather_object(
             group,
             Standing(
@@ -291,7 +292,7 @@ class Recovery:
             if generation > self._entered
         }
         new_rank = {old: new for new, old in enumerate(entry.former_ranks)}
-        for optimizer in (one for reference in self._optimizers if (one := reference())):
+        for optimizer in self._living().values():
             live = (new_rank[old] for old in optimizer.last_live if old in new_rank)
             optimizer.last_live = tuple(live)
         join.change_ranks(entry.former_ranks)
