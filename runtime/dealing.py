@@ -176,6 +176,8 @@ class Dealt(Protocol):
     hands: Hands
     taken: int
     ids_of_the_lost: list[int]
+    committed: tuple[int, ...] | None
+    """By rank, how many of its samples belonged to steps that count when the iteration ended."""
 
     def deal(self, num_ranks: int) -> Hands: ...
 
@@ -216,6 +218,7 @@ class Dealer:
         cuts = self._early.pop(self._num_begun, [])
         dealt_for = cuts[0].dealt_for if cuts else self.world_size
         self.end(shard)
+        shard.committed = None
         self._active.append(_Iteration(self._num_begun, shard, dealt_for))
         hands = shard.deal(dealt_for)
         for cut in cuts:
@@ -223,6 +226,9 @@ class Dealer:
         shard.take_hand(hands, self.rank)
 
     def end(self, shard: Dealt) -> None:
+        """It is over, or was left: perhaps by an error after which the function runs again from the
+        top, and has to know what counts of it. So that stays with the shard."""
+        shard.committed = self._committed(shard)
         self._active = [one for one in self._active if one.shard is not shard]
 
     def cursor(self) -> int:
@@ -236,9 +242,12 @@ class Dealer:
 
     def committed_ids(self, shard: Dealt) -> list[int]:
         """Samples of the iteration over `shard` that belong to steps that count, of all ranks."""
-        told = next((one.committed for one in self._active if one.shard is shard), None)
+        told = self._committed(shard)
         counted = zip(shard.hands, told, strict=True) if told is not None else ()
         return [*shard.ids_of_the_lost, *(n for hand, count in counted for n in hand[:count])]
+
+    def _committed(self, shard: Dealt) -> tuple[int, ...] | None:
+        return next((one.committed for one in self._active if one.shard is shard), shard.committed)
 
     def position(self) -> Position:
         if not self._active:

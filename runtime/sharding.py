@@ -69,6 +69,7 @@ class Shard:
         self.batch_size = batch_size
         self.taken = 0
         self.ids_of_the_lost: list[int] = []
+        self.committed: tuple[int, ...] | None = None
         self._dealer = dealer or Dealer(rank, world_size)
         self._num_samples = len(dataset)
         self._epoch, self._seed, self._shuffle = epoch, seed, shuffle

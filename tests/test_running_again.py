@@ -33,16 +33,17 @@ cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import 
 
 
 class Ledger:
-    """What this rank has taken in steps that count: (step, samples)."""
+    """What this rank has taken in steps that count: by step, samples; and the step's epoch."""
 
     def __init__(self) -> None:
         self.taken: dict[int, list[int]] = {}
+        self.epochs: dict[int, int] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken}
+        return {"taken": self.taken, "epochs": self.epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.taken = dict(state["taken"])
+        self.taken, self.epochs = dict(state["taken"]), dict(state["epochs"])
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Told:
     num_steps: int
     learning_rate: float
     calls: int
+    epochs: dict[int, int]
     world_sizes: list[int] = field(default_factory=list)
 
 
@@ -101,6 +103,7 @@ def train(
                 schedule.step()
                 optim.zero_grad()
                 ledger.taken[optim.num_steps] = numbers.tolist()
+                ledger.epochs[optim.num_steps] = epoch
                 world_sizes.append(ctx.world_size)
                 if is_victim and optim.num_steps == dies_at and where == "own collective":
                     die()
@@ -113,6 +116,7 @@ def train(
         optim.num_steps,
         optim.param_groups[0]["lr"],
         len(calls),
+        ledger.epochs,
         world_sizes,
     )
 
@@ -124,8 +128,19 @@ def assert_equal(told: list[Told]) -> None:
         assert one.learning_rate == told[0].learning_rate
     # One factor for each step that counts, none lost and none twice.
     assert told[0].learning_rate == pytest.approx(LEARNING_RATE * 0.9 ** told[0].num_steps)
-    taken = [n for one in told for numbers in one.taken.values() for n in numbers]
-    assert len(set(taken)) == len(taken) or len(taken) > NUM_SAMPLES
+    for epoch in {epoch for one in told for epoch in one.epochs.values()}:
+        taken = taken_in(told, epoch)
+        assert len(set(taken)) == len(taken), f"a sample counts twice in epoch {epoch}"
+
+
+def taken_in(told: list[Told], epoch: int) -> list[int]:
+    return [
+        number
+        for one in told
+        for step, numbers in one.taken.items()
+        if one.epochs[step] == epoch
+        for number in numbers
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +172,10 @@ async def test_a_new_worker_comes_in_while_the_others_train(session: cl.Session)
     assert_equal(told)
     assert sorted(one.calls for one in told) == [1, 2, 2]  # The newcomer's is its first.
     assert told[0].world_sizes[-1] == 3
+    # The lost rank's ledger is gone, with what it had taken before it died. Of the other epochs,
+    # that in which the new worker came among them, every sample counts once.
+    for epoch in range(1, 24):
+        assert sorted(taken_in(told, epoch)) == [*range(NUM_SAMPLES)], f"epoch {epoch}"
 
 
 @pytest.mark.slow
