@@ -28,6 +28,7 @@ from training_to_kill import (
 
 import chorusline as cl
 from actors.errors import WorkerLost
+from actors.messages import Report
 
 cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
@@ -61,6 +62,8 @@ class Told:
 
 
 calls: list[int] = []
+reports: list[Report] = []
+"""What has reached the session."""
 
 
 def train(
@@ -105,6 +108,7 @@ def train(
                 ledger.taken[optim.num_steps] = numbers.tolist()
                 ledger.epochs[optim.num_steps] = epoch
                 world_sizes.append(ctx.world_size)
+                ctx.report(epoch=epoch)
                 if is_victim and optim.num_steps == dies_at and where == "own collective":
                     die()
     return Told(
@@ -146,7 +150,9 @@ def taken_in(told: list[Told], epoch: int) -> list[int]:
 @pytest.fixture(scope="module")
 async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
     few = {"CPU": 0.1}
-    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=20) as session:
+    async with cl.Session(
+        (1, 3), resources_per_worker=few, timeout_s=20, on_report=reports.append
+    ) as session:
         yield session
 
 
@@ -167,11 +173,14 @@ async def test_a_death_at_a_collective_of_the_users_own_runs_the_function_again(
 
 
 async def test_a_new_worker_comes_in_while_the_others_train(session: cl.Session) -> None:
+    reports.clear()
     told = await session.run(train, dies_on=1, dies_at=3, where="step", num_epochs=24, step_s=0.05)
     assert [one.world_size for one in told] == [3, 3, 3]
     assert_equal(told)
     assert sorted(one.calls for one in told) == [1, 2, 2]  # The newcomer's is its first.
     assert told[0].world_sizes[-1] == 3
+    (first,) = [r for r in reports if (r.rank, r.step) == (1, 0) and r.values["epoch"]]
+    assert first.taken > 3, "the new worker's reports reach the session, and count the run's steps"
     # The lost rank's ledger is gone, with what it had taken before it died. Of the other epochs,
     # that in which the new worker came among them, every sample counts once.
     for epoch in range(1, 24):
