@@ -405,8 +405,9 @@ class Membership:
             return self._give_up(
                 met,
                 f"ranks {unparked} were outside a step of a sharded optimizer, and their function "
-                "cannot be run again in the middle, because it has not registered its model and "
-                "optimizer (ctx.register)",
+                "cannot be run again in the middle, because it has not registered its model and a "
+                "ZeroRedundancyOptimizer (ctx.register); with a plain optimizer, as communication "
+                "hooks ask for, the next run goes on from a checkpoint",
             )
         if len(survivors) + len(newcomers) < run.fewest:
             return self._pause(met, can_restart)
@@ -459,7 +460,8 @@ class Membership:
             return self._give_up(
                 met,
                 f"fewer than {run.fewest} workers are left, and new ones cannot be taken in, "
-                "because the function has not registered its model and optimizer (ctx.register)",
+                "because the function has not registered its model and a ZeroRedundancyOptimizer "
+                "(ctx.register)",
             )
         if run.is_paused:
             return []
