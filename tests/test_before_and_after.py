@@ -79,6 +79,21 @@ def test_the_script_with_uneven_inputs_gives_what_one_process_gives(tmp_path: Pa
     assert [float(word) for word in before] != expected, "torch's is exact now: say so in the page"
 
 
+def test_the_script_that_survives_takes_as_many_steps_as_torchfts(tmp_path: Path) -> None:
+    assert re.fullmatch(r"step 20, loss \d+\.\d{3}", printed(tmp_path, "after", "torchft", []))
+
+
+def test_torchfts_script_runs_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordination = pytest.importorskip("torchft.coordination", reason="torchft is not installed")
+    lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", lighthouse.address())
+    told = printed(tmp_path, "before", "torchft", [*TORCHRUN[:-1], "1"])
+    lighthouse.shutdown()
+    assert re.fullmatch(r"step 20, loss \d+\.\d{3}", told)
+
+
 def test_every_script_has_both_sides() -> None:
-    assert {name for _, name in SCRIPTS} == {"ddp", "zero", "fsdp2", "ray-train"}
-    assert len(SCRIPTS) == 8
+    assert {name for _, name in SCRIPTS} == {"ddp", "zero", "fsdp2", "ray-train", "torchft"}
+    assert len(SCRIPTS) == 10
