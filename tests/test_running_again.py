@@ -62,8 +62,6 @@ class Told:
 
 
 calls: list[int] = []
-reports: list[Report] = []
-"""What has reached the session."""
 
 
 def train(
@@ -147,19 +145,10 @@ def taken_in(told: list[Told], epoch: int) -> list[int]:
     ]
 
 
-@pytest.fixture(scope="module")
-async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
-    few = {"CPU": 0.1}
-    async with cl.Session(
-        (1, 3), resources_per_worker=few, timeout_s=20, on_report=reports.append
-    ) as session:
-        yield session
-
-
-@pytest.fixture
-async def session(shared_session: cl.Session) -> AsyncIterator[cl.Session]:
-    yield shared_session
-    await shared_session.run(lambda ctx: calls.clear())
+@pytest.fixture(autouse=True)
+async def _forget_calls(session: cl.Session) -> AsyncIterator[None]:
+    yield
+    await session.run(lambda ctx: calls.clear())
 
 
 async def test_a_death_at_a_collective_of_the_users_own_runs_the_function_again(
@@ -172,8 +161,11 @@ async def test_a_death_at_a_collective_of_the_users_own_runs_the_function_again(
     assert any(one.calls == 2 for one in told)
 
 
-async def test_a_new_worker_comes_in_while_the_others_train(session: cl.Session) -> None:
-    reports.clear()
+async def test_a_new_worker_comes_in_while_the_others_train(
+    session: cl.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[Report] = []
+    monkeypatch.setattr(session, "_on_report", reports.append)
     told = await session.run(train, dies_on=1, dies_at=3, where="step", num_epochs=24, step_s=0.05)
     assert [one.world_size for one in told] == [3, 3, 3]
     assert_equal(told)
