@@ -23,7 +23,7 @@ from . import torch_distributed
 from .boundary import boundary
 from .checkpoint.saving import Saving
 from .cursor import Cursor
-from .dealing import Dealer
+from .dealer import Dealer
 from .join import active_join
 from .joinable import Joinable
 from .kept import Place, kept

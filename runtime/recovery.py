@@ -37,7 +37,7 @@ from collectives.objects import all_gather_object
 from collectives.resharding import Range
 
 from . import join
-from .dealing import Position
+from .dealer import Position
 from .held_state import Description, HeldState
 
 if TYPE_CHECKING:
@@ -108,6 +108,12 @@ class Recovery:
         self._optimizers, self._models = [], []
         self._stepped_last = None
 
+    @property
+    def counts_samples(self) -> bool:
+        """Whether steps tell how many samples belong to them, so that what a lost rank had can be
+        dealt again; with other optimizers than ours the loss ends the run."""
+        return bool(self._living())
+
     def watch_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
 
@@ -119,7 +125,7 @@ class Recovery:
     def watch_model(self, model: DistributedDataParallel) -> None:
         self._models.append(weakref.ref(model))
 
-    def record(self, cursors: tuple[int, ...]) -> None:
+    def record(self, cursors: tuple[tuple[int, ...], ...]) -> None:
         """A ballot was seen; the cursors of all ranks."""
         self.dealer.record(cursors)
         self._retained, self._summaries = None, []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,15 +118,18 @@ def train(
     )
 
 
-def assert_equal(told: list[Told]) -> None:
+def assert_equal(told: list[Told], num_epochs: int = 1, num_of_the_dead: int | None = None) -> None:
+    """num_of_the_dead: samples that the victim has used in steps that count; None: not known."""
     for one in told[1:]:
         assert all(map(torch.equal, one.parameters, told[0].parameters))
         assert one.num_steps == told[0].num_steps
         assert one.learning_rate == told[0].learning_rate
     # One factor for each step that counts, none lost and none twice.
     assert told[0].learning_rate == pytest.approx(LEARNING_RATE * 0.9 ** told[0].num_steps)
-    taken = [n for one in told for numbers in one.taken.values() for n in numbers]
-    assert len(set(taken)) == len(taken) or len(taken) > NUM_SAMPLES
+    taken = Counter(n for one in told for numbers in one.taken.values() for n in numbers)
+    assert max(taken.values()) <= num_epochs, "no sample is used twice in an epoch"
+    if num_of_the_dead is not None:
+        assert taken.total() + num_of_the_dead == num_epochs * NUM_SAMPLES, "and none is left out"
 
 
 @pytest.fixture(scope="module")
@@ -147,14 +151,14 @@ async def test_a_death_at_a_collective_of_the_users_own_runs_the_function_again(
     """Rank 1 dies behind a step; the others wait for it in `ctx.reduce`."""
     told = await session.run(train, dies_on=1, dies_at=3, where="own collective")
     assert {one.world_size for one in told} <= {2, 3}
-    assert_equal(told)
+    assert_equal(told, num_of_the_dead=3 * BATCH_SIZE)
     assert any(one.calls == 2 for one in told)
 
 
 async def test_a_new_worker_comes_in_while_the_others_train(session: cl.Session) -> None:
     told = await session.run(train, dies_on=1, dies_at=3, where="step", num_epochs=24, step_s=0.05)
     assert [one.world_size for one in told] == [3, 3, 3]
-    assert_equal(told)
+    assert_equal(told, num_epochs=24, num_of_the_dead=3 * BATCH_SIZE)
     assert sorted(one.calls for one in told) == [1, 2, 2]  # The newcomer's is its first.
     assert told[0].world_sizes[-1] == 3
 
