@@ -20,6 +20,7 @@ from collectives.objects import broadcast_object
 from collectives.reduce_op import ReduceOp
 
 from . import torch_distributed
+from .batches import Batches
 from .boundary import boundary
 from .checkpoint.saving import Saving
 from .cursor import Cursor
@@ -30,6 +31,7 @@ from .kept import Place, kept
 from .recovery import Recovery
 from .registry import Registry, Stateful
 from .sharding import MapStyleDataset, Shard
+from .streaming import Stream, StreamShard
 
 if TYPE_CHECKING:
     from .checkpoint.checkpoints import Checkpoints  # which knows models, which know contexts
@@ -71,11 +73,15 @@ class Context:
         journal: Journal,
         recovery: Recovery | None,
         before: Context | None = None,
+        *,
+        run_id: str = "",
     ) -> None:
         """recovery: where the run goes on after a loss. before: of the function, when it ran last
-        in this run."""
+        in this run. run_id: tells the run from all others."""
         self.device = group.device
-        self.dealer = Dealer(assignment.rank, assignment.world_size)
+        self.dealer = Dealer(
+            assignment.rank, assignment.world_size, (run_id, assignment.generation)
+        )
         self.recovery = recovery
         self._journal = journal
         self._runs_again = before is not None
@@ -303,7 +309,7 @@ class Context:
 
     def shard(
         self,
-        dataset: MapStyleDataset,
+        dataset: MapStyleDataset | Stream,
         batch_size: int,
         *,
         epoch: int = 0,
@@ -312,10 +318,12 @@ class Context:
         keep_together: Sequence[Hashable] | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-    ) -> Shard:
+    ) -> Batches:
         """This rank's batches of one epoch; over all ranks every sample exactly once.
 
-        dataset: anything with a length and numbered samples, the same on all ranks. batch_size:
+        dataset: anything with a length and numbered samples, the same on all ranks; or a Stream,
+        whose rows go to whoever asks first, in the order of the stream (seed and shuffle change
+        nothing, and samples cannot be kept together). batch_size:
         samples per rank and step; the last batch of a rank may be smaller, unless drop_last.
         epoch, seed: another order for each, unless shuffle is off. After a resume only what no rank
         was given before the checkpoint is dealt out; passes under torch.no_grad are taken again,
@@ -325,6 +333,23 @@ class Context:
 
         Raises ValueError for an empty dataset, TypeError for one without a length.
         """
+        if isinstance(dataset, Stream):
+            if keep_together is not None:
+                raise ValueError(
+                    "keep_together needs a dataset with a length: rows of a Stream go to whoever "
+                    "asks first. Make what belongs together one row of it"
+                )
+            return StreamShard(
+                dataset,
+                batch_size,
+                dealer=self.dealer,
+                epoch=epoch,
+                drop_last=drop_last,
+                collate_fn=collate_fn,
+                cursor=self._cursor,
+                at_boundary=self._at_boundary,
+                survives=lambda: self.recovery is not None and self.recovery.counts_samples,
+            )
         return Shard(
             dataset,
             batch_size,

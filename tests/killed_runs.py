@@ -171,9 +171,12 @@ def train(
     folder: str,
     victims: dict[int, tuple[int, str]],
     acts: dict[int, Callable[[cl.Context, Any], None]] | None = None,
+    stream: cl.Stream | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
 ) -> Told:
     """victims: by first rank, how many steps it takes, and the phase of the next it dies in; an
-    unknown phase is left to `acts`: by first rank, what is done to its context and optimizer."""
+    unknown phase is left to `acts`: by first rank, what is done to its context and optimizer.
+    stream: of the samples, instead of the dataset that has a length; collate: of its rows."""
     seat, samples, diary = ctx.rank, Samples(), Diary(folder, ctx.rank)
     model = cl.DistributedDataParallel(kind.network(), bucket_cap_mb=kind.bucket_cap_mb)
     optim = cl.ZeroRedundancyOptimizer(
@@ -197,7 +200,13 @@ def train(
         joinables = [model, optim, *([scaler] if kind.scaler else [])]
         along = [schedule] if schedule else []
         with cl.Join(joinables, divide_by_initial_world_size=False, step_along=along):
-            shard = ctx.shard(samples, BATCH_SIZE, epoch=epoch, keep_together=kind.key_list())
+            shard = ctx.shard(
+                samples if stream is None else stream,
+                BATCH_SIZE,
+                epoch=epoch,
+                keep_together=kind.key_list(),
+                collate_fn=collate,
+            )
             for numbers, _, _ in shard:
                 pending.append(numbers.tolist())
                 is_whole = len(pending) == kind.accumulate
