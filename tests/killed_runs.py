@@ -83,6 +83,7 @@ class Kind:
     keys: bool = False
     bucket_cap_mb: float = 0.004
     tolerance: float = 0.0
+    replicas: int = 2
     num_epochs: int = 2
 
     def network(self) -> torch.nn.Module:
@@ -180,7 +181,7 @@ def train(
     seat, samples, diary = ctx.rank, Samples(), Diary(folder, ctx.rank)
     model = cl.DistributedDataParallel(kind.network(), bucket_cap_mb=kind.bucket_cap_mb)
     optim = cl.ZeroRedundancyOptimizer(
-        model, kind.optimizer, replicas=2, **kind.zero, **kind.options
+        model, kind.optimizer, replicas=kind.replicas, **kind.zero, **kind.options
     )
     (acts or {}).get(seat, lambda *_: None)(ctx, optim)
     scaler = cl.GradScaler(optim, init_scale=4.0, growth_interval=3, enabled=kind.scaler)

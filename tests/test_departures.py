@@ -1,0 +1,107 @@
+"""Workers that are told to end (SIGTERM) leave first: nothing is lost, also without replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from killed_runs import Kind, assert_as_if_nothing_was, train
+
+import chorusline as cl
+
+
+@pytest.fixture(scope="module")
+async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
+    few = {"CPU": 0.1}
+    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=20) as session:
+        yield session
+
+
+@pytest.fixture
+async def session(shared_session: cl.Session) -> AsyncIterator[cl.Session]:
+    """Three workers, and three again when the test is over."""
+    yield shared_session
+    await shared_session.run(lambda ctx: None)
+
+
+def slowly(
+    told_at: int = -1, then: Callable[[Any], None] = lambda optim: None
+) -> Callable[[cl.Context, Any], None]:
+    """Steps that take a while; the process is told to end when it has taken `told_at` of them."""
+
+    def act(ctx: cl.Context, optim: Any) -> None:
+        step = optim.step
+
+        def stepped(*args: Any) -> Any:
+            if optim.progress.ballots == told_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+                then(optim)
+            time.sleep(0.1)
+            return step(*args)
+
+        optim.step = stepped
+
+    return act
+
+
+KINDS = {
+    "AdamW": Kind(replicas=1, num_epochs=3),
+    "SGD with momentum, many buckets": Kind(
+        torch.optim.SGD,
+        {"lr": 0.05, "momentum": 0.9},
+        replicas=1,
+        bucket_cap_mb=0.001,
+        num_epochs=3,
+    ),
+    "bfloat16 and masters": Kind(dtype=torch.bfloat16, replicas=1, num_epochs=3),
+    "accumulation": Kind(accumulate=2, replicas=1, num_epochs=4),
+    "two replicas": Kind(num_epochs=3),
+}
+
+
+@pytest.mark.parametrize(
+    "name, leaver",
+    [
+        pytest.param(name, i % 3, marks=[pytest.mark.slow] if i else [], id=name)
+        for i, name in enumerate(KINDS)
+    ],
+)
+async def test_a_worker_that_is_told_to_end_hands_over_what_it_keeps_and_leaves(
+    session: cl.Session, tmp_path: Path, name: str, leaver: int
+) -> None:
+    kind = KINDS[name]
+    acts = {seat: slowly(1 if seat == leaver else -1) for seat in range(3)}
+    victims = {leaver: (-1, "")}
+    told = await session.run(train, kind=kind, folder=str(tmp_path), victims=victims, acts=acts)
+    assert {one.world_size for one in told} == {2}
+    assert_as_if_nothing_was(kind, str(tmp_path), told, victims)
+
+
+def pid_of(ctx: cl.Context) -> int:
+    return os.getpid()
+
+
+async def test_an_idle_worker_that_is_told_to_end_does_so_and_the_others_stay(
+    session: cl.Session,
+) -> None:
+    before = await session.run(pid_of)
+    os.kill(before[1], signal.SIGTERM)
+    deadline = time.monotonic() + 20
+    while is_alive(before[1]) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert not is_alive(before[1])
+    after = await session.run(pid_of)
+    assert before[1] not in after and {before[0], before[2]} <= set(after)
+
+
+def is_alive(pid: int) -> bool:
+    """Not one that its parent has only to bury yet."""
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
