@@ -88,8 +88,7 @@ class Crew:
         fresh = {}
         for seat in range(self.num_workers):
             if seat not in self._workers:
-                actor = self._worker_class.options(**self._options(seat))
-                self._workers[seat] = fresh[seat] = actor.remote(seat, self._use_gpu, self.name)
+                fresh[seat] = self._start_worker(seat)
         if fresh:
             failed = await self._adopt(fresh, timeout_s)
             for unfit in failed:
@@ -224,10 +223,8 @@ class Crew:
                 known += len(seats)
                 for seat in seats:
                     self._kill_worker(seat)
-                    actor = self._worker_class.options(**self._options(seat))
-                    self._workers[seat] = actor.remote(seat, self._use_gpu, self.name)
                     # A node that is gone may come back late: wait as long as the run would.
-                    newcomer = {seat: self._workers[seat]}
+                    newcomer = {seat: self._start_worker(seat)}
                     await answer(driver.adopt.remote(newcomer, request.pause_s, versions_here()))
 
     async def cancel(self, run: int, reason: str) -> None:
@@ -314,6 +311,12 @@ class Crew:
         if self._driver is None:
             raise DriverLost(self._incarnation, "it was found dead before")
         return self._driver
+
+    def _start_worker(self, seat: int) -> Actor:
+        actor = self._worker_class.options(**self._options(seat))
+        worker = actor.remote(seat, self._use_gpu, self.name)
+        self._workers[seat] = worker
+        return worker
 
     def _kill_worker(self, seat: int) -> None:
         ray.kill(self._workers.pop(seat))

@@ -33,8 +33,9 @@ def ends_a_generation(error: BaseException) -> bool:
 class Lifeline:
     """One rank's, for one run.
 
-    connect: makes the group of a resumption; it has published it for the control loop by the time
-    it returns, so that it can be aborted. Errors of its own end that generation, too.
+    connect: makes the group of the generation that this rank was put into last; it has published
+    it for the control loop by the time it returns, so that it can be aborted. Errors of its own end
+    that generation, too.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Lifeline:
         driver: Actor,
         group: Group,
         assignment: Assignment,
-        connect: Callable[[Resumption], Group],
+        connect: Callable[[], Group],
     ) -> None:
         self.goes_on = request.goes_on
         self.group = group
@@ -110,8 +111,8 @@ class Lifeline:
             self._freeze_error = None
         return resumption
 
-    def connect(self, resumption: Resumption) -> Group:
-        self.group = self._connect(resumption)
+    def connect(self) -> Group:
+        self.group = self._connect()
         return self.group
 
     def finish(self) -> CollectiveError | None:

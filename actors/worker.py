@@ -221,10 +221,12 @@ class Worker:
             is_running=run is not None,
             generation=self._generation,
             memory_bytes=_resident_bytes(),
-            device_memory_bytes=(
-                torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
-            ),
+            device_memory_bytes=self._device_memory_bytes(),
         )
+
+    def _device_memory_bytes(self) -> int:
+        """What torch holds of the GPU."""
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -242,9 +244,7 @@ class Worker:
             last_report=self._last[1].last,
             steps=replace(run.steps if run else self._last_steps),
             memory_bytes=_resident_bytes(),
-            device_memory_bytes=(
-                torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
-            ),
+            device_memory_bytes=self._device_memory_bytes(),
         )
 
     @ray.method(concurrency_group="control")
@@ -277,6 +277,7 @@ class Worker:
             current.steps.stop_is_wanted = True
             return current.steps.taken > 0
 
+    @ray.method(concurrency_group="control")
     async def stand(self, run: int) -> Stand | None:
         """Where this worker is in a run, for a new driver; None if it is not in it."""
         with self._lock:
@@ -401,9 +402,7 @@ class Worker:
         set_debug_level(max(run.request.debug_level, get_debug_level()))
         program: Program = cloudpickle.loads(payload)
         group = self._meet(run)
-        lifeline = Lifeline(
-            run.request, run.driver, group, run.assignment, lambda _: self._meet(run)
-        )
+        lifeline = Lifeline(run.request, run.driver, group, run.assignment, lambda: self._meet(run))
         with self._lock:
             run.lifeline = lifeline
             if run.stop_error is not None:

@@ -20,10 +20,11 @@ from .agreement import Agreement
 from .boundary import boundary
 from .comm_hooks import CommHook
 from .context import current_group, recovery_of
+from .gradient_bucket import GradientBucket
 from .join import Join
 from .joinable import GroupJoinable, Joinable, JoinHook
 from .kept import kept
-from .reducer import GradientBucket, Mode, Reducer, why_not_sharded
+from .reducer import Mode, Reducer, why_not_sharded
 from .replication import broadcast_tensors
 from .same_model import check_same_parameters
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice

@@ -27,9 +27,9 @@ from collectives.shards import (
     whole_parameter_spans,
 )
 
+from .gradient_bucket import GradientBucket
 from .held_state import VALUES, Description, HeldState, Part, Told, complete
 from .optimizer_state import MASTER, BucketLayout, PieceState, check_fits, gather_state, slice_state
-from .reducer import GradientBucket
 from .shardable_optimizers import ELEMENTWISE
 
 _BUCKET_BYTES = 25 << 20

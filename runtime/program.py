@@ -156,7 +156,7 @@ class Run:
         while True:
             resumption = self._recovery.leave(error)
             try:
-                return resumption.assignment, self._lifeline.connect(resumption), resumption
+                return resumption.assignment, self._lifeline.connect(), resumption
             except Exception as failure:
                 if not ends_a_generation(failure):
                     raise

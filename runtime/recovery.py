@@ -188,12 +188,16 @@ class Recovery:
             self._entered,
             is_parked=is_parked,
             can_restart=self._can_restart(),
-            spare=min((one.shard.replicas - 1 for one in self._living()), default=0),
+            spare=min((one.shard.replicas - 1 for one in self._living().values()), default=0),
             handed_over=handed_over,
         )
 
-    def _living(self) -> list[ZeroRedundancyOptimizer]:
-        return [one for made in self._optimizers if (one := made())]
+    def _living(self) -> dict[int, ZeroRedundancyOptimizer]:
+        """By number."""
+        return {n: one for n, made in enumerate(self._optimizers) if (one := made())}
+
+    def _living_models(self) -> dict[int, DistributedDataParallel]:
+        return {n: one for n, made in enumerate(self._models) if (one := made())}
 
     def _progress(self) -> tuple[Progress, ...]:
         live = [one.progress if (one := made()) else DROPPED for made in self._optimizers]
@@ -208,22 +212,19 @@ class Recovery:
             return True
         registered = {id(entry.object) for entry in self._context.registry}
         optimizers = self._living()
-        models = [model for made in self._models if (model := made())]
-        return bool(optimizers) and all(id(one) in registered for one in [*optimizers, *models])
+        made = [*optimizers.values(), *self._living_models().values()]
+        return bool(optimizers) and all(id(one) in registered for one in made)
 
     def _catch_up(self, resumption: Resumption) -> None:
-        for number, made in enumerate(self._optimizers):
-            optimizer = made()
-            if optimizer is not None:
-                optimizer.catch_up(resumption.progress[number])
+        for number, optimizer in self._living().items():
+            optimizer.catch_up(resumption.progress[number])
 
     # -- in place --------------------------------------------------------------------------------
 
     def _go_on(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
         """held: by optimizer, what an attempt that failed has left here."""
-        optimizers = self._numbered_optimizers()
-        models = {n: model for n, made in enumerate(self._models) if (model := made())}
-        group, standings = self._meet(resumption, held, models)
+        optimizers, models = self._living(), self._living_models()
+        group, standings = self._meet(resumption, held)
         everywhere = self._move(held, standings, group)
         self._entry = Entry(
             resumption.assignment,
@@ -256,25 +257,21 @@ class Recovery:
     def _hand_over(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
         """Return when all who stay have what they keep without those that leave. Nobody enters this
         generation: what it has brought stays in `held`, for the next one."""
-        models = {n: model for n, made in enumerate(self._models) if (model := made())}
-        group, standings = self._meet(resumption, held, models)
+        group, standings = self._meet(resumption, held)
         self._move(held, standings, group, resumption.leaving)
         group.barrier().wait()
-
-    def _numbered_optimizers(self) -> dict[int, ZeroRedundancyOptimizer]:
-        return {n: one for n, ref in enumerate(self._optimizers) if (one := ref())}
 
     def _meet(
         self,
         resumption: Resumption,
         held: dict[int, HeldState],
-        models: Mapping[int, DistributedDataParallel],
     ) -> tuple[Group, list[Standing]]:
+        models = self._living_models()
         self._catch_up(resumption)  # (b)
-        for number, optimizer in self._numbered_optimizers().items():
+        for number, optimizer in self._living().items():
             if number not in held:
                 held[number] = optimizer.shard.held()
-        group = self._lifeline.connect(resumption)  # (c)
+        group = self._lifeline.connect()  # (c)
         mine = Standing(
             {number: (state.ranges, state.described) for number, state in held.items()},
             {number: model.synced_step for number, model in models.items()},
@@ -291,7 +288,7 @@ class Recovery:
         leaving: Sequence[int] = (),
     ) -> list[int]:
         """(d); the numbers of the optimizers that all ranks have."""
-        optimizers = self._numbered_optimizers()
+        optimizers = self._living()
         everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
         for number in everywhere:
             told = [standing.held[number] for standing in standings]
@@ -336,7 +333,7 @@ class Recovery:
             if generation > self._entered
         }
         new_rank = {old: new for new, old in enumerate(entry.former_ranks)}
-        for optimizer in (one for reference in self._optimizers if (one := reference())):
+        for optimizer in self._living().values():
             live = (new_rank[old] for old in optimizer.last_live if old in new_rank)
             optimizer.last_live = tuple(live)
         join.change_ranks(entry.former_ranks)

@@ -25,19 +25,18 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from actors.lifeline import ends_a_generation
 from collectives import CollectiveError, Group, Work
-from collectives.buckets import BucketPlan, plan_buckets
-from collectives.shards import padded_numel, room_for, shard_numel
+from collectives.buckets import plan_buckets
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
 from .boundary import boundary
 from .comm_hooks import CommHook, GradBucket
+from .gradient_bucket import GradientBucket
 from .kept import kept
 from .step_statistics import StepClock, UnusedParameters
 
@@ -57,48 +56,6 @@ def why_not_sharded(hook: str) -> str:
 class Mode(enum.Enum):
     ALL_REDUCE = "all ranks hold the mean of the whole gradient after backward"
     REDUCE_SCATTER = "each rank holds the sum of its shard after the optimizer has waited for it"
-
-
-class GradientBucket:
-    """Gradients that travel together. The work and the memory that it uses live side by side.
-
-    flat: local gradients, and room behind them. padded: elements of it that a reduce-scatter takes.
-    shard: (n,) reduced, this rank's part, in REDUCE_SCATTER mode. missing: gradients that this
-    backward pass still owes; parameters that are frozen get none. launch_number: ascending, over
-    the buckets of all models.
-    """
-
-    def __init__(
-        self, plan: BucketPlan, parameters: Sequence[torch.nn.Parameter], group: Group
-    ) -> None:
-        first = parameters[plan.spans[0][0]]
-        self.plan = plan
-        self.padded = padded_numel(plan.content, group.size)
-        vote = plan.content + vote_numel(group.size, len(parameters))
-        room = max(room_for(plan.content, group.size), vote)
-        self.flat = torch.zeros(room, dtype=first.dtype, device=first.device)
-        self.views = {
-            number: self.flat[offset : offset + numel].view_as(parameters[number])
-            for number, offset, numel in plan.spans
-        }
-        self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
-        self.missing = 0
-        self.launch_number = 0
-        self.work: Work | None = None
-        self.future: torch.futures.Future[Any] | None = None
-        """What a communication hook returned for it."""
-
-    def content(self) -> torch.Tensor:
-        """The gradients, with zeros between them: what a hook left there is cleared."""
-        ends = [offset + numel for _, offset, numel in self.plan.spans]
-        begins = [offset for _, offset, _ in self.plan.spans[1:]]
-        for end, begin in zip(ends, [*begins, self.plan.content], strict=True):
-            if begin > end:
-                self.flat[end:begin] = 0
-        return self.flat[: self.plan.content]
-
-    def prepare_shard(self, group: Group) -> None:
-        self.shard = self.flat.new_zeros(shard_numel(self.plan.content, group.size))
 
 
 class Reducer:
@@ -485,11 +442,7 @@ class Reducer:
         self.group = group
         self._failure = None
         for bucket in self.buckets:
-            bucket.work = None
-            bucket.padded = padded_numel(bucket.plan.content, group.size)
-            assert bucket.padded <= bucket.flat.numel()
-            bucket.flat[bucket.plan.content :] = 0
-            bucket.prepare_shard(group)
+            bucket.change_group(group)
         self._place_vote()
 
     def kept(self) -> list[GradientBucket]:

@@ -16,7 +16,8 @@ from collectives.debug import inform
 from collectives.operation import Operation
 
 if TYPE_CHECKING:
-    from .reducer import GradientBucket, Reducer
+    from .gradient_bucket import GradientBucket
+    from .reducer import Reducer
 
 _STEPS = 100
 

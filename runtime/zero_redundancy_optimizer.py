@@ -36,6 +36,7 @@ from .boundary import boundary
 from .context import current_group, recovery_of
 from .distributed_data_parallel import DistributedDataParallel, names_of, owner_of
 from .early_update import EarlyUpdate
+from .gradient_bucket import GradientBucket
 from .held_state import HeldState, Told
 from .join import Join
 from .joinable import GroupJoinable, Joinable, JoinHook
@@ -43,7 +44,7 @@ from .kept import kept
 from .loss_scale import check_scale, given_scale
 from .parameter_shard import Gather, ParameterShard
 from .plain_state import match_state, parameter_name, plain_state, with_names
-from .reducer import GradientBucket, Reducer
+from .reducer import Reducer
 from .same_model import check_same_parameters
 from .shardable_optimizers import (
     ELEMENTWISE,

@@ -21,7 +21,9 @@ from ray import cloudpickle
 from ray.util import placement_group_table
 from standing_ranks import StandingRanks
 
-NUM_CPUS = 4  # as Ray counts them; the machine may have fewer
+import chorusline as cl
+
+NUM_CPUS = 5  # as Ray counts them, one for the session that stands; the machine may have fewer
 _LEAK_PATIENCE_S = 10.0
 
 
@@ -31,6 +33,26 @@ def cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+async def _session_that_goes_on(cluster: None) -> AsyncIterator[cl.Session]:
+    few = {"CPU": 0.1}
+    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=20) as session:
+        yield session
+
+
+@pytest.fixture
+async def session(_session_that_goes_on: cl.Session) -> AsyncIterator[cl.Session]:
+    """Three workers, of which runs may lose two; and three again when the test is over."""
+    yield _session_that_goes_on
+    await _session_that_goes_on.run(lambda ctx: None)
+
+
+@pytest.fixture
+def on_cluster(cluster: None) -> dict[str, str]:
+    """The environment of a process whose sessions come to the tests' cluster."""
+    return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,6 @@ import torch
 from killed_runs import Kind, assert_as_if_nothing_was, train
 
 import chorusline as cl
-
-
-@pytest.fixture(scope="module")
-async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
-    few = {"CPU": 0.1}
-    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=20) as session:
-        yield session
-
-
-@pytest.fixture
-async def session(shared_session: cl.Session) -> AsyncIterator[cl.Session]:
-    """Three workers, and three again when the test is over."""
-    yield shared_session
-    await shared_session.run(lambda ctx: None)
 
 
 def slowly(
@@ -99,6 +85,7 @@ async def test_an_idle_worker_that_is_told_to_end_does_so_and_the_others_stay(
     assert not is_alive(before[1])
     after = await session.run(pid_of)
     assert before[1] not in after and {before[0], before[2]} <= set(after)
+    assert len(await session.run(pid_of)) == 3
 
 
 def is_alive(pid: int) -> bool:

@@ -1,6 +1,5 @@
 """The programs in the README and in docs/ run as they stand."""
 
-import os
 import re
 import subprocess
 import sys
@@ -30,19 +29,18 @@ SLOW = {
     "torch-distributed-0",
     "training-2",
 }
-"""Programs that start a cluster each, beside others in the fast suite that do the same."""
+"""Programs that start sessions, beside others in the fast suite that do the same."""
 
 
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in programs()],
 )
-def test_a_program_of_the_documentation_runs(tmp_path, name):
+def test_a_program_of_the_documentation_runs(tmp_path, name, on_cluster):
     script = tmp_path / "program.py"
     script.write_text(programs()[name])
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     ran = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, env=environment
+        [sys.executable, script], capture_output=True, text=True, timeout=100, env=on_cluster
     )
     assert ran.returncode == 0, ran.stderr
     if name == "README-0":

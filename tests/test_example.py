@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -120,8 +119,9 @@ def test_library_without_sources_is_told_by_the_argument(arguments, example, mon
     assert "argument --files: no source files in /" in capsys.readouterr().err
 
 
-def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path):
-    done = start([sys.executable, EXAMPLE, *TINY, "--epochs", "2", "--verify"], tmp_path)
+def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path, on_cluster):
+    command = [sys.executable, EXAMPLE, *TINY, "--epochs", "2", "--verify"]
+    done = start(command, tmp_path, on_cluster)
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     assert records[-1]["loss"] < 0.8 * records[0]["loss"]
@@ -137,27 +137,22 @@ def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_chorusline_run_does_the_same_and_lives_without_matplotlib(tmp_path):
+def test_chorusline_run_does_the_same_and_lives_without_matplotlib(tmp_path, on_cluster):
     (tmp_path / "matplotlib.py").write_text(
         "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')"
     )
     chorusline = Path(sys.executable).with_name("chorusline")
-    done = start([chorusline, "run", EXAMPLE, *TINY, "--workers", "3"], tmp_path)
+    done = start([chorusline, "run", EXAMPLE, *TINY, "--workers", "3"], tmp_path, on_cluster)
     assert "no loss.png, since there is no matplotlib" in done.stdout
     assert (tmp_path / "out/metrics.jsonl").stat().st_size > 0
     assert "rank 2: " in done.stdout
 
 
-def start(command, folder):
+def start(command, folder, environment):
     done = subprocess.run(
         command,
         cwd=folder,
-        env=os.environ
-        | {
-            "PYTHONPATH": str(folder),
-            "RAY_AUTH_MODE": "disabled",
-            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        },
+        env={**environment, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         timeout=110,

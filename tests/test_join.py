@@ -286,7 +286,7 @@ def train_two_epochs(group, lengths, sharded):
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
-@pytest.mark.parametrize("lengths", [(3, 6), (3, 4), (5, 5)])
+@pytest.mark.parametrize("lengths", [(3, 6), (5, 5)])
 def test_gradients_of_a_joined_rank_do_not_stay_for_the_next_epoch(ranks_of, lengths, sharded):
     model = make_model(torch.float64)
     data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(lengths)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,19 +156,6 @@ def reference(told: list[Told], victim: int, num_ranks: int) -> list[torch.Tenso
             p.grad = so_far / len(batches)
         optim.step()
     return [p.detach() for p in model.parameters()]
-
-
-@pytest.fixture(scope="module")
-async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
-    async with cl.Session(num_workers=(1, 3), timeout_s=20) as session:
-        yield session
-
-
-@pytest.fixture
-async def session(shared_session: cl.Session) -> AsyncIterator[cl.Session]:
-    """Three workers, and three again when the test is over."""
-    yield shared_session
-    await shared_session.run(lambda ctx: None)
 
 
 CASES = [

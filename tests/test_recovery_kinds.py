@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -30,20 +29,6 @@ KINDS = {
     "samples kept together": Kind(keys=True),
     "one bucket": Kind(bucket_cap_mb=25.0),
 }
-
-
-@pytest.fixture(scope="module")
-async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
-    few = {"CPU": 0.1}
-    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=20) as session:
-        yield session
-
-
-@pytest.fixture
-async def session(shared_session: cl.Session) -> AsyncIterator[cl.Session]:
-    """Three workers, and three again when the test is over."""
-    yield shared_session
-    await shared_session.run(lambda ctx: None)
 
 
 FAST = {"bfloat16 and masters": 2, "a scaled loss": 3}

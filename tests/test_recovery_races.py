@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,6 @@ from killed_runs import (
 )
 
 import chorusline as cl
-
-
-@pytest.fixture(scope="module")
-async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
-    few = {"CPU": 0.1}
-    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=20) as session:
-        yield session
-
-
-@pytest.fixture
-async def session(shared_session: cl.Session) -> AsyncIterator[cl.Session]:
-    """Three workers, and three again when the test is over."""
-    yield shared_session
-    await shared_session.run(lambda ctx: None)
 
 
 def at_step(optim: Any, ballots: int, do: Callable[[], None]) -> None:

@@ -132,17 +132,10 @@ def assert_equal(told: list[Told], num_epochs: int = 1, num_of_the_dead: int | N
         assert taken.total() + num_of_the_dead == num_epochs * NUM_SAMPLES, "and none is left out"
 
 
-@pytest.fixture(scope="module")
-async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
-    few = {"CPU": 0.1}
-    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=20) as session:
-        yield session
-
-
-@pytest.fixture
-async def session(shared_session: cl.Session) -> AsyncIterator[cl.Session]:
-    yield shared_session
-    await shared_session.run(lambda ctx: calls.clear())
+@pytest.fixture(autouse=True)
+async def _forget_calls(session: cl.Session) -> AsyncIterator[None]:
+    yield
+    await session.run(lambda ctx: calls.clear())
 
 
 async def test_a_death_at_a_collective_of_the_users_own_runs_the_function_again(

@@ -280,14 +280,14 @@ async def test_more_workers_than_the_cluster_has_room_for(cluster: None) -> None
     with pytest.raises(StartupError) as caught:
         await Session(num_workers=50).start()
     assert "num_workers=50 with CPU 1 each" in str(caught.value)
-    assert "the cluster has CPU 4 (" in str(caught.value)
+    assert "the cluster has CPU 5 (" in str(caught.value)
     assert "Lower num_workers" in str(caught.value)
 
 
 async def test_workers_that_find_no_room_in_time(session: Session) -> None:
     began_at = time.monotonic()
-    with pytest.raises(StartupError, match=r"not placed within 1 s: the cluster has CPU 4 \(2 fr"):
-        await Session(num_workers=3, startup_timeout_s=1).start()
+    with pytest.raises(StartupError, match=r"not placed within 1 s: the cluster has CPU 5 \([23]"):
+        await Session(num_workers=4, startup_timeout_s=1).start()
     assert time.monotonic() - began_at < 5
 
 
@@ -297,9 +297,10 @@ async def test_a_gpu_where_there_is_none(cluster: None) -> None:
 
 
 async def test_as_many_workers_as_fit_between_fewest_and_most(session: Session) -> None:
+    free = ray.available_resources()["CPU"]
     async with Session(num_workers=(1, 8)) as other:
-        assert other.num_workers == 2, "two of the four CPUs are taken"
-    assert ray.available_resources()["CPU"] == 2, "and a session that starts now has them again"
+        assert 1 <= other.num_workers == int(free) < 8
+    assert ray.available_resources()["CPU"] == free, "and who starts now has them again"
 
 
 async def test_run_inside_a_loop_says_what_to_do() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +37,6 @@ class Lines(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         samples = Samples()
         return (samples[number] for number in range(NUM_SAMPLES))
-
-
-@pytest.fixture(scope="module")
-async def shared_session(cluster: None) -> AsyncIterator[cl.Session]:
-    few = {"CPU": 0.1}
-    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=20) as session:
-        yield session
-
-
-@pytest.fixture
-async def session(shared_session: cl.Session) -> AsyncIterator[cl.Session]:
-    """Three workers, and three again when the test is over."""
-    yield shared_session
-    await shared_session.run(lambda ctx: None)
 
 
 CASES = [
