@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from killed_runs import Kind, assert_as_if_nothing_was, train
+from killed_runs import Kind, assert_as_if_nothing_was, die, train, wrap
 
 import chorusline as cl
+from actors.errors import StateLost
 
 
 def slowly(
@@ -68,6 +71,70 @@ async def test_a_worker_that_is_told_to_end_hands_over_what_it_keeps_and_leaves(
     told = await session.run(train, kind=kind, folder=str(tmp_path), victims=victims, acts=acts)
     assert {one.world_size for one in told} == {2}
     assert_as_if_nothing_was(kind, str(tmp_path), told, victims)
+
+
+def dies_handing_over(is_done: bool) -> Callable[[cl.Context, Any], None]:
+    leaves = slowly(1)
+
+    def act(ctx: cl.Context, optim: Any) -> None:
+        leaves(ctx, optim)
+        wrap(
+            ctx.recovery,
+            "_hand_over",
+            first=None if is_done else die,
+            then=die if is_done else None,
+        )
+
+    return act
+
+
+@pytest.mark.slow
+async def test_a_worker_that_dies_when_it_has_handed_over_has_left_nothing_to_lose(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    kind = KINDS["AdamW"]
+    acts = {0: slowly(), 1: dies_handing_over(is_done=True), 2: slowly()}
+    victims = {1: (-1, "")}
+    told = await session.run(train, kind=kind, folder=str(tmp_path), victims=victims, acts=acts)
+    assert {one.world_size for one in told} == {2}
+    assert_as_if_nothing_was(kind, str(tmp_path), told, victims)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_dies_before_it_has_handed_over_takes_its_shard_along(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    acts = {0: slowly(), 1: dies_handing_over(is_done=False), 2: slowly()}
+    with pytest.raises(StateLost, match="no rank holds bucket"):
+        await session.run(
+            train, kind=KINDS["AdamW"], folder=str(tmp_path), victims={1: (-1, "")}, acts=acts
+        )
+
+
+HEARING = """
+import os, signal, sys, threading
+from actors.notice import hear_sigterm
+heard = threading.Event()
+hear_sigterm(heard.set)
+read, write = os.pipe()
+child = os.fork()
+if not child:
+    os.write(write, b"ready")
+    signal.pause()
+os.read(read, 5)
+os.kill(child, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+assert not heard.is_set()
+os.kill(os.getpid(), signal.SIGTERM)
+assert heard.wait(10)
+os.kill(os.getpid(), signal.SIGTERM)  # Told once.
+assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "it does not end by itself"
+"""
+
+
+def test_sigterm_is_heard_by_the_process_and_ends_those_that_it_has_forked() -> None:
+    done = subprocess.run([sys.executable, "-c", HEARING], timeout=60, check=False)
+    assert done.returncode == 0
 
 
 def pid_of(ctx: cl.Context) -> int:

@@ -194,6 +194,48 @@ async def test_a_function_that_runs_again_goes_on_in_the_stream(
     assert sorted(n for _, ids in told for n in ids) == list(range(NUM_SAMPLES))
 
 
+class Stopped(Exception):
+    pass
+
+
+def train_and_stop(ctx: cl.Context, stream: cl.Stream, until: int) -> list[int]:
+    """Rows that this rank was given, those before a resume too; raises behind step `until`."""
+    torch.manual_seed(0)
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(5, 3).double()))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.01))
+    given = ctx.register("given", Counted(), per_rank=True)
+    for epoch in ctx.epochs(1):
+        with cl.Join([model, optim]):
+            for numbers, inputs, _ in ctx.shard(stream, BATCH_SIZE, epoch=epoch):
+                model(inputs).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+                given.ids += numbers.tolist()
+                if optim.num_steps == until:
+                    ctx.save().wait()
+                    raise Stopped
+    return given.ids
+
+
+@pytest.mark.slow
+async def test_a_run_that_goes_on_from_a_checkpoint_leaves_out_what_was_given(
+    cluster: None, tmp_path: Path
+) -> None:
+    few = {"CPU": 0.1}
+    saves = cl.CheckpointConfig(tmp_path)
+    for size in (2, 2):
+        async with cl.Session(
+            size, resources_per_worker=few, timeout_s=20, checkpoint=saves
+        ) as session:
+            with cl.Stream(Lines()) as stream:
+                if not list(tmp_path.iterdir()):
+                    with pytest.raises(Stopped):
+                        await session.run(train_and_stop, stream=stream, until=3)
+                else:
+                    told = await session.run(train_and_stop, stream=stream, until=-1)
+    assert sorted(n for ids in told for n in ids) == list(range(NUM_SAMPLES))
+
+
 def read(ctx: cl.Context, stream: cl.Stream) -> int:
     return sum(1 for _ in ctx.shard(stream, batch_size=4))
 
