@@ -141,6 +141,7 @@ def pid_of(ctx: cl.Context) -> int:
     return os.getpid()
 
 
+@pytest.mark.slow
 async def test_an_idle_worker_that_is_told_to_end_does_so_and_the_others_stay(
     session: cl.Session,
 ) -> None:
