@@ -38,6 +38,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 
 from benchmarks.alternation import finish, parser, table
+from benchmarks.fault_operations import OPERATIONS, Step
 from collectives import (
     CollectiveError,
     CollectiveTimeout,
@@ -58,19 +59,6 @@ TIMEOUT_S = {"stop": 1.0}  # short where it is what ends the generation
 LONG_S = 30.0
 SLACK_S = {"shared-memory": 2.0, "gloo": 8.0}
 HANG_S = 60.0  # after which a rank that has not ended never will
-
-
-@dataclass(frozen=True)
-class Step:
-    """One operation. way: how it is waited for; "later" leaves it in flight. pauses_s: by rank,
-    before it is issued."""
-
-    name: str
-    numel: int
-    dtype: torch.dtype
-    root: int
-    way: str
-    pauses_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -137,167 +125,6 @@ def draw(seed: int, transport: str) -> Plan:
         tuple(steps),
         rng.random() < 0.5,
     )
-
-
-# -- the operations: what to issue, and what every rank must hold afterwards -----------------------
-
-Issued = tuple[Work, Callable[[], bool]]
-"""The work, and whether its result is right, to be asked when it is done."""
-
-
-def _part(number: int, rank: int, step: Step) -> torch.Tensor:
-    """Small whole numbers, so that sums are exact in every dtype."""
-    start = (number + 3 * rank) % 5
-    return ((torch.arange(step.numel) + start) % 5).to(step.dtype)
-
-
-def _sum(number: int, size: int, step: Step) -> torch.Tensor:
-    return sum((_part(number, r, step) for r in range(size)), torch.zeros_like(_part(0, 0, step)))
-
-
-def _all_reduce(group: Group, number: int, step: Step) -> Issued:
-    tensor = _part(number, group.rank, step)
-    expected = _sum(number, group.size, step)
-    return group.all_reduce(tensor), lambda: torch.equal(tensor, expected)
-
-
-def _reduce(group: Group, number: int, step: Step) -> Issued:
-    tensor = _part(number, group.rank, step)
-    expected = _sum(number, group.size, step) if group.rank == step.root else tensor.clone()
-    return group.reduce(tensor, step.root), lambda: torch.equal(tensor, expected)
-
-
-def _reduce_scatter(group: Group, number: int, step: Step) -> Issued:
-    output = _part(0, 0, step)
-    expected = _sum(number + group.rank, group.size, step)
-    whole = torch.cat([_part(number + r, group.rank, step) for r in range(group.size)])
-    return group.reduce_scatter(output, whole), lambda: torch.equal(output, expected)
-
-
-def _all_gather(group: Group, number: int, step: Step) -> Issued:
-    expected = torch.cat([_part(number, r, step) for r in range(group.size)])
-    output = torch.zeros_like(expected)
-    work = group.all_gather(output, _part(number, group.rank, step))
-    return work, lambda: torch.equal(output, expected)
-
-
-def _gather(group: Group, number: int, step: Step) -> Issued:
-    expected = [_part(number, r, step) for r in range(group.size)]
-    outputs = [torch.zeros_like(one) for one in expected]
-    is_root = group.rank == step.root
-    part = _part(number, group.rank, step)
-    work = group.gather(part, outputs if is_root else None, step.root)
-    return work, lambda: not is_root or all(map(torch.equal, outputs, expected))
-
-
-def _scatter(group: Group, number: int, step: Step) -> Issued:
-    parts = [_part(number, r, step) for r in range(group.size)]
-    output = torch.zeros_like(parts[0])
-    work = group.scatter(output, parts if group.rank == step.root else None, step.root)
-    return work, lambda: torch.equal(output, parts[group.rank])
-
-
-def _all_to_all(group: Group, number: int, step: Step) -> Issued:
-    """Rank s sends to rank r, of what is `step.numel` long, all but s + r elements."""
-
-    def sent(source: int, to: int) -> torch.Tensor:
-        return _part(number + source, to, step)[source + to :]
-
-    expected = [sent(r, group.rank) for r in range(group.size)]
-    outputs = [torch.zeros_like(one) for one in expected]
-    work = group.all_to_all(outputs, [sent(group.rank, r) for r in range(group.size)])
-    return work, lambda: all(map(torch.equal, outputs, expected))
-
-
-def _broadcast(group: Group, number: int, step: Step) -> Issued:
-    tensor = _part(number, group.rank, step)
-    expected = _part(number, step.root, step)
-    return group.broadcast(tensor, step.root), lambda: torch.equal(tensor, expected)
-
-
-def _barrier(group: Group, number: int, step: Step) -> Issued:
-    return group.barrier(), lambda: True
-
-
-def _monitored_barrier(group: Group, number: int, step: Step) -> Issued:
-    return group.monitored_barrier(), lambda: True
-
-
-def _coalesced(group: Group, number: int, step: Step) -> Issued:
-    with group.coalesce() as work:
-        _, first = _all_reduce(group, number, step)
-        _, second = _broadcast(group, number, step)
-    return work, lambda: first() and second()
-
-
-def _ring(group: Group, number: int, step: Step) -> Issued:
-    """To the right, from the left, as one work."""
-    n, me = group.size, group.rank
-    expected = _part(number, (me - 1) % n, step)
-    tensor = torch.zeros_like(expected)
-    with group.coalesce() as work:
-        group.send(_part(number, me, step), (me + 1) % n)
-        group.recv(tensor, (me - 1) % n)
-    return work, lambda: torch.equal(tensor, expected)
-
-
-def _object_ring(group: Group, number: int, step: Step) -> Issued:
-    n, me = group.size, group.rank
-    received: list[Any] = [None, None]
-    sent = group.send_object_list([me, _part(number, me, step)], (me + 1) % n)
-    work = group.recv_object_list(received, (me - 1) % n)
-
-    def is_right() -> bool:
-        sent.wait()
-        source, tensor = received
-        return source == (me - 1) % n and torch.equal(tensor, _part(number, source, step))
-
-    return work, is_right
-
-
-def _all_gather_object(group: Group, number: int, step: Step) -> Issued:
-    work = group.all_gather_object(_part(number, group.rank, step))
-    expected = [_part(number, r, step) for r in range(group.size)]
-    return work, lambda: all(map(torch.equal, work.result(), expected))
-
-
-def _broadcast_object_list(group: Group, number: int, step: Step) -> Issued:
-    objects = [_part(number, group.rank, step)]
-    work = group.broadcast_object_list(objects, step.root)
-    return work, lambda: torch.equal(objects[0], _part(number, step.root, step))
-
-
-def _gather_object(group: Group, number: int, step: Step) -> Issued:
-    work = group.gather_object((number, group.rank), step.root)
-    expected = [(number, r) for r in range(group.size)] if group.rank == step.root else None
-    return work, lambda: work.result() == expected
-
-
-def _scatter_object_list(group: Group, number: int, step: Step) -> Issued:
-    parts = [_part(number, r, step) for r in range(group.size)]
-    work = group.scatter_object_list(parts if group.rank == step.root else None, step.root)
-    return work, lambda: torch.equal(work.result(), parts[group.rank])
-
-
-OPERATIONS = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "barrier": _barrier,
-    "monitored_barrier": _monitored_barrier,
-    "coalesced": _coalesced,
-    "send_and_recv": _ring,
-    "send_and_recv_object_list": _object_ring,
-    "all_gather_object": _all_gather_object,
-    "broadcast_object_list": _broadcast_object_list,
-    "gather_object": _gather_object,
-    "scatter_object_list": _scatter_object_list,
-}
 
 
 # -- one rank --------------------------------------------------------------------------------------
@@ -464,14 +291,16 @@ class Outcome:
 
 def run_seed(plan: Plan) -> Outcome:
     outcome = Outcome(plan)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         path = str(Path(folder) / "store")
         store = FileStore(path)
+        stack.callback(store.close)
         pipes, processes = [], []
         for rank in range(plan.size):
             here, there = FORKS.Pipe(duplex=False)
             process = FORKS.Process(target=_main, args=(plan, rank, path, there), daemon=True)
             process.start()
+            stack.callback(_end, process, here)  # Also when a person has seen enough.
             there.close()
             pipes.append(here)
             processes.append(process)
@@ -501,16 +330,17 @@ def run_seed(plan: Plan) -> Outcome:
             process.join(0.1 if process is processes[plan.victim] else 10)
             if process.is_alive() and process is not processes[plan.victim]:
                 outcome.leaks.append(f"process {process.pid}")
-            process.kill()
         pids = [process.pid for process in processes]
-        for process, pipe in zip(processes, pipes, strict=True):
-            process.join()
-            process.close()
-            pipe.close()
-        store.close()
     outcome.leaks += sorted(_shared_files(pids))
     judge(outcome, reports)
     return outcome
+
+
+def _end(process: Any, pipe: Any) -> None:
+    process.kill()
+    process.join()
+    process.close()
+    pipe.close()
 
 
 def _shared_files(pids: list[int | None]) -> list[str]:

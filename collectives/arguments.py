@@ -19,6 +19,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .errors import UnsupportedOperation
+from .inference import alias
 from .operation import DTYPES
 from .reduce_op import ReduceOp
 from .several_devices import not_a_tensor
@@ -45,7 +46,9 @@ def checked(
 ) -> torch.Tensor:
     """`value` as a tensor without autograd, in the same memory; a sentence where it is unfit."""
     tensor = value if isinstance(value, torch.Tensor) else _foreign(value, name, written)
-    if tensor.requires_grad:
+    if tensor.is_inference():
+        tensor = alias(tensor)
+    elif tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.dtype not in DTYPE_INDEX:
         raise UnsupportedOperation(

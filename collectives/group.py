@@ -21,6 +21,7 @@ from .debug import DebugLevel, get_debug_level
 from .errors import CollectiveError, GroupAborted, GroupClosed
 from .family import Family
 from .flight_recorder import Activity, FlightRecorder, FlightRecording
+from .inference import outside_inference_mode
 from .interfaces import network_of
 from .meeting import meet
 from .monitored_barrier import MonitoredBarrier
@@ -123,6 +124,7 @@ class Group(Operations, ObjectCollectives):
         self._announce: Announce | None = None
 
     @classmethod
+    @outside_inference_mode
     def create(
         cls,
         store: Store,

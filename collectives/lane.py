@@ -26,6 +26,7 @@ from collections.abc import Callable, Generator
 
 from .driven_work import DrivenWork, call_back
 from .errors import CollectiveError, GroupAborted, GroupClosed, PeerLost
+from .inference import outside_inference_mode
 from .operation import STARTED, Operation
 from .shared_segment import SharedSegment
 from .wake_timer import WakeTimer
@@ -210,6 +211,7 @@ class Lane:
             if (until is not None and until.done) or self._end is not None:
                 return
 
+    @outside_inference_mode
     def _run(self, work: LaneWork, block: bool, spin: bool) -> bool:
         """Run `work` to its end, or to where it would have to wait; whether it ended."""
         segment = self.segment

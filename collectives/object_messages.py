@@ -22,6 +22,7 @@ import torch
 
 from .communicator import Communicator
 from .errors import CollectiveError, CollectiveMismatch, GroupAborted, PayloadUnreadable
+from .inference import outside_inference_mode
 from .object_payloads import MapLocation, bytes_of, loads, words_of
 from .operation import DTYPES, FIRST_OBJECT_TAG, STARTED, Kind, OnBehalf, Operation
 from .work import Work
@@ -93,6 +94,7 @@ class ScriptedWork(Work):
         else:
             self._resume()
 
+    @outside_inference_mode
     def _resume(self) -> None:
         try:
             following = next(self._script)
@@ -166,6 +168,7 @@ class ObjectMessages:
         self._communicator = communicator
         self._sent: Counter[int] = Counter()  # lists, by receiver
 
+    @outside_inference_mode
     def send(self, operation: Operation, payload: bytes) -> ScriptedWork:
         number = self._sent[operation.peer]
         self._sent[operation.peer] += 1

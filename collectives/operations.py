@@ -34,6 +34,7 @@ from .arguments import (
 )
 from .arithmetic import reduce_into
 from .group_arguments import Array, GroupArguments
+from .inference import outside_inference_mode
 from .operation import UNEVEN, Kind, Operation, root_and_op
 from .reduce_op import ReduceOp
 from .work import Work
@@ -70,6 +71,7 @@ class Operations(GroupArguments):
 
     # -- one tensor, all ranks -------------------------------------------------------------------
 
+    @outside_inference_mode
     def all_reduce(
         self,
         tensor: Array,
@@ -100,6 +102,7 @@ class Operations(GroupArguments):
             _scale(flat, tensor, factor)
         return self._issued(self._communicator.all_reduce(operation, flat, wire_op), tensor)
 
+    @outside_inference_mode
     def reduce(
         self,
         tensor: Array,
@@ -135,6 +138,7 @@ class Operations(GroupArguments):
             _scale(flat, tensor, factor)
         return self._issued(self._communicator.reduce(operation, flat, dst, wire_op), tensor)
 
+    @outside_inference_mode
     def broadcast(self, tensor: Array, root: int = 0, *, timeout_s: float | None = None) -> Work:
         """Copy `tensor` of rank `root` into `tensor` of every other rank.
 
@@ -157,6 +161,7 @@ class Operations(GroupArguments):
         )
         return self._issued(self._communicator.broadcast(operation, flat, root), tensor)
 
+    @outside_inference_mode
     def barrier(self, *, timeout_s: float | None = None) -> Work:
         """Done on no rank before every rank has issued it."""
         operation = self._begin(Kind.BARRIER, 0, -1, -1, timeout_s, 0)
@@ -164,6 +169,7 @@ class Operations(GroupArguments):
 
     # -- parts of all ranks ----------------------------------------------------------------------
 
+    @outside_inference_mode
     def reduce_scatter(
         self,
         output: Array,
@@ -224,6 +230,7 @@ class Operations(GroupArguments):
         )
         return self._issued(self._communicator.exchange(operation, list(received), parts), output)
 
+    @outside_inference_mode
     def all_gather(
         self, output: Array | Sequence[Array], input: Array, *, timeout_s: float | None = None
     ) -> Work:
@@ -273,6 +280,7 @@ class Operations(GroupArguments):
         )
         return self._issued(self._communicator.all_gather(operation, whole, flat), output)
 
+    @outside_inference_mode
     def gather(
         self,
         tensor: Array,
@@ -300,6 +308,7 @@ class Operations(GroupArguments):
             Kind.GATHER, tensor, dst, timeout_s, sent, outputs, inputs, finishers, output
         )
 
+    @outside_inference_mode
     def scatter(
         self,
         tensor: Array,
@@ -328,6 +337,7 @@ class Operations(GroupArguments):
             Kind.SCATTER, tensor, src, timeout_s, sent, outputs, inputs, finishers, tensor
         )
 
+    @outside_inference_mode
     def all_to_all(
         self,
         output: Array | Sequence[Array],
@@ -382,6 +392,7 @@ class Operations(GroupArguments):
 
     # -- between two ranks -----------------------------------------------------------------------
 
+    @outside_inference_mode
     def send(
         self, tensor: Array, dst: int, tag: int = 0, *, timeout_s: float | None = None
     ) -> Work:
@@ -401,6 +412,7 @@ class Operations(GroupArguments):
         )
         return self._issued(self._communicator.send(operation, read(tensor)))
 
+    @outside_inference_mode
     def recv(
         self,
         tensor: Array,

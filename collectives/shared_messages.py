@@ -27,6 +27,7 @@ import torch
 from .blame import tell_waits, to_blame
 from .driven_work import DrivenWork, call_back
 from .errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost
+from .inference import outside_inference_mode
 from .operation import ANY_RANK, Operation
 from .shared_ring import HEADER, UNIT, Channel
 from .shared_segment import SharedSegment
@@ -160,6 +161,7 @@ class Messages:
 
     # -- moving bytes, with the lock -------------------------------------------------------------
 
+    @outside_inference_mode
     def _advance(self) -> None:
         """Do all that can be done without waiting."""
         if self._end is not None:

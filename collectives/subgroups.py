@@ -19,6 +19,7 @@ from .errors import (
     fresh_copy,
 )
 from .group import Group
+from .inference import outside_inference_mode
 from .meeting import WatchedStore, ranks_of_keys
 from .operation import Operation
 from .store import PrefixStore, Store
@@ -133,6 +134,7 @@ def _make(parent: Group, members: Sequence[int], name: str | None, key: str) -> 
     )
 
 
+@outside_inference_mode
 def connect_child(
     parent: Group,
     members: Sequence[int],

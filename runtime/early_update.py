@@ -28,7 +28,8 @@ import torch
 from collectives import Work
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
-from .parameter_shard import Gather, ParameterShard
+from .parameter_bucket import Gather
+from .parameter_shard import ParameterShard
 from .reducer import Reducer
 
 

@@ -42,7 +42,8 @@ from .join import Join
 from .joinable import GroupJoinable, Joinable, JoinHook
 from .kept import kept
 from .loss_scale import check_scale, given_scale
-from .parameter_shard import Gather, ParameterShard
+from .parameter_bucket import Gather
+from .parameter_shard import ParameterShard
 from .plain_state import match_state, parameter_name, plain_state, with_names
 from .reducer import Reducer
 from .same_model import check_same_parameters

@@ -699,6 +699,39 @@ def check_refusals(group: Group) -> None:
     group.barrier().wait()
 
 
+def check_inference_mode(group: Group) -> None:
+    """As an evaluation issues them; and what it left in the group serves the training after it."""
+    n, me, device = group.size, group.rank, group.device
+    numbers = torch.arange(n * 50_000 + 3, dtype=torch.float32, device=device)
+
+    def issue_and_check(tensor: torch.Tensor) -> None:
+        everybody = [torch.empty_like(tensor) for _ in range(n)]
+        swapped = tensor.clone().view(-1, 1)[::2].T  # not in one piece
+        arriving = torch.full_like(tensor, -1)
+        parts = [torch.full((2,), me, device=device) for _ in range(n)]
+        works = [group.all_gather(everybody, tensor), group.all_to_all(parts, parts)]
+        with group.coalesce() as block:
+            group.all_reduce(swapped)
+            group.broadcast(tensor, n - 1)
+            if n > 1:
+                group.send(numbers, (me + 1) % n)
+                group.recv(arriving, (me - 1) % n)
+        works += [block, group.all_reduce(tensor, ReduceOp.MAX)]
+        works[-1].add_done_callback(lambda: None)  # Somebody else drives them.
+        for work in reversed(works):
+            work.wait()
+        assert torch.equal(tensor, numbers)
+        assert torch.equal(swapped, n * numbers[::2].view(1, -1))
+        assert torch.equal(everybody[n - 1], numbers)
+        assert n == 1 or torch.equal(arriving, numbers)
+        assert [int(part[0]) for part in parts] == list(range(n))
+
+    for is_evaluation in (True, False):
+        with torch.inference_mode(is_evaluation):
+            issue_and_check(numbers.clone())
+            numbers = numbers.clone()
+
+
 def check_statistics_of_uneven_operations(group: Group) -> None:
     """What a rank hands to the others; a complex number is one element."""
     n, me = group.size, group.rank
@@ -745,6 +778,7 @@ CONTRACT = (
     check_coalesced,
     check_refusals,
     check_statistics_of_uneven_operations,
+    check_inference_mode,
 )
 """What holds on every transport, on devices of every kind."""
 
