@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from ray import cloudpickle
@@ -306,6 +306,31 @@ class Context:
             self.checkpoints.save_if_due(self.step)
 
     # -- Data ----------------------------------------------------------------------------------
+
+    @overload
+    def shard(
+        self,
+        dataset: Stream,
+        batch_size: int,
+        *,
+        epoch: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> StreamShard: ...
+
+    @overload
+    def shard(
+        self,
+        dataset: MapStyleDataset,
+        batch_size: int,
+        *,
+        epoch: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        keep_together: Sequence[Hashable] | None = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Shard: ...
 
     def shard(
         self,

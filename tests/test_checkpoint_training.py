@@ -196,6 +196,8 @@ def test_what_was_given_in_earlier_worlds_is_not_dealt_again():
 class _Pass:
     """What a cursor sees of a Shard."""
 
+    is_told_by_id = False
+
     def __init__(self, taken_ids: list[int], ids_of_the_lost: list[int]) -> None:
         self.taken = len(taken_ids)
         self.taken_ids = taken_ids
