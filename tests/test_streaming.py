@@ -58,13 +58,6 @@ async def test_a_death_costs_no_row_of_a_stream(
     assert_as_if_nothing_was(Kind(), str(tmp_path), told, victims)
 
 
-@pytest.fixture(scope="module")
-def ray_data(cluster: None) -> None:
-    """Ray Data has actors of its own, which stay."""
-    assert ray.data.range(1).count() == 1
-    assert ray.data.range(2).map(lambda row: row).take_all()
-
-
 def numbers_only(rows: list[dict[str, int]]) -> Any:
     return torch.tensor([row["id"] for row in rows]), None, None
 
@@ -72,7 +65,7 @@ def numbers_only(rows: list[dict[str, int]]) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("victims", [{}, {1: (3, "before it votes (3)")}], ids=["whole", "killed"])
 async def test_rows_of_ray_data_are_used_once_and_exactly(
-    ray_data: None, session: cl.Session, tmp_path: Path, victims: dict[int, Any]
+    session: cl.Session, tmp_path: Path, victims: dict[int, Any]
 ) -> None:
     rows = ray.data.range(NUM_SAMPLES, override_num_blocks=7)
     with cl.Stream(rows) as stream:
@@ -103,7 +96,7 @@ def evaluate(ctx: cl.Context, rows: Any, split: bool = False) -> Any:
 
 
 @pytest.mark.slow
-async def test_an_evaluation_counts_each_row_once(ray_data: None, session: cl.Session) -> None:
+async def test_an_evaluation_counts_each_row_once(session: cl.Session) -> None:
     rows = ray.data.range(37, override_num_blocks=5)
     with cl.Stream(rows) as stream:
         ours = await session.run(evaluate, rows=stream)
@@ -133,7 +126,7 @@ def train_on_splits(ctx: cl.Context, splits: list[Any]) -> tuple[list[int], list
 
 @pytest.mark.slow
 async def test_uneven_splits_of_ray_data_train_with_no_row_dropped_or_repeated(
-    ray_data: None, session: cl.Session
+    session: cl.Session,
 ) -> None:
     splits = ray.data.range(58, override_num_blocks=7).streaming_split(3, equal=False)
     told = await session.run(train_on_splits, splits=splits)
