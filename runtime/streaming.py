@@ -42,6 +42,9 @@ class Stream:
     Raises TypeError for what is not iterable, or only once.
     """
 
+    _is_sent = False
+    """To a rank, which has the handle only."""
+
     def __init__(self, source: Any) -> None:
         if type(source).__name__ == "StreamSplitDataIterator":
             raise TypeError(
@@ -60,18 +63,24 @@ class Stream:
             )
         self._source = source
         self._reader: Actor | None = None
+        self._started_in = ("", "")  # cluster and job
         self._is_closed = False
 
     @property
     def reader(self) -> Actor:
-        """The handle of the RowReader; started when it is asked for first."""
+        """The handle of the RowReader; started when it is asked for first, in each cluster."""
         if self._is_closed:
             raise RuntimeError("this Stream was closed; make another one of its source")
-        if self._reader is None:
-            if not ray.is_initialized():
-                raise RuntimeError("a Stream is sent to ranks by a session that has started")
+        if self._is_sent:
+            return self._reader
+        if not ray.is_initialized():
+            raise RuntimeError("a Stream is sent to ranks by a session that has started")
+        runtime = ray.get_runtime_context()
+        here_and_now = runtime.gcs_address, runtime.get_job_id()
+        if self._reader is None or self._started_in != here_and_now:
+            self._started_in = here_and_now
             # Beside the program: what it reads from there it can read here, and its node stays.
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), True)
+            here = NodeAffinitySchedulingStrategy(runtime.get_node_id(), True)
             kind = row_reader_class().options(scheduling_strategy=here)
             self._reader = kind.remote(self._source)
         return self._reader
@@ -90,7 +99,7 @@ class Stream:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_source": None, "_reader": self.reader, "_is_closed": False}
+        return {"_reader": self.reader, "_is_sent": True, "_is_closed": False}
 
 
 class StreamShard(Batches):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -259,3 +261,23 @@ def test_unfit_sources_are_refused_with_the_mend() -> None:
         cl.Stream(iter([1]))
     with pytest.raises(TypeError, match="Stream needs something to iterate, got int"):
         cl.Stream(3)
+
+
+TWO_CLUSTERS = """
+import chorusline as cl
+
+def count(ctx, rows):
+    return sum(len(batch) for batch in ctx.shard(rows, batch_size=4))
+
+with cl.Stream(range(10)) as rows:
+    for _ in range(2):
+        assert sum(cl.run(count, num_workers=2, resources_per_worker={"CPU": 0.5}, rows=rows)) == 10
+"""
+
+
+@pytest.mark.slow
+def test_a_stream_outlives_the_cluster_that_a_run_has_started() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_CLUSTERS], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
