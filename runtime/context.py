@@ -451,7 +451,9 @@ class Context:
             raise ValueError(
                 f"weight must be a number of at least 0, for the mean; got {weight!r}, op={op!r}"
             )
-        given = torch.as_tensor(value).detach()
+        # Python's floats have 53 bits, and torch would take 24 of them.
+        dtype = None if isinstance(value, torch.Tensor) else torch.float64
+        given = torch.as_tensor(value, dtype=dtype).detach()
         # The weight travels behind the weighed values, in float64: counts stay exact.
         sums = torch.zeros(given.numel() + 1, dtype=torch.float64)
         sums[-1] = weight
