@@ -32,8 +32,9 @@ _SLICE_S = 0.2  # A thread that waits for Ray can be interrupted between two of 
 class Stream:
     """Rows for `ctx.shard`, from any iterable or from Ray Data; each row exactly once per epoch.
 
-    Made in the program that has the session, and handed to `session.run` as an argument. Its reader
-    starts there with the first run, and ends with `close()`, with this object, or with the program.
+    Made in the program that has the session, and handed to `session.run` as an argument (to
+    `chorusline.run` behind a `ray.init()` of your own). Its reader starts there with the first run,
+    and ends with `close()`, with this object, or with the program.
 
     source: what gives the same rows whenever it is iterated, as an IterableDataset, or a
     `ray.data.Dataset`. It is sent to the reader. Where it has `set_epoch`, as many have, that is
@@ -74,7 +75,10 @@ class Stream:
         if self._is_sent:
             return self._reader
         if not ray.is_initialized():
-            raise RuntimeError("a Stream is sent to ranks by a session that has started")
+            raise RuntimeError(
+                "the reader of a Stream starts when it is sent, and Ray does not run yet: call "
+                "ray.init() before chorusline.run, or use a Session"
+            )
         runtime = ray.get_runtime_context()
         here_and_now = runtime.gcs_address, runtime.get_job_id()
         if self._reader is None or self._started_in != here_and_now:

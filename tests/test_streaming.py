@@ -264,14 +264,22 @@ def test_unfit_sources_are_refused_with_the_mend() -> None:
 
 
 TWO_CLUSTERS = """
-import chorusline as cl
+import asyncio, chorusline as cl
 
 def count(ctx, rows):
     return sum(len(batch) for batch in ctx.shard(rows, batch_size=4))
 
-with cl.Stream(range(10)) as rows:
-    for _ in range(2):
-        assert sum(cl.run(count, num_workers=2, resources_per_worker={"CPU": 0.5}, rows=rows)) == 10
+async def main():
+    with cl.Stream(range(10)) as rows:
+        try:
+            await asyncio.to_thread(cl.run, count, rows=rows)
+        except TypeError as error:
+            assert "call ray.init() before chorusline.run, or use a Session" in str(error)
+        for _ in range(2):
+            async with cl.Session(2, resources_per_worker={"CPU": 0.5}) as session:
+                assert sum(await session.run(count, rows=rows)) == 10
+
+asyncio.run(main())
 """
 
 
