@@ -71,6 +71,7 @@ class Crew:
         self._driver: Actor | None = None
         self._incarnation = -1
         self._is_assembled = False
+        self._was_assembled = False  # Ever.
 
     @property
     def num_workers(self) -> int:
@@ -97,13 +98,15 @@ class Crew:
             self._starting.clear()
             for unfit in failed:
                 self._kill_worker(unfit.seat)
-            if failed:
+            # Between two runs a node may go under a worker that starts; the others can do.
+            can_do = self._was_assembled and len(self._workers) >= self._fewest
+            if failed and not (can_do and all(unfit.is_gone for unfit in failed)):
                 told = "; ".join(f"seat {unfit.seat} {unfit.reason}" for unfit in failed)
                 raise StartupError(
                     f"{len(failed)} of {len(self._workers) + len(failed)} workers did not start",
                     f"{told}. If nodes are only slow to start processes, raise startup_timeout_s",
                 )
-        self._is_assembled = True
+        self._is_assembled = self._was_assembled = True
 
     async def _sort_out(self, timeout_s: float) -> None:
         """Kill the workers that cannot take part; those that are starting have longer to answer."""

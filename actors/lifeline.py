@@ -76,7 +76,15 @@ class Lifeline:
                 if not self.goes_on or not ends_a_generation(error):
                     raise
                 # Nothing was begun here: it needs nothing registered to begin once more.
-                self.regenerate(error, tuple, NOWHERE, is_parked=False, can_restart=True, spare=0)
+                self.regenerate(
+                    error,
+                    tuple,
+                    NOWHERE,
+                    is_parked=False,
+                    can_restart=True,
+                    spare=0,
+                    handed_over=False,
+                )
                 continue
             told = self.last_resumption
             has_begun = told is not None and told.entered != NOWHERE
@@ -91,6 +99,7 @@ class Lifeline:
         is_parked: bool,
         can_restart: bool,
         spare: int,
+        handed_over: bool,
     ) -> Resumption:
         """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
 
@@ -112,6 +121,7 @@ class Lifeline:
             is_parked,
             can_restart,
             spare,
+            handed_over,
         )
         run = self._request.run
         self._tell(lambda driver: driver.froze.remote(run, frozen))  # 2

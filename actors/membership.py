@@ -34,10 +34,11 @@ from dataclasses import dataclass, field, replace
 from collectives.errors import CollectiveError, GroupAborted, PeerLost
 
 from . import outcomes
+from .departures import Departures
 from .events import (
     Event,
     GraceEnded,
-    NodeLeaving,
+    Leaving,
     PatienceEnded,
     PauseEnded,
     RankEnded,
@@ -73,6 +74,7 @@ from .messages import (
     Cancellation,
     DriverSnapshot,
     Failure,
+    FormerRanks,
     Frozen,
     Loss,
     MemberState,
@@ -105,7 +107,7 @@ class _Run:
     is_released: all have, and were told so.
     regeneration: while one generation has ended and the next has not begun. takes_newcomers: as far
     as is known. is_paused: too few are left; the round is complete, and waits for newcomers.
-    leaving: nodes that go, and why.
+    departures: who leaves on notice.
     num_vain: generations in a row that ended though nobody died and nothing was achieved;
     `achieved` says what was.
     """
@@ -126,7 +128,7 @@ class _Run:
     regeneration: Regeneration | None = None
     takes_newcomers: bool = True
     is_paused: bool = False
-    leaving: dict[str, str] = field(default_factory=dict)
+    departures: Departures = field(default_factory=Departures)
     num_vain: int = 0
     achieved: int = -1
 
@@ -172,8 +174,8 @@ class Membership:
                 return self._patience_ended(generation)
             case PauseEnded(generation):
                 return self._pause_ended(generation)
-            case NodeLeaving(node_id, why):
-                return self._node_leaving(node_id, why)
+            case Leaving(who, why):
+                return self._leaving(who, why)
             case RanksTold(testimonies):
                 return self._ranks_told(testimonies)
             case WorkerDied(worker_id, detail):
@@ -332,25 +334,15 @@ class Membership:
         run.regeneration.died(loss.rank)
         return [*begun, *self._decide()]
 
-    def _node_leaving(self, node_id: str, why: str) -> list[Instruction]:
+    def _leaving(self, who: str, why: str) -> list[Instruction]:
         run = self._run
         if run is None or not run.goes_on or run.is_stopping or run.is_released:
             return []
-        is_news = node_id not in run.leaving
-        run.leaving[node_id] = why
-        if not is_news or all(member.info.node_id != node_id for member in run.members):
+        run.departures.note(who, why)
+        infos = [member.info for member in run.members]
+        if run.regeneration is not None or not run.departures.is_due(who, infos, run.fewest):
             return []
-        error = GroupAborted(self._generation, [], f"a node leaves: {why}")
-        return self._freeze_others(error)
-
-    def _leavers(self, frozen: Mapping[int, Frozen], num_lost: int) -> list[int]:
-        """Ranks whose node goes, if the others can do without what they keep, and some are left."""
-        run = self._run
-        assert run is not None
-        leavers = [r for r in sorted(frozen) if run.members[r].info.node_id in run.leaving]
-        spare = min(word.spare for word in frozen.values())
-        is_possible = num_lost + len(leavers) <= spare and len(frozen) - len(leavers) >= run.fewest
-        return leavers if is_possible else []
+        return self._freeze_others(GroupAborted(self._generation, [], f"ranks leave: {why}"))
 
     def _rank_froze(self, frozen: Frozen) -> list[Instruction]:
         run = self._run
@@ -399,14 +391,11 @@ class Membership:
             return []
         frozen = round_.frozen
         met = next(iter(frozen.values()))
-        leavers = self._leavers(frozen, len(round_.lost))
-        gone = [run.members[rank] for rank in leavers]
-        survivors = [run.members[rank] for rank in sorted(frozen) if rank not in leavers]
         newcomers = [
             member
             for member in self._members.values()
             if member.state is MemberState.READY
-            and member.info.node_id not in run.leaving
+            and run.departures.why(member.info) is None
             and all(member is not one for one in run.members)
         ]
         can_restart = all(word.can_restart for word in frozen.values())
@@ -417,9 +406,17 @@ class Membership:
             return self._give_up(
                 met,
                 f"ranks {unparked} were outside a step of a sharded optimizer, and their function "
-                "cannot be run again in the middle, because it has not registered its model and "
-                "optimizer (ctx.register)",
+                "cannot be run again in the middle, because it has not registered its model and a "
+                "ZeroRedundancyOptimizer (ctx.register); with a plain optimizer, as communication "
+                "hooks ask for, the next run goes on from a checkpoint",
             )
+        restarts = bool(unparked or newcomers)
+        infos = [member.info for member in run.members]
+        leavers, handing = run.departures.leavers(
+            infos, frozen, round_.lost, run.fewest, restarts=restarts
+        )
+        gone = [run.members[rank] for rank in leavers]
+        survivors = [run.members[rank] for rank in sorted(frozen) if rank not in leavers]
         if len(survivors) + len(newcomers) < run.fewest:
             return self._pause(met, can_restart)
         try:
@@ -434,10 +431,8 @@ class Membership:
             return self._give_up(met, f"ranks did not meet {MAX_VAIN} times in a row")
         before = run.members
         members = in_rank_order([*survivors, *newcomers]) if newcomers else survivors
-        former = tuple(
-            next((rank for rank, one in enumerate(before) if one is member), -1)
-            for member in members
-        )
+        rank_before = {id(member): rank for rank, member in enumerate(before)}
+        former = FormerRanks.of(rank_before.get(id(member), -1) for member in members)
         entered = max(word.entered for word in frozen.values())
         run.members = tuple(members)
         run.running = set(range(len(members)))
@@ -445,23 +440,22 @@ class Membership:
         run.regeneration, run.is_paused = None, False
         self._generation += 1
         self._formed = tuple(member.info.worker_id for member in members)
-        restarts = bool(unparked or newcomers)
+        leaving = tuple(rank for rank, old in enumerate(former.ranks()) if old in handing)
         instructions: list[Instruction] = []
         for member in gone:
-            why = run.leaving[member.info.node_id]
+            why = run.departures.why(member.info)
             left = GroupAborted(self._generation - 1, [], f"{member.info} has left: {why}")
             instructions.append(DismissRank(member.info.worker_id, left))
-        for member, old, assignment in zip(
+        for member, assignment in zip(
             members,
-            former,
             assign([member.info for member in members], self._generation),
             strict=True,
         ):
             member.state = MemberState.RUNNING
-            told = Resumption(assignment, former, progress, entered, restarts)
+            told = Resumption(assignment, former, progress, entered, restarts, leaving)
             instructions.append(
                 ResumeRank(member.info.worker_id, told)
-                if old >= 0
+                if id(member) in rank_before
                 else StartRank(member.info.worker_id, assignment, told)
             )
         return instructions
@@ -474,7 +468,8 @@ class Membership:
             return self._give_up(
                 met,
                 f"fewer than {run.fewest} workers are left, and new ones cannot be taken in, "
-                "because the function has not registered its model and optimizer (ctx.register)",
+                "because the function has not registered its model and a ZeroRedundancyOptimizer "
+                "(ctx.register)",
             )
         if run.is_paused:
             return []
@@ -504,7 +499,8 @@ class Membership:
         if run is None or run.is_stopping or generation != self._generation:
             return []
         run.finished.add(rank)
-        if run.regeneration is not None or run.finished < run.running:
+        # Asked after each report, of thousands perhaps: so they are counted, not compared.
+        if run.regeneration is not None or len(run.finished) < len(run.running):
             return []
         run.is_released = True
         return [ReleaseRank(member.info.worker_id) for member in run.members]

@@ -131,14 +131,10 @@ class Recruiter:
                 pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
 
     async def _watch_nodes(self) -> None:
-        """Tell the driver of nodes that are to go: drained, or preempted."""
-        told: set[str] = set()
+        """Tell the driver of nodes that are to go, drained or preempted, while they are there."""
         with contextlib.suppress(ActorGone):
             while True:
                 await asyncio.sleep(NODE_WATCH_S)
                 leaving = await asyncio.to_thread(nodes_leaving)
                 for node_id, why in leaving.items():
-                    if node_id not in told:
-                        told.add(node_id)
-                        run = self._request.run
-                        await answer(self._driver.node_leaves.remote(run, node_id, why))
+                    await answer(self._driver.leaves.remote(self._request.run, node_id, why))

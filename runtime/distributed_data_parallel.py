@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -112,6 +113,12 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "DistributedDataParallel is not needed when a module doesn't have any parameter "
                 "that requires a gradient."
             )
+        if any(map(torch.nn.parameter.is_lazy, module.parameters())):
+            raise RuntimeError(
+                "Modules with uninitialized parameters can't be used with "
+                "`DistributedDataParallel`. Run a dummy forward pass to correctly initialize the "
+                "modules"
+            )
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
         self.module = module
@@ -151,6 +158,14 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self._recovery.watch_model(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        began_at = self._before_forward()
+        output = self.module(*inputs, **kwargs)
+        self._after_forward(output, began_at)
+        return output
+
+    @_disable_dynamo
+    def _before_forward(self) -> float:
+        """Returns the time at which the module begins."""
         boundary().begin_forward()
         Join.notify_join_context(self)
         if self._frozen and torch.is_grad_enabled():
@@ -161,15 +176,21 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         has_others = bool(self._sync_norms) or (self._join is not None and self._join.is_following)
         launch_waits = self.group.waits_on_issue or self.reducer.on_launched is not None
         self.reducer.launches_early = not (has_others and launch_waits)
-        clock = self.reducer.clock
-        began_at = time.monotonic()
-        output = self.module(*inputs, **kwargs)
-        if clock is not None:
-            clock.forward_ran(began_at)
+        return time.monotonic()
+
+    @_disable_dynamo
+    def _after_forward(self, output: Any, began_at: float) -> None:
+        if self.reducer.clock is not None:
+            self.reducer.clock.forward_ran(began_at)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._output_has_gradient)
-        return output
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a DistributedDataParallel belongs to its group and cannot be copied or pickled; copy "
+            "model.module, or save model.state_dict()"
+        )
 
     def _bind_norms(self) -> None:
         """Collective, if the model has gone on in another generation since the last time."""
@@ -367,6 +388,12 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     def _ends_step(self) -> bool:
         return self.reducer.mode is Mode.ALL_REDUCE
+
+    def _end_shadowed_step(self) -> None:
+        """As `zero_grad` in the loop's body, which this rank has left: gradients that it handed in,
+        or got of the others, would be added to those of the next epoch."""
+        for parameter in self.reducer.parameters:
+            parameter.grad = None
 
     def _begins_passes(self) -> bool:
         return True

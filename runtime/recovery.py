@@ -27,20 +27,21 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from actors.errors import StateLost
 from actors.lifeline import Lifeline, ends_a_generation
 from actors.messages import DROPPED, NOWHERE, Assignment, Progress, Resumption
-from collectives import Group
+from actors.steps import Steps
+from collectives import Group, GroupAborted
 from collectives.objects import all_gather_object
 from collectives.operation import State
 from collectives.resharding import Range
 
 from . import join
-from .dealing import Position
+from .dealer import Position
 from .held_state import Description, HeldState
 
 if TYPE_CHECKING:
@@ -115,6 +116,12 @@ class Recovery:
         self._optimizers, self._models = [], []
         self._stepped_last = None
 
+    @property
+    def counts_samples(self) -> bool:
+        """Whether steps tell how many samples belong to them, so that what a lost rank had can be
+        dealt again; with other optimizers than ours the loss ends the run."""
+        return bool(self._living())
+
     def watch_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
 
@@ -126,7 +133,7 @@ class Recovery:
     def watch_model(self, model: DistributedDataParallel) -> None:
         self._models.append(weakref.ref(model))
 
-    def record(self, cursors: tuple[int, ...]) -> None:
+    def record(self, cursors: tuple[tuple[int, ...], ...]) -> None:
         """A ballot was seen; the cursors of all ranks."""
         self.dealer.record(cursors)
         self._retained, self._summaries, self._is_newcomer = None, [], False
@@ -152,8 +159,12 @@ class Recovery:
         """
         self.pass_boundary()
         held: dict[int, HeldState] = {}
+        handed_over = False
         while True:
-            resumption = self._freeze(error, self._entered, is_parked=True)  # (a)
+            resumption = self._freeze(
+                error, self._entered, is_parked=True, handed_over=handed_over
+            )  # (a)
+            handed_over = False
             if resumption.restarts:
                 self._restart = resumption
                 before = optimizer.progress if optimizer else None
@@ -166,14 +177,21 @@ class Recovery:
             self._entry = None
             self._since_entered[resumption.assignment.generation] = resumption.former_ranks
             try:
-                self._go_on(resumption, held)
-                return
+                if not resumption.leaving:
+                    self._go_on(resumption, held)
+                    return
+                self._hand_over(resumption, held)
+                handed_over = True
+                told = f"ranks {list(resumption.leaving)} have handed over, and leave"
+                error = GroupAborted(resumption.assignment.generation, [], told)
             except Exception as failure:
                 if not ends_a_generation(failure):
                     raise
                 error = failure
 
-    def _freeze(self, error: BaseException, entered: int, *, is_parked: bool) -> Resumption:
+    def _freeze(
+        self, error: BaseException, entered: int, *, is_parked: bool, handed_over: bool = False
+    ) -> Resumption:
         return self._lifeline.regenerate(
             error,
             self._progress,
@@ -181,6 +199,7 @@ class Recovery:
             is_parked=is_parked,
             can_restart=entered == NOWHERE or self._can_restart(),
             spare=min((one.shard.replicas - 1 for one in self._living().values()), default=0),
+            handed_over=handed_over,
         )
 
     def _living(self) -> dict[int, ZeroRedundancyOptimizer]:
@@ -226,25 +245,8 @@ class Recovery:
     def _go_on(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
         """held: by optimizer, what an attempt that failed has left here."""
         optimizers, models = self._living(), self._living_models()
-        self._catch_up(resumption)  # (b)
-        for number, optimizer in optimizers.items():
-            if number not in held:
-                held[number] = optimizer.shard.held()
-        group = self._lifeline.connect()  # (c)
-        standings: list[Standing] = all_gather_object(
-            group,
-            Standing(
-                {number: (mine.ranges, mine.described) for number, mine in held.items()},
-                {number: model.synced_step for number, model in models.items()},
-                {number: model.reducer.num_passes for number, model in models.items()},
-                self.dealer.position(),
-            ),
-        )
-        everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
-        for number in everywhere:  # (d)
-            told = [standing.held[number] for standing in standings]
-            shard = optimizers[number].shard
-            self.bytes_moved += shard.complete(held[number], told, group)
+        group, standings = self._meet(resumption, held)
+        everywhere = self._move(held, standings, group)
         self._entry = Entry(
             resumption.assignment,
             self._former_ranks(),
@@ -272,6 +274,48 @@ class Recovery:
                 model.sync_buffers_again(synced, step or max(synced), live)
         self._launch_again(models, standings)  # (g)
         self.num_recoveries += 1
+
+    def _hand_over(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
+        """Return when all who stay have what they keep without those that leave. Nobody enters this
+        generation: what it has brought stays in `held`, for the next one."""
+        group, standings = self._meet(resumption, held)
+        self._move(held, standings, group, resumption.leaving)
+        group.barrier().wait()
+
+    def _meet(
+        self,
+        resumption: Resumption,
+        held: dict[int, HeldState],
+    ) -> tuple[Group, list[Standing]]:
+        models = self._living_models()
+        self._catch_up(resumption)  # (b)
+        for number, optimizer in self._living().items():
+            if number not in held:
+                held[number] = optimizer.shard.held()
+        group = self._lifeline.connect()  # (c)
+        mine = Standing(
+            {number: (state.ranges, state.described) for number, state in held.items()},
+            {number: model.synced_step for number, model in models.items()},
+            {number: model.reducer.num_passes for number, model in models.items()},
+            self.dealer.position(),
+        )
+        return group, all_gather_object(group, mine)
+
+    def _move(
+        self,
+        held: Mapping[int, HeldState],
+        standings: Sequence[Standing],
+        group: Group,
+        leaving: Sequence[int] = (),
+    ) -> list[int]:
+        """(d); the numbers of the optimizers that all ranks have."""
+        optimizers = self._living()
+        everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
+        for number in everywhere:
+            told = [standing.held[number] for standing in standings]
+            shard = optimizers[number].shard
+            self.bytes_moved += shard.complete(held[number], told, group, leaving)
+        return everywhere
 
     @staticmethod
     def _launch_again(
@@ -377,18 +421,21 @@ class Recovery:
 
         self._retained, self._is_newcomer = Retained(), True
 
-    def begin_again(self, resumption: Resumption, group: Group) -> list[dict[str, Any]]:
+    def begin_again(
+        self, resumption: Resumption, group: Group, steps: Steps
+    ) -> list[dict[str, Any]]:
         """Meet the others before the function runs again; where they were in their data, the
-        leader first."""
+        leader first. steps: this rank's; a newcomer's go on from those of the others."""
         from .retained import leader_of
 
         assert self._retained is not None
         self._entered, self._since_entered = resumption.assignment.generation, {}
         self._entry = None
-        mine = self._retained.summary(not self._is_newcomer, self._data)
+        mine = self._retained.summary(not self._is_newcomer, steps.taken, self._data)
         self._summaries = all_gather_object(group, mine)
         if not any(one.was_there for one in self._summaries):
             raise StateLost(group.generation, 1, "all that was registered and had taken a step")
+        steps.taken = max(one.steps_taken for one in self._summaries)
         self.num_recoveries += 1
         leader = leader_of(self._summaries)
         data = [one.data for one in self._summaries if one.was_there]

@@ -1,5 +1,8 @@
 """How gradients come to the reducer: in which order, how often, and in which backward pass."""
 
+import warnings
+from functools import partial
+
 import pytest
 import torch
 from standing_ranks import another_group
@@ -164,6 +167,28 @@ def test_gradients_by_inputs_send_nothing_and_can_be_penalised(ranks_of):
     for silent, weight in ranks_of(2).run(penalised):
         assert silent
         assert torch.allclose(weight, model[0].weight.grad, atol=1e-14)
+
+
+def compiled(group):
+    """backend "eager": what is in question is the tracing, which must stay out of our methods."""
+    weights = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo does not know how to trace")
+        for compile_or_not in (lambda model: model, partial(torch.compile, backend="eager")):
+            torch.manual_seed(0)
+            model = cl.DistributedDataParallel(make_model(torch.float64), group)
+            optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1)
+            called = compile_or_not(model)
+            for batch in batches_of(group.rank, 3, torch.float64):
+                loss_of(called, batch).backward()
+                optim.step()
+                optim.zero_grad()
+            weights.append(model.module[0].weight.detach().clone())
+    return torch.equal(*weights)
+
+
+def test_a_compiled_model_takes_the_same_steps(ranks_of):
+    assert ranks_of(2).run(compiled) == [True, True]
 
 
 def train_with(group, options):

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from checkpoint_runs import Parts, in_run, make_model, run_train, same
 
 import chorusline as cl
+from runtime.checkpoint.manifest import MANIFEST
 from runtime.cursor import Cursor, Rest
 from runtime.dealing import deal
 
@@ -196,6 +198,8 @@ def test_what_was_given_in_earlier_worlds_is_not_dealt_again():
 class _Pass:
     """What a cursor sees of a Shard."""
 
+    is_told_by_id = False
+
     def __init__(self, taken_ids: list[int], ids_of_the_lost: list[int]) -> None:
         self.taken = len(taken_ids)
         self.taken_ids = taken_ids
@@ -259,6 +263,47 @@ async def _train_in_session(
     return ctx.resumed_from, steps, model.module.weight.sum().item()
 
 
+def _save_and_go_on(ctx: cl.Context, until: int) -> tuple[str | None, int]:
+    """A checkpoint after three steps, which takes longer to write than the next steps."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(3, 1)))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW))
+    ctx.register("ballast", Ballast())
+    for epoch in ctx.epochs(1):
+        for batch in ctx.shard(torch.ones(20_000, 3), 1, epoch=epoch):
+            if ctx.step == until:
+                break
+            model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            if ctx.step == 3:
+                ctx.save()
+            time.sleep(0.005)
+    return ctx.resumed_from, ctx.step
+
+
+@pytest.mark.slow
+async def test_an_interrupt_lets_the_checkpoint_that_is_being_written_become_whole(
+    cluster: None, tmp_path: Path
+) -> None:
+    def manifests() -> list[Path]:
+        return list(tmp_path.glob(f"step-*/{MANIFEST}"))
+
+    async with cl.Session(2, checkpoint=cl.CheckpointConfig(tmp_path)) as session:
+        running = asyncio.create_task(session.run(_save_and_go_on, until=-1))
+        async with asyncio.timeout(30):
+            while not list(tmp_path.glob("step-*/*")):
+                await asyncio.sleep(0.002)
+        running.cancel()
+        assert not manifests(), "it is being written"
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert len(manifests()) == 1
+        results = await session.run(_save_and_go_on, until=5)
+    for resumed_from, step in results:
+        assert Path(str(resumed_from)).name.startswith("step-00000003-")
+        assert step == 5
+
+
 def _train_without_session(group: cl.Group) -> Any:
     return asyncio.run(in_run(group, _train_in_session, None, crash_at=-1, saves=False))
 
@@ -275,3 +320,15 @@ async def test_a_session_goes_on_from_the_checkpoint_when_it_is_run_again(
     assert steps == [2, 3, 4]
     uninterrupted = ranks_of(2).run(_train_without_session)
     assert uninterrupted[0] == (None, [0, 1, 2, 3, 4], weight)
+
+
+def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
+    cursor = Cursor()
+    told = {"runs": (), "given": 5, "ids": None, "is_over": False}
+    resumed = {"loop": 0, "epoch": 1, "passages": {"61/4/1/0/True#0": told}}
+    cursor.resume([resumed])
+    assert next(cursor.epochs(3)) == 1
+    with pytest.raises(ValueError, match="the dataset has 70 samples, and had 61 when this epoch"):
+        cursor.begin("70/4/1/0/True")
+    cursor.begin("61/4/1/0/True")
+    cursor.begin("70/4/1/0/True")  # Another dataset of the same epoch, as the first one is there.

@@ -1,5 +1,7 @@
 """DistributedDataParallel: one gradient for all ranks, and a model that is the same on each."""
 
+import copy
+
 import pytest
 import torch
 from standing_ranks import another_group
@@ -160,25 +162,33 @@ def refusals(group):
         (split, {}),
         (torch.nn.Linear(2, 2, device="meta"), {}),
         (torch.nn.Linear(2, 2), {"bucket_cap_mb": 0}),
+        (torch.nn.LazyLinear(2), {}),
     ):
         try:
             cl.DistributedDataParallel(module, group, **options)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             told.append(str(error))
     try:
         cl.DistributedDataParallel(torch.nn.Linear(2, 2))
     except RuntimeError as error:
         told.append(str(error))
+    with another_group(group) as own:
+        try:
+            copy.deepcopy(cl.DistributedDataParallel(torch.nn.Linear(2, 2), own))
+        except TypeError as error:
+            told.append(str(error))
     return told
 
 
 def test_unfit_modules_are_refused_with_the_mend(ranks_of):
-    frozen, split, elsewhere, cap, no_group = ranks_of(1).run(refusals)[0]
+    frozen, split, elsewhere, cap, lazy, no_group, copied = ranks_of(1).run(refusals)[0]
     assert "doesn't have any parameter that requires a gradient" in frozen
     assert "several devices: weight on cpu, bias on meta" in split
     assert "move the module with .to('cpu')" in elsewhere
     assert "bucket_cap_mb must be positive, got 0" in cap
+    assert "Run a dummy forward pass" in lazy
     assert "there is no default group" in no_group
+    assert "copy model.module, or save model.state_dict()" in copied
 
 
 def sparse(group):
