@@ -167,9 +167,8 @@ class Recovery:
             handed_over = False
             if resumption.restarts:
                 self._restart = resumption
-                before = optimizer.progress if optimizer else None
                 self._catch_up(resumption)
-                if optimizer is None or optimizer.progress == before:
+                if optimizer is None or not optimizer.step_counts:
                     raise FunctionLeft
                 return
             if self._entry is not None and resumption.entered > self._entered:

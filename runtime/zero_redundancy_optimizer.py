@@ -301,6 +301,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         if self._recovery is not None:
             self._recovery.has_stepped(self)
 
+    @property
+    def step_counts(self) -> bool:
+        """Whether the step that this rank is in has been agreed on: then what the loop's body does
+        behind it has to be done, also where its parameters could not be gathered any more."""
+        return self._seen.ballots >= self._ballot_of_step
+
     def _try_step(self, is_live: bool) -> None:
         if self.reducer is not None:
             self.reducer.wait()  # (1)
