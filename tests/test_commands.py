@@ -249,6 +249,23 @@ async def test_sigterm_stops_the_ranks_and_exits_with_143_and_status_follows_the
     assert told in gone[1].err
 
 
+@pytest.mark.slow
+def test_a_cluster_of_another_version_is_told_with_the_mend(cluster: None) -> None:
+    """Ray compares what a process says of itself with what the cluster was started with."""
+    program = (
+        "import sys, ray; ray.__version__ = '1.0.0'\n"
+        "from runtime.command_line import main\n"
+        f"sys.exit(main(['status', '--address', {address()!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert f"the cluster at {address()!r} runs other versions than this process" in done.stderr
+    assert "Use the cluster's Python and Ray here" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+
+
 class OtherDriver:
     def survey(self) -> None:
         """Takes no time limit, as one of another version might."""
