@@ -110,6 +110,7 @@ from runtime.pure_distributed_data_parallel import PureDistributedDataParallel  
 from runtime.random_state import RandomState  # noqa: E402
 from runtime.session import Session, SessionSnapshot, run  # noqa: E402
 from runtime.sharding import Shard  # noqa: E402
+from runtime.streaming import Stream  # noqa: E402
 from runtime.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
 
@@ -146,6 +147,7 @@ __all__ = [
     "Joinable",
     "JoinHook",
     "Shard",
+    "Stream",
     "deal",
     # Other ways to bring ranks together.
     "GradBucket",

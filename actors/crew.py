@@ -207,16 +207,13 @@ class Crew:
             await asyncio.wait(watchers)
 
     async def _watch_nodes(self, driver: Actor, request: RunRequest) -> None:
-        """Tell the driver of nodes that are to go: drained, or preempted."""
-        told: set[str] = set()
+        """Tell the driver of nodes that are to go, drained or preempted, while they are there."""
         with contextlib.suppress(ActorGone):
             while True:
                 await asyncio.sleep(_NODE_WATCH_S)
                 leaving = await asyncio.to_thread(nodes_leaving)
                 for node_id, why in leaving.items():
-                    if node_id not in told:
-                        told.add(node_id)
-                        await answer(driver.node_leaves.remote(request.run, node_id, why))
+                    await answer(driver.leaves.remote(request.run, node_id, why))
 
     async def _recruit(self, driver: Actor, request: RunRequest) -> None:
         known = 0

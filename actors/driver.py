@@ -24,7 +24,7 @@ from .calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers
 from .events import (
     Event,
     GraceEnded,
-    NodeLeaving,
+    Leaving,
     PatienceEnded,
     PauseEnded,
     RankEnded,
@@ -222,9 +222,9 @@ class Driver(StoreActor):
             await self._has_lost.wait()
         return self._lost_seats[known:] if self._run == run else []
 
-    async def node_leaves(self, run: int, node_id: str, why: str) -> None:
-        """A node has been told to go; its ranks leave the run first."""
-        self._tell(run, NodeLeaving(node_id, why))
+    async def leaves(self, run: int, who: str, why: str) -> None:
+        """A node has been told to go, or a worker; their ranks leave the run first."""
+        self._tell(run, Leaving(who, why))
 
     async def froze(self, run: int, frozen: Frozen) -> None:
         """A rank of the run has frozen itself; `Worker.resume` will tell it how to go on."""

@@ -81,10 +81,11 @@ class PatienceEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLeaving:
-    """A node has been told to go: its workers leave before it does. why: what Ray says."""
+class Leaving:
+    """A node has been told to go, so its workers leave before it does; or a worker has. Comes again
+    and again until they have left. who: id of a node, or of a worker. why: what is known."""
 
-    node_id: str
+    who: str
     why: str
 
 
@@ -128,7 +129,7 @@ Event: TypeAlias = (
     | RankSilent
     | PatienceEnded
     | PauseEnded
-    | NodeLeaving
+    | Leaving
     | RanksTold
     | WorkerDied
     | RunCancelled

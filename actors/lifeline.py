@@ -72,6 +72,7 @@ class Lifeline:
         is_parked: bool,
         can_restart: bool,
         spare: int,
+        handed_over: bool,
     ) -> Resumption:
         """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
 
@@ -93,6 +94,7 @@ class Lifeline:
             is_parked,
             can_restart,
             spare,
+            handed_over,
         )
         run = self._request.run
         self._tell(lambda driver: driver.froze.remote(run, frozen))  # 2

@@ -34,10 +34,11 @@ from dataclasses import dataclass, field, replace
 from collectives.errors import CollectiveError, GroupAborted, PeerLost
 
 from . import outcomes
+from .departures import Departures
 from .events import (
     Event,
     GraceEnded,
-    NodeLeaving,
+    Leaving,
     PatienceEnded,
     PauseEnded,
     RankEnded,
@@ -104,7 +105,7 @@ class _Run:
     is_released: all have, and were told so.
     regeneration: while one generation has ended and the next has not begun. takes_newcomers: as far
     as is known. is_paused: too few are left; the round is complete, and waits for newcomers.
-    leaving: nodes that go, and why.
+    departures: who leaves on notice.
     num_vain: generations in a row that ended though nobody died and nothing was achieved;
     `achieved` says what was.
     """
@@ -125,7 +126,7 @@ class _Run:
     regeneration: Regeneration | None = None
     takes_newcomers: bool = True
     is_paused: bool = False
-    leaving: dict[str, str] = field(default_factory=dict)
+    departures: Departures = field(default_factory=Departures)
     num_vain: int = 0
     achieved: int = -1
 
@@ -167,8 +168,8 @@ class Membership:
                 return self._patience_ended(generation)
             case PauseEnded(generation):
                 return self._pause_ended(generation)
-            case NodeLeaving(node_id, why):
-                return self._node_leaving(node_id, why)
+            case Leaving(who, why):
+                return self._leaving(who, why)
             case RanksTold(testimonies):
                 return self._ranks_told(testimonies)
             case WorkerDied(worker_id, detail):
@@ -320,25 +321,15 @@ class Membership:
         run.regeneration.died(loss.rank)
         return [*begun, *self._decide()]
 
-    def _node_leaving(self, node_id: str, why: str) -> list[Instruction]:
+    def _leaving(self, who: str, why: str) -> list[Instruction]:
         run = self._run
         if run is None or not run.goes_on or run.is_stopping or run.is_released:
             return []
-        is_news = node_id not in run.leaving
-        run.leaving[node_id] = why
-        if not is_news or all(member.info.node_id != node_id for member in run.members):
+        run.departures.note(who, why)
+        infos = [member.info for member in run.members]
+        if run.regeneration is not None or not run.departures.is_due(who, infos, run.fewest):
             return []
-        error = GroupAborted(self._generation, [], f"a node leaves: {why}")
-        return self._freeze_others(error)
-
-    def _leavers(self, frozen: Mapping[int, Frozen], num_lost: int) -> list[int]:
-        """Ranks whose node goes, if the others can do without what they keep, and some are left."""
-        run = self._run
-        assert run is not None
-        leavers = [r for r in sorted(frozen) if run.members[r].info.node_id in run.leaving]
-        spare = min(word.spare for word in frozen.values())
-        is_possible = num_lost + len(leavers) <= spare and len(frozen) - len(leavers) >= run.fewest
-        return leavers if is_possible else []
+        return self._freeze_others(GroupAborted(self._generation, [], f"ranks leave: {why}"))
 
     def _rank_froze(self, frozen: Frozen) -> list[Instruction]:
         run = self._run
@@ -387,14 +378,11 @@ class Membership:
             return []
         frozen = round_.frozen
         met = next(iter(frozen.values()))
-        leavers = self._leavers(frozen, len(round_.lost))
-        gone = [run.members[rank] for rank in leavers]
-        survivors = [run.members[rank] for rank in sorted(frozen) if rank not in leavers]
         newcomers = [
             member
             for member in self._members.values()
             if member.state is MemberState.READY
-            and member.info.node_id not in run.leaving
+            and run.departures.why(member.info) is None
             and all(member is not one for one in run.members)
         ]
         can_restart = all(word.can_restart for word in frozen.values())
@@ -409,6 +397,13 @@ class Membership:
                 "ZeroRedundancyOptimizer (ctx.register); with a plain optimizer, as communication "
                 "hooks ask for, the next run goes on from a checkpoint",
             )
+        restarts = bool(unparked or newcomers)
+        infos = [member.info for member in run.members]
+        leavers, handing = run.departures.leavers(
+            infos, frozen, round_.lost, run.fewest, restarts=restarts
+        )
+        gone = [run.members[rank] for rank in leavers]
+        survivors = [run.members[rank] for rank in sorted(frozen) if rank not in leavers]
         if len(survivors) + len(newcomers) < run.fewest:
             return self._pause(met, can_restart)
         try:
@@ -432,10 +427,10 @@ class Membership:
         run.regeneration, run.is_paused = None, False
         self._generation += 1
         self._formed = tuple(member.info.worker_id for member in members)
-        restarts = bool(unparked or newcomers)
+        leaving = tuple(rank for rank, old in enumerate(former.ranks()) if old in handing)
         instructions: list[Instruction] = []
         for member in gone:
-            why = run.leaving[member.info.node_id]
+            why = run.departures.why(member.info)
             left = GroupAborted(self._generation - 1, [], f"{member.info} has left: {why}")
             instructions.append(AbortRank(member.info.worker_id, left))
         for member, assignment in zip(
@@ -444,7 +439,7 @@ class Membership:
             strict=True,
         ):
             member.state = MemberState.RUNNING
-            told = Resumption(assignment, former, progress, entered, restarts)
+            told = Resumption(assignment, former, progress, entered, restarts, leaving)
             instructions.append(
                 ResumeRank(member.info.worker_id, told)
                 if id(member) in rank_before

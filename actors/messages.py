@@ -157,6 +157,7 @@ class Frozen:
     is_parked: its function waits inside a step, and can go on there; otherwise it has been left,
     and has to run again from the top. can_restart: all that has to survive that is registered.
     spare: ranks that may go at once without any state being lost, as far as this rank knows.
+    handed_over: those that leave have handed theirs over in this generation, to all who stay.
     """
 
     rank: int
@@ -167,6 +168,7 @@ class Frozen:
     is_parked: bool = True
     can_restart: bool = False
     spare: int = 0
+    handed_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,8 @@ class Resumption:
     former: who was who. progress: what holds for all; who has seen less takes it from here.
     entered: the last generation that any rank has gone on in; who has not did all that was needed
     for it, and counts it, too. restarts: the function runs again from the top, on all ranks.
+    leaving: ranks that hand over what they keep in this generation, which ends with that
+    (departures.py).
     """
 
     assignment: Assignment
@@ -216,6 +220,7 @@ class Resumption:
     progress: tuple[Progress, ...]
     entered: int = 0
     restarts: bool = False
+    leaving: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.former) != self.assignment.world_size:

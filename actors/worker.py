@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
+import signal
 import socket
 import threading
 import time
@@ -25,6 +27,7 @@ from typing import Any, Protocol
 import ray
 import torch
 from ray import cloudpickle
+from ray.exceptions import RayError
 
 from collectives.debug import get_debug_level, set_debug_level
 from collectives.errors import CollectiveError, GroupAborted, fresh_copy
@@ -48,6 +51,7 @@ from .messages import (
     WorkerState,
 )
 from .meter import Look, Publisher
+from .notice import hear_sigterm
 from .steps import Steps
 from .testimony import Testimony
 from .training_thread import TrainingThread
@@ -57,6 +61,14 @@ COROUTINE_GRACE_S = 1.0
 """Seconds for a function to end by its collectives' error before its coroutine is cancelled as
 well, and as many more before it is interrupted in its Python code: code that sees the error can
 tell its story; code that waits for something else, or only computes, would never see it."""
+
+
+SIGTERM_EXIT = 128 + signal.SIGTERM
+
+_NOTICE_S = 0.5
+_LAST_WORDS_S = 2.0
+"""Seconds without a run, after which a process that is to end does: the result of the last one and
+its reports are read by then."""
 
 
 class Program(Protocol):
@@ -130,6 +142,8 @@ class Worker:
         self._ended: _Run | None = None  # the last one
         self._early_stops: dict[int, CollectiveError] = {}  # by run; the calls may overtake `run`
         self._publisher = Publisher(session, seat, self._look)
+        self._is_leaving = False
+        hear_sigterm(self._leave)
 
     async def run(
         self,
@@ -169,12 +183,34 @@ class Worker:
             )
         try:
             ending = await run.thread.run()
+            if self._is_leaving and run.stop_error is not None:
+                os._exit(SIGTERM_EXIT)  # It has left: its death tells that its seat is free.
             run.ending.set_result(ending)
             return ending
         finally:
             with self._lock:
                 self._run = None
                 self._ended = run
+
+    def _leave(self) -> None:
+        """This process was told to end: leave the run in progress first, if it can be left, else
+        see it through. In a thread of its own."""
+        self._is_leaving = True
+        idle_s = 0.0
+        while idle_s < _LAST_WORDS_S:
+            with self._lock:
+                run = self._run
+            idle_s = 0.0 if run is not None else idle_s + _NOTICE_S
+            if run is not None and run.request.goes_on:
+                told = run.driver.leaves.remote(
+                    run.request.run,
+                    self._info.worker_id,
+                    f"process {self._info.pid} was sent SIGTERM",
+                )
+                with contextlib.suppress(RayError):  # The next driver is told the same.
+                    ray.get(told, timeout=_NOTICE_S)
+            time.sleep(_NOTICE_S)
+        os._exit(SIGTERM_EXIT)
 
     def _look(self) -> Look:
         with self._lock:

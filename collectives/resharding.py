@@ -83,13 +83,14 @@ def plan_transfers(
 ) -> list[Transfer]:
     """What has to travel until every rank holds its shard and its replicas.
 
-    held: by rank of the new map, what it has; a newcomer has nothing. Every rank makes the same
-    plan. A range is cut where its holders change; of several holders the one that has been given
-    least to send so far sends it, the lowest of those.
+    held: by rank of the new map, what it has; a newcomer has nothing. Numbers beyond the map are of
+    ranks that leave: they send, and get nothing. Every rank makes the same plan. A range is cut
+    where its holders change; of several holders the one that has been given least to send so far
+    sends it, the lowest of those.
 
     Raises RangesLost naming every range that nobody holds.
     """
-    sent = dict.fromkeys(range(num_ranks), 0)
+    sent = dict.fromkeys([*range(num_ranks), *held], 0)
     plan: list[Transfer] = []
     lost: list[Range] = []
     for target in range(num_ranks):

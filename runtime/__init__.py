@@ -20,6 +20,7 @@ from .joinable import Joinable, JoinHook
 from .random_state import RandomState
 from .session import Session, SessionSnapshot, SessionState, run
 from .sharding import Shard
+from .streaming import Stream
 from .sync_batch_norm import SyncBatchNorm
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -44,6 +45,7 @@ __all__ = [
     "SessionSnapshot",
     "SessionState",
     "Shard",
+    "Stream",
     "SyncBatchNorm",
     "ZeroRedundancyOptimizer",
     "deal",

@@ -16,6 +16,7 @@ import torch
 from collectives import CollectiveMismatch, Group
 
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
+from .dealer import MAX_ITERATIONS
 
 _STEP, _STEP_SQUARED, _SQUARED_NORM, _LOSS_SCALE, _PER_RANK = range(5)
 
@@ -27,7 +28,8 @@ class Vote:
     step: its number. live: the rank took it with data of its own. has_next: it may take another.
     used: per parameter, whether the rank has a gradient. weight: of its losses; None: not weighed.
     squared_norm: (), of its reduced shard, or 0.0. loss_scale: of its losses, or 0.0.
-    options: numbers of the optimizer's options. cursor: samples that it has taken of the epoch.
+    options: numbers of the optimizer's options. cursors: samples that it has taken, of each
+    iteration that it is in (dealer.py). num_samples: of the dataset that it iterates, or 0.
     stop: this rank was asked to have all stop after this step.
     """
 
@@ -39,7 +41,8 @@ class Vote:
     squared_norm: torch.Tensor | float
     loss_scale: float
     options: Sequence[float]
-    cursor: int = 0
+    cursors: Sequence[int] = ()
+    num_samples: int = 0
     stop: bool = False
 
 
@@ -52,16 +55,16 @@ class Outcome:
     squared_norm: float
     loss_scale: float
     options: tuple[tuple[float, ...], ...]
-    cursors: tuple[int, ...]
+    cursors: tuple[tuple[int, ...], ...]
 
 
 class Ballot:
-    """The vector of one optimizer: float64, four numbers of all, then each rank's own, its options
-    and its cursor, then the agreement's."""
+    """The vector of one optimizer: float64, four numbers of all, then each rank's own, its options,
+    its cursors and its number of samples, then the agreement's."""
 
     def __init__(self, group: Group, num_parameters: int, num_options: int) -> None:
         self._group = group
-        self._own_numel = num_options + 1
+        self._own_numel = num_options + MAX_ITERATIONS + 1
         self._vote_at = _PER_RANK + group.size * self._own_numel
         numel = self._vote_at + vote_numel(group.size, num_parameters)
         self._vector = torch.zeros(numel, dtype=torch.float64, device=group.device)
@@ -72,7 +75,8 @@ class Ballot:
     def hold(self, vote: Vote) -> tuple[float, ...]:
         """Cast this rank's vote; what all ranks see, for `read`.
 
-        Raises CollectiveMismatch, on all ranks, if they are not at the same step.
+        Raises CollectiveMismatch, on all ranks, if they are not at the same step, or iterate
+        datasets of different lengths.
         """
         vector, group = self._vector, self._group
         vector.zero_()
@@ -82,7 +86,7 @@ class Ballot:
         vector[_LOSS_SCALE] = vote.loss_scale
         own_at = _PER_RANK + group.rank * self._own_numel
         vector[own_at : own_at + self._own_numel] = torch.tensor(
-            [*vote.options, vote.cursor], dtype=torch.float64
+            [*vote.options, *_cursors(vote), vote.num_samples], dtype=torch.float64
         )
         write_vote(
             vector[self._vote_at :],
@@ -105,7 +109,23 @@ class Ballot:
                 f"the ranks have taken different numbers of steps, this one {vote.step}; every "
                 "rank calls step() equally often, and ranks that run out of data use Join",
             )
+        self._check_lengths(seen)
         return seen
+
+    def _check_lengths(self, seen: Sequence[float]) -> None:
+        """Ranks that count samples differently deal some of them to nobody, others to two."""
+        at = range(_PER_RANK + self._own_numel - 1, self._vote_at, self._own_numel)
+        lengths = {rank: int(seen[i]) for rank, i in enumerate(at) if seen[i]}
+        if len(set(lengths.values())) > 1:
+            by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in lengths.items())
+            raise CollectiveMismatch(
+                "step()",
+                self._group.generation,
+                list(lengths),
+                f"the dataset has different numbers of samples on the ranks ({by_rank}), so that "
+                "ctx.shard dealt some of them to nobody or to several; every rank hands it the "
+                "same dataset, also where it changes between two epochs",
+            )
 
     def read(self, seen: Sequence[float]) -> Outcome:
         """What the numbers mean; alike on all ranks, and also where they came from another."""
@@ -118,9 +138,16 @@ class Ballot:
             agreement,
             seen[_SQUARED_NORM],
             seen[_LOSS_SCALE] / max(1, len(agreement.live)),
-            tuple(numbers[:-1] for numbers in own),
-            tuple(int(numbers[-1]) for numbers in own),
+            tuple(numbers[: -MAX_ITERATIONS - 1] for numbers in own),
+            tuple(
+                tuple(int(number) for number in numbers[-MAX_ITERATIONS - 1 : -1])
+                for numbers in own
+            ),
         )
+
+
+def _cursors(vote: Vote) -> list[int]:
+    return [*vote.cursors, *[0] * (MAX_ITERATIONS - len(vote.cursors))]
 
 
 def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float]:

@@ -15,7 +15,8 @@ So nothing is in flight, and the group, the models and the optimizers are as aft
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 
 from actors.errors import Interrupted
 from actors.steps import Steps
@@ -23,6 +24,19 @@ from collectives import Group
 
 from .agreement import Agreement
 from .kept import Place, kept
+
+
+@dataclass(slots=True, eq=False)
+class Iteration:
+    """One over a shard, in progress. key: of the shard, in the place of a loop that is resumed.
+    done: how many of its samples were trained on in an earlier run of that loop. up_to: samples up
+    to the end of the batch that it gave last."""
+
+    key: Hashable
+    epoch: int
+    num_samples: int
+    done: int
+    up_to: int
 
 
 class Boundary:
@@ -35,8 +49,9 @@ class Boundary:
         self.before_stop: list[Callable[[], None]] = []
         """Called before Interrupted is raised: joins let go of the ranks that follow this one."""
         self._stop_is_agreed = False
-        self._num_iterating = 0
-        self._batch: tuple[object, int] | None = None  # of which shard; samples up to its end
+        self._iterations: list[Iteration] = []
+        """Begun and not over, in the order of their beginning. They may be one in another, or side
+        by side as in a zip, which ends the first one first."""
 
     def step_agreed(self, agreement: Agreement, group: Group, *, ends_step: bool) -> None:
         """All ranks have agreed on a step. ends_step: it is counted, and applied next."""
@@ -45,9 +60,9 @@ class Boundary:
             return
         kept().begin_applying(group)
         self.steps.taken += 1
-        if self.place is not None and self._batch is not None:
-            shard, up_to = self._batch
-            self.place.samples_done[shard] = up_to
+        if self.place is not None and self._iterations:
+            for one in self._iterations:
+                self.place.samples_done[one.key] = one.up_to
             self.place.last_live = agreement.live
 
     def pass_(self) -> None:
@@ -59,33 +74,31 @@ class Boundary:
 
     def begin_forward(self) -> None:
         """As `pass_`, where no iteration over a shard knows better where a step begins."""
-        if not self._num_iterating:
+        if not self._iterations:
             self.pass_()
 
-    @contextlib.contextmanager
-    def iterating(self, sample_ids: Sequence[int], batch_size: int, epoch: int) -> Iterator[int]:
-        """Around one iteration over a shard: how many of its samples were trained on already, in
-        an earlier run of a loop that is resumed."""
-        steps, place = self.steps, self.place
-        before = self._batch, steps.batches_left, steps.epoch
-        shard = (hash(tuple(sample_ids)), batch_size) if place else None
-        done = place.samples_done.get(shard, 0) if place else 0
-        self._num_iterating += 1
-        self._batch = shard, done
-        steps.epoch = epoch
-        try:
-            yield done
-        finally:
-            self._num_iterating -= 1
-            self._batch = before[0]
-            if self._num_iterating:
-                steps.batches_left, steps.epoch = before[1:]
-            steps.has_joined = False
+    @property
+    def num_samples(self) -> int:
+        """Of the dataset that the innermost iteration is over; 0 where there is none, or nobody
+        knows."""
+        return self._iterations[-1].num_samples if self._iterations else 0
 
-    def begin_batch(self, up_to: int) -> None:
-        """The next batch of the iteration; its steps take the samples `up_to` there."""
-        assert self._batch is not None
-        self._batch = self._batch[0], up_to
+    @contextlib.contextmanager
+    def iterating(self, key: Hashable, epoch: int, num_samples: int) -> Iterator[Iteration]:
+        """Around one iteration over a shard. key: tells it from the other shards of an epoch.
+        num_samples: of its dataset, 0 if nobody knows."""
+        done = self.place.samples_done.get(key, 0) if self.place else 0
+        iteration = Iteration(key, epoch, num_samples, done, done)
+        before = self.steps.batches_left, self.steps.epoch
+        self._iterations.append(iteration)
+        self.steps.epoch = epoch
+        try:
+            yield iteration
+        finally:
+            self._iterations.remove(iteration)
+            if self._iterations:
+                self.steps.batches_left, self.steps.epoch = before
+            self.steps.has_joined = False
 
 
 _current = Boundary(Steps())  # Plain processes have no run: there nobody asks for a stop.

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from ray import cloudpickle
@@ -20,16 +20,18 @@ from collectives.objects import broadcast_object
 from collectives.reduce_op import ReduceOp
 
 from . import torch_distributed
+from .batches import Batches
 from .boundary import boundary
 from .checkpoint.saving import Saving
 from .cursor import Cursor
-from .dealing import Dealer
+from .dealer import Dealer
 from .join import active_join
 from .joinable import Joinable
 from .kept import Place, kept
 from .recovery import Recovery
 from .registry import Registry, Stateful
 from .sharding import MapStyleDataset, Shard
+from .streaming import Stream, StreamShard
 
 if TYPE_CHECKING:
     from .checkpoint.checkpoints import Checkpoints  # which knows models, which know contexts
@@ -71,11 +73,15 @@ class Context:
         journal: Journal,
         recovery: Recovery | None,
         before: Context | None = None,
+        *,
+        run_id: str = "",
     ) -> None:
         """recovery: where the run goes on after a loss. before: of the function, when it ran last
-        in this run."""
+        in this run. run_id: tells the run from all others."""
         self.device = group.device
-        self.dealer = Dealer(assignment.rank, assignment.world_size)
+        self.dealer = Dealer(
+            assignment.rank, assignment.world_size, (run_id, assignment.generation)
+        )
         self.recovery = recovery
         self._journal = journal
         self._runs_again = before is not None
@@ -301,6 +307,18 @@ class Context:
 
     # -- Data ----------------------------------------------------------------------------------
 
+    @overload
+    def shard(
+        self,
+        dataset: Stream,
+        batch_size: int,
+        *,
+        epoch: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> StreamShard: ...
+
+    @overload
     def shard(
         self,
         dataset: MapStyleDataset,
@@ -312,10 +330,25 @@ class Context:
         keep_together: Sequence[Hashable] | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-    ) -> Shard:
+    ) -> Shard: ...
+
+    def shard(
+        self,
+        dataset: MapStyleDataset | Stream,
+        batch_size: int,
+        *,
+        epoch: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        keep_together: Sequence[Hashable] | None = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Batches:
         """This rank's batches of one epoch; over all ranks every sample exactly once.
 
-        dataset: anything with a length and numbered samples, the same on all ranks. batch_size:
+        dataset: anything with a length and numbered samples, the same on all ranks; or a Stream,
+        whose rows go to whoever asks first, in the order of the stream (seed and shuffle change
+        nothing, and samples cannot be kept together). batch_size:
         samples per rank and step; the last batch of a rank may be smaller, unless drop_last.
         epoch, seed: another order for each, unless shuffle is off. After a resume only what no rank
         was given before the checkpoint is dealt out; passes under torch.no_grad are taken again,
@@ -325,6 +358,23 @@ class Context:
 
         Raises ValueError for an empty dataset, TypeError for one without a length.
         """
+        if isinstance(dataset, Stream):
+            if keep_together is not None:
+                raise ValueError(
+                    "keep_together needs a dataset with a length: rows of a Stream go to whoever "
+                    "asks first. Make what belongs together one row of it"
+                )
+            return StreamShard(
+                dataset,
+                batch_size,
+                dealer=self.dealer,
+                epoch=epoch,
+                drop_last=drop_last,
+                collate_fn=collate_fn,
+                cursor=self._cursor,
+                at_boundary=self._at_boundary,
+                survives=lambda: self.recovery is not None and self.recovery.counts_samples,
+            )
         return Shard(
             dataset,
             batch_size,
@@ -401,7 +451,9 @@ class Context:
             raise ValueError(
                 f"weight must be a number of at least 0, for the mean; got {weight!r}, op={op!r}"
             )
-        given = torch.as_tensor(value).detach()
+        # Python's floats have 53 bits, and torch would take 24 of them.
+        dtype = None if isinstance(value, torch.Tensor) else torch.float64
+        given = torch.as_tensor(value, dtype=dtype).detach()
         # The weight travels behind the weighed values, in float64: counts stay exact.
         sums = torch.zeros(given.numel() + 1, dtype=torch.float64)
         sums[-1] = weight

@@ -71,6 +71,8 @@ class Passing(Protocol):
 
     taken: int
     ids_of_the_lost: list[int]
+    is_told_by_id: bool
+    """Whether counts do not say which samples were given, as nobody can tell the hands anew."""
 
     @property
     def taken_ids(self) -> list[int]: ...
@@ -82,11 +84,13 @@ class Passing(Protocol):
 @dataclass(slots=True)
 class Passage:
     """One pass over a dataset. rest: what there was to give when it began in this run. over: how
-    many samples of its hand the rank was given in the end, None until then."""
+    many samples of its hand the rank was given in the end, None until then. name: the same when the
+    function runs again from the top and begins it anew, None before it was begun."""
 
     rest: Rest = field(default_factory=Rest)
     shard: Passing | None = None
     over: int | None = None
+    name: str | None = None
 
     def end(self) -> None:
         self.over = self.shard.taken if self.shard is not None else 0
@@ -97,7 +101,7 @@ class Passage:
         committed: only those of steps that count."""
         given = self.over if self.over is not None else self.shard.taken if self.shard else 0
         ids: list[int] | None = None
-        if by_id or self.rest.given:
+        if by_id or self.rest.given or (self.shard is not None and self.shard.is_told_by_id):
             already = sorted(self.rest.given or ())
             mine: list[int] = []
             if self.shard is not None:
@@ -153,12 +157,29 @@ class Cursor:
         return passage.rest if passage else Rest()
 
     def begin(self, key: str, shard: Passing | None = None) -> Passage:
-        """A pass begins. The first pass of an epoch and the second have a passage each."""
+        """A pass begins. The first pass of an epoch and the second have a passage each.
+
+        Raises ValueError if this pass had begun before the resume, over another number of samples.
+        """
         number = self._seen.get(key, 0)
+        self._check_length(key, number)
         self._seen[key] = number + 1
         passage = self._passages.setdefault(f"{key}#{number}", Passage())
         passage.shard = shard
+        passage.name = f"{self._loop}/{self._epoch}/{key}#{number}"
         return passage
+
+    def _check_length(self, key: str, number: int) -> None:
+        length, _, rest = key.partition("/")
+        for name, passage in self._passages.items():
+            before = name.partition("/")[0]
+            is_this = passage.name is None and name == f"{before}/{rest}#{number}"
+            if is_this and before != length and passage.rest != Rest():
+                raise ValueError(
+                    f"the dataset has {length} samples, and had {before} when this epoch was "
+                    "begun: which of them are left to give is not known. Go on with the dataset "
+                    "as it was, and change it between two epochs"
+                )
 
     def told(self, *, by_id: bool = False, committed: bool = False) -> dict[str, Any]:
         """As plain data. by_id: the run has lost ranks on its way. committed: with it, only what

@@ -389,6 +389,12 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _ends_step(self) -> bool:
         return self.reducer.mode is Mode.ALL_REDUCE
 
+    def _end_shadowed_step(self) -> None:
+        """As `zero_grad` in the loop's body, which this rank has left: gradients that it handed in,
+        or got of the others, would be added to those of the next epoch."""
+        for parameter in self.reducer.parameters:
+            parameter.grad = None
+
     def _begins_passes(self) -> bool:
         return True
 

@@ -110,19 +110,26 @@ def complete(
     replicas: int,
     tensors_of: Callable[[Mapping[int, Description]], Sequence[Mapping[str, torch.dtype]]],
     group: Group,
+    leaving: Sequence[int] = (),
 ) -> int:
     """Bring `held` to all that this rank shall keep in `group`; returns the bytes that it sent.
 
     told: of all ranks. contents: of the buckets. tensors_of: by bucket the names and dtypes that
-    travel, of such descriptions.
+    travel, of such descriptions. leaving: ranks that hand over; the others get what they shall keep
+    in a group without those, where they have the same order.
 
     Raises StateLost, on all ranks, if nobody has some of it any more.
     """
     for _, described in told:
         held.learn(described)
     try:
-        by_rank = {rank: ranges for rank, (ranges, _) in enumerate(told)}
-        plan = plan_transfers(by_rank, group.size, contents, replicas)
+        staying = [rank for rank in range(group.size) if rank not in leaving]
+        order = [*staying, *leaving]
+        by_rank = {number: told[rank][0] for number, rank in enumerate(order)}
+        plan = [
+            Transfer(order[one.source], order[one.target], one.range)
+            for one in plan_transfers(by_rank, len(staying), contents, replicas)
+        ]
     except RangesLost as lost:
         raise StateLost(group.generation, replicas, str(lost)) from None
     return exchange(held, plan, tensors_of(held.described), group)

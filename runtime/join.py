@@ -335,6 +335,8 @@ class Join:
         if self.last_step_live:
             for follower in self._step_along:
                 follower.step()
+            for joinable in self._joinables:
+                joinable._end_shadowed_step()
             if self.at_boundary is not None:
                 self.at_boundary()
 

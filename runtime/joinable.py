@@ -59,6 +59,9 @@ class Joinable(ABC):
         """Whether it says itself when its main hook is due; else that is behind the one before."""
         return True
 
+    def _end_shadowed_step(self) -> None:
+        """A step that this rank has shadowed is over, for all that steps with it."""
+
     def _groups_to_follow(self) -> Sequence[Group]:
         """Groups of its own whose collectives are not the same in each step."""
         return ()

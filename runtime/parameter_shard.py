@@ -318,10 +318,13 @@ class ParameterShard:
                 parts.append(Part(self._range_of_piece(number, mine), tensors))
         return HeldState(ranges, parts, described)
 
-    def complete(self, held: HeldState, told: Sequence[Told], group: Group) -> int:
-        """Bring `held` to what a rank of `group` keeps, for `recut`; returns the bytes sent."""
+    def complete(
+        self, held: HeldState, told: Sequence[Told], group: Group, leaving: Sequence[int] = ()
+    ) -> int:
+        """Bring `held` to what a rank of `group` keeps, for `recut`; returns the bytes sent.
+        leaving: as for held_state.complete."""
         contents = [bucket.plan.content for bucket in self.buckets]
-        return complete(held, told, contents, self.replicas, self.travelling, group)
+        return complete(held, told, contents, self.replicas, self.travelling, group, leaving)
 
     def travelling(self, described: Mapping[int, Description]) -> list[dict[str, torch.dtype]]:
         """Names and dtypes of the tensors that go with a range, by bucket."""

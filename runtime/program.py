@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -38,6 +39,8 @@ class Program:
         self.train = train
         self.kwargs = dict(kwargs)
         self.checkpoint = checkpoint
+        self.run_id = uuid.uuid4().hex
+        """Of one call of `Session.run`; equal on all ranks, newcomers included."""
 
     def __call__(
         self,
@@ -110,7 +113,14 @@ class Run:
         torch_distributed.end()
         if self._context is not None:
             kept().begin_again()
-        context = Context(assignment, group, self._journal, self._recovery, self._context)
+        context = Context(
+            assignment,
+            group,
+            self._journal,
+            self._recovery,
+            self._context,
+            run_id=self._program.run_id,
+        )
         self._context = context
         config = self._program.checkpoint
         if config is not None and self._goes_back:

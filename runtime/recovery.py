@@ -26,19 +26,19 @@ function goes on to its next boundary or collective, and is left there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from actors.lifeline import Lifeline, ends_a_generation
 from actors.messages import DROPPED, Assignment, Progress, Resumption
 from actors.steps import Steps
-from collectives import Group
+from collectives import Group, GroupAborted
 from collectives.objects import all_gather_object
 from collectives.resharding import Range
 
 from . import join
-from .dealing import Position
+from .dealer import Position
 from .held_state import Description, HeldState
 
 if TYPE_CHECKING:
@@ -109,6 +109,12 @@ class Recovery:
         self._optimizers, self._models = [], []
         self._stepped_last = None
 
+    @property
+    def counts_samples(self) -> bool:
+        """Whether steps tell how many samples belong to them, so that what a lost rank had can be
+        dealt again; with other optimizers than ours the loss ends the run."""
+        return bool(self._living())
+
     def watch_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
 
@@ -120,7 +126,7 @@ class Recovery:
     def watch_model(self, model: DistributedDataParallel) -> None:
         self._models.append(weakref.ref(model))
 
-    def record(self, cursors: tuple[int, ...]) -> None:
+    def record(self, cursors: tuple[tuple[int, ...], ...]) -> None:
         """A ballot was seen; the cursors of all ranks."""
         self.dealer.record(cursors)
         self._retained, self._summaries = None, []
@@ -146,8 +152,10 @@ class Recovery:
         """
         self.pass_boundary()
         held: dict[int, HeldState] = {}
+        handed_over = False
         while True:
-            resumption = self._freeze(error, is_parked=True)  # (a)
+            resumption = self._freeze(error, is_parked=True, handed_over=handed_over)  # (a)
+            handed_over = False
             if resumption.restarts:
                 self._restart = resumption
                 before = optimizer.progress if optimizer else None
@@ -160,14 +168,21 @@ class Recovery:
             self._entry = None
             self._since_entered[resumption.assignment.generation] = resumption.former_ranks
             try:
-                self._go_on(resumption, held)
-                return
+                if not resumption.leaving:
+                    self._go_on(resumption, held)
+                    return
+                self._hand_over(resumption, held)
+                handed_over = True
+                told = f"ranks {list(resumption.leaving)} have handed over, and leave"
+                error = GroupAborted(resumption.assignment.generation, [], told)
             except Exception as failure:
                 if not ends_a_generation(failure):
                     raise
                 error = failure
 
-    def _freeze(self, error: BaseException, *, is_parked: bool) -> Resumption:
+    def _freeze(
+        self, error: BaseException, *, is_parked: bool, handed_over: bool = False
+    ) -> Resumption:
         return self._lifeline.regenerate(
             error,
             self._progress,
@@ -175,6 +190,7 @@ class Recovery:
             is_parked=is_parked,
             can_restart=self._can_restart(),
             spare=min((one.shard.replicas - 1 for one in self._living().values()), default=0),
+            handed_over=handed_over,
         )
 
     def _living(self) -> dict[int, ZeroRedundancyOptimizer]:
@@ -209,25 +225,8 @@ class Recovery:
     def _go_on(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
         """held: by optimizer, what an attempt that failed has left here."""
         optimizers, models = self._living(), self._living_models()
-        self._catch_up(resumption)  # (b)
-        for number, optimizer in optimizers.items():
-            if number not in held:
-                held[number] = optimizer.shard.held()
-        group = self._lifeline.connect()  # (c)
-        standings: list[Standing] = all_gather_object(
-            group,
-            Standing(
-                {number: (mine.ranges, mine.described) for number, mine in held.items()},
-                {number: model.synced_step for number, model in models.items()},
-                {number: model.reducer.num_passes for number, model in models.items()},
-                self.dealer.position(),
-            ),
-        )
-        everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
-        for number in everywhere:  # (d)
-            told = [standing.held[number] for standing in standings]
-            shard = optimizers[number].shard
-            self.bytes_moved += shard.complete(held[number], told, group)
+        group, standings = self._meet(resumption, held)
+        everywhere = self._move(held, standings, group)
         self._entry = Entry(
             resumption.assignment,
             self._former_ranks(),
@@ -255,6 +254,48 @@ class Recovery:
                 model.sync_buffers_again(synced, step or max(synced), live)
         self._launch_again(models, standings)  # (g)
         self.num_recoveries += 1
+
+    def _hand_over(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
+        """Return when all who stay have what they keep without those that leave. Nobody enters this
+        generation: what it has brought stays in `held`, for the next one."""
+        group, standings = self._meet(resumption, held)
+        self._move(held, standings, group, resumption.leaving)
+        group.barrier().wait()
+
+    def _meet(
+        self,
+        resumption: Resumption,
+        held: dict[int, HeldState],
+    ) -> tuple[Group, list[Standing]]:
+        models = self._living_models()
+        self._catch_up(resumption)  # (b)
+        for number, optimizer in self._living().items():
+            if number not in held:
+                held[number] = optimizer.shard.held()
+        group = self._lifeline.connect()  # (c)
+        mine = Standing(
+            {number: (state.ranges, state.described) for number, state in held.items()},
+            {number: model.synced_step for number, model in models.items()},
+            {number: model.reducer.num_passes for number, model in models.items()},
+            self.dealer.position(),
+        )
+        return group, all_gather_object(group, mine)
+
+    def _move(
+        self,
+        held: Mapping[int, HeldState],
+        standings: Sequence[Standing],
+        group: Group,
+        leaving: Sequence[int] = (),
+    ) -> list[int]:
+        """(d); the numbers of the optimizers that all ranks have."""
+        optimizers = self._living()
+        everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
+        for number in everywhere:
+            told = [standing.held[number] for standing in standings]
+            shard = optimizers[number].shard
+            self.bytes_moved += shard.complete(held[number], told, group, leaving)
+        return everywhere
 
     @staticmethod
     def _launch_again(

@@ -1,17 +1,14 @@
-"""`Shard`: one rank's batches of one epoch."""
+"""`Shard`: one rank's batches of one epoch, over a dataset with a length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
-import torch
-from torch.utils.data import default_collate
-
-from .boundary import boundary
-from .cursor import Cursor, Rest
-from .dealing import Dealer, Hands, deal
-from .join import active_join
+from .batches import Batches
+from .cursor import Cursor
+from .dealer import Counted, Cut, Dealer, Left
+from .dealing import Hands, deal, redeal
 
 
 class MapStyleDataset(Protocol):
@@ -22,17 +19,14 @@ class MapStyleDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class Shard:
+class Shard(Batches):
     """This rank's batches of one epoch. `ctx.shard` makes it; iterate it as often as you like.
 
-    Inside `Join` the iteration of a rank that is out of batches goes on, without giving any,
-    until the other ranks are out of theirs. Ranks know one another's number of batches, so no
-    step is shadowed in vain. When a rank is lost, what it had left goes to the others, also to
-    those that are out of batches and wait. In a loop over `ctx.epochs(..., resume=name)` that was
-    stopped inside an epoch, it begins after the samples whose steps were taken.
+    Ranks know one another's number of batches, so no step is shadowed in vain. In a loop over
+    `ctx.epochs(..., resume=name)` that was stopped inside an epoch, it begins after the samples
+    whose steps were taken.
 
-    sample_ids: the numbers of this rank's samples, in order. taken: how many of them the iteration
-    has given. ids_of_the_lost: samples that ranks which are gone have used in steps that count.
+    hands: the numbers of the samples of all ranks. sample_ids: of this one, in order.
     len(): of this rank's batches.
     """
 
@@ -59,111 +53,78 @@ class Shard:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"shard needs a dataset with a length and numbered samples, got "
-                f"{type(dataset).__name__}; list(dataset) makes one of an iterable"
+                f"{type(dataset).__name__}. Stream(data), made in the program that has the "
+                "session, deals out any iterable and ray.data.Dataset; list(data) makes a dataset "
+                "of a short one; what belongs to this rank alone (an iterator of streaming_split) "
+                "is iterated as it is, inside Join"
             )
         if len(dataset) == 0:
             raise ValueError("the dataset is empty, so no rank would get a batch; check its source")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.dataset = dataset
-        self.batch_size = batch_size
-        self.taken = 0
-        self.ids_of_the_lost: list[int] = []
-        self.committed: tuple[int, ...] | None = None
-        self._dealer = dealer or Dealer(rank, world_size)
-        self._num_samples = len(dataset)
-        self._epoch, self._seed, self._shuffle = epoch, seed, shuffle
+        self._given_samples = len(dataset)
+        self._seed, self._shuffle = seed, shuffle
         self._keep_together = keep_together
         self._round_up = 0 if drop_last else batch_size - 1
-        self._collate = collate_fn or default_collate
-        self._cursor = cursor
-        self._at_boundary = at_boundary
-        # What tells one pass over data from another, when a run goes on from a checkpoint.
-        self._key = f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}"
-        self._rest = self._coming()
-        self.take_hand(self.deal(world_size), rank)
-
-    def _coming(self) -> Rest:
-        """What is left of the coming pass, which is all unless the run goes on in it."""
-        if self._cursor is None or not torch.is_grad_enabled():
-            return Rest()
-        return self._cursor.rest_of(self._key)
+        super().__init__(
+            batch_size,
+            key=f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}",
+            dealer=dealer or Dealer(rank, world_size),
+            epoch=epoch,
+            collate_fn=collate_fn,
+            cursor=cursor,
+            at_boundary=at_boundary,
+        )
+        self._take_hand(self._dealt(world_size), rank)
 
     def __len__(self) -> int:
-        return self.num_batches(len(self.sample_ids))
+        return self._num_batches(len(self.sample_ids))
 
     @property
     def batches_per_rank(self) -> list[int]:
         """Of the whole epoch, by rank."""
-        return [self.num_batches(len(hand)) for hand in self.hands]
+        return [self._num_batches(len(hand)) for hand in self.hands]
 
     @property
     def taken_ids(self) -> list[int]:
-        """The samples that the iteration has given so far."""
         return self.sample_ids[: self.taken]
 
     @property
-    def committed_ids(self) -> list[int]:
-        """The samples of the iteration, of all ranks, that belong to steps that count."""
-        return self._dealer.committed_ids(self)
+    def _num_samples(self) -> int:
+        return self._given_samples
 
-    def __iter__(self) -> Iterator[Any]:
-        self._rest = self._coming()
-        passage = None
-        if self._cursor is not None and torch.is_grad_enabled():
-            passage = self._cursor.begin(self._key, self)
-        join, bound = active_join(), boundary()
-        self.taken = 0
-        self.ids_of_the_lost = []
-        self._dealer.begin(self)
-        try:
-            with bound.iterating(self.sample_ids, self.batch_size, self._epoch) as done:
-                self.taken = done
-                bound.steps.batches_left = self._num_left()
-                if join:
-                    join.begin_epoch(self.batches_per_rank)
-                    join.at_boundary = self._at_boundary
-                if join and not self._has_more():
-                    join.shadow(until=self._has_more)
-                number = 0
-                while self._has_more():
-                    ids = self.sample_ids[self.taken : self.taken + self.batch_size]
-                    batch = self._collate([self.dataset[i] for i in ids])
-                    bound.steps.batches_left = self._num_left()
-                    self.taken += len(ids)
-                    bound.begin_batch(self.taken)
-                    if join:
-                        join.begin_batch(number, is_last=not self._has_more())
-                    yield batch
-                    number += 1
-                    bound.steps.batches_left = self._num_left()
-                    if passage is not None and self._at_boundary is not None:
-                        self._at_boundary()
-                    bound.pass_()
-                    if join and not self._has_more():
-                        join.ledger.batch = number
-                        join.shadow(until=self._has_more)
-            if passage is not None:
-                passage.end()
-        except GeneratorExit:  # The loop was left early: nobody knows who goes on.
-            if join:
-                join.ledger.batch = None
-            raise
-        finally:
-            self._dealer.end(self)
+    def _check(self) -> None:
+        if len(self.dataset) != self._given_samples:
+            raise ValueError(
+                f"the dataset had {self._given_samples} samples when ctx.shard was called, and has "
+                f"{len(self.dataset)} now: they would not all be dealt out. Call ctx.shard again "
+                "when it has changed, between two epochs, on all ranks"
+            )
+
+    def _place_key(self) -> Hashable:
+        return hash(tuple(self.sample_ids)), self.batch_size
+
+    def _skip(self, done: int) -> None:
+        self.taken = done
+
+    def _batches_by_rank(self) -> list[int]:
+        return self.batches_per_rank
 
     def _num_left(self) -> int:
-        return self.num_batches(len(self.sample_ids) - self.taken)
+        return self._num_batches(len(self.sample_ids) - self.taken)
 
     def _has_more(self) -> bool:
         return self._num_left() > 0
 
-    # -- for the dealer --------------------------------------------------------------------------
+    def _take(self) -> list[Any]:
+        ids = self.sample_ids[self.taken : self.taken + self.batch_size]
+        samples = [self.dataset[i] for i in ids]
+        self.taken += len(ids)
+        return samples
 
-    def deal(self, num_ranks: int) -> Hands:
+    def _dealt(self, num_ranks: int) -> Hands:
         def whole(size: int) -> Hands:
             return deal(
-                self._num_samples,
+                self._given_samples,
                 world_size=size,
                 epoch=self._epoch,
                 seed=self._seed,
@@ -173,12 +134,53 @@ class Shard:
 
         return self._rest.dealt(whole, num_ranks, self._keep_together)
 
-    def num_batches(self, num_samples: int) -> int:
+    def _num_batches(self, num_samples: int) -> int:
         return (num_samples + self._round_up) // self.batch_size
 
-    def keys(self) -> Sequence[Hashable] | None:
-        return self._keep_together
-
-    def take_hand(self, hands: Hands, rank: int) -> None:
+    def _take_hand(self, hands: Hands, rank: int) -> None:
         self.hands = hands
         self.sample_ids = hands[rank]
+
+    # -- for the dealer --------------------------------------------------------------------------
+
+    def begin_dealt(self, dealer: Dealer, number: int, cuts: Sequence[Cut]) -> None:
+        hands = self._dealt(cuts[0].dealt_for if cuts else dealer.world_size)
+        for cut in cuts:
+            self._note_lost(hands, cut)
+            hands = self._cut(hands, cut)
+        self._take_hand(hands, dealer.rank)
+
+    def go_on(self, cut: Cut) -> Left:
+        taken, busy = _taken(self.hands, cut), cut.busy
+        self._note_lost(self.hands, cut)
+        self._take_hand(self._cut(self.hands, cut), self._dealer.rank)
+        to_take = [
+            len(hand) - (taken[old] if old >= 0 else 0)
+            for hand, old in zip(self.hands, cut.former_ranks, strict=True)
+        ]
+        to_do = [
+            count + (busy[old] if old >= 0 else 0)
+            for count, old in zip(to_take, cut.former_ranks, strict=True)
+        ]
+        return Left([*map(self._num_batches, to_take)], [*map(self._num_batches, to_do)])
+
+    def ids_of(self, counted: Counted) -> list[int]:
+        return [
+            number
+            for hand, count in zip(self.hands, counted.counts, strict=True)
+            for number in hand[:count]
+        ]
+
+    def _note_lost(self, hands: Hands, cut: Cut) -> None:
+        taken = _taken(hands, cut)
+        for old in sorted(set(range(len(taken))) - set(cut.former_ranks)):
+            self.ids_of_the_lost += hands[old][: taken[old]]
+
+    def _cut(self, hands: Hands, cut: Cut) -> Hands:
+        return redeal(hands, _taken(hands, cut), cut.former_ranks, self._keep_together, cut.busy)
+
+
+def _taken(hands: Hands, cut: Cut) -> list[int]:
+    return [
+        len(hand) if count is None else count for hand, count in zip(hands, cut.taken, strict=True)
+    ]

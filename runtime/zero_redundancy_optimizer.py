@@ -324,7 +324,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             squared_norm=self._shard.squared_norm() if needs_norm else 0.0,
             loss_scale=(self._loss_scale or 0.0) if is_live else 0.0,
             options=self._option_numbers(),
-            cursor=self._recovery.dealer.cursor() if self._recovery else 0,
+            cursors=self._recovery.dealer.cursors() if self._recovery else (),
+            num_samples=boundary().num_samples,
             stop=boundary().steps.stop_is_wanted,
         )
 

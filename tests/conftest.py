@@ -25,6 +25,7 @@ import chorusline as cl
 
 NUM_CPUS = 5  # as Ray counts them, one for the session that stands; the machine may have fewer
 _LEAK_PATIENCE_S = 10.0
+_OF_RAY_DATA = {"_StatsActor", "_AutoscalingCoordinatorActor"}  # It has them stay.
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +98,9 @@ def _alive() -> Counter[str]:
     """Actors, their processes and placement groups, counted by kind."""
     actors = ray._private.state.actors().values()
     alive = Counter(
-        f"actor {actor['ActorClassName']}" for actor in actors if actor["State"] != "DEAD"
+        f"actor {actor['ActorClassName']}"
+        for actor in actors
+        if actor["State"] != "DEAD" and actor["ActorClassName"] not in _OF_RAY_DATA
     )
     groups = placement_group_table().values()
     alive["placement group"] = sum(group["state"] != "REMOVED" for group in groups)
@@ -111,7 +114,9 @@ def actor_process_titles() -> list[str]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             command = (path / "cmdline").read_bytes().decode(errors="replace")
-            if not command.startswith(("ray::Worker", "ray::Driver", "ray::StoreActor")):
+            if not command.startswith(
+                ("ray::Worker", "ray::Driver", "ray::StoreActor", "ray::RowReader")
+            ):
                 continue
             if _parent(_parent(int(path.name))) != os.getpid():
                 continue  # Of somebody else's cluster on this machine.

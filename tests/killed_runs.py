@@ -83,6 +83,7 @@ class Kind:
     keys: bool = False
     bucket_cap_mb: float = 0.004
     tolerance: float = 0.0
+    replicas: int = 2
     num_epochs: int = 2
 
     def network(self) -> torch.nn.Module:
@@ -171,13 +172,16 @@ def train(
     folder: str,
     victims: dict[int, tuple[int, str]],
     acts: dict[int, Callable[[cl.Context, Any], None]] | None = None,
+    stream: cl.Stream | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
 ) -> Told:
     """victims: by first rank, how many steps it takes, and the phase of the next it dies in; an
-    unknown phase is left to `acts`: by first rank, what is done to its context and optimizer."""
+    unknown phase is left to `acts`: by first rank, what is done to its context and optimizer.
+    stream: of the samples, instead of the dataset that has a length; collate: of its rows."""
     seat, samples, diary = ctx.rank, Samples(), Diary(folder, ctx.rank)
     model = cl.DistributedDataParallel(kind.network(), bucket_cap_mb=kind.bucket_cap_mb)
     optim = cl.ZeroRedundancyOptimizer(
-        model, kind.optimizer, replicas=2, **kind.zero, **kind.options
+        model, kind.optimizer, replicas=kind.replicas, **kind.zero, **kind.options
     )
     (acts or {}).get(seat, lambda *_: None)(ctx, optim)
     scaler = cl.GradScaler(optim, init_scale=4.0, growth_interval=3, enabled=kind.scaler)
@@ -197,7 +201,13 @@ def train(
         joinables = [model, optim, *([scaler] if kind.scaler else [])]
         along = [schedule] if schedule else []
         with cl.Join(joinables, divide_by_initial_world_size=False, step_along=along):
-            shard = ctx.shard(samples, BATCH_SIZE, epoch=epoch, keep_together=kind.key_list())
+            shard = ctx.shard(
+                samples if stream is None else stream,
+                BATCH_SIZE,
+                epoch=epoch,
+                keep_together=kind.key_list(),
+                collate_fn=collate,
+            )
             for numbers, _, _ in shard:
                 pending.append(numbers.tolist())
                 is_whole = len(pending) == kind.accumulate

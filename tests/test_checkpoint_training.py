@@ -199,6 +199,8 @@ def test_what_was_given_in_earlier_worlds_is_not_dealt_again():
 class _Pass:
     """What a cursor sees of a Shard."""
 
+    is_told_by_id = False
+
     def __init__(self, taken_ids: list[int], ids_of_the_lost: list[int]) -> None:
         self.taken = len(taken_ids)
         self.taken_ids = taken_ids
@@ -361,3 +363,15 @@ async def test_a_session_goes_on_from_the_checkpoint_when_it_is_run_again(
     assert steps == [2, 3, 4]
     uninterrupted = ranks_of(2).run(_train_without_session)
     assert uninterrupted[0] == (None, [0, 1, 2, 3, 4], weight)
+
+
+def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
+    cursor = Cursor()
+    told = {"runs": (), "given": 5, "ids": None, "is_over": False}
+    resumed = {"loop": 0, "epoch": 1, "passages": {"61/4/1/0/True#0": told}}
+    cursor.resume([resumed])
+    assert next(cursor.epochs(3)) == 1
+    with pytest.raises(ValueError, match="the dataset has 70 samples, and had 61 when this epoch"):
+        cursor.begin("70/4/1/0/True")
+    cursor.begin("61/4/1/0/True")
+    cursor.begin("70/4/1/0/True")  # Another dataset of the same epoch, as the first one is there.

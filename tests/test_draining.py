@@ -19,10 +19,10 @@ from ray._raylet import GcsClient
 import chorusline as cl
 
 
-def train(ctx, steps):
+def train(ctx, steps, replicas=1):
     torch.manual_seed(0)
     model = cl.DistributedDataParallel(torch.nn.Linear(4, 4))
-    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.Adam, lr=0.1, replicas=2)
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.Adam, lr=0.1, replicas=replicas)
     sizes = []
     for step in range(steps):
         model(torch.ones(2, 4)).sum().backward()
@@ -39,7 +39,8 @@ async def main():
     ray.init(address=cluster.address, log_to_driver=False)
     async with cl.Session((1, 3), address=cluster.address, timeout_s=20) as session:
         await session.run(train, steps=1)
-        running = asyncio.create_task(session.run(train, steps=160))
+        replicas = int(sys.argv[1])
+        running = asyncio.create_task(session.run(train, steps=160, replicas=replicas))
         await asyncio.sleep(2)
         GcsClient(address=cluster.address).drain_node(
             node.node_id,
@@ -61,11 +62,14 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_ranks_leave_a_node_that_is_drained_and_the_others_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ranks_leave_a_node_that_is_drained_and_the_others_go_on(
+    tmp_path: Path, replicas: int
+) -> None:
     program = tmp_path / "drain.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, program],
+        [sys.executable, program, str(replicas)],
         capture_output=True,
         text=True,
         timeout=150,

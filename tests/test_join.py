@@ -264,6 +264,44 @@ def test_leftover_accumulated_gradients_are_handed_in(ranks_of):
         assert largest_difference(parameters, list(model.parameters())) < 1e-14
 
 
+def train_two_epochs(group, lengths, sharded):
+    """Of its last step each rank's body may clear no gradients: it has joined."""
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    kind = cl.ZeroRedundancyOptimizer if sharded else torch.optim.SGD
+    args = (model, torch.optim.SGD) if sharded else (model.parameters(),)
+    optimizer = kind(*args, lr=0.1)
+    joined, along = ([model, optimizer], []) if sharded else ([model], [optimizer])
+    for _ in range(2):
+        with cl.Join(joined, step_along=along, skew_warning=None):
+            batches = batches_of(group.rank, lengths[group.rank], torch.float64)
+            for number, batch in enumerate(batches):
+                if number % 2 == 0:
+                    with model.no_sync():
+                        loss_of(model, batch).backward()
+                    continue
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
+@pytest.mark.parametrize("lengths", [(3, 6), (5, 5)])
+def test_gradients_of_a_joined_rank_do_not_stay_for_the_next_epoch(ranks_of, lengths, sharded):
+    model = make_model(torch.float64)
+    data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(lengths)]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for step in range((max(lengths) + 1) // 2):
+            sgd.zero_grad()
+            for batches in data:
+                for batch in batches[2 * step : 2 * step + 2]:
+                    (loss_of(model, batch) / 2).backward()
+            sgd.step()
+    for parameters in ranks_of(2).run(train_two_epochs, lengths, sharded):
+        assert largest_difference(parameters, list(model.parameters())) < 1e-14
+
+
 def refusals(group):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)

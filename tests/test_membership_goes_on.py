@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from actors.departures import MAX_ATTEMPTS
 from actors.events import (
     Event,
-    NodeLeaving,
+    Leaving,
     PatienceEnded,
     PauseEnded,
     RankEnded,
@@ -267,7 +268,7 @@ def test_ranks_that_do_not_meet_again_and_again_are_given_up() -> None:
 @pytest.mark.parametrize("spare, stays", [(1, False), (0, True)])
 def test_ranks_leave_a_node_that_goes_if_their_state_is_elsewhere(spare: int, stays: bool) -> None:
     membership, _ = running(worker(0), worker(1, "node-b"), worker(2))
-    told = membership.handle(NodeLeaving("node-b", "preempted"))
+    told = membership.handle(Leaving("node-b", "preempted"))
     assert sum(isinstance(one, FreezeRank) for one in told) == 3
     # Ranks of one node are adjacent: seats 0 and 2 have ranks 0 and 1.
     for rank in (0, 1):
@@ -275,8 +276,57 @@ def test_ranks_leave_a_node_that_goes_if_their_state_is_elsewhere(spare: int, st
     told = membership.handle(froze(2, spare=spare))
     assert ("worker-1-0" in resumptions(told)) == stays
     left = [one for one in told if isinstance(one, AbortRank)]
-    assert ["preempted" in str(one.error) for one in left] == [] if stays else [True]
-    assert membership.handle(NodeLeaving("node-b", "preempted")) == []
+    assert ["preempted" in str(one.error) for one in left] == ([] if stays else [True])
+    assert membership.handle(Leaving("node-b", "preempted")) == []
+
+
+def handing_over() -> Membership:
+    """Rank 2, on a node of its own, hands over in generation 1."""
+    membership, _ = running(worker(0), worker(1, "node-b"), worker(2))
+    membership.handle(Leaving("node-b", "preempted"))
+    for rank in (0, 1, 2):
+        told = membership.handle(froze(rank))
+    assert {one.leaving for one in resumptions(told).values()} == {(2,)}
+    return membership
+
+
+@pytest.mark.parametrize("knows", [0, 1, 2], ids=lambda rank: f"rank {rank} knows")
+def test_without_replicas_a_rank_leaves_when_it_has_handed_over(knows: int) -> None:
+    membership = handing_over()
+    for rank in (0, 1, 2):
+        told = membership.handle(froze(rank, 0, 1, handed_over=rank == knows))
+    assert set(resumptions(told)) == {"worker-0-0", "worker-2-0"}
+    assert {one.leaving for one in resumptions(told).values()} == {()}
+    (left,) = [one for one in told if isinstance(one, AbortRank)]
+    assert left.worker_id == "worker-1-0" and "has left: preempted" in str(left.error)
+
+
+def test_a_rank_that_was_not_heard_out_hands_over_again() -> None:
+    membership = handing_over()
+    for rank in (0, 1, 2):
+        told = membership.handle(froze(rank, 0, 1))
+    assert {one.leaving for one in resumptions(told).values()} == {(2,)}
+
+
+def test_who_was_handed_something_and_died_has_taken_it_along() -> None:
+    membership = handing_over()
+    membership.handle(froze(1, 0, 1, handed_over=True))
+    membership.handle(froze(2, 0, 1, handed_over=True))
+    told = membership.handle(death(0))
+    assert set(resumptions(told)) == {"worker-1-0", "worker-2-0"}
+    assert {one.leaving for one in resumptions(told).values()} == {(1,)}, "it does so again"
+
+
+def test_nobody_leaves_while_functions_run_again_and_the_notice_comes_again() -> None:
+    membership, _ = running(worker(0), worker(1, "node-b"), worker(2))
+    for generation in range(MAX_ATTEMPTS):
+        told = membership.handle(Leaving("node-b", "preempted"))
+        assert sum(isinstance(one, FreezeRank) for one in told) == 3
+        for rank in (0, 1, 2):
+            word = {"is_parked": rank != 1, "can_restart": True}
+            told = membership.handle(froze(rank, generation, generation, **word))
+        assert all(one.restarts and not one.leaving for one in resumptions(told).values())
+    assert membership.handle(Leaving("node-b", "preempted")) == [], "it costs the run too much"
 
 
 def stand(seat: int, assignment: Assignment, told: Resumption | None = None) -> Stand:

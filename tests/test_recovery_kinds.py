@@ -31,22 +31,13 @@ KINDS = {
 }
 
 
-OPEN = {
-    "accumulation": [
-        pytest.mark.xfail(
-            reason="every sample is used once, but after a death before the vote the parameters "
-            "are not the reference's; not known yet which of the two is wrong",
-            strict=False,
-        )
-    ]
-}
 FAST = {"bfloat16 and masters": 2, "a scaled loss": 3}
 CASES = [
     pytest.param(
         name,
         phase,
         (i + j) % 3,
-        marks=[*OPEN.get(name, []), *([] if FAST.get(name) == j else [pytest.mark.slow])],
+        marks=[] if FAST.get(name) == j else [pytest.mark.slow],
         id=f"{name}-{phase}",
     )
     for i, name in enumerate(KINDS)

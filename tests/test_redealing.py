@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from runtime.dealing import Dealer, Left, redeal
+from runtime.dealer import Dealer, Left
+from runtime.dealing import redeal
 from runtime.sharding import Shard
 
 NUM_SAMPLES = 24
@@ -39,7 +40,7 @@ class Ranks:
 
     def count(self) -> None:
         """The step that all have taken a batch for counts."""
-        cursors = tuple(self.dealers[rank].cursor() for rank in self.alive)
+        cursors = tuple(self.dealers[rank].cursors() for rank in self.alive)
         for rank in self.alive:
             self.dealers[rank].record(cursors)
 
@@ -121,3 +122,32 @@ def test_an_evaluation_in_the_middle_does_not_end_the_iteration_around_it() -> N
 def test_busy_ranks_get_less(busy: tuple[int, ...], hands: list[list[int]]) -> None:
     lost = [0, 1, 2, 3] if not busy else [0, 1]
     assert redeal([[], [], lost], [0, 0, 0], (0, 1), busy=(*busy, 0) if busy else ()) == hands
+
+
+def test_shards_side_by_side_are_both_dealt_again() -> None:
+    ranks = Ranks(3)
+    beside = [ranks.shard(rank, 3) for rank in range(3)]
+    others = [iter(shard) for shard in beside]
+    for _ in range(2):
+        ranks.take(0, 1, 2)
+        for batches in others:
+            next(batches)
+        ranks.count()
+    ranks.take(0, 1, 2)  # A step that does not count, and before the second of its batches.
+    ranks.lose(1)
+    counted = [1, 4, 7, 10]
+    assert ranks.shards[0].ids_of_the_lost == beside[0].ids_of_the_lost == counted
+    hands = [number for rank in (0, 2) for number in beside[rank].sample_ids]
+    assert sorted([*counted, *hands]) == list(range(NUM_SAMPLES))
+    assert ranks.finish() == list(range(NUM_SAMPLES))
+
+
+def test_more_iterations_than_a_step_can_tell_of_are_refused_with_the_mend() -> None:
+    dealer = Dealer(0, 1)
+    begun = []
+    with pytest.raises(RuntimeError, match="4 iterations over shards have begun and are not over"):
+        for _ in range(5):
+            begun.append(iter(Shard([1, 2], 1, rank=0, world_size=1, dealer=dealer)))
+            next(begun[-1])
+    for batches in begun[:-1]:
+        batches.close()

@@ -138,3 +138,21 @@ def test_overlap_is_within_one_bucket() -> None:
     assert overlap(Range(0, 0, 10), Range(0, 5, 20)) == Range(0, 5, 10)
     assert overlap(Range(0, 0, 10), Range(0, 10, 20)) is None
     assert overlap(Range(0, 0, 10), Range(1, 0, 10)) is None
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("leaving", [{0}, {3}, {1, 2}])
+def test_ranks_that_leave_send_what_only_they_hold_and_get_nothing(
+    leaving: set[int], replicas: int
+) -> None:
+    before = 4
+    staying = [rank for rank in range(before) if rank not in leaving]
+    order = [*staying, *sorted(leaving)]  # Those beyond the new map leave.
+    held = {number: kept(rank, before, replicas, CONTENTS) for number, rank in enumerate(order)}
+    plan = plan_transfers(held, len(staying), CONTENTS, replicas)
+    assert {transfer.target for transfer in plan} <= set(range(len(staying)))
+    for number in range(len(staying)):
+        received = [transfer.range for transfer in plan if transfer.target == number]
+        wanted = elements(kept(number, len(staying), replicas, CONTENTS))
+        assert wanted <= elements([*held[number], *received])
+        assert not elements(held[number]) & elements(received), "what is there does not travel"

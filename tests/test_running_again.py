@@ -123,7 +123,8 @@ def train(
     )
 
 
-def assert_equal(told: list[Told]) -> None:
+def assert_equal(told: list[Told], num_epochs: int = 1, num_of_the_dead: int | None = None) -> None:
+    """num_of_the_dead: samples that the victim has used in steps that count; None: not known."""
     for one in told[1:]:
         assert all(map(torch.equal, one.parameters, told[0].parameters))
         assert one.num_steps == told[0].num_steps
@@ -133,6 +134,9 @@ def assert_equal(told: list[Told]) -> None:
     for epoch in {epoch for one in told for epoch in one.epochs.values()}:
         taken = taken_in(told, epoch)
         assert len(set(taken)) == len(taken), f"a sample counts twice in epoch {epoch}"
+    if num_of_the_dead is not None:
+        total = sum(len(numbers) for one in told for numbers in one.taken.values())
+        assert total + num_of_the_dead == num_epochs * NUM_SAMPLES, "and none is left out"
 
 
 def taken_in(told: list[Told], epoch: int) -> list[int]:
@@ -157,7 +161,7 @@ async def test_a_death_at_a_collective_of_the_users_own_runs_the_function_again(
     """Rank 1 dies behind a step; the others wait for it in `ctx.reduce`."""
     told = await session.run(train, dies_on=1, dies_at=3, where="own collective")
     assert {one.world_size for one in told} <= {2, 3}
-    assert_equal(told)
+    assert_equal(told, num_of_the_dead=3 * BATCH_SIZE)
     assert any(one.calls == 2 for one in told)
 
 
@@ -168,7 +172,7 @@ async def test_a_new_worker_comes_in_while_the_others_train(
     monkeypatch.setattr(session, "_on_report", reports.append)
     told = await session.run(train, dies_on=1, dies_at=3, where="step", num_epochs=24, step_s=0.05)
     assert [one.world_size for one in told] == [3, 3, 3]
-    assert_equal(told)
+    assert_equal(told, num_epochs=24, num_of_the_dead=3 * BATCH_SIZE)
     assert sorted(one.calls for one in told) == [1, 2, 2]  # The newcomer's is its first.
     assert told[0].world_sizes[-1] == 3
     (first,) = [r for r in reports if (r.rank, r.step) == (1, 0) and r.values["epoch"]]

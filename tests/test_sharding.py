@@ -49,9 +49,32 @@ def test_drop_last_leaves_out_what_does_not_fill_a_batch():
 def test_unfit_datasets_are_refused_with_the_mend():
     with pytest.raises(ValueError, match="the dataset is empty"):
         Shard([], 1, rank=0, world_size=1)
-    with pytest.raises(TypeError, match=r"list\(dataset\) makes one"):
+    with pytest.raises(TypeError, match=r"Stream\(data\), made in the program"):
         Shard(iter([1]), 1, rank=0, world_size=1)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         Shard([1], 0, rank=0, world_size=1)
     with pytest.raises(ValueError, match="has 2 keys for 3 samples"):
         deal(3, world_size=1, keep_together=["a", "b"])
+
+
+@pytest.mark.parametrize("lengths", [(4, 7), (7, 4), (5, 5)])
+def test_two_shards_may_be_iterated_side_by_side(lengths):
+    shards = [Shard(range(n), 1, rank=0, world_size=1, shuffle=False) for n in lengths]
+    pairs = [(one.item(), other.item()) for one, other in zip(*shards, strict=False)]
+    assert pairs == [(n, n) for n in range(min(lengths))]
+    first, second = iter(shards[0]), iter(shards[1])
+    next(first), next(second)
+    first.close()
+    assert next(second).item() == 1, "it is still there when the one around it was left"
+    second.close()
+
+
+def test_a_dataset_that_has_changed_its_length_is_refused_until_it_is_sharded_again():
+    samples = list(range(6))
+    shard = Shard(samples, 2, rank=0, world_size=2)
+    assert len(list(shard)) == 2
+    samples += [6, 7, 8]
+    with pytest.raises(ValueError, match=r"6 samples when ctx\.shard was called, and has 9 now"):
+        next(iter(shard))
+    again = [Shard(samples, 2, rank=rank, world_size=2, epoch=1) for rank in range(2)]
+    assert sorted(n for shard in again for batch in shard for n in batch.tolist()) == [*range(9)]

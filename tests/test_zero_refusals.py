@@ -163,3 +163,34 @@ def step_once_too_often(group):
 def test_ranks_at_different_steps_are_told_on_every_rank(ranks_of):
     for rank, told in enumerate(ranks_of(3).run(step_once_too_often)):
         assert f"different numbers of steps, this one {rank}" in told
+
+
+def train_on_grown_data(group):
+    """Between two epochs the dataset grows on all ranks, then on one only."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        used = []
+        try:
+            for epoch, length in enumerate((6, 9, 9 + own.rank)):
+                with cl.Join([model, optimizer]):
+                    shard = cl.Shard(range(length), 2, rank=own.rank, world_size=2, epoch=epoch)
+                    for numbers in shard:
+                        model(numbers[:, None].float()).mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        used.append((epoch, numbers.tolist()))
+        except cl.CollectiveMismatch as error:
+            return str(error), used
+    return "", used
+
+
+def test_a_dataset_may_change_between_epochs_if_it_does_so_on_all_ranks(ranks_of):
+    told = ranks_of(2).run(train_on_grown_data)
+    for error, _ in told:
+        assert "different numbers of samples on the ranks (rank 0: 9, rank 1: 10)" in error
+        assert "every rank hands it the same dataset" in error
+    for epoch, length in enumerate((6, 9)):
+        used = [n for _, batches in told for e, batch in batches if e == epoch for n in batch]
+        assert sorted(used) == list(range(length))
+    assert not any(epoch == 2 for _, batches in told for epoch, _ in batches), "no step was taken"

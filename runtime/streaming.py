@@ -1,0 +1,276 @@
+"""`Stream`: rows that have no length or cannot be had by number, each exactly once per pass.
+
+One reader, an actor beside the session (actors/row_reader.py), reads the rows, numbers them, and
+hands them to whatever rank asks. It keeps what was handed out until it belongs to a step that
+counts. So when a rank is lost, those that go on say how many of its rows do, which they know from
+the votes (dealer.py), and the reader deals the rest again.
+
+Nobody knows how many batches a rank will have. A rank looks one batch ahead; so each step still
+says exactly who takes the next one, but for the first, and the first after a loss.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.calls import Actor, why_gone
+from actors.row_reader import PassKey, Row, row_reader_class
+
+from .batches import Batches
+from .cursor import Cursor
+from .dealer import Counted, Cut, Dealer, Left
+
+_SLICE_S = 0.2  # A thread that waits for Ray can be interrupted between two of these.
+
+
+class Stream:
+    """Rows for `ctx.shard`, from any iterable or from Ray Data; each row exactly once per epoch.
+
+    Made in the program that has the session, and handed to `session.run` as an argument (to
+    `chorusline.run` behind a `ray.init()` of your own). Its reader starts there with the first run,
+    and ends with `close()`, with this object, or with the program.
+
+    source: what gives the same rows whenever it is iterated, as an IterableDataset, or a
+    `ray.data.Dataset`. It is sent to the reader. Where it has `set_epoch`, as many have, that is
+    called before each pass with the epoch of `ctx.shard`.
+
+    Raises TypeError for what is not iterable, or only once.
+    """
+
+    _is_sent = False
+    """To a rank, which has the handle only."""
+
+    def __init__(self, source: Any) -> None:
+        if type(source).__name__ == "StreamSplitDataIterator":
+            raise TypeError(
+                "an iterator of streaming_split has a part of the rows, and belongs to one rank; "
+                "give Stream the Dataset itself"
+            )
+        if isinstance(source, Iterator):
+            raise TypeError(
+                f"{type(source).__name__} can be iterated once, and every epoch is a pass over the "
+                "rows: give Stream what makes such iterators, an object with __iter__"
+            )
+        if not hasattr(source, "iter_rows") and not hasattr(source, "__iter__"):
+            raise TypeError(
+                f"Stream needs something to iterate, got {type(source).__name__}; a dataset with a "
+                "length and numbered samples is handed to ctx.shard as it is"
+            )
+        self._source = source
+        self._reader: Actor | None = None
+        self._started_in = ("", "")  # cluster and job
+        self._is_closed = False
+
+    @property
+    def reader(self) -> Actor:
+        """The handle of the RowReader; started when it is asked for first, in each cluster."""
+        if self._is_closed:
+            raise RuntimeError("this Stream was closed; make another one of its source")
+        if self._is_sent:
+            return self._reader
+        if not ray.is_initialized():
+            raise RuntimeError(
+                "the reader of a Stream starts when it is sent, and Ray does not run yet: call "
+                "ray.init() before chorusline.run, or use a Session"
+            )
+        runtime = ray.get_runtime_context()
+        here_and_now = runtime.gcs_address, runtime.get_job_id()
+        if self._reader is None or self._started_in != here_and_now:
+            self._started_in = here_and_now
+            # Beside the program: what it reads from there it can read here, and its node stays.
+            here = NodeAffinitySchedulingStrategy(runtime.get_node_id(), True)
+            kind = row_reader_class().options(scheduling_strategy=here)
+            self._reader = kind.remote(self._source)
+        return self._reader
+
+    def close(self) -> None:
+        """End the reader; runs that read from it fail."""
+        self._is_closed = True
+        reader, self._reader = self._reader, None
+        if reader is not None and ray.is_initialized():
+            ray.kill(reader)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_reader": self.reader, "_is_sent": True, "_is_closed": False}
+
+
+class StreamShard(Batches):
+    """This rank's batches of one pass over a Stream. `ctx.shard` makes it.
+
+    What `taken_ids`, `committed_ids` and `ids_of_the_lost` list are the numbers of rows, in the
+    order of the stream from 0.
+    """
+
+    is_told_by_id = True
+
+    def __init__(
+        self,
+        stream: Stream,
+        batch_size: int,
+        *,
+        dealer: Dealer,
+        epoch: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        cursor: Cursor | None = None,
+        at_boundary: Callable[[], None] | None = None,
+        survives: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """survives: whether the run goes on when a rank is lost, so that rows are kept for it."""
+        super().__init__(
+            batch_size,
+            key=f"stream/{batch_size}/{epoch}",
+            dealer=dealer,
+            epoch=epoch,
+            collate_fn=collate_fn,
+            cursor=cursor,
+            at_boundary=at_boundary,
+        )
+        self._reader = stream.reader
+        self._drop_last = drop_last
+        self._survives = survives
+        self._pass: PassKey | None = None  # None: there is nothing left to read.
+        self._holder = 0
+        self._numbers: list[int] = []  # of the rows that this rank was given
+        self._ahead: deque[list[Row]] = deque()  # batches that have come
+        self._asked: Any = None
+
+    @property
+    def taken_ids(self) -> list[int]:
+        return self._numbers[: self.taken]
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    def _place_key(self) -> Hashable:
+        return self._key
+
+    def _skip(self, done: int) -> None:
+        if done:
+            raise RuntimeError(
+                f"a pass over a Stream was stopped when this rank had used {done} rows of it, and "
+                "it cannot be gone on with in another run: which rows the others had is not known "
+                "any more. Call ctx.forget() on all ranks, or go on from a checkpoint"
+            )
+
+    def _batches_by_rank(self) -> list[int] | None:
+        if self._pass is None:
+            return [0] * self._dealer.world_size
+        return None
+
+    def _num_left(self) -> int | None:
+        return None
+
+    def _has_more(self) -> bool:
+        return bool(self._ahead)
+
+    def _take(self) -> list[Any]:
+        batch = self._ahead.popleft()
+        self._numbers += [number for number, _ in batch]
+        self.taken += len(batch)
+        self._look_ahead()
+        return [row for _, row in batch]
+
+    def _end(self) -> None:
+        if self._pass is not None:
+            _answer(self._reader.end.remote(self._pass, self._holder))
+
+    # -- the reader ------------------------------------------------------------------------------
+
+    def _look_ahead(self) -> None:
+        """Have a batch, if there is one, and ask for the one behind it."""
+        if not self._ahead and self._asked is None:
+            self._ask()
+        if not self._ahead:
+            self._receive()
+        if self._ahead and self._asked is None:
+            self._ask()
+
+    def _ask(self) -> None:
+        counted: int | None = None
+        if self._survives():
+            told = self._dealer.counted(self)
+            counted = told.counts[self._dealer.rank] if told is not None else 0
+        self._asked = self._reader.take.remote(
+            self._pass, self._holder, self.batch_size, self._drop_last, counted
+        )
+
+    def _receive(self) -> None:
+        asked, self._asked = self._asked, None
+        rows: list[Row] = _answer(asked)
+        if rows:
+            self._ahead.append(rows)
+
+    # -- for the dealer --------------------------------------------------------------------------
+
+    def begin_dealt(self, dealer: Dealer, number: int, cuts: Sequence[Cut]) -> None:
+        self._numbers, self._asked = [], None
+        self._ahead.clear()
+        self._holder = dealer.holders[dealer.rank]
+        self._pass = None
+        if self._rest.given is None:
+            return  # It was over when the function ran last.
+        self._pass = (*dealer.pass_, number)
+        lost: dict[int, int | None] = dict.fromkeys(sorted(dealer.lost), 0)
+        for cut in cuts:
+            lost.update(cut.lost)
+        self.ids_of_the_lost = _answer(
+            self._reader.begin.remote(
+                self._pass,
+                self._pass_name,
+                self._epoch,
+                dealer.num_holders,
+                self._rest.given,
+                lost,
+                self._holder,
+                dealer.inside(),
+            )
+        )
+        self._look_ahead()
+
+    def go_on(self, cut: Cut) -> Left:
+        ranks = len(cut.former_ranks)
+        left = Left([1] * ranks, [1] * ranks)  # As at the beginning, nobody knows of the others.
+        if self._pass is not None:
+            if self._asked is not None:
+                self._receive()  # It may say "the end", which was true when it was asked.
+            self.ids_of_the_lost = _answer(self._reader.lose.remote(self._pass, dict(cut.lost)))
+            self._look_ahead()
+        left.to_take[self._dealer.rank] = int(self._has_more())
+        return left
+
+    def ids_of(self, counted: Counted) -> list[int]:
+        if self._pass is None:
+            return []
+        by_holder = dict(zip(counted.holders, counted.counts, strict=True))
+        ids: list[int] = _answer(self._reader.ids.remote(self._pass, by_holder))
+        return ids
+
+
+def _answer(call: Any) -> Any:
+    """What the reader says. Blocks the training thread."""
+    while not ray.wait([call], timeout=_SLICE_S)[0]:
+        pass
+    try:
+        return ray.get(call)
+    except (ActorDiedError, ActorUnavailableError) as error:
+        raise RuntimeError(
+            f"the reader of a Stream is gone ({why_gone(error)}), and with it the rows that it had "
+            "read; make the Stream anew, and go on from a checkpoint if there is one"
+        ) from None
+    except RayTaskError as error:
+        cause = error.cause
+        raise RuntimeError(
+            f"the rows of a Stream cannot be read: {type(cause).__name__}: {cause}"
+        ) from error

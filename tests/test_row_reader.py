@@ -1,0 +1,161 @@
+"""How the rows of a stream are dealt: the reader by itself, with calls in every order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from actors.row_reader import PassKey, RowReader
+
+FIRST: PassKey = ("run", 3, 1)
+NUM_ROWS = 23
+
+
+class Rows:
+    """Letters, not numbers, as a stream may be of anything. once: cannot be read again."""
+
+    def __init__(self, once: bool = False) -> None:
+        self.once = once
+        self.num_passes = 0
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[str]:
+        self.num_passes += 1
+        assert not (self.once and self.num_passes > 1)
+        return iter([f"row {n}" for n in range(NUM_ROWS)])
+
+
+def begin(reader: RowReader, key: PassKey = FIRST, **kwargs: Any) -> list[int]:
+    given: dict[str, Any] = {
+        "name": "epoch 0",
+        "epoch": 0,
+        "num_holders": 3,
+        "given": frozenset(),
+        "lost": {},
+        "holder": 0,
+        "inside": [key[2]],
+    }
+    return reader.begin(key, **{**given, **kwargs})
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_row_counts_once_whoever_asks_and_whoever_is_lost(seed: int) -> None:
+    chance = random.Random(seed)
+    source = Rows(once=True)
+    reader = RowReader(source)
+    alive, taken, counted = [0, 1, 2, 3], {}, dict.fromkeys(range(4), 0)
+    for holder in alive:
+        begin(reader, num_holders=4, holder=holder)
+        taken[holder] = []
+    lost_ids: list[int] = []
+    at_end: set[int] = set()
+    while at_end != set(alive):
+        what = chance.random()
+        if what < 0.15 and len(alive) > 1:
+            dead = chance.choice(alive)
+            alive.remove(dead)
+            told = [reader.lose(FIRST, {dead: counted[dead]}) for _ in alive]
+            lost_ids += [number for number, _ in taken[dead][: counted[dead]]]
+            assert all(one == lost_ids for one in told)
+            assert reader.take(FIRST, dead, 2, False, 0) == [], "asked before it was lost"
+            at_end.clear()
+            continue
+        holder = chance.choice(alive)
+        if what < 0.4:
+            counted[holder] = chance.randint(counted[holder], len(taken[holder]))
+        rows = reader.take(FIRST, holder, chance.randint(1, 4), False, counted[holder])
+        assert [number for number, _ in rows] == sorted(number for number, _ in rows)
+        taken[holder] += rows
+        if not rows:
+            at_end.add(holder)
+    of_the_living = [row for holder in alive for row in taken[holder]]
+    assert all(row == f"row {number}" for number, row in of_the_living)
+    assert sorted([*lost_ids, *(n for n, _ in of_the_living)]) == list(range(NUM_ROWS))
+    counts = {holder: len(taken[holder]) for holder in alive}
+    assert sorted(reader.ids(FIRST, counts)) == sorted(number for number, _ in of_the_living)
+    for holder in alive:
+        reader.end(FIRST, holder)
+    assert not reader._passes, "nothing is kept of a pass that is over"
+
+
+def test_a_function_that_runs_again_goes_on_with_what_is_here() -> None:
+    reader = RowReader(Rows(once=True))
+    begin(reader)
+    used = reader.take(FIRST, 0, 4, False, 0)
+    reader.take(FIRST, 1, 4, False, 0)
+    reader.take(FIRST, 0, 4, False, 4)  # The first four count; these do not.
+    again = ("run", 4, 1)
+    assert begin(reader, again, given=frozenset(n for n, _ in used), num_holders=2) == []
+    rows = reader.take(again, 1, 100, False, 0)
+    assert [number for number, _ in rows] == list(range(4, NUM_ROWS))
+    assert reader.take(FIRST, 0, 4, False, 0) == [], "of a function that was left"
+
+
+def test_a_run_that_goes_back_reads_the_rows_again() -> None:
+    source = Rows()
+    reader = RowReader(source)
+    begin(reader)
+    reader.take(FIRST, 0, 4, False, 0)
+    reader.take(FIRST, 0, 4, False, 4)
+    reader.take(FIRST, 0, 4, False, 8)
+    begin(reader, ("run", 4, 1), given=frozenset(range(4)))
+    assert source.num_passes == 2
+    rows = reader.take(("run", 4, 1), 0, 100, False, 0)
+    assert [number for number, _ in rows] == list(range(4, NUM_ROWS))
+
+
+def test_another_run_begins_anew_and_each_pass_is_told_its_epoch() -> None:
+    source = Rows()
+    reader = RowReader(source)
+    begin(reader)
+    reader.take(FIRST, 0, 4, False, 0)
+    begin(reader, ("another", 3, 1), epoch=7)
+    assert [n for n, _ in reader.take(("another", 3, 1), 0, 2, False, 0)] == [0, 1]
+    assert source.epochs == [0, 7]
+
+
+def test_a_pass_that_was_left_in_its_middle_is_forgotten_when_all_have_left_it() -> None:
+    reader = RowReader(Rows())
+    begin(reader)
+    later = ("run", 3, 2)
+    begin(reader, later, inside=[2])
+    begin(reader, later, holder=1, inside=[2])
+    assert FIRST in reader._passes
+    begin(reader, later, holder=2, inside=[2])
+    assert list(reader._passes) == [later]
+
+
+def test_what_does_not_fill_a_batch_waits_for_more() -> None:
+    reader = RowReader(Rows())
+    begin(reader)
+    assert len(reader.take(FIRST, 0, 20, True, 0)) == 20
+    assert reader.take(FIRST, 1, 20, True, 0) == []
+    reader.lose(FIRST, {0: 0})
+    assert [n for n, _ in reader.take(FIRST, 1, 23, True, 0)] == list(range(23))
+
+
+def test_rows_that_were_not_kept_are_not_dealt_again_in_silence() -> None:
+    reader = RowReader(Rows())
+    begin(reader)
+    reader.take(FIRST, 2, 3, False, None)
+    with pytest.raises(RuntimeError, match=r"rows \[0, 1, 2\] of a rank that was lost are not"):
+        reader.lose(FIRST, {2: 0})
+
+
+def test_a_source_that_fails_has_not_ended() -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            yield 1
+            raise OSError("the disk is gone")
+
+    reader = RowReader(Broken())
+    begin(reader)
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            reader.take(FIRST, 0, 4, False, 0)
