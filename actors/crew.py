@@ -237,7 +237,7 @@ class Crew:
             await self._stop_workers(reason)
 
     def reports(self, run: int) -> JournalReader:
-        return JournalReader([self._workers[seat] for seat in sorted(self._workers)], run)
+        return JournalReader(self._workers, run)
 
     async def snapshots(
         self, timeout_s: float

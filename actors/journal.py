@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from .calls import Actor, ActorGone, NoAnswer, answers
 from .messages import Report
@@ -47,24 +47,30 @@ class Journal:
 
 
 class JournalReader:
-    """The session's end: every report of a run once, in order for each rank."""
+    """The session's end: every report of a run once, in order for each rank.
 
-    def __init__(self, workers: Sequence[Actor], run: int) -> None:
-        self._workers = dict(enumerate(workers))
+    workers: by seat; the crew's own, since a run may go on with others than it began with.
+    """
+
+    def __init__(self, workers: Mapping[int, Actor], run: int) -> None:
+        self._workers = workers
         self._run = run
-        self._received = dict.fromkeys(self._workers, 0)
+        self._received: dict[int, tuple[Actor, int]] = {}  # by seat: of whom, how many
 
     async def pull(self, timeout_s: float) -> list[Report]:
         """What is new, by step, then rank. A worker that is gone has nothing more to say."""
+        asked = dict(self._workers)
+        since = {
+            seat: known[1] if (known := self._received.get(seat)) and known[0] is worker else 0
+            for seat, worker in asked.items()
+        }
         calls = {
-            seat: worker.pull_reports.remote(self._run, self._received[seat])
-            for seat, worker in self._workers.items()
+            seat: worker.pull_reports.remote(self._run, since[seat])
+            for seat, worker in asked.items()
         }
         new: list[Report] = []
         for seat, reports in (await answers(calls, timeout_s)).items():
-            if isinstance(reports, ActorGone):
-                del self._workers[seat]
-            elif not isinstance(reports, NoAnswer):
-                self._received[seat] += len(reports)
+            if not isinstance(reports, ActorGone | NoAnswer):
+                self._received[seat] = (asked[seat], since[seat] + len(reports))
                 new += reports
         return sorted(new, key=lambda report: (report.step, report.rank))

@@ -72,6 +72,7 @@ from .messages import (
     Cancellation,
     DriverSnapshot,
     Failure,
+    FormerRanks,
     Frozen,
     Loss,
     MemberState,
@@ -392,8 +393,9 @@ class Membership:
             return self._give_up(
                 met,
                 f"ranks {unparked} were outside a step of a sharded optimizer, and their function "
-                "cannot be run again in the middle, because it has not registered its model and "
-                "optimizer (ctx.register)",
+                "cannot be run again in the middle, because it has not registered its model and a "
+                "ZeroRedundancyOptimizer (ctx.register); with a plain optimizer, as communication "
+                "hooks ask for, the next run goes on from a checkpoint",
             )
         restarts = bool(unparked or newcomers)
         infos = [member.info for member in run.members]
@@ -416,10 +418,8 @@ class Membership:
             return self._give_up(met, f"ranks did not meet {MAX_VAIN} times in a row")
         before = run.members
         members = in_rank_order([*survivors, *newcomers]) if newcomers else survivors
-        former = tuple(
-            next((rank for rank, one in enumerate(before) if one is member), -1)
-            for member in members
-        )
+        rank_before = {id(member): rank for rank, member in enumerate(before)}
+        former = FormerRanks.of(rank_before.get(id(member), -1) for member in members)
         entered = max(word.entered for word in frozen.values())
         run.members = tuple(members)
         run.running = set(range(len(members)))
@@ -427,15 +427,14 @@ class Membership:
         run.regeneration, run.is_paused = None, False
         self._generation += 1
         self._formed = tuple(member.info.worker_id for member in members)
-        leaving = tuple(rank for rank, old in enumerate(former) if old in handing)
+        leaving = tuple(rank for rank, old in enumerate(former.ranks()) if old in handing)
         instructions: list[Instruction] = []
         for member in gone:
             why = run.departures.why(member.info)
             left = GroupAborted(self._generation - 1, [], f"{member.info} has left: {why}")
             instructions.append(AbortRank(member.info.worker_id, left))
-        for member, old, assignment in zip(
+        for member, assignment in zip(
             members,
-            former,
             assign([member.info for member in members], self._generation),
             strict=True,
         ):
@@ -443,7 +442,7 @@ class Membership:
             told = Resumption(assignment, former, progress, entered, restarts, leaving)
             instructions.append(
                 ResumeRank(member.info.worker_id, told)
-                if old >= 0
+                if id(member) in rank_before
                 else StartRank(member.info.worker_id, assignment, told)
             )
         return instructions
@@ -456,7 +455,8 @@ class Membership:
             return self._give_up(
                 met,
                 f"fewer than {run.fewest} workers are left, and new ones cannot be taken in, "
-                "because the function has not registered its model and optimizer (ctx.register)",
+                "because the function has not registered its model and a ZeroRedundancyOptimizer "
+                "(ctx.register)",
             )
         if run.is_paused:
             return []
@@ -486,7 +486,8 @@ class Membership:
         if run is None or run.is_stopping or generation != self._generation:
             return []
         run.finished.add(rank)
-        if run.regeneration is not None or run.finished < run.running:
+        # Asked after each report, of thousands perhaps: so they are counted, not compared.
+        if run.regeneration is not None or len(run.finished) < len(run.running):
             return []
         run.is_released = True
         return [ReleaseRank(member.info.worker_id) for member in run.members]

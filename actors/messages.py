@@ -16,6 +16,7 @@ that the driver never imports the user's code.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from collectives.debug import DebugLevel
@@ -171,29 +172,65 @@ class Frozen:
 
 
 @dataclass(frozen=True, slots=True)
+class FormerRanks:
+    """By new rank, the rank in the generation that ended, -1 of a newcomer.
+
+    Each rank is told of all ranks, so a generation change sends the square of their number. Those
+    that are left keep their order, which is why it is written as stretches: (first former rank,
+    how many follow one another), or (-1, how many newcomers).
+    """
+
+    stretches: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(ranks: Iterable[int]) -> FormerRanks:
+        stretches: list[tuple[int, int]] = []
+        for rank in ranks:
+            first, count = stretches[-1] if stretches else (-2, 0)
+            if rank == (first + count if first >= 0 else first):
+                stretches[-1] = (first, count + 1)
+            else:
+                stretches.append((rank, 1))
+        return FormerRanks(tuple(stretches))
+
+    def __len__(self) -> int:
+        return sum(count for _, count in self.stretches)
+
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(
+            first + offset if first >= 0 else -1
+            for first, count in self.stretches
+            for offset in range(count)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Resumption:
     """How a frozen rank goes on.
 
-    former_ranks: by new rank, the rank in the generation that ended, -1 of a newcomer. progress:
-    what holds for all; who has seen less takes it from here. entered: the last generation that any
-    rank has gone on in; who has not did all that was needed for it, and counts it, too. restarts:
-    the function runs again from the top, on all ranks. leaving: ranks that hand over what they keep
-    in this generation, which ends with that (departures.py).
+    former: who was who. progress: what holds for all; who has seen less takes it from here.
+    entered: the last generation that any rank has gone on in; who has not did all that was needed
+    for it, and counts it, too. restarts: the function runs again from the top, on all ranks.
+    leaving: ranks that hand over what they keep in this generation, which ends with that
+    (departures.py).
     """
 
     assignment: Assignment
-    former_ranks: tuple[int, ...]
+    former: FormerRanks
     progress: tuple[Progress, ...]
     entered: int = 0
     restarts: bool = False
     leaving: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.former_ranks) != self.assignment.world_size:
+        if len(self.former) != self.assignment.world_size:
             raise ValueError(
-                f"former_ranks has {len(self.former_ranks)} ranks for a world of "
-                f"{self.assignment.world_size}"
+                f"former has {len(self.former)} ranks for a world of {self.assignment.world_size}"
             )
+
+    @property
+    def former_ranks(self) -> tuple[int, ...]:
+        return self.former.ranks()
 
 
 @dataclass(frozen=True, slots=True)

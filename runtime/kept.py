@@ -86,9 +86,10 @@ class Kept:
             wrapped.move_to(group)
 
     def begin_again(self) -> None:
-        """The function runs again from the top, in the same run. It makes anew what it keeps, as
+        """The function runs again from the top, in the same run. It makes anew what `keep` made, as
         some ranks may not have it: what is registered is brought to where it was."""
-        self.forget(tuple(self._made_at))
+        for name in tuple(self._made_at):
+            self.forget((name,))  # One by one: forget without any names forgets all.
         self.places.clear()
         self._is_applying = False
 

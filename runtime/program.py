@@ -131,7 +131,8 @@ class Run:
         checkpoints.tell_progress = context.told_data
         with running(context), checkpoints:
             if resumption is not None and self._recovery is not None:
-                context.resume_data(self._recovery.begin_again(resumption, group))
+                told = self._recovery.begin_again(resumption, group, self._steps)
+                context.resume_data(told)
             elif checkpoints.reader is not None:
                 context.resume_data(checkpoints.reader.manifest.progress)
 

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.lifeline import Lifeline, ends_a_generation
 from actors.messages import DROPPED, Assignment, Progress, Resumption
+from actors.steps import Steps
 from collectives import Group, GroupAborted
 from collectives.objects import all_gather_object
 from collectives.resharding import Range
@@ -390,16 +391,20 @@ class Recovery:
 
         self._retained = Retained()
 
-    def begin_again(self, resumption: Resumption, group: Group) -> list[dict[str, Any]]:
+    def begin_again(
+        self, resumption: Resumption, group: Group, steps: Steps
+    ) -> list[dict[str, Any]]:
         """Meet the others before the function runs again; where they were in their data, the
-        leader first."""
+        leader first. steps: this rank's; a newcomer's go on from those of the others."""
         from .retained import leader_of
 
         assert self._retained is not None
         was_there = resumption.former_ranks[resumption.assignment.rank] >= 0
         self._entered, self._since_entered = resumption.assignment.generation, {}
         self._entry = None
-        self._summaries = all_gather_object(group, self._retained.summary(was_there, self._data))
+        mine = self._retained.summary(was_there, steps.taken, self._data)
+        self._summaries = all_gather_object(group, mine)
+        steps.taken = max(one.steps_taken for one in self._summaries)
         self.num_recoveries += 1
         leader = leader_of(self._summaries)
         data = [one.data for one in self._summaries if one.was_there]

@@ -41,10 +41,12 @@ class RetainedOptimizer:
 class Summary:
     """What a rank tells the others of what it keeps, before the function runs again.
 
-    was_there: not a newcomer. data: where it was in its data (Context.told_data).
+    was_there: not a newcomer. steps_taken: in the run. data: where it was in its data
+    (Context.told_data).
     """
 
     was_there: bool
+    steps_taken: int
     held: Mapping[str, tuple[list[Range], Mapping[int, Description]]]
     data: Any
 
@@ -83,11 +85,11 @@ class Retained:
         """Of the optimizers, in the order of their making."""
         return [one.progress for one in self.optimizers.values()]
 
-    def summary(self, was_there: bool, data: Any) -> Summary:
+    def summary(self, was_there: bool, steps_taken: int, data: Any) -> Summary:
         held = {
             name: (one.held.ranges, one.held.described) for name, one in self.optimizers.items()
         }
-        return Summary(was_there, held, data)
+        return Summary(was_there, steps_taken, held, data)
 
     def restore(self, entry: Registered, summaries: Sequence[Summary], group: Group) -> bool:
         """Bring an object that was registered again to its state; called alike on all ranks.

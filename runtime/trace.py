@@ -1,8 +1,11 @@
 """What ranks did when, as a file that chrome://tracing and ui.perfetto.dev show.
 
-A row for each rank and group, a box for each collective from its issue to its end, arrows between
-the same collective on all ranks. It is made of the flight recorders, which are always on, so it
-shows the last collectives before it was asked for: a trace need not be begun in advance.
+A process for each rank, a row for each group in it, a box for each collective from its issue to its
+end, arrows from the lowest rank's to the same collective on the others. What is in flight at once
+needs rows of its own: boxes of one row have to be nested, or viewers drop them.
+
+It is made of the flight recorders, which are always on, so it shows the last collectives before it
+was asked for: a trace need not be begun in advance.
 
 Clocks of different hosts differ. No rank leaves a collective in which all wait for all before the
 last one has come to it, and all leave it at nearly the same moment: the median of what the ends of
@@ -12,6 +15,7 @@ many collectives differ by is what the clocks differ by.
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,33 +70,43 @@ def events(ranks: Sequence[RankTraced]) -> list[dict[str, Any]]:
         return []
     first_s = min(issued)
     made: list[dict[str, Any]] = []
+    ends: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)  # by flow, by rank
     for traced in ranks:
-        made.append(_named("process_name", traced.seat, 0, f"rank {traced.rank} on {traced.host}"))
+        pid = traced.seat + 1  # 0 is the idle process of viewers.
+        made.append(_named("process_name", pid, 0, f"rank {traced.rank} on {traced.host}"))
         made.append(
-            {"name": "process_sort_index", "ph": "M", "pid": traced.seat}
+            {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0}
             | {"args": {"sort_index": traced.rank}}
         )
-        for row, recording in enumerate(traced.testimony.recordings):
-            made.append(_named("thread_name", traced.seat, row, f"group {recording.name}"))
+        tid = 0
+        for recording in traced.testimony.recordings:
+            free_at: list[float] = []  # by row
             for collective in recording.collectives:
-                at_us = (collective.issued_at - offset_s[traced.seat] - first_s) * 1e6
-                made += _boxes(traced, row, recording, collective, at_us)
-    return made
+                start_us = (collective.issued_at - offset_s[traced.seat] - first_s) * 1e6
+                ended_at = collective.ended_at or recording.read_at
+                stop_us = start_us + max(0.0, (ended_at - collective.issued_at) * 1e6)
+                row = next((n for n, free in enumerate(free_at) if free <= start_us), len(free_at))
+                if row == len(free_at):
+                    free_at.append(0.0)
+                    told = f"group {recording.name}" + (f", {row + 1} at once" if row else "")
+                    made.append(_named("thread_name", pid, tid + 1 + row, told))
+                free_at[row] = stop_us
+                where = {"pid": pid, "tid": tid + 1 + row, "ts": start_us, "cat": "collective"}
+                made.append(where | _box(recording, collective, stop_us - start_us))
+                if collective.state is State.DONE and not _is_message(collective):
+                    flow = f"{recording.name}/{recording.generation}/{collective.sequence}"
+                    ends[flow][traced.rank] = where | {"name": "same collective"}
+            tid += len(free_at)
+    return [*made, *_arrows(ends)]
 
 
-def _boxes(
-    traced: RankTraced,
-    row: int,
-    recording: FlightRecording,
-    collective: RecordedCollective,
-    at_us: float,
-) -> Iterable[dict[str, Any]]:
-    ended_at = collective.ended_at or recording.read_at
-    where = {"pid": traced.seat, "tid": row, "ts": at_us, "cat": "collective"}
-    yield where | {
+def _box(
+    recording: FlightRecording, collective: RecordedCollective, length_us: float
+) -> dict[str, Any]:
+    return {
         "ph": "X",
         "name": collective.place.split(" ")[0],
-        "dur": max(0.0, (ended_at - collective.issued_at) * 1e6),
+        "dur": length_us,
         "args": {
             "collective": collective.told,
             "line": f"{collective.file}:{collective.line}",
@@ -100,15 +114,20 @@ def _boxes(
             "generation": recording.generation,
         },
     }
-    if collective.state is State.DONE and not _is_message(collective):
-        # From the lowest rank to the others.
-        flow = f"{recording.name}/{recording.generation}/{collective.sequence}"
-        start = {"ph": "s"} if traced.rank == min(recording.ranks) else {"ph": "f", "bp": "e"}
-        yield where | {"name": "same collective", "id": flow} | start
 
 
-def _named(what: str, seat: int, row: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": seat, "tid": row, "args": {"name": name}}
+def _arrows(ends: Mapping[str, Mapping[int, dict[str, Any]]]) -> Iterable[dict[str, Any]]:
+    """From the lowest rank to each other one: an arrow has one beginning and one end."""
+    for flow, by_rank in ends.items():
+        first, *others = sorted(by_rank)
+        for rank in others:
+            arrow = {"id": f"{flow}/{rank}"}
+            yield by_rank[first] | arrow | {"ph": "s"}
+            yield by_rank[rank] | arrow | {"ph": "f", "bp": "e"}
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def clock_offsets(ranks: Sequence[RankTraced]) -> dict[int, float]:

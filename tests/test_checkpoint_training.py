@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from checkpoint_runs import Parts, in_run, make_model, run_train, same
 
 import chorusline as cl
+from runtime.checkpoint.manifest import MANIFEST
 from runtime.cursor import Cursor, Rest
 from runtime.dealing import deal
 
@@ -259,6 +261,47 @@ async def _train_in_session(
             times = await ctx.save()
             assert times.total_s > 0
     return ctx.resumed_from, steps, model.module.weight.sum().item()
+
+
+def _save_and_go_on(ctx: cl.Context, until: int) -> tuple[str | None, int]:
+    """A checkpoint after three steps, which takes longer to write than the next steps."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(3, 1)))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW))
+    ctx.register("ballast", Ballast())
+    for epoch in ctx.epochs(1):
+        for batch in ctx.shard(torch.ones(20_000, 3), 1, epoch=epoch):
+            if ctx.step == until:
+                break
+            model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            if ctx.step == 3:
+                ctx.save()
+            time.sleep(0.005)
+    return ctx.resumed_from, ctx.step
+
+
+@pytest.mark.slow
+async def test_an_interrupt_lets_the_checkpoint_that_is_being_written_become_whole(
+    cluster: None, tmp_path: Path
+) -> None:
+    def manifests() -> list[Path]:
+        return list(tmp_path.glob(f"step-*/{MANIFEST}"))
+
+    async with cl.Session(2, checkpoint=cl.CheckpointConfig(tmp_path)) as session:
+        running = asyncio.create_task(session.run(_save_and_go_on, until=-1))
+        async with asyncio.timeout(30):
+            while not list(tmp_path.glob("step-*/*")):
+                await asyncio.sleep(0.002)
+        running.cancel()
+        assert not manifests(), "it is being written"
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert len(manifests()) == 1
+        results = await session.run(_save_and_go_on, until=5)
+    for resumed_from, step in results:
+        assert Path(str(resumed_from)).name.startswith("step-00000003-")
+        assert step == 5
 
 
 def _train_without_session(group: cl.Group) -> Any:

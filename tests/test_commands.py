@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +17,7 @@ import pytest
 import ray
 from rich.console import Console
 
+from actors.crew import INCARNATION, NAMESPACE
 from runtime.command_line import main
 from runtime.commands.bench import Row, bus_factor, nbytes, table
 from runtime.commands.bench import WrongUsage as WrongCase
@@ -200,10 +204,11 @@ def test_a_failed_function_shows_the_ranks_own_error_and_exits_with_1(
     assert "runtime/commands/function.py" not in done.stderr, "only the user's frames"
 
 
-async def test_sigterm_stops_the_ranks_and_exits_with_143_and_status_sees_them_until_then(
+async def test_sigterm_stops_the_ranks_and_exits_with_143_and_status_follows_them_until_then(
     script: str, cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And nothing is left behind: the fixture of `cluster` looks."""
+    """And nothing is left behind: the fixture of `cluster` looks. On a terminal the table is drawn
+    anew every second."""
     with subprocess.Popen(
         [
             *(*CHORUSLINE, "run", f"{script}:train", "--workers", "2", "--address", address()),
@@ -220,9 +225,17 @@ async def test_sigterm_stops_the_ranks_and_exits_with_143_and_status_sees_them_u
         console = Console(width=200, force_terminal=False)
         seen = await _show(None, console, once=True), capsys.readouterr()
         gone = await _show("session-0", console, once=True), capsys.readouterr()
+        terminal = Console(width=200, force_terminal=True, file=io.StringIO())
+        assert isinstance(terminal.file, io.StringIO)
+        live = asyncio.create_task(_show(None, terminal, once=False))
+        async with asyncio.timeout(30):
+            while len(set(re.findall(r"training +(\d+) s", terminal.file.getvalue()))) < 2:
+                await asyncio.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = await asyncio.to_thread(process.communicate, timeout=60)
+        assert await asyncio.wait_for(live, 30) == 0
     assert process.returncode == 143, errors
+    assert terminal.file.getvalue().endswith("No session runs any more.\n")
     assert errors.endswith("Terminated: all ranks were stopped.\n")
 
     assert seen[0] == 0
@@ -234,6 +247,22 @@ async def test_sigterm_stops_the_ranks_and_exits_with_143_and_status_sees_them_u
     assert gone[0] == 1
     told = "the session 'session-0' is gone, or was never on this cluster; there are session-"
     assert told in gone[1].err
+
+
+class OtherDriver:
+    def survey(self) -> None:
+        """Takes no time limit, as one of another version might."""
+
+
+async def test_status_says_which_session_is_of_another_version(
+    cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"session-old{INCARNATION}0"
+    driver = ray.remote(OtherDriver).options(name=name, namespace=NAMESPACE, num_cpus=0).remote()
+    assert await _show("session-old", Console(width=200), once=True) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("session-old: its driver is of another version of chorusline than this")
+    ray.kill(driver)
 
 
 def address() -> str:

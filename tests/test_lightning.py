@@ -220,6 +220,63 @@ async def test_a_shard_of_the_context_is_a_loader(session):
         assert taken == steps
 
 
+def halved_mean(group, bucket):
+    work = group.all_reduce(bucket.buffer().mul_(0.5), cl.ReduceOp.AVG)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class Normalized(Regression):
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(13).double())
+
+
+UNEVEN = [0] * 6 + [1] * 4  # By sample, whose it is: three batches of 2 and two.
+
+
+def with_options(ctx, hooked):
+    """A batch of the shard is a rank's; the last step is of rank 0 alone."""
+    if hooked:
+        module, strategy = (
+            Regression(),
+            cl.ChoruslineStrategy(comm_hook=halved_mean, comm_state=ctx.group),
+        )
+    else:
+        module, strategy = Normalized(), "chorusline"
+    trainer = trainer_of(
+        ctx, strategy=strategy, max_epochs=2, enable_checkpointing=False, sync_batchnorm=not hooked
+    )
+    shard = ctx.shard(data(10).double(), batch_size=2, shuffle=False, keep_together=UNEVEN)
+    trainer.fit(module, shard)
+    state = {name: tensor.detach().clone() for name, tensor in module.net.state_dict().items()}
+    return state, trainer.global_step
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["sync_batchnorm", "comm_hook"])
+async def test_options_of_trainer_and_strategy_hold_in_an_uneven_fit(session, hooked):
+    module = Regression() if hooked else Normalized()
+    model, steps = module.net, 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    hands = cl.deal(10, world_size=2, shuffle=False, keep_together=UNEVEN)
+    assert sorted(map(len, hands)) == [4, 6]
+    for _ in range(2):
+        for start in range(0, 6, 2):
+            batches = [data(10).double()[own[start : start + 2]] for own in hands]
+            optimizer.zero_grad()
+            # One forward pass over all ranks' samples: that is what synchronised statistics are of.
+            outputs = model(torch.cat(batches)).split([len(batch) for batch in batches])
+            loss = sum(out.square().mean() / 2 for out in outputs if len(out))
+            (loss / 2 if hooked else loss).backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.9
+            steps += 1
+        optimizer.param_groups[0]["lr"] *= 0.5
+    for state, taken in await session.run(with_options, hooked=hooked):
+        assert taken == steps
+        for name, tensor in model.state_dict().items():
+            assert largest_difference([state[name]], [tensor]) < 1e-13, name
+
+
 class Broken(Regression):
     def training_step(self, batch, batch_idx):
         if self.trainer.global_rank == 0 and batch_idx == 2:

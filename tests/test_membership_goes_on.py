@@ -37,6 +37,7 @@ from actors.instructions import (
 from actors.membership import MAX_VAIN, Membership
 from actors.messages import (
     Assignment,
+    FormerRanks,
     Frozen,
     Loss,
     Progress,
@@ -197,6 +198,23 @@ def test_a_newcomer_is_taken_in_with_a_rank_of_its_seat() -> None:
     assert all(word.restarts for word in resumptions(told).values())
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stretches"),
+    [
+        ((0, 1, 2), ((0, 3),)),
+        ((0, 2, 3), ((0, 1), (2, 2))),
+        ((0, -1, -1, 1), ((0, 1), (-1, 2), (1, 1))),
+        ((-1, 0, 2, 1), ((-1, 1), (0, 1), (2, 1), (1, 1))),
+    ],
+)
+def test_former_ranks_are_told_as_stretches(
+    ranks: tuple[int, ...], stretches: tuple[tuple[int, int], ...]
+) -> None:
+    former = FormerRanks.of(ranks)
+    assert former.stretches == stretches
+    assert former.ranks() == ranks and len(former) == len(ranks)
+
+
 def test_a_worker_that_is_registered_twice_is_no_newcomer() -> None:
     membership, _ = running(worker(0), worker(1))
     assert membership.handle(WorkerRegistered(worker(1))) == []
@@ -331,7 +349,7 @@ def test_another_driver_tells_those_who_have_not_heard_of_the_decision() -> None
     membership = Membership()
     for seat in (0, 2):
         membership.handle(WorkerRegistered(worker(seat), 1))
-    decided = Resumption(Assignment(1, 0, 2, 0, 2, 0), (0, 2), (Progress(5),), 0)
+    decided = Resumption(Assignment(1, 0, 2, 0, 2, 0), FormerRanks.of((0, 2)), (Progress(5),), 0)
     stands = (
         stand(0, decided.assignment, decided),
         stand(2, Assignment(0, 2, 3, 2, 3, 0)),

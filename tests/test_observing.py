@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -63,7 +65,7 @@ async def test_a_trace_holds_the_collectives_of_all_ranks_with_times_and_arrows(
     told = json.loads(path.read_text())["traceEvents"]
     boxes = [event for event in told if event["ph"] == "X"]
     assert count == len(boxes)
-    of_rank = [[b for b in boxes if b["pid"] == seat and b["tid"] == 0] for seat in range(2)]
+    of_rank = [sorted_boxes(boxes, seat + 1) for seat in range(2)]
     assert [b["name"] for b in of_rank[0]] == [b["name"] for b in of_rank[1]]
     assert {"all_reduce", "reduce_scatter", "all_gather"} <= {b["name"] for b in of_rank[0]}
     for box in boxes:
@@ -78,6 +80,51 @@ async def test_a_trace_holds_the_collectives_of_all_ranks_with_times_and_arrows(
     assert starts and sorted(starts) == sorted(e["id"] for e in told if e["ph"] == "f")
     names = {event["args"]["name"] for event in told if event["name"] == "process_name"}
     assert {name.split(" on ")[0] for name in names} == {"rank 0", "rank 1"}
+
+
+def sorted_boxes(boxes: list[dict[str, Any]], pid: int) -> list[dict[str, Any]]:
+    return sorted((b for b in boxes if b["pid"] == pid), key=lambda box: float(box["ts"]))
+
+
+async def test_a_trace_is_what_viewers_ask_for(session: Session, tmp_path: Path) -> None:
+    """Chrome's trace event format; Perfetto drops boxes of a row that overlap without nesting."""
+    await session.run(take_steps, count=2)
+    path = tmp_path / "trace.json"
+    await session.trace(path)
+    told = json.loads(path.read_text())["traceEvents"]
+    rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in told:
+        assert event["ph"] in ("X", "M", "s", "f")
+        assert type(event["pid"]) is int and event["pid"] > 0 and type(event["tid"]) is int
+        assert event["name"]
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append(event)
+    named = {(e["pid"], e["tid"]) for e in told if e["name"] == "thread_name"}
+    assert set(rows) == named and {pid for pid, _ in named} == {1, 2}
+    for boxes in rows.values():
+        for before, after in pairwise(sorted(boxes, key=lambda box: float(box["ts"]))):
+            assert before["ts"] + before["dur"] <= after["ts"]
+    ends = {e["id"]: e for e in told if e["ph"] == "f"}
+    starts = [e for e in told if e["ph"] == "s"]
+    assert len(starts) == len(ends) == len({e["id"] for e in starts})
+    assert all(e["pid"] == 1 and ends[e["id"]]["pid"] == 2 for e in starts)
+
+
+def test_what_is_in_flight_at_once_has_rows_of_its_own() -> None:
+    with Group.create(HashStore(), 0, 1) as group:
+        for _ in range(4):
+            group.barrier().wait()
+        recording = group.flight_recorder
+    times = [(0.0, 3.0), (1.0, 2.0), (2.5, 5.0), (4.0, 6.0)]
+    collectives = tuple(
+        replace(collective, issued_at=start, ended_at=stop)
+        for collective, (start, stop) in zip(recording.collectives, times, strict=True)
+    )
+    told = Testimony((replace(recording, collectives=collectives),), "", True)
+    made = events([RankTraced(0, 0, "a", told)])
+    rows = [event["tid"] for event in made if event["ph"] == "X"]
+    assert rows == [1, 2, 2, 1]
+    assert [e["tid"] for e in made if e["name"] == "thread_name"] == [1, 2]
 
 
 def shifted(recording: FlightRecording, by_s: float) -> FlightRecording:
@@ -103,9 +150,9 @@ def test_clocks_of_hosts_are_aligned_by_the_ends_of_collectives() -> None:
     offsets = clock_offsets(ranks)
     assert offsets == pytest.approx({0: 0.0, 1: 7.5, 2: 7.5, 3: -2.0}, abs=1e-6)
     boxes = [event for event in events(ranks) if event["ph"] == "X"]
-    first = [box["ts"] for box in boxes if box["pid"] == 0]
+    first = [box["ts"] for box in boxes if box["pid"] == 1]
     for seat in (1, 2, 3):
-        assert [b["ts"] for b in boxes if b["pid"] == seat] == pytest.approx(first, abs=5)
+        assert [b["ts"] for b in boxes if b["pid"] == seat + 1] == pytest.approx(first, abs=5)
 
 
 # ── Metrics ──────────────────────────────────────────────────────────────────────────────────────
@@ -293,3 +340,5 @@ def test_the_simulation_counts_the_messages_of_a_generation_change() -> None:
         assert one["messages_start"] == one["workers"]
         assert one["messages_end"] == 3 * others  # finished, release, ended
         assert one["change_s"] > 0 and one["memory_bytes"] > 0
+    # Each rank is told of all others in words that do not grow with their number.
+    assert large["resume_bytes"] / 199 < 1.1 * small["resume_bytes"] / 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,21 +28,23 @@ from training_to_kill import (
 
 import chorusline as cl
 from actors.errors import WorkerLost
+from actors.messages import Report
 
 cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
 
 class Ledger:
-    """What this rank has taken in steps that count: (step, samples)."""
+    """What this rank has taken in steps that count: by step, samples; and the step's epoch."""
 
     def __init__(self) -> None:
         self.taken: dict[int, list[int]] = {}
+        self.epochs: dict[int, int] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken}
+        return {"taken": self.taken, "epochs": self.epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.taken = dict(state["taken"])
+        self.taken, self.epochs = dict(state["taken"]), dict(state["epochs"])
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Told:
     num_steps: int
     learning_rate: float
     calls: int
+    epochs: dict[int, int]
     world_sizes: list[int] = field(default_factory=list)
 
 
@@ -102,7 +104,9 @@ def train(
                 schedule.step()
                 optim.zero_grad()
                 ledger.taken[optim.num_steps] = numbers.tolist()
+                ledger.epochs[optim.num_steps] = epoch
                 world_sizes.append(ctx.world_size)
+                ctx.report(epoch=epoch)
                 if is_victim and optim.num_steps == dies_at and where == "own collective":
                     die()
     return Told(
@@ -114,6 +118,7 @@ def train(
         optim.num_steps,
         optim.param_groups[0]["lr"],
         len(calls),
+        ledger.epochs,
         world_sizes,
     )
 
@@ -126,10 +131,22 @@ def assert_equal(told: list[Told], num_epochs: int = 1, num_of_the_dead: int | N
         assert one.learning_rate == told[0].learning_rate
     # One factor for each step that counts, none lost and none twice.
     assert told[0].learning_rate == pytest.approx(LEARNING_RATE * 0.9 ** told[0].num_steps)
-    taken = Counter(n for one in told for numbers in one.taken.values() for n in numbers)
-    assert max(taken.values()) <= num_epochs, "no sample is used twice in an epoch"
+    for epoch in {epoch for one in told for epoch in one.epochs.values()}:
+        taken = taken_in(told, epoch)
+        assert len(set(taken)) == len(taken), f"a sample counts twice in epoch {epoch}"
     if num_of_the_dead is not None:
-        assert taken.total() + num_of_the_dead == num_epochs * NUM_SAMPLES, "and none is left out"
+        total = sum(len(numbers) for one in told for numbers in one.taken.values())
+        assert total + num_of_the_dead == num_epochs * NUM_SAMPLES, "and none is left out"
+
+
+def taken_in(told: list[Told], epoch: int) -> list[int]:
+    return [
+        number
+        for one in told
+        for step, numbers in one.taken.items()
+        if one.epochs[step] == epoch
+        for number in numbers
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -148,12 +165,22 @@ async def test_a_death_at_a_collective_of_the_users_own_runs_the_function_again(
     assert any(one.calls == 2 for one in told)
 
 
-async def test_a_new_worker_comes_in_while_the_others_train(session: cl.Session) -> None:
+async def test_a_new_worker_comes_in_while_the_others_train(
+    session: cl.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[Report] = []
+    monkeypatch.setattr(session, "_on_report", reports.append)
     told = await session.run(train, dies_on=1, dies_at=3, where="step", num_epochs=24, step_s=0.05)
     assert [one.world_size for one in told] == [3, 3, 3]
     assert_equal(told, num_epochs=24, num_of_the_dead=3 * BATCH_SIZE)
     assert sorted(one.calls for one in told) == [1, 2, 2]  # The newcomer's is its first.
     assert told[0].world_sizes[-1] == 3
+    (first,) = [r for r in reports if (r.rank, r.step) == (1, 0) and r.values["epoch"]]
+    assert first.taken > 3, "the new worker's reports reach the session, and count the run's steps"
+    # The lost rank's ledger is gone, with what it had taken before it died. Of the other epochs,
+    # that in which the new worker came among them, every sample counts once.
+    for epoch in range(1, 24):
+        assert sorted(taken_in(told, epoch)) == [*range(NUM_SAMPLES)], f"epoch {epoch}"
 
 
 @pytest.mark.slow
@@ -169,8 +196,34 @@ async def test_with_too_few_workers_the_run_waits_for_new_ones(cluster: None) ->
 async def test_a_function_that_registers_nothing_cannot_run_again(cluster: None) -> None:
     few = {"CPU": 0.1}
     async with cl.Session(2, resources_per_worker=few, timeout_s=20, max_failures=1) as session:
-        with pytest.raises(WorkerLost, match="has not registered its model and optimizer"):
+        with pytest.raises(WorkerLost, match="has not registered its model and a ZeroRedund"):
             await session.run(train, dies_on=1, dies_at=3, where="step", registers=False)
+
+
+def halved_mean(group: cl.Group, bucket: cl.GradBucket) -> torch.futures.Future[list[torch.Tensor]]:
+    return group.all_reduce(bucket.buffer().mul_(0.5), cl.ReduceOp.AVG).get_future()
+
+
+def train_with_a_hook(ctx: cl.Context) -> None:
+    model = ctx.register("model", cl.DistributedDataParallel(network()))
+    optim = ctx.register("optim", torch.optim.SGD(model.parameters(), lr=0.1))
+    model.register_comm_hook(ctx.group, halved_mean)
+    for step in range(20):
+        loss_of(model, torch.ones(4, 5).double(), torch.ones(4, 3).double()).backward()
+        if ctx.rank == 1 and step == 3:
+            die()
+        optim.step()
+        optim.zero_grad()
+
+
+@pytest.mark.slow
+async def test_a_run_with_a_communication_hook_ends_with_the_worker_and_says_why(
+    cluster: None,
+) -> None:
+    few = {"CPU": 0.1}
+    async with cl.Session((1, 2), resources_per_worker=few, timeout_s=20) as session:
+        with pytest.raises(WorkerLost, match="with a plain optimizer, as communication hooks ask"):
+            await session.run(train_with_a_hook)
 
 
 async def test_when_a_shard_is_lost_the_run_goes_back_to_the_last_checkpoint(

@@ -71,6 +71,37 @@ def test_a_replica_costs_a_shard_of_state_and_of_traffic(ranks_of, size, replica
         assert state == 2 * replicas * parameters / size
 
 
+def kept_after_each_step(group, replicas):
+    """By step, by range: what this rank holds of parameters and state, its own and replicas."""
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1, replicas=replicas)
+    kept = []
+    for batch in batches_of(group.rank, 4, torch.float32):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held = optimizer.shard.held()
+        kept.append(
+            {
+                common: {name: tensor.clone() for name, tensor in part.tensors.items()}
+                for whole in held.ranges
+                for common, part in held.overlapping(whole)
+            }
+        )
+    return kept
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_no_replica_is_behind_its_owner_after_any_step(ranks_of, replicas):
+    for of_ranks in zip(*ranks_of(3).run(kept_after_each_step, replicas), strict=True):
+        for where in {where for held in of_ranks for where in held}:
+            copies = [held[where] for held in of_ranks if where in held]
+            assert len(copies) == replicas
+            assert {"values", "exp_avg", "exp_avg_sq"} <= set(copies[0])
+            for copy_ in copies[1:]:
+                assert all(torch.equal(copy_[name], copies[0][name]) for name in copies[0])
+
+
 def local_gradients(group):
     """With parameters of no DistributedDataParallel `.grad` is taken as it is."""
     model = make_model(torch.float32)

@@ -81,6 +81,7 @@ async def _show(session: str | None, console: Console, once: bool) -> int:
 async def survey(session: str | None) -> dict[str, Survey | str]:
     """What the drivers say, by name of the session; a text says why one says nothing."""
     calls: dict[str, Any] = {}
+    foreign: dict[str, Survey | str] = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name, is_driver, _ = entry["name"].partition(INCARNATION)
         if entry["namespace"] != NAMESPACE or not is_driver or session not in (None, name):
@@ -89,13 +90,20 @@ async def survey(session: str | None) -> dict[str, Survey | str]:
             driver = ray.get_actor(entry["name"], namespace=NAMESPACE)
         except ValueError:
             continue  # It has ended since.
-        calls[name] = driver.survey.remote(_ANSWER_S)
+        try:
+            calls[name] = driver.survey.remote(_ANSWER_S)
+        except (TypeError, AttributeError):  # Ray knows the methods of the class that runs there.
+            foreign[name] = (
+                "is of another version of chorusline than this command, and cannot be asked; run "
+                "`chorusline status` where the session's program runs"
+            )
     said = await answers(calls, _ANSWER_S + 1.0)
-    return {
+    told = foreign | {
         name: word.detail if isinstance(word, NoAnswer) else word
-        for name, word in sorted(said.items())
+        for name, word in said.items()
         if not isinstance(word, ActorGone)
     }
+    return dict(sorted(told.items()))
 
 
 def nothing_found(session: str | None, others: Mapping[str, object]) -> str:
