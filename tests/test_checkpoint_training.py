@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,48 @@ async def test_an_interrupt_lets_the_checkpoint_that_is_being_written_become_who
     for resumed_from, step in results:
         assert Path(str(resumed_from)).name.startswith("step-00000003-")
         assert step == 5
+
+
+def _train_epochs(ctx: cl.Context, pause_s: float) -> tuple[bool, int, torch.Tensor]:
+    """A loop that has a name, whose place is also in the checkpoints."""
+    torch.manual_seed(0)
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(3, 1)))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1))
+    data = torch.randn(60, 3, generator=torch.Generator().manual_seed(1))
+    taken = 0
+    for epoch in ctx.epochs(2, resume="training"):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(data, 4, epoch=epoch):
+                model(batch).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+                taken += 1
+                time.sleep(pause_s)
+    return ctx.resumed_from is not None, taken, model.module.weight.detach()
+
+
+@pytest.mark.slow
+async def test_a_named_loop_that_was_interrupted_goes_on_from_the_checkpoints_place(
+    cluster: None, tmp_path: Path
+) -> None:
+    """Models that are registered, not kept, come back from the checkpoint; so does the place."""
+    place = tmp_path / "interrupted"
+    whole = cl.CheckpointConfig(tmp_path / "whole", every_n_steps=3)
+    async with cl.Session(2, checkpoint=whole) as session:
+        expected = await session.run(_train_epochs, pause_s=0.0)
+    assert [taken for _, taken, _ in expected] == [16, 16]
+    async with cl.Session(2, checkpoint=replace(whole, storage_path=place)) as session:
+        running = asyncio.create_task(session.run(_train_epochs, pause_s=0.3))
+        async with asyncio.timeout(60):
+            while not list(place.glob(f"step-*/{MANIFEST}")):
+                await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        results = await session.run(_train_epochs, pause_s=0.0)
+    for (resumed, taken, weight), (_, _, whole_weight) in zip(results, expected, strict=True):
+        assert resumed and 0 < taken <= 13
+        assert torch.equal(weight, whole_weight)
 
 
 def _train_without_session(group: cl.Group) -> Any:

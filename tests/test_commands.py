@@ -21,7 +21,7 @@ from actors.crew import INCARNATION, NAMESPACE
 from runtime.command_line import main
 from runtime.commands.bench import Row, bus_factor, nbytes, table
 from runtime.commands.bench import WrongUsage as WrongCase
-from runtime.commands.status import _show
+from runtime.commands.status import _show, survey
 from runtime.commands.words import keywords, script_and_function, workers
 
 CHORUSLINE = [sys.executable, "-m", "runtime.command_line"]
@@ -209,6 +209,7 @@ async def test_sigterm_stops_the_ranks_and_exits_with_143_and_status_follows_the
 ) -> None:
     """And nothing is left behind: the fixture of `cluster` looks. On a terminal the table is drawn
     anew every second."""
+    others = set(await survey(None))  # Of other tests.
     with subprocess.Popen(
         [
             *(*CHORUSLINE, "run", f"{script}:train", "--workers", "2", "--address", address()),
@@ -223,11 +224,12 @@ async def test_sigterm_stops_the_ranks_and_exits_with_143_and_status_follows_the
             if line == "[rank 0] ready\n":
                 break
         console = Console(width=200, force_terminal=False)
-        seen = await _show(None, console, once=True), capsys.readouterr()
+        (name,) = set(await survey(None)) - others
+        seen = await _show(name, console, once=True), capsys.readouterr()
         gone = await _show("session-0", console, once=True), capsys.readouterr()
         terminal = Console(width=200, force_terminal=True, file=io.StringIO())
         assert isinstance(terminal.file, io.StringIO)
-        live = asyncio.create_task(_show(None, terminal, once=False))
+        live = asyncio.create_task(_show(name, terminal, once=False))
         async with asyncio.timeout(30):
             while len(set(re.findall(r"training +(\d+) s", terminal.file.getvalue()))) < 2:
                 await asyncio.sleep(0.1)
@@ -235,7 +237,7 @@ async def test_sigterm_stops_the_ranks_and_exits_with_143_and_status_follows_the
         _, errors = await asyncio.to_thread(process.communicate, timeout=60)
         assert await asyncio.wait_for(live, 30) == 0
     assert process.returncode == 143, errors
-    assert terminal.file.getvalue().endswith("No session runs any more.\n")
+    assert terminal.file.getvalue().endswith("The session has ended.\n")
     assert errors.endswith("Terminated: all ranks were stopped.\n")
 
     assert seen[0] == 0
@@ -247,6 +249,23 @@ async def test_sigterm_stops_the_ranks_and_exits_with_143_and_status_follows_the
     assert gone[0] == 1
     told = "the session 'session-0' is gone, or was never on this cluster; there are session-"
     assert told in gone[1].err
+
+
+@pytest.mark.slow
+def test_a_cluster_of_another_version_is_told_with_the_mend(cluster: None) -> None:
+    """Ray compares what a process says of itself with what the cluster was started with."""
+    program = (
+        "import sys, ray; ray.__version__ = '1.0.0'\n"
+        "from runtime.command_line import main\n"
+        f"sys.exit(main(['status', '--address', {address()!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert f"the cluster at {address()!r} runs other versions than this process" in done.stderr
+    assert "Use the cluster's Python and Ray here" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
 
 
 class OtherDriver:

@@ -132,6 +132,7 @@ assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "it does not end by itsel
 """
 
 
+@pytest.mark.slow
 def test_sigterm_is_heard_by_the_process_and_ends_those_that_it_has_forked() -> None:
     done = subprocess.run([sys.executable, "-c", HEARING], timeout=60, check=False)
     assert done.returncode == 0
