@@ -54,8 +54,9 @@ async def test_who_never_comes_to_the_first_meeting_is_replaced_and_the_others_b
     cluster: None, tmp_path: Path, what: signal.Signals
 ) -> None:
     few = {"CPU": 0.1}
-    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=6) as session:
-        await session.run(lambda ctx: None)
+    # A new worker imports for seconds where a busy machine runs it, and the others wait for it.
+    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=15) as session:
+        await session.run(train, fault=None)
         told = await session.run(train, fault=StrikesOnce(tmp_path, what))
         again = await session.run(train, fault=None)
     victim = int((tmp_path / "pid").read_text())
