@@ -27,7 +27,7 @@ SLOW = {
     "from-torch-3",
     "getting-started-0",
     "torch-distributed-0",
-    "training-2",
+    "uneven-inputs-0",
 }
 """Programs that start sessions, beside others in the fast suite that do the same."""
 
