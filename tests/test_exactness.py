@@ -151,12 +151,16 @@ class AsDealt(cl.Shard):
 
     def __init__(self, scenario, group):
         self._lengths = scenario.lengths
-        super().__init__([None], 1, rank=group.rank, world_size=group.size)
-        self.dataset = batches_of(scenario, group.rank)
-        self._collate = lambda items: items[0]
+        ranks = range(group.size)
+        everybodys = [batch for rank in ranks for batch in batches_of(scenario, rank)]
+        own = {"rank": group.rank, "world_size": group.size}
+        super().__init__(everybodys, 1, collate_fn=lambda items: items[0], **own)
 
-    def deal(self, num_ranks):
-        return [list(range(length)) for length in self._lengths]
+    def _dealt(self, num_ranks):
+        ends = list(itertools.accumulate(self._lengths))
+        return [
+            list(range(end - length, end)) for end, length in zip(ends, self._lengths, strict=True)
+        ]
 
 
 class Clipped:
