@@ -22,11 +22,13 @@ def programs() -> dict[str, str]:
 
 
 SLOW = {
+    "checkpoints-0",
     "from-ray-train-0",
     "from-torch-2",
     "from-torch-3",
     "getting-started-0",
     "torch-distributed-0",
+    "training-0",
     "uneven-inputs-0",
 }
 """Programs that start sessions, beside others in the fast suite that do the same."""

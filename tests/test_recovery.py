@@ -273,6 +273,7 @@ def stop_on_rank_1(ctx: cl.Context) -> Told:
     return train(ctx, {}, in_recovery=dict.fromkeys(range(3), prepare))
 
 
+@pytest.mark.slow
 async def test_a_stopped_process_is_killed_and_survived(cluster: None) -> None:
     few = {"CPU": 0.1}
     async with cl.Session((1, 3), resources_per_worker=few, timeout_s=30) as session:
