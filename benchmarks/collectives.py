@@ -1,17 +1,18 @@
 """Our collectives against Gloo, and Ray's, in alternation: medians in microseconds, and the ratio.
 
-    python benchmarks/collectives.py [--json] [--ranks 2,4] [--sizes 4B,64KiB,1MiB,16MiB] [--ray]
-                                     [--operations all_reduce,awaited,...]
+    python benchmarks/collectives.py [--json] [--ranks 2,4] [--sizes 4B,64KiB,1MiB,16MiB]
+                                     [--no-ray] [--operations all_reduce,awaited,...]
 
-The peer is torch.distributed.ProcessGroupGloo made directly, its fastest form. With --ray the ranks
-are Ray actors, and ray.util.collective (its Gloo backend) takes its turns with the other two. One
-thread a rank. A size is that of the larger of the two buffers. "awaited" is all_reduce in a
-coroutine: ours awaited, Gloo's future calling back into the loop. Ray has neither that nor
-all_to_all, and the table says so.
+The peers are torch.distributed.ProcessGroupGloo made directly, its fastest form, and
+ray.util.collective (its Gloo backend), for which the ranks are Ray actors; with --no-ray they are
+plain processes. One thread a rank. A size is that of the larger of the two buffers. "awaited" is
+all_reduce in a coroutine: ours awaited, Gloo's future calling back into the loop. Ray has neither
+that nor all_to_all, and the table says so.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import datetime
 import os
@@ -216,7 +217,12 @@ def main() -> None:
     flags.add_argument("--ranks", default="2,4")
     flags.add_argument("--sizes", default=",".join(_SIZES))
     flags.add_argument("--operations", default=",".join(_OPERATIONS))
-    flags.add_argument("--ray", action="store_true", help="compare with ray.util.collective too")
+    flags.add_argument(
+        "--ray",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare with ray.util.collective, too",
+    )
     args = flags.parse_args()
     operations = args.operations.split(",")
     unknown = sorted(set(operations) - set(_OPERATIONS))
