@@ -6,12 +6,11 @@ of all ranks, which may have been another number, `resume` makes every rank's ne
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .dealing import Hands
+from .dealing import Hands, left_of
 
 Run = tuple[int, tuple[int, ...]]
 """A world size, and how many samples of its hand each rank had been given when it ended."""
@@ -53,8 +52,7 @@ def _dealt_again(
     """What is left in the hands of some ranks, dealt out to others; the same number keep theirs."""
     if len(hands) == world_size:
         return [list(hand) for hand in hands]
-    rounds = itertools.zip_longest(*hands)
-    left = [number for round_ in rounds for number in round_ if number is not None]
+    left = left_of(hands, [0] * len(hands))
     if keep_together is None:
         return [left[rank::world_size] for rank in range(world_size)]
     lots: dict[Hashable, list[int]] = {}

@@ -7,6 +7,8 @@ dealer.py knows where a rank is in them.
 from __future__ import annotations
 
 import hashlib
+import heapq
+import itertools
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -79,21 +81,31 @@ def redeal(
     is a step ahead of the others has done a part of that already, and still takes equally many.
     """
     new_hands = [list(hands[old][: taken[old]]) if old >= 0 else [] for old in former_ranks]
-    left = sorted(
-        (place, old, number)
-        for old, hand in enumerate(hands)
-        for place, number in enumerate(hand)
-        if place >= taken[old]
-    )
     lots: dict[Hashable, list[int]] = {}
-    begun: dict[Hashable, int] = {}
-    for _, _, number in left:
+    for number in left_of(hands, taken):
         lots.setdefault(keep_together[number] if keep_together else number, []).append(number)
+    begun: dict[Hashable, int] = {}
     if keep_together:
         begun = {keep_together[n]: rank for rank, hand in enumerate(new_hands) for n in hand}
     to_do = [busy[old] if busy and old >= 0 else 0 for old in former_ranks]
+    # A heap, since all survivors wait for this. Counts in it may be those of before.
+    least = [(count, rank) for rank, count in enumerate(to_do)]
+    heapq.heapify(least)
     for key, lot in lots.items():
-        rank = begun.get(key, min(range(len(to_do)), key=lambda r: (to_do[r], r)))
+        while least[0][0] != to_do[least[0][1]]:
+            rank = least[0][1]
+            heapq.heapreplace(least, (to_do[rank], rank))
+        rank = begun.get(key, least[0][1])
         new_hands[rank] += lot
         to_do[rank] += len(lot)
     return new_hands
+
+
+def left_of(hands: Sequence[Sequence[int]], taken: Sequence[int]) -> list[int]:
+    """What is left in all hands, in the epoch's order: by the place in the hand, then by rank."""
+    places = (
+        itertools.chain(itertools.repeat(None, count), hand[count:])
+        for hand, count in zip(hands, taken, strict=True)
+    )
+    rounds = itertools.zip_longest(*places)
+    return [number for round_ in rounds for number in round_ if number is not None]
