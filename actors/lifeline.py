@@ -100,6 +100,8 @@ class Lifeline:
         can_restart: bool,
         spare: int,
         handed_over: bool,
+        can_save: bool = False,
+        saved: str = "",
     ) -> Resumption:
         """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
 
@@ -122,6 +124,8 @@ class Lifeline:
             can_restart,
             spare,
             handed_over,
+            can_save,
+            saved,
         )
         run = self._request.run
         self._tell(lambda driver: driver.froze.remote(run, frozen))  # 2

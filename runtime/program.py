@@ -79,6 +79,8 @@ class Run:
         """The value of the function, or its coroutine, which has not begun."""
         if self._recovery is not None and resumption is not None:
             self._recovery.begin_as_newcomer()
+            if resumption.gives_up is not None:
+                assignment, group, resumption = self._again(self._last_words(group))
         while True:
             try:
                 self._enter(assignment, group, resumption)
@@ -159,12 +161,20 @@ class Run:
             resumption = self._recovery.leave(error)
             try:
                 group = self._lifeline.connect()
+                if resumption.gives_up is not None:
+                    error = self._last_words(group)
+                    continue
                 has_begun = resumption.entered != NOWHERE
                 return resumption.assignment, group, resumption if has_begun else None
             except Exception as failure:
                 if not ends_a_generation(failure):
                     raise
                 error = failure
+
+    def _last_words(self, group: Group) -> BaseException:
+        """Save what is held; what to say then to the driver, which has given the run up."""
+        assert self._recovery is not None and self._program.checkpoint is not None
+        return self._recovery.save_last(group, self._program.checkpoint)
 
 
 def _ended(context: Context, result: object) -> object:

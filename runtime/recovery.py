@@ -25,6 +25,7 @@ function goes on to its next boundary or collective, and is left there.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ from actors.errors import StateLost
 from actors.lifeline import Lifeline, ends_a_generation
 from actors.messages import DROPPED, NOWHERE, Assignment, Progress, Resumption
 from actors.steps import Steps
-from collectives import Group, GroupAborted
+from collectives import CollectiveError, Group, GroupAborted, GroupClosed
 from collectives.objects import all_gather_object
 from collectives.operation import State
 from collectives.resharding import Range
@@ -45,8 +46,10 @@ from .dealer import Position
 from .held_state import Description, HeldState
 
 if TYPE_CHECKING:
+    from .checkpoint.config import CheckpointConfig
     from .context import Context
     from .distributed_data_parallel import DistributedDataParallel
+    from .last_checkpoint import Saveable
     from .registry import Registered
     from .retained import Retained, Summary
     from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -102,6 +105,9 @@ class Recovery:
         self._is_newcomer = False
         """This rank has nothing of its own to go on with, until such a step."""
         self._data: dict[str, Any] = {}
+        self._saveable: Saveable | None = None
+        self._saved = ""
+        """The path of the checkpoint that was written because the run is given up."""
         self._summaries: list[Summary] = []
         self.bytes_moved = 0
         """Sent by this rank, so that ranges of sharded state changed their owner, in all recoveries
@@ -137,6 +143,7 @@ class Recovery:
         """A ballot was seen; the cursors of all ranks."""
         self.dealer.record(cursors)
         self._retained, self._summaries, self._is_newcomer = None, [], False
+        self._saveable = None
 
     def finish(self) -> None:
         """The function has returned here: wait until it has everywhere, and help until then."""
@@ -199,6 +206,8 @@ class Recovery:
             can_restart=entered == NOWHERE or self._can_restart(),
             spare=min((one.shard.replicas - 1 for one in self._living().values()), default=0),
             handed_over=handed_over,
+            can_save=self._can_save(),
+            saved=self._saved,
         )
 
     def _living(self) -> dict[int, ZeroRedundancyOptimizer]:
@@ -223,6 +232,19 @@ class Recovery:
         optimizers = self._living()
         made = [*optimizers.values(), *self._living_models().values()]
         return bool(optimizers) and all(id(one) in registered for one in made)
+
+    def _can_save(self) -> bool:
+        """Whether this rank can take part in writing down all that counts. Before its first step a
+        function may still have to register something; nothing is lost with that, either."""
+        if self._is_newcomer or self._retained is not None:
+            return self._is_newcomer or self._saveable is not None
+        has_stepped = any(one.ballots > 0 for one in self._progress())
+        return self._keeps_checkpoints and has_stepped and self._can_restart()
+
+    @property
+    def _keeps_checkpoints(self) -> bool:
+        checkpoints = self._context.checkpoints
+        return checkpoints is not None and checkpoints.config is not None
 
     def _has_begun(self) -> bool:
         """Whether any collective of the function has come to its end. If not, no other rank has
@@ -388,8 +410,9 @@ class Recovery:
         generation: then the function has failed.
         """
         resumption, self._restart = self._restart, None
-        if resumption is None or not isinstance(error, FunctionLeft):
-            if not ends_a_generation(error) and not isinstance(error, FunctionLeft):
+        is_left = isinstance(error, FunctionLeft | GroupClosed) or ends_a_generation(error)
+        if resumption is None or not is_left:
+            if not ends_a_generation(error):
                 raise error
             has_begun = self._has_begun()
             entered = self._entered if has_begun else NOWHERE
@@ -406,12 +429,38 @@ class Recovery:
 
             self._retained = Retained.of(self._context.registry)
             self._data = self._context.told_data(committed=True)
+            if self._keeps_checkpoints and any(one.ballots > 0 for one in self._progress()):
+                from .last_checkpoint import Saveable
+
+                self._saveable = Saveable.of(self._context.registry, self._context.step)
         return resumption
+
+    def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:
+        """The run is given up: write down what is retained. Returns what to freeze with, for the
+        last time; raises what ends the group."""
+        from . import last_checkpoint
+
+        assert self._retained is not None
+        saveable = self._saveable or last_checkpoint.Saveable()
+        was_there = not self._is_newcomer
+        try:
+            self._saved = last_checkpoint.save(
+                saveable, self._retained, was_there, self._data, group, config
+            )
+            told = f"it is saved in {self._saved}"
+        except Exception as error:  # Whatever it is, the run ends with what it was given up for.
+            if ends_a_generation(error):
+                raise
+            last = None
+            with contextlib.suppress(Exception):  # The place itself may be what has failed.
+                last = last_checkpoint.newest(config)
+            told = f"{error} (the last checkpoint is {last})" if last else str(error)
+        return GroupAborted(group.generation, [], told)
 
     def forget(self) -> None:
         """The function begins where no rank has anything any more."""
         self._entered, self._since_entered = self._lifeline.generation, {}
-        self._entry = self._restart = self._retained = None
+        self._entry = self._restart = self._retained = self._saveable = None
         self._summaries, self._is_newcomer = [], False
 
     def begin_as_newcomer(self) -> None:

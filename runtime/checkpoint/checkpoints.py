@@ -169,6 +169,46 @@ class Checkpoints:
             )
         waited_s = time.monotonic() - began_at
         contents = self._collect(list(live))
+        kinds = {entry.name: kind_of(entry) for entry in self.registry}
+        return self._begin(
+            storage,
+            folder,
+            step,
+            contents,
+            kinds,
+            self.tell_progress(),
+            self._group.size,
+            began_at,
+            waited_s,
+        )
+
+    def save_contents(
+        self, step: int, contents: Contents, kinds: dict[str, str], progress: Any, world_size: int
+    ) -> Saving:
+        """As `save`, among the checkpoints of the config, of what is not in the registry any more.
+
+        contents: this rank's part. progress: None of a rank that has none. world_size: ranks that
+        have states of their own.
+        """
+        assert self._storage is not None
+        folder = catalog.folder_name(step, self._run, self._count)
+        now = time.monotonic()
+        return self._begin(
+            self._storage, folder, step, contents, kinds, progress, world_size, now, 0.0
+        )
+
+    def _begin(
+        self,
+        storage: Storage,
+        folder: str,
+        step: int,
+        contents: Contents,
+        kinds: dict[str, str],
+        progress: Any,
+        world_size: int,
+        began_at: float,
+        waited_s: float,
+    ) -> Saving:
         rank = self._group.rank
         ranges = self._host.take(contents.ranges)  # (2)
         job = _Job(
@@ -180,8 +220,9 @@ class Checkpoints:
             words=f"{self._run}/{self._count}" if self._run else str(_savings.get(self._group, 0)),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
-            kinds={entry.name: kind_of(entry) for entry in self.registry},
-            progress=self.tell_progress(),
+            kinds=kinds,
+            progress=progress,
+            world_size=world_size,
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
         )
         self._count += 1
@@ -261,12 +302,12 @@ class Checkpoints:
             self._check(job, parts)
             manifest = Manifest(
                 step=job.saving.step,
-                world_size=size,
+                world_size=job.world_size,
                 time=time.time(),
                 kinds=job.kinds,
                 files={file: length for part in parts for file, length in part.files.items()},
                 entries=merged(parts),
-                progress=[progress for _, _, progress in told],
+                progress=[progress for _, _, progress in told if progress is not None],
             )
             write_manifest(job.storage, job.folder, manifest)  # (6)
         except CheckpointError as error:
@@ -381,6 +422,7 @@ class _Job:
         paused_s: float,
         kinds: dict[str, str],
         progress: Any,
+        world_size: int,
         write: Callable[[], Part],
     ) -> None:
         self.group = group  # The run may be in another generation when this is over.
@@ -392,4 +434,5 @@ class _Job:
         self.paused_s = paused_s
         self.kinds = kinds
         self.progress = progress
+        self.world_size = world_size
         self.write = write
