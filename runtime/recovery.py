@@ -19,8 +19,9 @@ some not: those had come to the same point, and enter behind, which needs no pee
 Not every function waits inside a step. One that was left by the error of a collective of its own,
 and that of a newcomer, has to run from the top, and then all do, in the next generation and in the
 same processes. What they register is brought to where it was (retained.py), and `ctx.epochs` and
-`ctx.shard` go on there. A step that counts is ended first, on every rank that waits in it: then the
-function goes on to its next boundary or collective, and is left there.
+`ctx.shard` go on there. A step that counts is ended first, on every rank that waits in it, with
+what the others send (whole_parameters.py): then the function goes on to its next boundary or
+collective, and is left there.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class Recovery:
         """By generation that was formed since, its ranks in the one before it."""
         self._restart: Resumption | None = None
         """How the function runs again, once it has been left."""
+        self._met = NOWHERE
+        """The last generation whose ranks have met because functions run again in it."""
         self._retained: Retained | None = None
         """Of before the function was run again; until a step has been agreed on since."""
         self._is_newcomer = False
@@ -161,8 +164,8 @@ class Recovery:
     ) -> None:
         """Return in the next generation. Raises what ended the run, if it does not go on.
 
-        optimizer: whose step waits. Where functions run again it returns if the step counts, and
-        raises FunctionLeft if not.
+        optimizer: whose step waits. Where functions run again it returns if the step counts, when
+        its parameters are whole, and raises FunctionLeft if not.
         """
         self.pass_boundary()
         held: dict[int, HeldState] = {}
@@ -173,10 +176,18 @@ class Recovery:
             )  # (a)
             handed_over = False
             if resumption.restarts:
-                self._restart = resumption
                 self._catch_up(resumption)
                 if optimizer is None or not optimizer.step_counts:
+                    self._restart = resumption
                     raise FunctionLeft
+                try:
+                    self._meet_waiting(optimizer, held)
+                except Exception as failure:
+                    if not ends_a_generation(failure):
+                        raise
+                    error = failure
+                    continue
+                self._restart = resumption
                 return
             if self._entry is not None and resumption.entered > self._entered:
                 self._enter(self._entry)
@@ -456,6 +467,40 @@ class Recovery:
                 last = last_checkpoint.newest(config)
             told = f"{error} (the last checkpoint is {last})" if last else str(error)
         return GroupAborted(group.generation, [], told)
+
+    def _meet_waiting(
+        self, optimizer: ZeroRedundancyOptimizer, held: Mapping[int, HeldState]
+    ) -> None:
+        """As `meet`, of a rank that waits in a step of this optimizer, which counts."""
+        from . import whole_parameters  # which knows models and optimizers
+
+        living = self._living()
+        so_far = {id(living[number]): state for number, state in held.items()}
+        registry = self._context.registry
+        has = whole_parameters.Holdings.of_live(registry, so_far)
+        group = self._lifeline.connect()
+        whole_parameters.complete(group, has, registry, optimizer)
+        self._met = group.generation
+
+    def connect(self) -> Group:
+        """The group of the generation that the function is to run in; it was met before by who has
+        waited in a step."""
+        group = self._lifeline.group
+        if group is not None and group.generation == self._met == self._lifeline.generation:
+            return group
+        return self._lifeline.connect()
+
+    def meet(self, group: Group) -> None:
+        """Once in each generation in which functions run again, before anything else: what ranks
+        lack that wait inside a step that counts (whole_parameters.py)."""
+        if self._met == group.generation:
+            return
+        from . import whole_parameters
+
+        assert self._retained is not None
+        has = whole_parameters.Holdings.of_retained(self._retained)
+        whole_parameters.complete(group, has)
+        self._met = group.generation
 
     def forget(self) -> None:
         """The function begins where no rank has anything any more."""

@@ -54,10 +54,12 @@ class Summary:
 @dataclass(slots=True)
 class Retained:
     """One rank's. optimizers: by name, in the order of their making. tensors: of modules, by their
-    names in them. states: of everything else."""
+    names in them. synced: of models, the step whose buffers these are. states: of everything else.
+    """
 
     optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    synced: dict[str, int] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -77,6 +79,8 @@ class Retained:
                 )
             elif isinstance(made, torch.nn.Module):
                 retained.tensors[entry.name] = _tensors_of(made, committed=True)
+                if isinstance(made, DistributedDataParallel):
+                    retained.synced[entry.name] = made.synced_step
             else:
                 retained.states[entry.name] = copy.deepcopy(made.state_dict())
         return retained
@@ -153,6 +157,6 @@ def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     tensors = {name: p.detach() for name, p in inner.named_parameters()}
     buffers = dict(inner.named_buffers())
-    if committed and isinstance(module, DistributedDataParallel) and module.kept_buffers:
-        buffers = dict(zip(buffers, module.kept_buffers, strict=True))
+    if committed and isinstance(module, DistributedDataParallel):
+        buffers = module.committed_buffers()
     return {**tensors, **buffers}
