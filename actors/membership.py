@@ -440,9 +440,10 @@ class Membership:
         if unparked and not can_restart:
             return self._give_up(
                 met,
-                f"ranks {unparked} were outside a step of a sharded optimizer, and their function "
-                "cannot be run again in the middle, because it has not registered its model and a "
-                "ZeroRedundancyOptimizer (ctx.register); with a plain optimizer, as communication "
+                f"ranks {unparked} were outside a step of a sharded optimizer, or inside a Join "
+                "that follows groups, and their function cannot be run again in the middle, "
+                "because it has not registered its model and a ZeroRedundancyOptimizer "
+                "(ctx.register); with a plain optimizer, as communication "
                 "hooks ask for, the next run goes on from a checkpoint",
             )
         restarts = bool(unparked or newcomers)

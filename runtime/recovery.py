@@ -17,11 +17,11 @@ A failure on the way begins again at (a), with what is held then. Some may have 
 some not: those had come to the same point, and enter behind, which needs no peer.
 
 Not every function waits inside a step. One that was left by the error of a collective of its own,
-and that of a newcomer, has to run from the top, and then all do, in the next generation and in the
-same processes. What they register is brought to where it was (retained.py), and `ctx.epochs` and
-`ctx.shard` go on there. A step that counts is ended first, on every rank that waits in it, with
-what the others send (whole_parameters.py): then the function goes on to its next boundary or
-collective, and is left there.
+that of a newcomer, and one inside a Join that follows groups, has to run from the top, and then all
+do, in the next generation and in the same processes. What they register is brought to where it was
+(retained.py), and `ctx.epochs` and `ctx.shard` go on there. A step that counts is ended first, on
+every rank that waits in it, with what the others send (whole_parameters.py): then the function goes
+on to its next boundary or collective, and is left there.
 """
 
 from __future__ import annotations
@@ -171,8 +171,9 @@ class Recovery:
         held: dict[int, HeldState] = {}
         handed_over = False
         while True:
+            is_parked = not join.follows_groups()
             resumption = self._freeze(
-                error, self._entered, is_parked=True, handed_over=handed_over
+                error, self._entered, is_parked=is_parked, handed_over=handed_over
             )  # (a)
             handed_over = False
             if resumption.restarts:
