@@ -28,8 +28,8 @@ def epilogue(frozen: Mapping[int, Frozen]) -> str:
     saved = next((word.saved for word in frozen.values() if word.saved), None)
     if saved is not None:
         return (
-            f"all that was registered is saved as of the last step that counts, in {saved}, and "
-            "the next run goes on from there"
+            f"all that was registered is saved as of the last step that counts, in {saved}; "
+            'with resume="auto" the next run goes on from there'
         )
     met = next((str(word.error) for word in frozen.values()), "no rank is left")
     return (

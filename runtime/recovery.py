@@ -37,7 +37,7 @@ from actors.errors import StateLost
 from actors.lifeline import Lifeline, ends_a_generation
 from actors.messages import DROPPED, NOWHERE, Assignment, Progress, Resumption
 from actors.steps import Steps
-from collectives import CollectiveError, Group, GroupAborted, GroupClosed
+from collectives import ChoruslineError, CollectiveError, Group, GroupAborted, GroupClosed
 from collectives.objects import all_gather_object
 from collectives.operation import State
 from collectives.resharding import Range
@@ -103,6 +103,9 @@ class Recovery:
         """How the function runs again, once it has been left."""
         self._met = NOWHERE
         """The last generation whose ranks have met because functions run again in it."""
+        self._on_the_way: Mapping[int, HeldState] = {}
+        """By id() of an optimizer, what it has of attempts to go on in place, when its function is
+        to run again. Others may have entered that generation, and dropped what came here."""
         self._retained: Retained | None = None
         """Of before the function was run again; until a step has been agreed on since."""
         self._is_newcomer = False
@@ -122,6 +125,7 @@ class Recovery:
         self._context = context
         self._attached_at = time.time()
         self.dealer = context.dealer
+        self._on_the_way = {}
         self._optimizers, self._models = [], []
         self._stepped_last = None
 
@@ -178,11 +182,13 @@ class Recovery:
             handed_over = False
             if resumption.restarts:
                 self._catch_up(resumption)
+                living = self._living()
+                self._on_the_way = {id(living[number]): one for number, one in held.items()}
                 if optimizer is None or not optimizer.step_counts:
                     self._restart = resumption
                     raise FunctionLeft
                 try:
-                    self._meet_waiting(optimizer, held)
+                    self._meet_waiting(optimizer)
                 except Exception as failure:
                     if not ends_a_generation(failure):
                         raise
@@ -439,7 +445,7 @@ class Recovery:
         if self._retained is None:
             from .retained import Retained  # which knows models and optimizers
 
-            self._retained = Retained.of(self._context.registry)
+            self._retained = Retained.of(self._context.registry, self._on_the_way)
             self._data = self._context.told_data(committed=True)
             if self._keeps_checkpoints and any(one.ballots > 0 for one in self._progress()):
                 from .last_checkpoint import Saveable
@@ -466,19 +472,17 @@ class Recovery:
             last = None
             with contextlib.suppress(Exception):  # The place itself may be what has failed.
                 last = last_checkpoint.newest(config)
-            told = f"{error} (the last checkpoint is {last})" if last else str(error)
+            is_ours = isinstance(error, ChoruslineError)
+            told = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            told += f" (the last checkpoint is {last})" if last else ""
         return GroupAborted(group.generation, [], told)
 
-    def _meet_waiting(
-        self, optimizer: ZeroRedundancyOptimizer, held: Mapping[int, HeldState]
-    ) -> None:
+    def _meet_waiting(self, optimizer: ZeroRedundancyOptimizer) -> None:
         """As `meet`, of a rank that waits in a step of this optimizer, which counts."""
         from . import whole_parameters  # which knows models and optimizers
 
-        living = self._living()
-        so_far = {id(living[number]): state for number, state in held.items()}
         registry = self._context.registry
-        has = whole_parameters.Holdings.of_live(registry, so_far)
+        has = whole_parameters.Holdings.of_live(registry, self._on_the_way)
         group = self._lifeline.connect()
         whole_parameters.complete(group, has, registry, optimizer)
         self._met = group.generation

@@ -63,13 +63,14 @@ class Retained:
     states: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, registry: Registry) -> Retained:
+    def of(cls, registry: Registry, on_the_way: Mapping[int, HeldState]) -> Retained:
+        """on_the_way: by id() of an optimizer, what it has received beyond what it steps."""
         retained = cls()
         for entry in registry:
             made = entry.object
             if isinstance(made, ZeroRedundancyOptimizer):
                 retained.optimizers[entry.name] = RetainedOptimizer(
-                    made.shard.held(),
+                    on_the_way.get(id(made)) or made.shard.held(),
                     made.progress,
                     made.num_steps,
                     [
