@@ -115,7 +115,8 @@ def test_whether_the_last_batch_of_a_lost_process_counts_is_found_out(
 
 @pytest.mark.timeout(400)
 def test_two_minutes_of_chaos_leave_nothing_to_complain_about() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/chaos.py"), "--seed", "7"]
+    """Of this seed, the first four rounds have faults of all kinds."""
+    command = [sys.executable, str(ROOT / "benchmarks/chaos.py"), "--seed", "542"]
     command += ["--minutes", "2", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
