@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import training_to_kill
+from killed_runs import wrap
 from ray import cloudpickle
 from training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die, loss_of, network
 
@@ -41,7 +42,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Note:
-    """Taken for a step that may count; in the first run those behind DIES_AT do not."""
+    """Taken for a step that may count; in the first run the last one may not."""
 
     is_first_run: bool
     step: int
@@ -62,7 +63,7 @@ def train(
 ) -> Told:
     """In the first run ranks 0 and 1 die at a step. where: "step": in it; "outside": and the third
     waits in a collective of its own; "top": rank 0 dies like that, and rank 1 when its function
-    runs again."""
+    runs again; "counted": rank 0 dies in a step that counts, whose parameters the others lack."""
     calls.append(ctx.rank)
     is_first_run = ctx.resumed_from is None
     if where == "top" and is_first_run and calls == [1, 0]:
@@ -77,18 +78,20 @@ def train(
     ctx.register("schedule", schedule)
     ctx.register("random", cl.RandomState())
     first_step = optim.num_steps
-    victims = {"top": [0], "never": []}.get(where, [0, 1])
+    victims = {"top": [0], "counted": [0], "never": []}.get(where, [0, 1])
     for epoch in ctx.epochs(NUM_EPOCHS):
         with cl.Join([model, optim], step_along=[schedule], divide_by_initial_world_size=False):
             for numbers, inputs, targets in ctx.shard(Samples(), BATCH_SIZE, epoch=epoch):
                 dies = is_first_run and optim.num_steps == DIES_AT and calls[0] in victims
-                if dies and where != "step":
+                if dies and where in ("outside", "top"):
                     die()
-                if where != "step" and optim.num_steps <= DIES_AT:
+                if where in ("outside", "top") and optim.num_steps <= DIES_AT:
                     ctx.reduce(1.0)
                 loss_of(model, inputs.to(dtype), targets.to(dtype)).backward()
-                if dies:
+                if dies and where == "step":
                     die()
+                if dies:
+                    wrap(optim.shard, "apply", then=die)
                 note = Note(is_first_run, optim.num_steps + 1, epoch, ctx.rank, numbers.tolist())
                 with (Path(folder) / f"{os.getpid()}.notes").open("a") as file:
                     print(json.dumps(asdict(note)), file=file, flush=True)
@@ -104,10 +107,11 @@ def train(
     )
 
 
-def notes_in(folder: Path) -> list[Note]:
+def notes_in(folder: Path, num_steps: int) -> list[Note]:
+    """Of the steps that count; num_steps: of the first run."""
     lines = [line for path in folder.glob("*.notes") for line in path.read_text().splitlines()]
     notes = [Note(**json.loads(line)) for line in lines]
-    return [note for note in notes if note.is_first_run == (note.step <= DIES_AT)]
+    return [note for note in notes if note.is_first_run == (note.step <= num_steps)]
 
 
 def reference(notes: list[Note]) -> list[torch.Tensor]:
@@ -158,8 +162,9 @@ async def assert_nothing_is_lost(
     assert why in str(raised.value)
     assert f"is saved as of the last step that counts, in {saved}" in str(raised.value)
     told = await session.run(train, folder=str(notes), where=where)
-    assert {(one.resumed_from, one.first_step) for one in told} == {(str(saved), DIES_AT)}
-    counted = notes_in(notes)
+    num_steps = DIES_AT + (where == "counted")
+    assert {(one.resumed_from, one.first_step) for one in told} == {(str(saved), num_steps)}
+    counted = notes_in(notes, num_steps)
     for epoch in range(NUM_EPOCHS):
         taken = [n for note in counted if note.epoch == epoch for n in note.numbers]
         assert sorted(taken) == [*range(NUM_SAMPLES)], f"epoch {epoch}"
@@ -170,13 +175,13 @@ async def assert_nothing_is_lost(
         assert all(map(torch.equal, one.parameters, expected))
 
 
-@pytest.mark.parametrize("where", ["step", "outside", "top"])
+@pytest.mark.parametrize("where, fewest", [("step", 2), ("outside", 2), ("top", 2), ("counted", 3)])
 async def test_below_the_fewest_the_next_run_goes_on_where_the_survivors_were(
-    cluster: None, _short_pause: None, tmp_path: Path, where: str
+    cluster: None, _short_pause: None, tmp_path: Path, where: str, fewest: int
 ) -> None:
     place = tmp_path / "checkpoints"
-    async with session_of((2, 3), place) as session:
-        why = "no new workers came, and fewer than 2 are left"
+    async with session_of((fewest, 3), place) as session:
+        why = f"no new workers came, and fewer than {fewest} are left"
         await assert_nothing_is_lost(session, place, tmp_path / "notes", where, why)
 
 
