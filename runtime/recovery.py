@@ -428,9 +428,10 @@ class Recovery:
         generation: then the function has failed.
         """
         resumption, self._restart = self._restart, None
-        is_left = isinstance(error, FunctionLeft | GroupClosed) or ends_a_generation(error)
-        if resumption is None or not is_left:
-            if not ends_a_generation(error):
+        is_left = isinstance(error, FunctionLeft) or ends_a_generation(error)
+        # A body behind a step that counts finds the group of that step closed.
+        if resumption is None or not (is_left or isinstance(error, GroupClosed)):
+            if not is_left:
                 raise error
             has_begun = self._has_begun()
             entered = self._entered if has_begun else NOWHERE
