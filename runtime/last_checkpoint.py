@@ -40,10 +40,11 @@ from .checkpoint.contents import (
 )
 from .checkpoint.sharded_state import GROUPS, NUM_STEPS, STATE, ShardedState
 from .checkpoint.storage import open_storage
+from .distributed_data_parallel import DistributedDataParallel
 from .held_state import VALUES, HeldState
 from .optimizer_state import MASTER
 from .registry import Registry
-from .retained import Retained, Summary, leader_of, saved_state
+from .retained import Retained, Summary, leader_of
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
@@ -76,7 +77,7 @@ class Layout:
 @dataclass(slots=True)
 class Saveable:
     """What a checkpoint needs besides what is retained. kinds: of all that is registered, by name.
-    modules: their state_dict, without copying. step: ctx.step."""
+    modules: their state_dict, of the tensors that are retained. step: ctx.step."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -84,14 +85,29 @@ class Saveable:
     step: int = 0
 
     @classmethod
-    def of(cls, registry: Registry, step: int) -> Self:
+    def of(cls, registry: Registry, retained: Retained, step: int) -> Self:
         made = cls({entry.name: kind_of(entry) for entry in registry}, step=step)
         for entry in registry:
             if isinstance(entry.object, ZeroRedundancyOptimizer):
                 made.layouts[entry.name] = Layout.of(entry.name, entry.object)
             elif isinstance(entry.object, torch.nn.Module):
-                made.modules[entry.name] = saved_state(entry.object)
+                made.modules[entry.name] = _state_of(entry.object, retained.tensors[entry.name])
         return made
+
+
+def _state_of(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What a checkpoint has of a module. tensors: by name; one that has several is in it once."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    name_of: dict[int, str] = {}
+    known = dict(tensors)
+    for name, tensor in (
+        *inner.named_parameters(remove_duplicate=False),
+        *inner.named_buffers(remove_duplicate=False),
+    ):
+        first = name_of.setdefault(id(tensor), name)
+        if first in tensors:
+            known[name] = tensors[first]
+    return {name: known.get(name, value) for name, value in inner.state_dict().items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +162,10 @@ def save(
     # A place of its own among them: nothing of what was being written when the ranks were left.
     checkpoints = Checkpoints(group, Registry(), replace(config, resume=NEVER))
     checkpoints.begin()
-    step = max(words[rank].step for rank in there)
-    progress = data if was_there else None
-    saving = checkpoints.save_contents(step, found, kinds, progress, len(there))  # (d)
+    told = [words[leader].summary.data]
+    told += [words[rank].summary.data for rank in there if rank != leader]
+    step = words[leader].step
+    saving = checkpoints.save_contents(step, found, kinds, told, len(there))  # (d)
     saving.wait(config.timeout_s)
     return saving.path
 

@@ -451,7 +451,8 @@ class Recovery:
             if self._keeps_checkpoints and any(one.ballots > 0 for one in self._progress()):
                 from .last_checkpoint import Saveable
 
-                self._saveable = Saveable.of(self._context.registry, self._context.step)
+                registry = self._context.registry
+                self._saveable = Saveable.of(registry, self._retained, self._context.step)
         return resumption
 
     def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:

@@ -144,13 +144,6 @@ def leader_of(summaries: Sequence[Summary]) -> int:
     return next(rank for rank, one in enumerate(summaries) if one.was_there)
 
 
-def saved_state(module: torch.nn.Module) -> dict[str, Any]:
-    """What a checkpoint has of a module, as of the last step that counts; nothing is copied."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
-    committed = _tensors_of(module, committed=True)
-    return {name: committed.get(name, value) for name, value in inner.state_dict().items()}
-
-
 @torch.no_grad()
 def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.Tensor]:
     """Parameters and buffers. committed: buffers as they were after the last step that counts, for

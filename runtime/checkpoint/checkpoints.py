@@ -183,18 +183,23 @@ class Checkpoints:
         )
 
     def save_contents(
-        self, step: int, contents: Contents, kinds: dict[str, str], progress: Any, world_size: int
+        self,
+        step: int,
+        contents: Contents,
+        kinds: dict[str, str],
+        progress: list[Any],
+        world_size: int,
     ) -> Saving:
         """As `save`, among the checkpoints of the config, of what is not in the registry any more.
 
-        contents: this rank's part. progress: None of a rank that has none. world_size: ranks that
-        have states of their own.
+        contents: this rank's part. progress: of all ranks that have some, the same on all.
+        world_size: ranks that have states of their own.
         """
         assert self._storage is not None
         folder = catalog.folder_name(step, self._run, self._count)
         now = time.monotonic()
         return self._begin(
-            self._storage, folder, step, contents, kinds, progress, world_size, now, 0.0
+            self._storage, folder, step, contents, kinds, None, world_size, now, 0.0, progress
         )
 
     def _begin(
@@ -208,7 +213,9 @@ class Checkpoints:
         world_size: int,
         began_at: float,
         waited_s: float,
+        told_progress: list[Any] | None = None,
     ) -> Saving:
+        """told_progress: of all ranks, where it is known; else each tells its own with its part."""
         rank = self._group.rank
         ranges = self._host.take(contents.ranges)  # (2)
         job = _Job(
@@ -222,6 +229,7 @@ class Checkpoints:
             paused_s=time.monotonic() - began_at - waited_s,
             kinds=kinds,
             progress=progress,
+            told_progress=told_progress,
             world_size=world_size,
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
         )
@@ -307,7 +315,7 @@ class Checkpoints:
                 kinds=job.kinds,
                 files={file: length for part in parts for file, length in part.files.items()},
                 entries=merged(parts),
-                progress=[progress for _, _, progress in told if progress is not None],
+                progress=job.told_progress or [progress for _, _, progress in told],
             )
             write_manifest(job.storage, job.folder, manifest)  # (6)
         except CheckpointError as error:
@@ -422,6 +430,7 @@ class _Job:
         paused_s: float,
         kinds: dict[str, str],
         progress: Any,
+        told_progress: list[Any] | None,
         world_size: int,
         write: Callable[[], Part],
     ) -> None:
@@ -434,5 +443,6 @@ class _Job:
         self.paused_s = paused_s
         self.kinds = kinds
         self.progress = progress
+        self.told_progress = told_progress
         self.world_size = world_size
         self.write = write
