@@ -86,8 +86,9 @@ class Session:
     one CPU (shared CPUs on a cluster that the session starts itself).
     placement_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD", as in Ray.
     timeout_s: deadline of each collective and of the ranks' meeting. startup_timeout_s: for
-    placing the workers, and for their start. address: of a running cluster; without it RAY_ADDRESS
-    counts, and without that a local cluster is started, and stopped by `close`.
+    placing the workers, also while an autoscaler starts nodes for them, and again for their start.
+    address: of a running cluster; without it RAY_ADDRESS counts, and without that a local cluster
+    is started, and stopped by `close`.
     on_report: called in this process's loop with each Report of each rank. live_view: show the
     ranks, and plots of what they report, while a function runs; in a notebook only.
     checkpoint: where every run keeps what it has registered, and goes on from.
@@ -185,7 +186,12 @@ class Session:
             )
             strategy = self._placement_strategy
             first = await placement.place(
-                bundle, self._fewest, self._most, strategy, self._startup_timeout_s
+                bundle,
+                self._fewest,
+                self._most,
+                strategy,
+                self._startup_timeout_s,
+                may_grow=not self._is_local,
             )
             self._seats = Seats(first, bundle, self._most, strategy)
             self._crew = Crew(
