@@ -211,7 +211,8 @@ class Driver(StoreActor):
             self._counters.add("chorusline_recoveries")
         for instruction in instructions:
             outcome = instruction.outcome if isinstance(instruction, EndRun) else None
-            if isinstance(outcome, RunFailed) and not isinstance(outcome.cause, Cancellation):
+            has_failed = isinstance(outcome, RunFailed) and not outcome.nobody_began
+            if has_failed and not isinstance(outcome.cause, Cancellation):
                 self._counters.add("chorusline_failed_runs")
 
     async def cancel(self, run: int, reason: str) -> None:
