@@ -30,7 +30,7 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 
 from collectives.debug import get_debug_level, set_debug_level
-from collectives.errors import CollectiveError, GroupAborted, fresh_copy
+from collectives.errors import CollectiveError, CollectiveTimeout, GroupAborted, fresh_copy
 from collectives.group import Group
 
 from . import outcomes
@@ -426,7 +426,12 @@ class Worker:
         run.nobody_began = resumption is None and (has_met or not run.request.goes_on)
         if has_met:
             assert group is not None
-            self._see_all(run, group)
+            try:
+                self._see_all(run, group)
+            except CollectiveTimeout:
+                if not run.request.goes_on:
+                    raise
+                run.nobody_began = False  # Who hangs is killed, and the others go on (Lifeline).
         assignment, group, resumption = lifeline.begin()
         return program(assignment, group, run.journal, lifeline, run.steps, resumption)
 
@@ -462,6 +467,9 @@ class Worker:
                 generation=assignment.generation,
                 timeout_s=run.request.timeout_s,
             )
+        elif (failure := group.failure()) is not None:
+            group.close()
+            raise fresh_copy(failure)
         with self._lock:
             self._group = group
             stop_error = run.stop_error
