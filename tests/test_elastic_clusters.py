@@ -143,6 +143,57 @@ def test_a_session_starts_on_a_cluster_that_has_no_workers_yet(
     assert "the cluster has no GPU" in never[1][1]
 
 
+SPREADS = """
+import asyncio, json, os, time
+import ray, torch
+import chorusline as cl
+
+def train(ctx):
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(4, 4)))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.Adam, lr=0.1, replicas=2)
+    ctx.register("optim", optim)
+    for epoch in ctx.epochs(10_000):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(torch.ones(48, 4), 4, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                time.sleep(0.05)
+        if ctx.world_size == 3:
+            return ray.get_runtime_context().get_node_id()
+
+async def main():
+    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
+    few = {"CPU": 0.2}  # All three would fit on the head.
+    async with cl.Session(
+        (1, 3), placement_strategy="STRICT_SPREAD", resources_per_worker=few, timeout_s=30
+    ) as session:
+        at_start = session.num_workers
+        nodes = await asyncio.wait_for(session.run(train), 150)
+    print(json.dumps([at_start, nodes]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_session_that_is_strictly_spread_grows_onto_nodes_of_their_own(tmp_path: Path) -> None:
+    with autoscaling_head(tmp_path, num_cpus=1, most_nodes=2) as address:
+        done = subprocess.run(
+            [sys.executable, "-c", SPREADS],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            env=ENVIRONMENT | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    at_start, nodes = json.loads(done.stdout.splitlines()[-1])
+    assert at_start < 3, "it has grown"
+    assert len(nodes) == len(set(nodes)) == 3
+
+
 TWO_FOUR_THREE = """
 import asyncio, json, sys, tempfile, time
 sys.path.insert(0, sys.argv[1])
