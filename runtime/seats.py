@@ -83,13 +83,12 @@ class Seats:
 
     def _asked_for(self, taken: set[str]) -> PlacementGroup:
         """taken: nodes that have a seat."""
-        # Without blanks: Ray takes ", b" for another node than "b", and says nothing.
-        apart = [{"ray.io/node-id": f"!in({','.join(sorted(taken))})"}] if taken else None
-        group: PlacementGroup = placement_group(
-            [self._bundle],
-            strategy=self._strategy,
-            bundle_label_selector=apart if self._is_spread else None,
-        )
+        apart: dict[str, Any] = {}
+        if self._is_spread and taken:
+            # Without blanks: Ray takes ", b" for another node than "b", and says nothing.
+            others = {"ray.io/node-id": f"!in({','.join(sorted(taken))})"}
+            apart["bundle_label_selector"] = [others]
+        group: PlacementGroup = placement_group([self._bundle], strategy=self._strategy, **apart)
         return group
 
     def _nodes(self) -> dict[int, str]:

@@ -5,8 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import grpc
 import pytest
-from ray.core.generated.autoscaler_pb2 import AutoscalingState
+import ray
+from ray.core.generated.autoscaler_pb2 import (
+    AutoscalingState,
+    ClusterConfig,
+    ReportClusterConfigRequest,
+)
+from ray.core.generated.autoscaler_pb2_grpc import AutoscalerStateServiceStub
 
 from runtime.autoscaling import Outlook, of_maximum, of_state, of_status, prospect
 
@@ -87,3 +94,24 @@ def test_a_cluster_without_an_autoscaler_is_known_for_one(cluster: None) -> None
     told = prospect({"CPU": 1.0}, 50, GROUP)
     # Its first words may not have come yet, where this is the first test.
     assert told.outlook is Outlook.FIXED or "yet" in told.why
+
+
+def report(config: ClusterConfig) -> None:
+    """To Ray's own state, as a provider does that tells what it may start."""
+    with grpc.insecure_channel(ray.get_runtime_context().gcs_address) as channel:
+        asked = ReportClusterConfigRequest(cluster_config=config)
+        AutoscalerStateServiceStub(channel).ReportClusterConfig(asked, timeout=5)
+
+
+def test_what_a_provider_has_reported_is_heard(cluster: None) -> None:
+    config = ClusterConfig()
+    config.node_group_configs.add(resources={"CPU": 4}, min_count=0, max_count=3, name="workers")
+    report(config)
+    try:
+        told = prospect({"CPU": 2.0}, 7, GROUP)
+        assert told.outlook is Outlook.FIXED
+        assert "CPU 12 at the most, and 14 are asked for" in told.why
+        assert "configuration" not in prospect({"CPU": 2.0}, 6, GROUP).why
+    finally:
+        report(ClusterConfig())
+    assert "configuration" not in prospect({"CPU": 2.0}, 7, GROUP).why
