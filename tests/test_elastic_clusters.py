@@ -169,7 +169,7 @@ async def main():
         (1, 3), placement_strategy="STRICT_SPREAD", resources_per_worker=few, timeout_s=30
     ) as session:
         at_start = session.num_workers
-        nodes = await asyncio.wait_for(session.run(train), 150)
+        nodes = await asyncio.wait_for(session.run(train), 220)
     print(json.dumps([at_start, nodes]))
 
 asyncio.run(main())
@@ -177,14 +177,14 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(360)
 def test_a_session_that_is_strictly_spread_grows_onto_nodes_of_their_own(tmp_path: Path) -> None:
     with autoscaling_head(tmp_path, num_cpus=1, most_nodes=2) as address:
         done = subprocess.run(
             [sys.executable, "-c", SPREADS],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=260,
             check=False,
             env=ENVIRONMENT | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
