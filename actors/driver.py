@@ -24,6 +24,7 @@ from .calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers
 from .events import (
     Event,
     GraceEnded,
+    LastSaveEnded,
     Leaving,
     PatienceEnded,
     PauseEnded,
@@ -51,6 +52,7 @@ from .instructions import (
     ReleaseRank,
     ResumeRank,
     StartGrace,
+    StartLastSave,
     StartPatience,
     StartPause,
     StartRank,
@@ -144,7 +146,9 @@ class Driver(StoreActor):
         program: one reference to the pickled program, in a list so that Ray hands the reference
         on and the driver never holds the bytes.
         """
-        started = RunStarted(request.run, request.fewest, request.max_failures)
+        started = RunStarted(
+            request.run, request.fewest, request.max_failures, request.last_save_s is not None
+        )
         return await self._carry_on(request, program, started)
 
     async def take_over(
@@ -163,7 +167,13 @@ class Driver(StoreActor):
                 self._membership.handle(WorkerRegistered(said.info, said.assignment.generation))
         if not stands:
             return None
-        taken = RunTakenOver(request.run, request.fewest, request.max_failures, tuple(stands))
+        taken = RunTakenOver(
+            request.run,
+            request.fewest,
+            request.max_failures,
+            tuple(stands),
+            request.last_save_s is not None,
+        )
         return await self._carry_on(request, program, taken)
 
     async def _carry_on(
@@ -312,6 +322,8 @@ class _Errands:
                     self._start(self._end_patience(instruction), "patience")
                 case StartPause():
                     self._start(self._end_pause(instruction), "pause")
+                case StartLastSave():
+                    self._start(self._end_last_save(instruction), "last-save")
                 case Fence(worker_id):
                     # Its run call ends with that, and says so.
                     ray.kill(self._driver.worker(worker_id))
@@ -386,6 +398,10 @@ class _Errands:
     async def _end_pause(self, pause: StartPause) -> None:
         await asyncio.sleep(self._request.pause_s)
         self._events.put_nowait(PauseEnded(pause.generation))
+
+    async def _end_last_save(self, saving: StartLastSave) -> None:
+        await asyncio.sleep(self._request.last_save_s or 0.0)
+        self._events.put_nowait(LastSaveEnded(saving.generation))
 
     async def _resume_rank(self, resume: ResumeRank) -> None:
         worker = self._driver.worker(resume.worker_id)

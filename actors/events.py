@@ -30,11 +30,12 @@ class SeatEmptied:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """fewest, max_failures: as in RunRequest."""
+    """fewest, max_failures: as in RunRequest. saves_last: it has a last_save_s."""
 
     run: int
     fewest: int = 1
     max_failures: int | None = 0
+    saves_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class RunTakenOver:
     fewest: int
     max_failures: int | None
     stands: tuple[Stand, ...]
+    saves_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,13 @@ class PauseEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class LastSaveEnded:
+    """A run that is given up has waited long enough for its last checkpoint."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class RanksTold:
     """Where the ranks are; by rank, a text says why one said nothing."""
 
@@ -137,6 +146,7 @@ Event: TypeAlias = (
     | RankSilent
     | PatienceEnded
     | PauseEnded
+    | LastSaveEnded
     | Leaving
     | RanksTold
     | WorkerDied

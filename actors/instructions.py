@@ -81,6 +81,13 @@ class StartPause:
 
 
 @dataclass(frozen=True, slots=True)
+class StartLastSave:
+    """Send LastSaveEnded when the ranks have had long enough to write the last checkpoint."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """Kill a worker that says nothing: what it might still do would contradict the decision."""
 
@@ -118,6 +125,7 @@ Instruction: TypeAlias = (
     | FreezeRank
     | StartPatience
     | StartPause
+    | StartLastSave
     | Fence
     | ResumeRank
     | ReleaseRank

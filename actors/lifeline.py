@@ -103,6 +103,8 @@ class Lifeline:
         can_restart: bool,
         spare: int,
         handed_over: bool,
+        can_save: bool = False,
+        saved: str = "",
     ) -> Resumption:
         """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
 
@@ -125,6 +127,8 @@ class Lifeline:
             can_restart,
             spare,
             handed_over,
+            can_save,
+            saved,
         )
         run = self._request.run
         self._tell(lambda driver: driver.froze.remote(run, frozen))  # 2

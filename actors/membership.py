@@ -21,7 +21,8 @@ The rules:
    if one of them was left by an error of its own collectives, or if new workers have come. With
    fewer than the fewest workers the run waits for some. What else ends a run still ends it: an
    exception of a function, too many losses, ranks that fail to meet again and again though none
-   of them dies.
+   of them dies. Where it is the driver that gives up, and the session keeps checkpoints, the ranks
+   save what they have first (last_generation.py).
 4. **Ranks** follow the seats, and ranks of one node are adjacent: nodes in the order of their
    lowest seat. A worker that was replaced thus leaves the others' ranks alone.
 """
@@ -33,11 +34,12 @@ from dataclasses import dataclass, field, replace
 
 from collectives.errors import CollectiveError, GroupAborted, PeerLost
 
-from . import outcomes
+from . import last_generation, outcomes
 from .departures import Departures
 from .events import (
     Event,
     GraceEnded,
+    LastSaveEnded,
     Leaving,
     PatienceEnded,
     PauseEnded,
@@ -65,6 +67,7 @@ from .instructions import (
     ReleaseRank,
     ResumeRank,
     StartGrace,
+    StartLastSave,
     StartPatience,
     StartPause,
     StartRank,
@@ -78,6 +81,7 @@ from .messages import (
     Frozen,
     Loss,
     MemberState,
+    Progress,
     Resumption,
     RunFailed,
     RunSucceeded,
@@ -108,6 +112,8 @@ class _Run:
     regeneration: while one generation has ended and the next has not begun. takes_newcomers: as far
     as is known. is_paused: too few are left; the round is complete, and waits for newcomers.
     departures: who leaves on notice.
+    saves_last: the ranks save what they have before it is given up. gives_up: what it ends with
+    when its last generation is over; None while there may be others. epilogue: what came of that.
     nobody_began: a rank has said so, and it is for certain.
     num_vain: generations in a row that ended though nobody died and nothing was achieved;
     `achieved` says what was.
@@ -130,6 +136,9 @@ class _Run:
     takes_newcomers: bool = True
     is_paused: bool = False
     departures: Departures = field(default_factory=Departures)
+    saves_last: bool = False
+    gives_up: Loss | Failure | None = None
+    epilogue: str = ""
     nobody_began: bool = False
     num_vain: int = 0
     achieved: int = -1
@@ -137,6 +146,10 @@ class _Run:
     @property
     def goes_on(self) -> bool:
         return self.max_failures != 0
+
+    @property
+    def has_lost_too_many(self) -> bool:
+        return self.max_failures is not None and len(self.losses) > self.max_failures
 
 
 MAX_VAIN = 3
@@ -156,8 +169,8 @@ class Membership:
         match event:
             case WorkerRegistered(worker, generation):
                 return self._register(worker, generation)
-            case RunStarted(run, fewest, max_failures):
-                return self._start(run, fewest, max_failures)
+            case RunStarted():
+                return self._start(event)
             case RunTakenOver():
                 return self._take_over(event)
             case SeatEmptied(seat):
@@ -176,6 +189,8 @@ class Membership:
                 return self._patience_ended(generation)
             case PauseEnded(generation):
                 return self._pause_ended(generation)
+            case LastSaveEnded(generation):
+                return self._last_save_ended(generation)
             case Leaving(who, why):
                 return self._leaving(who, why)
             case RanksTold(testimonies):
@@ -213,7 +228,7 @@ class Membership:
             self._generation = generation
             self._formed = ()
         run = self._run
-        if run is None or not run.goes_on or run.is_stopping or run.is_released:
+        if run is None or not run.goes_on or run.is_stopping or run.is_released or run.gives_up:
             return []
         if run.regeneration is not None:
             return self._decide()
@@ -221,7 +236,8 @@ class Membership:
             return []
         return self._freeze_others(GroupAborted(self._generation, [], f"{worker} has come"))
 
-    def _start(self, run: int, fewest: int, max_failures: int | None) -> list[Instruction]:
+    def _start(self, started: RunStarted) -> list[Instruction]:
+        run, fewest = started.run, started.fewest
         if self._run is not None:
             raise RuntimeError(f"run {self._run.number} is still in progress")
         ready = [m for m in self._members.values() if m.state is MemberState.READY]
@@ -236,7 +252,14 @@ class Membership:
         if order != self._formed:
             self._generation += 1
             self._formed = order
-        self._run = _Run(run, fewest, max_failures, members, set(range(len(members))))
+        self._run = _Run(
+            run,
+            fewest,
+            started.max_failures,
+            members,
+            set(range(len(members))),
+            saves_last=started.saves_last,
+        )
         for member in members:
             member.state = MemberState.RUNNING
         assignments = assign([member.info for member in members], self._generation)
@@ -275,7 +298,13 @@ class Membership:
         self._generation = generation
         self._formed = tuple(member.info.worker_id for member in members)
         self._run = _Run(
-            taken.run, taken.fewest, taken.max_failures, tuple(members), set(range(size))
+            taken.run,
+            taken.fewest,
+            taken.max_failures,
+            tuple(members),
+            set(range(size)),
+            saves_last=taken.saves_last,
+            gives_up=newest.resumption.gives_up if newest.resumption is not None else None,
         )
         instructions: list[Instruction] = [
             AttachRank(stand.info.worker_id) for _, stand in sorted(by_rank.items())
@@ -288,6 +317,8 @@ class Membership:
                 )
                 for rank, stand in late
             ]
+        if self._run.gives_up is not None:
+            instructions.append(StartLastSave(generation))
         for rank in range(size):
             if rank not in by_rank:
                 instructions += self._worker_died(
@@ -329,8 +360,8 @@ class Membership:
         run = self._run
         assert run is not None
         run.losses.append(loss)
-        is_too_many = run.max_failures is not None and len(run.losses) > run.max_failures
-        if run.is_stopping or run.is_released or is_too_many or not run.running:
+        ends_at_once = run.has_lost_too_many and not (run.goes_on and run.saves_last)
+        if run.is_stopping or run.is_released or ends_at_once or not run.running:
             return self._stop(loss)
         begun = self._freeze_others(stop_error(loss, self._generation))
         assert run.regeneration is not None
@@ -339,7 +370,7 @@ class Membership:
 
     def _leaving(self, who: str, why: str) -> list[Instruction]:
         run = self._run
-        if run is None or not run.goes_on or run.is_stopping or run.is_released:
+        if run is None or not run.goes_on or run.is_stopping or run.is_released or run.gives_up:
             return []
         run.departures.note(who, why)
         infos = [member.info for member in run.members]
@@ -393,7 +424,11 @@ class Membership:
         if not round_.is_complete:
             return []
         frozen = round_.frozen
+        if run.gives_up is not None:
+            return self._end_given_up(last_generation.epilogue(frozen))
         met = next(iter(frozen.values()))
+        if run.has_lost_too_many:
+            return self._give_up(met, f"max_failures={run.max_failures} allows no more losses")
         newcomers = [
             member
             for member in self._members.values()
@@ -408,9 +443,10 @@ class Membership:
         if unparked and not can_restart:
             return self._give_up(
                 met,
-                f"ranks {unparked} were outside a step of a sharded optimizer, and their function "
-                "cannot be run again in the middle, because it has not registered its model and a "
-                "ZeroRedundancyOptimizer (ctx.register); with a plain optimizer, as communication "
+                f"ranks {unparked} were outside a step of a sharded optimizer, or inside a Join "
+                "that follows groups, and their function cannot be run again in the middle, "
+                "because it has not registered its model and a ZeroRedundancyOptimizer "
+                "(ctx.register); with a plain optimizer, as communication "
                 "hooks ask for, the next run goes on from a checkpoint",
             )
         restarts = bool(unparked or newcomers)
@@ -432,30 +468,48 @@ class Membership:
         run.achieved = achieved
         if run.num_vain >= MAX_VAIN:
             return self._give_up(met, f"ranks did not meet {MAX_VAIN} times in a row")
-        before = run.members
+        instructions: list[Instruction] = []
+        for member in gone:
+            why = run.departures.why(member.info)
+            left = GroupAborted(self._generation, [], f"{member.info} has left: {why}")
+            instructions.append(DismissRank(member.info.worker_id, left))
         members = in_rank_order([*survivors, *newcomers]) if newcomers else survivors
-        rank_before = {id(member): rank for rank, member in enumerate(before)}
+        formed = self._form(members, progress, restarts=restarts, leaving=handing)
+        return [*instructions, *formed]
+
+    def _form(
+        self,
+        members: list[_Member],
+        progress: tuple[Progress, ...],
+        *,
+        restarts: bool,
+        leaving: Iterable[int] = (),
+        gives_up: Loss | Failure | None = None,
+    ) -> list[Instruction]:
+        """The next generation, of these. leaving: by rank of the one that has ended; the rest as in
+        Resumption."""
+        run = self._run
+        assert run is not None and run.regeneration is not None
+        rank_before = {id(member): rank for rank, member in enumerate(run.members)}
         former = FormerRanks.of(rank_before.get(id(member), -1) for member in members)
-        entered = max(word.entered for word in frozen.values())
+        entered = max(word.entered for word in run.regeneration.frozen.values())
         run.members = tuple(members)
         run.running = set(range(len(members)))
         run.finished.clear()
         run.regeneration, run.is_paused = None, False
         self._generation += 1
         self._formed = tuple(member.info.worker_id for member in members)
-        leaving = tuple(rank for rank, old in enumerate(former.ranks()) if old in handing)
+        now_leaving = tuple(rank for rank, old in enumerate(former.ranks()) if old in leaving)
         instructions: list[Instruction] = []
-        for member in gone:
-            why = run.departures.why(member.info)
-            left = GroupAborted(self._generation - 1, [], f"{member.info} has left: {why}")
-            instructions.append(DismissRank(member.info.worker_id, left))
         for member, assignment in zip(
             members,
             assign([member.info for member in members], self._generation),
             strict=True,
         ):
             member.state = MemberState.RUNNING
-            told = Resumption(assignment, former, progress, entered, restarts, leaving)
+            told = Resumption(
+                assignment, former, progress, entered, restarts, now_leaving, gives_up
+            )
             instructions.append(
                 ResumeRank(member.info.worker_id, told)
                 if id(member) in rank_before
@@ -488,14 +542,40 @@ class Membership:
         return self._give_up(met, f"no new workers came, and fewer than {run.fewest} are left")
 
     def _give_up(self, met: Frozen, why: str) -> list[Instruction]:
-        """The run cannot go on: it ends with the last loss, or with what a rank has met with."""
+        """The run cannot go on: it ends with the last loss, or with what a rank has met with.
+        All who live are frozen; they save what they have first, if they can."""
         run = self._run
-        assert run is not None
-        run.regeneration = None
+        assert run is not None and run.regeneration is not None
+        cause: Loss | Failure = failure_of(met)
         if run.losses:
             last = run.losses[-1]
-            return self._stop(Loss(last.rank, last.worker, f"{last.detail} ({why})"))
-        return self._stop(failure_of(met))
+            cause = Loss(last.rank, last.worker, f"{last.detail} ({why})")
+        frozen = run.regeneration.frozen
+        if run.saves_last and last_generation.may_save(frozen):
+            try:
+                progress = decide(frozen)
+            except ValueError:
+                pass  # They have run different programs: nobody knows what counts.
+            else:
+                run.gives_up = cause
+                survivors = [run.members[rank] for rank in sorted(frozen)]
+                formed = self._form(survivors, progress, restarts=True, gives_up=cause)
+                return [*formed, StartLastSave(self._generation)]
+        run.regeneration = None
+        return self._stop(cause)
+
+    def _last_save_ended(self, generation: int) -> list[Instruction]:
+        run = self._run
+        if run is None or run.is_stopping or not run.gives_up or generation != self._generation:
+            return []
+        return self._end_given_up("what the ranks had was not saved in time")
+
+    def _end_given_up(self, epilogue: str) -> list[Instruction]:
+        """The last generation is over, one way or the other."""
+        run = self._run
+        assert run is not None and run.gives_up is not None
+        run.regeneration, run.epilogue = None, epilogue
+        return self._stop(last_generation.told_with(run.gives_up, epilogue))
 
     def _rank_finished(self, rank: int, generation: int) -> list[Instruction]:
         run = self._run
@@ -548,13 +628,15 @@ class Membership:
         returned, stuck = tuple(sorted(run.returned)), tuple(sorted(run.running))
         # A death may be told later than what it did to the others.
         is_by_loss = isinstance(run.cause, Loss) or _is_echo(run.cause)
+        # The text of a loss has its epilogue in it.
+        epilogue = run.epilogue if isinstance(run.cause, Failure) else ""
         failed = RunFailed(
             self._generation,
             run.cause,
             infos,
             returned,
             stuck,
-            run.story or "",
+            "\n".join(words for words in (run.story, epilogue) if words),
             nobody_began=run.nobody_began and is_by_loss,
         )
         return [EndRun(failed)]

@@ -90,7 +90,8 @@ class RunRequest:
     debug_level: of the session's process; a worker whose own is higher keeps that.
     fewest: workers with which the run goes on when others are lost. max_failures: how many may be
     lost before the run fails; 0: the first loss ends it, None: any number. pause_s: how long the
-    run waits for new workers when fewer are left.
+    run waits for new workers when fewer are left. last_save_s: how long it waits for the checkpoint
+    that the ranks write before it is given up; None: the session keeps no checkpoints.
     """
 
     run: int
@@ -100,6 +101,7 @@ class RunRequest:
     fewest: int = 1
     max_failures: int | None = 0
     pause_s: float = 300.0
+    last_save_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.run < 0:
@@ -163,6 +165,8 @@ class Frozen:
     and has to run again from the top. can_restart: all that has to survive that is registered.
     spare: ranks that may go at once without any state being lost, as far as this rank knows.
     handed_over: those that leave have handed theirs over in this generation, to all who stay.
+    can_save: all that counts can be written to a checkpoint by the ranks that are left.
+    saved: the path of the checkpoint that was written in this generation, the last of the run.
     """
 
     rank: int
@@ -174,6 +178,8 @@ class Frozen:
     can_restart: bool = False
     spare: int = 0
     handed_over: bool = False
+    can_save: bool = False
+    saved: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +225,8 @@ class Resumption:
     the top, on all ranks.
     leaving: ranks that hand over what they keep in this generation, which ends with that
     (departures.py).
+    gives_up: what the run ends with: this generation is the last, in which the ranks save what they
+    have (last_generation.py).
     """
 
     assignment: Assignment
@@ -227,6 +235,7 @@ class Resumption:
     entered: int = 0
     restarts: bool = False
     leaving: tuple[int, ...] = ()
+    gives_up: Loss | Failure | None = None
 
     def __post_init__(self) -> None:
         if len(self.former) != self.assignment.world_size:

@@ -96,7 +96,7 @@ def plan_transfers(
     for target in range(num_ranks):
         for owner in guarded_ranks(target, num_ranks, replicas):
             for wanted in shard_of(owner, num_ranks, contents):
-                for part, holders in _by_holders(wanted, held):
+                for part, holders in by_holders(wanted, held):
                     if target in holders:
                         continue
                     if not holders:
@@ -110,7 +110,7 @@ def plan_transfers(
     return plan
 
 
-def _by_holders(
+def by_holders(
     wanted: Range, held: Mapping[int, Sequence[Range]]
 ) -> list[tuple[Range, frozenset[int]]]:
     """Cut a range where the set of ranks that hold it changes."""

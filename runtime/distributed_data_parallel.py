@@ -354,6 +354,19 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if self._recovery is not None and self.broadcast_buffers:
             self.kept_buffers = [buffer.clone() for buffer in self.module.buffers()]
 
+    def committed_buffers(self) -> dict[str, torch.Tensor]:
+        """By name, as they were after the last step whose buffers this rank has: a forward pass may
+        have changed them since. Without such a step, as they are."""
+        buffers = dict(self.module.named_buffers())
+        if self.kept_buffers:
+            return dict(zip(buffers, self.kept_buffers, strict=True))
+        return buffers
+
+    def end_step(self, step: int) -> None:
+        """The buffers are those of `step` now, if they were not before."""
+        if self.synced_step < step:
+            self._keep_buffers()
+
     def sync_buffers_again(self, synced: Sequence[int], step: int, live: Sequence[int]) -> None:
         """End `step` on ranks that have not ended it. synced: `synced_step` by rank. live: ranks
         that took the step and are there. Who has ended it may be in the next forward pass already,

@@ -116,18 +116,17 @@ def change_ranks(former_ranks: Sequence[int]) -> None:
         join.ledger.change_ranks(former_ranks)
 
 
-def change_group(group: Group) -> None:
-    """Every Join that this process is in goes on in another group.
+def follows_groups() -> bool:
+    """Whether this process is in a Join that follows groups. Those end with the generation, and
+    what is issued on them has no place in a step: so its loop cannot go on in the next one, and the
+    function has to run again from the top."""
+    return any(join.is_following for join in _active)
 
-    Raises RuntimeError for a Join that follows groups: those have ended with the generation.
-    """
+
+def change_group(group: Group) -> None:
+    """Every Join that this process is in goes on in another group; none of them follows groups."""
     for join in _active:
-        if join._conductor is not None:
-            raise RuntimeError(
-                "a rank was lost inside a Join that follows groups (of SyncBatchNorm, or groups=): "
-                "those ended with their generation, and a step cannot go on without them yet; "
-                "begin again from a checkpoint"
-            )
+        assert not join.is_following
         join._group = group
         join._groups = [group] * len(join._groups)
 

@@ -291,6 +291,12 @@ class ParameterShard:
                 if state and optimizer is not None:
                     optimizer.state[mine.tensor] = state
 
+    def publish(self, held: HeldState) -> None:
+        """Make the parameters what `held` has of them; elsewhere they stay as they are."""
+        for number, bucket in enumerate(self.buckets):
+            content = bucket.plan.content
+            held.cut(Range(number, 0, content), VALUES, bucket.flat[:content])
+
     def held(self) -> HeldState:
         """All that this rank keeps, for `recut`; the tensors are the very ones that are stepped."""
         ranges, parts, described = [], [], {}

@@ -54,7 +54,7 @@ class Program:
         """None where the function was interrupted: all ranks have stopped alike, so no rank has
         failed, and the caller knows that it asked for it."""
         kept().enter(group)
-        run = Run(self, journal, lifeline, steps)
+        run = Run(self, journal, lifeline, steps, is_newcomer=resumption is not None)
         result = run.begun(assignment, group, resumption)
         # The training thread awaits it on its own loop.
         return run.awaited(result) if inspect.isawaitable(result) else result
@@ -65,22 +65,32 @@ class Run:
     the run goes on like that."""
 
     def __init__(
-        self, program: Program, journal: Journal, lifeline: Lifeline, steps: Steps
+        self,
+        program: Program,
+        journal: Journal,
+        lifeline: Lifeline,
+        steps: Steps,
+        *,
+        is_newcomer: bool,
     ) -> None:
         self._program = program
         self._steps = steps
         self._journal = journal
         self._lifeline = lifeline
         self._recovery = Recovery(lifeline) if lifeline.goes_on else None
+        if self._recovery is not None and is_newcomer:
+            self._recovery.begin_as_newcomer()
         self._context: Context | None = None
         self._goes_back = False  # To the last checkpoint, because memory has lost something.
 
     def begun(self, assignment: Assignment, group: Group, resumption: Resumption | None) -> object:
         """The value of the function, or its coroutine, which has not begun."""
-        if self._recovery is not None and resumption is not None:
-            self._recovery.begin_as_newcomer()
         while True:
             try:
+                if resumption is not None and self._recovery is not None:
+                    self._recovery.meet(group)
+                    if resumption.gives_up is not None:
+                        raise self._last_words(group)
                 self._enter(assignment, group, resumption)
                 with self._scope() as context:
                     try:
@@ -158,13 +168,18 @@ class Run:
         while True:
             resumption = self._recovery.leave(error)
             try:
-                group = self._lifeline.connect()
+                group = self._recovery.connect()
                 has_begun = resumption.entered != NOWHERE
                 return resumption.assignment, group, resumption if has_begun else None
             except Exception as failure:
                 if not ends_a_generation(failure):
                     raise
                 error = failure
+
+    def _last_words(self, group: Group) -> BaseException:
+        """Save what is held; what to say then to the driver, which has given the run up."""
+        assert self._recovery is not None and self._program.checkpoint is not None
+        return self._recovery.save_last(group, self._program.checkpoint)
 
 
 def _ended(context: Context, result: object) -> object:

@@ -17,14 +17,16 @@ A failure on the way begins again at (a), with what is held then. Some may have 
 some not: those had come to the same point, and enter behind, which needs no peer.
 
 Not every function waits inside a step. One that was left by the error of a collective of its own,
-and that of a newcomer, has to run from the top, and then all do, in the next generation and in the
-same processes. What they register is brought to where it was (retained.py), and `ctx.epochs` and
-`ctx.shard` go on there. A step that counts is ended first, on every rank that waits in it: then the
-function goes on to its next boundary or collective, and is left there.
+that of a newcomer, and one inside a Join that follows groups, has to run from the top, and then all
+do, in the next generation and in the same processes. What they register is brought to where it was
+(retained.py), and `ctx.epochs` and `ctx.shard` go on there. A step that counts is ended first, on
+every rank that waits in it, with what the others send (whole_parameters.py): then the function goes
+on to its next boundary or collective, and is left there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,7 @@ from actors.errors import StateLost
 from actors.lifeline import Lifeline, ends_a_generation
 from actors.messages import DROPPED, NOWHERE, Assignment, Progress, Resumption
 from actors.steps import Steps
-from collectives import Group, GroupAborted
+from collectives import ChoruslineError, CollectiveError, Group, GroupAborted, GroupClosed
 from collectives.objects import all_gather_object
 from collectives.operation import State
 from collectives.resharding import Range
@@ -45,8 +47,10 @@ from .dealer import Position
 from .held_state import Description, HeldState
 
 if TYPE_CHECKING:
+    from .checkpoint.config import CheckpointConfig
     from .context import Context
     from .distributed_data_parallel import DistributedDataParallel
+    from .last_checkpoint import Saveable
     from .registry import Registered
     from .retained import Retained, Summary
     from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -97,11 +101,19 @@ class Recovery:
         """By generation that was formed since, its ranks in the one before it."""
         self._restart: Resumption | None = None
         """How the function runs again, once it has been left."""
+        self._met = NOWHERE
+        """The last generation whose ranks have met because functions run again in it."""
+        self._on_the_way: Mapping[int, HeldState] = {}
+        """By id() of an optimizer, what it has of attempts to go on in place, when its function is
+        to run again. Others may have entered that generation, and dropped what came here."""
         self._retained: Retained | None = None
         """Of before the function was run again; until a step has been agreed on since."""
         self._is_newcomer = False
         """This rank has nothing of its own to go on with, until such a step."""
         self._data: dict[str, Any] = {}
+        self._saveable: Saveable | None = None
+        self._saved = ""
+        """The path of the checkpoint that was written because the run is given up."""
         self._summaries: list[Summary] = []
         self.bytes_moved = 0
         """Sent by this rank, so that ranges of sharded state changed their owner, in all recoveries
@@ -113,6 +125,7 @@ class Recovery:
         self._context = context
         self._attached_at = time.time()
         self.dealer = context.dealer
+        self._on_the_way = {}
         self._optimizers, self._models = [], []
         self._stepped_last = None
 
@@ -137,6 +150,7 @@ class Recovery:
         """A ballot was seen; the cursors of all ranks."""
         self.dealer.record(cursors)
         self._retained, self._summaries, self._is_newcomer = None, [], False
+        self._saveable = None
 
     def finish(self) -> None:
         """The function has returned here: wait until it has everywhere, and help until then."""
@@ -154,22 +168,33 @@ class Recovery:
     ) -> None:
         """Return in the next generation. Raises what ended the run, if it does not go on.
 
-        optimizer: whose step waits. Where functions run again it returns if the step counts, and
-        raises FunctionLeft if not.
+        optimizer: whose step waits. Where functions run again it returns if the step counts, when
+        its parameters are whole, and raises FunctionLeft if not.
         """
         self.pass_boundary()
         held: dict[int, HeldState] = {}
         handed_over = False
         while True:
+            is_parked = not join.follows_groups()
             resumption = self._freeze(
-                error, self._entered, is_parked=True, handed_over=handed_over
+                error, self._entered, is_parked=is_parked, handed_over=handed_over
             )  # (a)
             handed_over = False
             if resumption.restarts:
-                self._restart = resumption
                 self._catch_up(resumption)
+                living = self._living()
+                self._on_the_way = {id(living[number]): one for number, one in held.items()}
                 if optimizer is None or not optimizer.step_counts:
+                    self._restart = resumption
                     raise FunctionLeft
+                try:
+                    self._meet_waiting(optimizer)
+                except Exception as failure:
+                    if not ends_a_generation(failure):
+                        raise
+                    error = failure
+                    continue
+                self._restart = resumption
                 return
             if self._entry is not None and resumption.entered > self._entered:
                 self._enter(self._entry)
@@ -199,6 +224,8 @@ class Recovery:
             can_restart=entered == NOWHERE or self._can_restart(),
             spare=min((one.shard.replicas - 1 for one in self._living().values()), default=0),
             handed_over=handed_over,
+            can_save=self._can_save(),
+            saved=self._saved,
         )
 
     def _living(self) -> dict[int, ZeroRedundancyOptimizer]:
@@ -223,6 +250,19 @@ class Recovery:
         optimizers = self._living()
         made = [*optimizers.values(), *self._living_models().values()]
         return bool(optimizers) and all(id(one) in registered for one in made)
+
+    def _can_save(self) -> bool:
+        """Whether this rank can take part in writing down all that counts. Before its first step a
+        function may still have to register something; nothing is lost with that, either."""
+        if self._is_newcomer or self._retained is not None:
+            return self._is_newcomer or self._saveable is not None
+        has_stepped = any(one.ballots > 0 for one in self._progress())
+        return self._keeps_checkpoints and has_stepped and self._can_restart()
+
+    @property
+    def _keeps_checkpoints(self) -> bool:
+        checkpoints = self._context.checkpoints
+        return checkpoints is not None and checkpoints.config is not None
 
     @property
     def can_begin_again(self) -> bool:
@@ -394,8 +434,10 @@ class Recovery:
         generation: then the function has failed.
         """
         resumption, self._restart = self._restart, None
-        if resumption is None or not isinstance(error, FunctionLeft):
-            if not ends_a_generation(error) and not isinstance(error, FunctionLeft):
+        is_left = isinstance(error, FunctionLeft) or ends_a_generation(error)
+        # A body behind a step that counts finds the group of that step closed.
+        if resumption is None or not (is_left or isinstance(error, GroupClosed)):
+            if not is_left:
                 raise error
             has_begun = self._has_begun()
             entered = self._entered if has_begun else NOWHERE
@@ -410,14 +452,73 @@ class Recovery:
         if self._retained is None:
             from .retained import Retained  # which knows models and optimizers
 
-            self._retained = Retained.of(self._context.registry)
+            self._retained = Retained.of(self._context.registry, self._on_the_way)
             self._data = self._context.told_data(committed=True)
+            if self._keeps_checkpoints and any(one.ballots > 0 for one in self._progress()):
+                from .last_checkpoint import Saveable
+
+                registry = self._context.registry
+                self._saveable = Saveable.of(registry, self._retained, self._context.step)
         return resumption
+
+    def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:
+        """The run is given up: write down what is retained. Returns what to freeze with, for the
+        last time; raises what ends the group."""
+        from . import last_checkpoint
+
+        assert self._retained is not None
+        saveable = self._saveable or last_checkpoint.Saveable()
+        was_there = not self._is_newcomer
+        try:
+            self._saved = last_checkpoint.save(
+                saveable, self._retained, was_there, self._data, group, config
+            )
+            told = f"it is saved in {self._saved}"
+        except Exception as error:  # Whatever it is, the run ends with what it was given up for.
+            if ends_a_generation(error):
+                raise
+            last = None
+            with contextlib.suppress(Exception):  # The place itself may be what has failed.
+                last = last_checkpoint.newest(config)
+            is_ours = isinstance(error, ChoruslineError)
+            told = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            told += f" (the last checkpoint is {last})" if last else ""
+        return GroupAborted(group.generation, [], told)
+
+    def _meet_waiting(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        """As `meet`, of a rank that waits in a step of this optimizer, which counts."""
+        from . import whole_parameters  # which knows models and optimizers
+
+        registry = self._context.registry
+        has = whole_parameters.Holdings.of_live(registry, self._on_the_way)
+        group = self._lifeline.connect()
+        whole_parameters.complete(group, has, registry, optimizer)
+        self._met = group.generation
+
+    def connect(self) -> Group:
+        """The group of the generation that the function is to run in; it was met before by who has
+        waited in a step."""
+        group = self._lifeline.group
+        if group is not None and group.generation == self._met == self._lifeline.generation:
+            return group
+        return self._lifeline.connect()
+
+    def meet(self, group: Group) -> None:
+        """Once in each generation in which functions run again, before anything else: what ranks
+        lack that wait inside a step that counts (whole_parameters.py)."""
+        if self._met == group.generation:
+            return
+        from . import whole_parameters
+
+        assert self._retained is not None
+        has = whole_parameters.Holdings.of_retained(self._retained)
+        whole_parameters.complete(group, has)
+        self._met = group.generation
 
     def forget(self) -> None:
         """The function begins where no rank has anything any more."""
         self._entered, self._since_entered = self._lifeline.generation, {}
-        self._entry = self._restart = self._retained = None
+        self._entry = self._restart = self._retained = self._saveable = None
         self._summaries, self._is_newcomer = [], False
 
     def begin_as_newcomer(self) -> None:

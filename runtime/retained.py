@@ -54,20 +54,23 @@ class Summary:
 @dataclass(slots=True)
 class Retained:
     """One rank's. optimizers: by name, in the order of their making. tensors: of modules, by their
-    names in them. states: of everything else."""
+    names in them. synced: of models, the step whose buffers these are. states: of everything else.
+    """
 
     optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    synced: dict[str, int] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, registry: Registry) -> Retained:
+    def of(cls, registry: Registry, on_the_way: Mapping[int, HeldState]) -> Retained:
+        """on_the_way: by id() of an optimizer, what it has received beyond what it steps."""
         retained = cls()
         for entry in registry:
             made = entry.object
             if isinstance(made, ZeroRedundancyOptimizer):
                 retained.optimizers[entry.name] = RetainedOptimizer(
-                    made.shard.held(),
+                    on_the_way.get(id(made)) or made.shard.held(),
                     made.progress,
                     made.num_steps,
                     [
@@ -77,6 +80,8 @@ class Retained:
                 )
             elif isinstance(made, torch.nn.Module):
                 retained.tensors[entry.name] = _tensors_of(made, committed=True)
+                if isinstance(made, DistributedDataParallel):
+                    retained.synced[entry.name] = made.synced_step
             else:
                 retained.states[entry.name] = copy.deepcopy(made.state_dict())
         return retained
@@ -146,6 +151,6 @@ def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     tensors = {name: p.detach() for name, p in inner.named_parameters()}
     buffers = dict(inner.named_buffers())
-    if committed and isinstance(module, DistributedDataParallel) and module.kept_buffers:
-        buffers = dict(zip(buffers, module.kept_buffers, strict=True))
+    if committed and isinstance(module, DistributedDataParallel):
+        buffers = module.committed_buffers()
     return {**tensors, **buffers}

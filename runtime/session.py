@@ -350,6 +350,7 @@ class Session:
             get_debug_level(),
             self._fewest,
             self._max_failures,
+            last_save_s=self._checkpoint.timeout_s if self._checkpoint is not None else None,
         )
 
     @asynccontextmanager

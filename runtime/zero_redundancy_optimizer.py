@@ -473,6 +473,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             ours.update(theirs)
         self.num_steps, self._seen = num_steps, progress
         self._ballot_of_step = progress.ballots
+        if self._model is not None:
+            self._model.synced_step = progress.ballots
         sent_bytes = self._shard.complete(held, told, self.group)
         reduced = [bucket.shard for bucket in self.reducer.buckets]
         self._shard.recut(self.group, reduced, self.param_groups, held)

@@ -5,6 +5,7 @@ That is how the loss of a worker is survived outside a step, and how new workers
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
@@ -167,6 +168,18 @@ async def test_a_death_at_a_collective_of_the_users_own_runs_the_function_again(
     """Rank 1 dies behind a step; the others wait for it in `ctx.reduce`."""
     told = await session.run(train, dies_on=1, dies_at=3, where="own collective")
     assert {one.world_size for one in told} <= {2, 3}
+    assert_equal(told, num_of_the_dead=3 * BATCH_SIZE)
+    assert any(one.calls == 2 for one in told)
+
+
+async def train_in_a_coroutine(ctx: cl.Context) -> Told:
+    await asyncio.sleep(0)
+    return train(ctx, dies_on=1, dies_at=3, where="own collective")
+
+
+@pytest.mark.slow
+async def test_a_coroutine_runs_again_with_what_it_has_registered(session: cl.Session) -> None:
+    told = await session.run(train_in_a_coroutine)
     assert_equal(told, num_of_the_dead=3 * BATCH_SIZE)
     assert any(one.calls == 2 for one in told)
 

@@ -169,6 +169,53 @@ class Checkpoints:
             )
         waited_s = time.monotonic() - began_at
         contents = self._collect(list(live))
+        kinds = {entry.name: kind_of(entry) for entry in self.registry}
+        return self._begin(
+            storage,
+            folder,
+            step,
+            contents,
+            kinds,
+            self.tell_progress(),
+            self._group.size,
+            began_at,
+            waited_s,
+        )
+
+    def save_contents(
+        self,
+        step: int,
+        contents: Contents,
+        kinds: dict[str, str],
+        progress: list[Any],
+        world_size: int,
+    ) -> Saving:
+        """As `save`, among the checkpoints of the config, of what is not in the registry any more.
+
+        contents: this rank's part. progress: of all ranks that have some, the same on all.
+        world_size: ranks that have states of their own.
+        """
+        assert self._storage is not None
+        folder = catalog.folder_name(step, self._run, self._count)
+        now = time.monotonic()
+        return self._begin(
+            self._storage, folder, step, contents, kinds, None, world_size, now, 0.0, progress
+        )
+
+    def _begin(
+        self,
+        storage: Storage,
+        folder: str,
+        step: int,
+        contents: Contents,
+        kinds: dict[str, str],
+        progress: Any,
+        world_size: int,
+        began_at: float,
+        waited_s: float,
+        told_progress: list[Any] | None = None,
+    ) -> Saving:
+        """told_progress: of all ranks, where it is known; else each tells its own with its part."""
         rank = self._group.rank
         ranges = self._host.take(contents.ranges)  # (2)
         job = _Job(
@@ -180,8 +227,10 @@ class Checkpoints:
             words=f"{self._run}/{self._count}" if self._run else str(_savings.get(self._group, 0)),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
-            kinds={entry.name: kind_of(entry) for entry in self.registry},
-            progress=self.tell_progress(),
+            kinds=kinds,
+            progress=progress,
+            told_progress=told_progress,
+            world_size=world_size,
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
         )
         self._count += 1
@@ -261,12 +310,12 @@ class Checkpoints:
             self._check(job, parts)
             manifest = Manifest(
                 step=job.saving.step,
-                world_size=size,
+                world_size=job.world_size,
                 time=time.time(),
                 kinds=job.kinds,
                 files={file: length for part in parts for file, length in part.files.items()},
                 entries=merged(parts),
-                progress=[progress for _, _, progress in told],
+                progress=job.told_progress or [progress for _, _, progress in told],
             )
             write_manifest(job.storage, job.folder, manifest)  # (6)
         except CheckpointError as error:
@@ -381,6 +430,8 @@ class _Job:
         paused_s: float,
         kinds: dict[str, str],
         progress: Any,
+        told_progress: list[Any] | None,
+        world_size: int,
         write: Callable[[], Part],
     ) -> None:
         self.group = group  # The run may be in another generation when this is over.
@@ -392,4 +443,6 @@ class _Job:
         self.paused_s = paused_s
         self.kinds = kinds
         self.progress = progress
+        self.told_progress = told_progress
+        self.world_size = world_size
         self.write = write

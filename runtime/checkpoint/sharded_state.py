@@ -55,7 +55,10 @@ class ShardedState:
         self._names = names_of(optimizer)
 
     def name_of(self, run: Run) -> str:
-        return self._names[id(self.parameters[run.parameter])]
+        return self.name_of_parameter(self.parameters[run.parameter])
+
+    def name_of_parameter(self, parameter: torch.nn.Parameter) -> str:
+        return self._names[id(parameter)]
 
     def shape_of(self, run: Run) -> tuple[int, ...]:
         return tuple(self.parameters[run.parameter].shape)
