@@ -100,6 +100,8 @@ class Lifeline:
         can_restart: bool,
         spare: int,
         handed_over: bool,
+        missing: str = "",
+        plain_steps: int = 0,
     ) -> Resumption:
         """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
 
@@ -122,6 +124,8 @@ class Lifeline:
             can_restart,
             spare,
             handed_over,
+            missing,
+            plain_steps,
         )
         run = self._request.run
         self._tell(lambda driver: driver.froze.remote(run, frozen))  # 2

@@ -161,7 +161,9 @@ class Frozen:
     for it.
     is_parked: its function waits inside a step, and can go on there; otherwise it has been left,
     and has to run again from the top. can_restart: all that has to survive that is registered.
+    missing: what keeps it from running again; empty if it can.
     spare: ranks that may go at once without any state being lost, as far as this rank knows.
+    plain_steps: that it has taken, of optimizers that hold no ballots.
     handed_over: those that leave have handed theirs over in this generation, to all who stay.
     """
 
@@ -174,6 +176,8 @@ class Frozen:
     can_restart: bool = False
     spare: int = 0
     handed_over: bool = False
+    missing: str = ""
+    plain_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

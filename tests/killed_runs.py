@@ -246,11 +246,14 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def reference(
-    kind: Kind, steps: dict[int, dict], victims: dict[int, tuple[int, str]]
+    kind: Kind,
+    steps: dict[int, dict],
+    victims: dict[int, tuple[int, str]],
+    num_samples: int = NUM_SAMPLES,
 ) -> tuple[torch.nn.Module, int, float]:
     """One process that takes the same steps. Buffers are those of the last rank that took a step,
     and lives: a victim has not given any in the step that it died in."""
-    model, samples = kind.network(), Samples()
+    model, samples = kind.network(), Samples(num_samples)
     trained = [p for p in model.parameters() if p.requires_grad]
     is_half = kind.dtype is torch.bfloat16
     masters = [torch.nn.Parameter(p.detach().float()) if is_half else p for p in trained]

@@ -207,7 +207,7 @@ async def test_with_too_few_workers_the_run_waits_for_new_ones(cluster: None) ->
 async def test_a_function_that_registers_nothing_cannot_run_again(cluster: None) -> None:
     few = {"CPU": 0.1}
     async with cl.Session(2, resources_per_worker=few, timeout_s=20, max_failures=1) as session:
-        with pytest.raises(WorkerLost, match="has not registered its model and a ZeroRedund"):
+        with pytest.raises(WorkerLost, match="has not registered its model and its ZeroRedund"):
             await session.run(train, dies_on=1, dies_at=3, where="step", registers=False)
 
 

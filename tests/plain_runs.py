@@ -1,0 +1,243 @@
+"""Runs with plain optimizers whose ranks are killed, and one process that takes the same steps.
+
+Every rank notes, in a file that outlives it, what it is about to take, and as which step. A step
+that was left and taken again stands there twice: what counts is the generation that came last. One
+process then takes those steps over those samples, as for sharded runs (killed_runs.py).
+
+Workers cannot import this module, so it is sent to them by value, like those of the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import killed_runs
+import torch
+from killed_runs import Diary, Kind, Net, reference, wrap
+from ray import cloudpickle
+from training_to_kill import BATCH_SIZE, Samples, die
+
+import chorusline as cl
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(killed_runs)
+
+
+@dataclass(frozen=True)
+class PlainKind(Kind):
+    """joins: inside Join, else with equally many batches on all ranks. sends: dtype of what a
+    communication hook sends, if there is one. reduces_first: a collective of the function's own is
+    between the backward pass and the step. along: joined ranks step along. num_samples: of one
+    epoch. sync_norm: of batch norms. as_argument: the function wraps the same module again."""
+
+    joins: bool = True
+    sends: torch.dtype | None = None
+    reduces_first: bool = False
+    along: bool = True
+    num_samples: int = 61
+    sync_norm: bool = False
+
+
+class Count:
+    """Steps of the loop's body."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def step(self) -> None:
+        self.value += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Stepping:
+    """What the body does behind its backward pass, also on a rank that has joined."""
+
+    def __init__(self, optim: Any, scaler: Any, schedule: Any, count: Count) -> None:
+        self.optim, self.scaler, self.schedule, self.count = optim, scaler, schedule, count
+
+    def step(self) -> None:
+        self.scaler.step(self.optim)
+        self.scaler.update()
+        if self.schedule:
+            self.schedule.step()
+        self.count.step()
+
+
+@dataclass
+class PlainTold:
+    pid: int
+    rank: int
+    world_size: int
+    parameters: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    state: list[dict[str, torch.Tensor]] = field(repr=False)
+    num_steps: int
+    steps_taken: int
+    ctx_step: int
+    learning_rate: float
+    num_recoveries: int
+
+
+def dies_before(owner: Any, name: str) -> None:
+    wrap(owner, name, first=die)
+
+
+def dies_after(owner: Any, name: str) -> None:
+    wrap(owner, name, then=die)
+
+
+def is_left(reducer: Any, *_: Any) -> None:
+    """Be the rank that has not got the result when the others have."""
+
+    def until_it_fails() -> None:
+        while (failure := reducer.group.failure()) is None:
+            time.sleep(0.01)
+        raise failure
+
+    wrap(reducer, "wait", first=until_it_fails)
+
+
+MOMENTS: dict[str, Callable[[Any, Any], None]] = {
+    "in the forward pass": lambda model, optim: dies_before(model, "forward"),
+    "before the gradients are sent": lambda model, optim: dies_before(
+        model.reducer, "_launch_rest"
+    ),
+    "before it has the result": lambda model, optim: dies_before(model.reducer, "wait"),
+    "when it has the result": lambda model, optim: dies_after(model.reducer, "_finish_all_reduce"),
+    "before it steps": lambda model, optim: dies_before(optim, "step"),
+    "after the step": lambda model, optim: dies_after(optim, "step"),
+    "is left": lambda model, optim: is_left(model.reducer),
+}
+
+
+def sent_as(dtype: torch.dtype) -> Callable[[cl.Group, Any], Any]:
+    def sent(group: cl.Group, bucket: Any) -> Any:
+        work = group.all_reduce(bucket.buffer().to(dtype), cl.ReduceOp.AVG)
+        return work.get_future()
+
+    return sent
+
+
+def train_plain(
+    ctx: cl.Context,
+    kind: PlainKind,
+    folder: str,
+    acts: dict[tuple[int, int], tuple[int, str]],
+    stream: cl.Stream | None = None,
+    module: torch.nn.Module | None = None,
+    step_s: float = 0.0,
+) -> PlainTold:
+    """acts: by recoveries so far, and rank, at which step what befalls it. module: handed in, so
+    that the same one is wrapped when the function runs again."""
+    assert ctx.recovery is not None
+    diary, samples = Diary(folder, os.getpid()), Samples(kind.num_samples)
+    network = module if module is not None else kind.network()
+    if kind.sync_norm:
+        network = cl.SyncBatchNorm.convert_sync_batchnorm(network)
+    model = ctx.register(
+        "model", cl.DistributedDataParallel(network, bucket_cap_mb=kind.bucket_cap_mb)
+    )
+    if kind.sends is not None:
+        model.register_comm_hook(ctx.group, sent_as(kind.sends))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optim = ctx.register("optim", kind.optimizer(trained, **kind.options))
+    scaler = torch.amp.GradScaler("cpu", 4.0, growth_interval=3, enabled=kind.scaler)
+    if kind.scaler:
+        scaler.scale(torch.zeros(()))  # Makes the scale, also on a rank that shadows first.
+        ctx.register("scaler", scaler)
+    schedule = ctx.register("schedule", kind.scheduler(optim)) if kind.schedule else None
+    count = ctx.register("count", Count())
+    stepping = Stepping(optim, scaler, schedule, count)
+    for epoch in ctx.epochs(kind.num_epochs):
+        along = [stepping] if kind.along else []
+        with contextlib.ExitStack() as stack:
+            if kind.joins:
+                stack.enter_context(
+                    cl.Join([model], divide_by_initial_world_size=False, step_along=along)
+                )
+            shard = ctx.shard(stream if stream is not None else samples, BATCH_SIZE, epoch=epoch)
+            for numbers, _, _ in shard:
+                time.sleep(step_s)
+                now = ctx.recovery.num_recoveries, ctx.rank
+                diary.note((ctx.generation, ctx.rank, count.value, numbers.tolist()))
+                if count.value == acts.get(now, (-1, ""))[0]:
+                    MOMENTS[acts[now][1]](model, optim)
+                loss = kind.loss(model, numbers.tolist(), samples)
+                scaler.scale(loss).backward()
+                if kind.reduces_first:
+                    ctx.reduce(loss.detach())
+                stepping.step()
+                optim.zero_grad()
+    return PlainTold(
+        os.getpid(),
+        ctx.rank,
+        ctx.world_size,
+        [p.detach().clone() for p in model.parameters()],
+        [b.clone() for b in model.buffers()],
+        list(optim.state.values()),
+        count.value,
+        steps_of_run(),
+        ctx.step,
+        optim.param_groups[0]["lr"],
+        ctx.recovery.num_recoveries,
+    )
+
+
+def steps_of_run() -> int:
+    from runtime.boundary import boundary
+
+    return boundary().steps.taken
+
+
+def counted(folder: str) -> dict[int, dict[int, list[list[int]]]]:
+    """By step, by rank, the batches that count."""
+    attempts: dict[int, dict[int, dict[int, list[list[int]]]]] = {}
+    for path in sorted(Path(folder).glob("*.diary")):
+        for generation, rank, step, numbers in Diary(folder, int(path.stem)).read():
+            attempts.setdefault(step, {}).setdefault(generation, {})[rank] = [numbers]
+    return {step: by_generation[max(by_generation)] for step, by_generation in attempts.items()}
+
+
+def assert_as_one_process(kind: PlainKind, folder: str, told: list[PlainTold]) -> None:
+    """All that are left hold the same, every sample was used once in each epoch, and one process
+    that takes the same steps ends with the same bits."""
+    for one in told[1:]:
+        assert all(map(torch.equal, one.parameters, told[0].parameters))
+        assert all(map(torch.equal, one.buffers, told[0].buffers))
+        assert (one.num_steps, one.learning_rate) == (told[0].num_steps, told[0].learning_rate)
+        if kind.along:
+            for mine, theirs in zip(one.state, told[0].state, strict=True):
+                assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    steps = counted(folder)
+    assert sorted(steps) == list(range(len(steps)))
+    taken = [n for by_rank in steps.values() for batches in by_rank.values() for n in batches[0]]
+    assert sorted(taken) == sorted([*range(kind.num_samples)] * kind.num_epochs)
+    model, num_steps, learning_rate = reference(kind, steps, {}, kind.num_samples)
+    assert {one.num_steps for one in told} == {len(steps)}
+    assert {one.steps_taken for one in told} == {len(steps)}
+    assert told[0].learning_rate == learning_rate
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert num_steps == max(int(s["step"]) for s in told[0].state)
+    assert len(told[0].state) <= len(trained)
+    for ours, theirs in zip(told[0].parameters, model.parameters(), strict=True):
+        if kind.tolerance:
+            torch.testing.assert_close(ours, theirs, rtol=kind.tolerance, atol=kind.tolerance)
+        else:
+            assert torch.equal(ours, theirs)
+    for ours, theirs in zip(told[0].buffers, model.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=kind.tolerance, atol=kind.tolerance)
+
+
+__all__ = ["MOMENTS", "Net", "PlainKind", "PlainTold", "assert_as_one_process", "train_plain"]
