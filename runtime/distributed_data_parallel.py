@@ -305,6 +305,13 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             if _owners.get(parameter) is not None and _owners[parameter]() is self:
                 del _owners[parameter]
 
+    def let_go(self) -> None:
+        """The function that has made it was left in the middle of a step, and begins anew, perhaps
+        with the same module."""
+        self.release()
+        for parameter in self.reducer.parameters:
+            parameter.grad = None
+
     def reduce_also(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
         """Reduce the gradients of these too, from now on; every rank calls it alike.
 

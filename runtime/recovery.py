@@ -117,6 +117,8 @@ class Recovery:
         self._attached_at = time.time()
         self.dealer = context.dealer
         self._plain.begin()
+        for model in self._living_models().values():
+            model.let_go()
         self._optimizers, self._models = [], []
         self._stepped_last = None
 

@@ -86,6 +86,21 @@ class Kind:
         return [number // 5 for number in range(NUM_SAMPLES)] if self.keys else None
 
 
+class Lines(torch.utils.data.IterableDataset):
+    """The samples as rows of a stream that can be read once for each epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: set[int] = set()
+
+    def set_epoch(self, epoch: int) -> None:
+        assert epoch not in self.epochs, "it is read again"
+        self.epochs.add(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = Samples()
+        return (samples[number] for number in range(NUM_SAMPLES))
+
+
 class Diary:
     """What one rank took, by step, in a file that a SIGKILL leaves behind."""
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +37,7 @@ class PlainKind(Kind):
     """joins: inside Join, else with equally many batches on all ranks. sends: dtype of what a
     communication hook sends, if there is one. reduces_first: a collective of the function's own is
     between the backward pass and the step. along: joined ranks step along. num_samples: of one
-    epoch. sync_norm: of batch norms. as_argument: the function wraps the same module again."""
+    epoch. sync_norm: of batch norms. resumes: the loop has a name."""
 
     joins: bool = True
     sends: torch.dtype | None = None
@@ -43,6 +45,7 @@ class PlainKind(Kind):
     along: bool = True
     num_samples: int = 61
     sync_norm: bool = False
+    resumes: bool = False
 
 
 class Count:
@@ -98,15 +101,15 @@ def dies_after(owner: Any, name: str) -> None:
     wrap(owner, name, then=die)
 
 
-def is_left(reducer: Any, *_: Any) -> None:
+def is_left(model: Any) -> None:
     """Be the rank that has not got the result when the others have."""
 
     def until_it_fails() -> None:
-        while (failure := reducer.group.failure()) is None:
+        while (failure := model.group.failure()) is None:
             time.sleep(0.01)
         raise failure
 
-    wrap(reducer, "wait", first=until_it_fails)
+    wrap(model, "sync_buffers", then=until_it_fails)
 
 
 MOMENTS: dict[str, Callable[[Any, Any], None]] = {
@@ -118,7 +121,8 @@ MOMENTS: dict[str, Callable[[Any, Any], None]] = {
     "when it has the result": lambda model, optim: dies_after(model.reducer, "_finish_all_reduce"),
     "before it steps": lambda model, optim: dies_before(optim, "step"),
     "after the step": lambda model, optim: dies_after(optim, "step"),
-    "is left": lambda model, optim: is_left(model.reducer),
+    "is told to end": lambda model, optim: os.kill(os.getpid(), signal.SIGTERM),
+    "is left": lambda model, optim: is_left(model),
 }
 
 
@@ -160,7 +164,7 @@ def train_plain(
     schedule = ctx.register("schedule", kind.scheduler(optim)) if kind.schedule else None
     count = ctx.register("count", Count())
     stepping = Stepping(optim, scaler, schedule, count)
-    for epoch in ctx.epochs(kind.num_epochs):
+    for epoch in ctx.epochs(kind.num_epochs, resume=folder if kind.resumes else None):
         along = [stepping] if kind.along else []
         with contextlib.ExitStack() as stack:
             if kind.joins:
@@ -222,15 +226,15 @@ def assert_as_one_process(kind: PlainKind, folder: str, told: list[PlainTold]) -
                 assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     steps = counted(folder)
     assert sorted(steps) == list(range(len(steps)))
-    taken = [n for by_rank in steps.values() for batches in by_rank.values() for n in batches[0]]
-    assert sorted(taken) == sorted([*range(kind.num_samples)] * kind.num_epochs)
+    assert_each_once(kind, steps)
     model, num_steps, learning_rate = reference(kind, steps, {}, kind.num_samples)
     assert {one.num_steps for one in told} == {len(steps)}
-    assert {one.steps_taken for one in told} == {len(steps)}
+    if not kind.scaler:
+        assert {one.steps_taken for one in told} == {len(steps)}
+        assert {one.ctx_step for one in told} == {len(steps)}
     assert told[0].learning_rate == learning_rate
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert num_steps == max(int(s["step"]) for s in told[0].state)
-    assert len(told[0].state) <= len(trained)
+    if "step" in next(iter(told[0].state), {}):
+        assert num_steps == max(int(state["step"]) for state in told[0].state)
     for ours, theirs in zip(told[0].parameters, model.parameters(), strict=True):
         if kind.tolerance:
             torch.testing.assert_close(ours, theirs, rtol=kind.tolerance, atol=kind.tolerance)
@@ -238,6 +242,17 @@ def assert_as_one_process(kind: PlainKind, folder: str, told: list[PlainTold]) -
             assert torch.equal(ours, theirs)
     for ours, theirs in zip(told[0].buffers, model.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=kind.tolerance, atol=kind.tolerance)
+
+
+def assert_each_once(kind: PlainKind, steps: dict[int, dict[int, list[list[int]]]]) -> None:
+    taken, left_out = Counter[int](), Counter[int]()
+    for by_rank in steps.values():
+        numbers = [number for batches in by_rank.values() for number in batches[0]]
+        (left_out if kind.scaler and 7 in numbers else taken).update(numbers)
+    whole = Counter([*range(kind.num_samples)] * kind.num_epochs)
+    # What the scaler left out may come again: nobody knows, until a step is taken behind it, that
+    # its gradients were not to be added to those of the next backward pass.
+    assert taken + left_out == whole if not kind.scaler else taken <= whole <= taken + left_out
 
 
 __all__ = ["MOMENTS", "Net", "PlainKind", "PlainTold", "assert_as_one_process", "train_plain"]
