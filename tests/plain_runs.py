@@ -164,6 +164,19 @@ def train_plain(
     schedule = ctx.register("schedule", kind.scheduler(optim)) if kind.schedule else None
     count = ctx.register("count", Count())
     stepping = Stepping(optim, scaler, schedule, count)
+    pending: list[list[int]] = []
+    shadow = model.reducer.shadow
+
+    def note() -> None:
+        diary.note((ctx.generation, ctx.rank, count.value, [*pending]))
+        pending.clear()
+
+    def shadow_with_leftovers() -> None:
+        if pending:
+            note()
+        shadow()
+
+    model.reducer.shadow = shadow_with_leftovers
     for epoch in ctx.epochs(kind.num_epochs, resume=folder if kind.resumes else None):
         along = [stepping] if kind.along else []
         with contextlib.ExitStack() as stack:
@@ -175,7 +188,12 @@ def train_plain(
             for numbers, _, _ in shard:
                 time.sleep(step_s)
                 now = ctx.recovery.num_recoveries, ctx.rank
-                diary.note((ctx.generation, ctx.rank, count.value, numbers.tolist()))
+                pending.append(numbers.tolist())
+                if len(pending) < kind.accumulate:
+                    with model.no_sync():
+                        kind.loss(model, numbers.tolist(), samples).backward()
+                    continue
+                note()
                 if count.value == acts.get(now, (-1, ""))[0]:
                     MOMENTS[acts[now][1]](model, optim)
                 loss = kind.loss(model, numbers.tolist(), samples)
@@ -209,8 +227,8 @@ def counted(folder: str) -> dict[int, dict[int, list[list[int]]]]:
     """By step, by rank, the batches that count."""
     attempts: dict[int, dict[int, dict[int, list[list[int]]]]] = {}
     for path in sorted(Path(folder).glob("*.diary")):
-        for generation, rank, step, numbers in Diary(folder, int(path.stem)).read():
-            attempts.setdefault(step, {}).setdefault(generation, {})[rank] = [numbers]
+        for generation, rank, step, batches in Diary(folder, int(path.stem)).read():
+            attempts.setdefault(step, {}).setdefault(generation, {})[rank] = batches
     return {step: by_generation[max(by_generation)] for step, by_generation in attempts.items()}
 
 
@@ -231,6 +249,7 @@ def assert_as_one_process(kind: PlainKind, folder: str, told: list[PlainTold]) -
     assert {one.num_steps for one in told} == {len(steps)}
     if not kind.scaler:
         assert {one.steps_taken for one in told} == {len(steps)}
+    if not kind.scaler and kind.accumulate == 1:
         assert {one.ctx_step for one in told} == {len(steps)}
     assert told[0].learning_rate == learning_rate
     if "step" in next(iter(told[0].state), {}):
@@ -247,7 +266,7 @@ def assert_as_one_process(kind: PlainKind, folder: str, told: list[PlainTold]) -
 def assert_each_once(kind: PlainKind, steps: dict[int, dict[int, list[list[int]]]]) -> None:
     taken, left_out = Counter[int](), Counter[int]()
     for by_rank in steps.values():
-        numbers = [number for batches in by_rank.values() for number in batches[0]]
+        numbers = [number for batches in by_rank.values() for batch in batches for number in batch]
         (left_out if kind.scaler and 7 in numbers else taken).update(numbers)
     whole = Counter([*range(kind.num_samples)] * kind.num_epochs)
     # What the scaler left out may come again: nobody knows, until a step is taken behind it, that

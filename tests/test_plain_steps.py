@@ -63,6 +63,7 @@ KINDS = {
     "SGD with momentum": PlainKind(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "a schedule": PlainKind(schedule=True),
     "a scaled loss": PlainKind(scaler=True),
+    "accumulation": PlainKind(accumulate=2),
     "one bucket": PlainKind(bucket_cap_mb=25.0),
     "a collective before the step": PlainKind(reduces_first=True, batch_norm=True, num_samples=60),
     "a hook": PlainKind(sends=torch.float32, joins=False, num_samples=60, tolerance=1e-5),
