@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from collectives.errors import (
     CollectiveError,
@@ -19,10 +20,12 @@ from collectives.errors import (
     StoreTimeout,
     fresh_copy,
 )
-from collectives.group import Group
 
 from .calls import Actor
 from .messages import NOWHERE, Assignment, Frozen, Progress, Resumption, RunRequest
+
+if TYPE_CHECKING:
+    from collectives.group import Group
 
 
 def ends_a_generation(error: BaseException) -> bool:

@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.util.metrics import Counter, Gauge
 
-from collectives.group import Group
-
 from .steps import Steps
+
+if TYPE_CHECKING:
+    from collectives.group import Group
 
 SAMPLE_S = 0.5
 

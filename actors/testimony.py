@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from collectives import FlightRecording
 from collectives.call_site import is_users_file
-from collectives.flight_recorder import tell_positions
+from collectives.flight_recorder import FlightRecording, tell_positions
 from collectives.operation import State
 
 GroupId = tuple[str, tuple[int, ...]]

@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
 from typing import Generic, TypeVar
 
-import torch
-
 from .testimony import users_stack
 
 Outcome = TypeVar("Outcome")
@@ -93,6 +91,8 @@ class TrainingThread(Generic[Outcome]):
         return users_stack(reversed(list(traceback.walk_stack(frame))))
 
     def _main(self) -> None:
+        import torch  # See Worker, which has imported it.
+
         torch.set_num_threads(self._num_threads)
         value: object = None
         error: BaseException | None = None

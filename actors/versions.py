@@ -5,17 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 
-import torch
-
 UNKNOWN = "unknown"
 
 
 def versions_here() -> dict[str, str]:
+    import torch  # Not above: the driver compares versions, and has no torch.
+
     try:
         ours = importlib.metadata.version("chorusline")
     except importlib.metadata.PackageNotFoundError:
         ours = UNKNOWN  # It is on the path, and was not installed.
-    return {"Python": platform.python_version(), "torch": torch.__version__, "chorusline": ours}
+    # A str: what torch has there is a type of its own, and would bring torch along.
+    return {
+        "Python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "chorusline": ours,
+    }
 
 
 def difference(theirs: dict[str, str], ours: dict[str, str]) -> str:

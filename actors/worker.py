@@ -22,16 +22,15 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
-import torch
 from ray import cloudpickle
 from ray.exceptions import RayError
 
+import collectives
 from collectives.debug import get_debug_level, set_debug_level
 from collectives.errors import CollectiveError, GroupAborted, fresh_copy
-from collectives.group import Group
 
 from . import outcomes
 from .actor_store import ActorStore
@@ -56,6 +55,9 @@ from .steps import Steps
 from .testimony import Testimony
 from .training_thread import TrainingThread
 from .versions import versions_here
+
+if TYPE_CHECKING:
+    from collectives.group import Group
 
 COROUTINE_GRACE_S = 1.0
 """Seconds for a function to end by its collectives' error before its coroutine is cancelled as
@@ -119,6 +121,10 @@ class Worker:
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
     def __init__(self, seat: int, use_gpu: bool, session: str = "") -> None:
+        # Here and not above: Ray imports this file wherever the handle of a worker is, and the
+        # driver, which has them all, starts in a quarter of the time without torch.
+        import torch
+
         runtime = ray.get_runtime_context()
         num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
         # Ray shows each actor only its own GPUs, so ours is number 0.
@@ -231,6 +237,8 @@ class Worker:
 
     def _device_memory_bytes(self) -> int:
         """What torch holds of the GPU."""
+        import torch
+
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
@@ -402,6 +410,8 @@ class Worker:
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
     def _train(self, run: _Run, payload: bytes, resumption: Resumption | None) -> object:
+        import torch
+
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         set_debug_level(max(run.request.debug_level, get_debug_level()))
@@ -431,7 +441,7 @@ class Worker:
             group.close()
             group = None
         if group is None:
-            group = Group.create(
+            group = collectives.Group.create(
                 store,
                 assignment.rank,
                 assignment.world_size,

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from .dtypes import DTYPE_INDEX, DTYPES
 from .errors import UnsupportedOperation
 from .inference import alias
-from .operation import DTYPES
 from .reduce_op import ReduceOp
 from .several_devices import not_a_tensor
-
-DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 Finisher = Callable[[], object]
 

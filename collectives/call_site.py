@@ -7,18 +7,18 @@ the backward pass launches is found at the user's `loss.backward()`.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
 
-import torch
-
 _HOME = Path(__file__).resolve().parent.parent
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_TORCH = importlib.util.find_spec("torch")  # Found, not imported: the driver has none of it.
 _PASSED_OVER = (
     *(str(_HOME / package) + os.sep for package in ("collectives", "actors", "runtime")),
-    str(Path(torch.__file__).parent) + os.sep,
+    *(place + os.sep for place in (_TORCH and _TORCH.submodule_search_locations) or ()),
     "<frozen ",
 )
 

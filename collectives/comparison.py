@@ -19,9 +19,10 @@ import torch
 
 from .call_site import SITE_BYTES
 from .communicator import Communicator
+from .dtypes import DTYPE_INDEX
 from .errors import CollectiveError, CollectiveMismatch, GroupAborted, StoreTimeout
 from .host import connect
-from .operation import DTYPES, Kind, OnBehalf, Operation, named
+from .operation import Kind, OnBehalf, Operation, named
 from .signature import pair_mismatch
 from .store import PrefixStore, Store
 from .work import Work
@@ -122,7 +123,7 @@ class ComparingCommunicator(Communicator):
             self._num_compared,
             operation.generation,
             everybody.numel(),
-            DTYPES.index(torch.int64),
+            DTYPE_INDEX[torch.int64],
             -1,
             operation.timeout_s,
         )

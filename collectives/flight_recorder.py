@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from types import FrameType
 
 from .call_site import is_users_file, line_of, users_frame
-from .operation import DTYPES, Operation, State, named
+from .operation import DTYPE_BYTES, Operation, State, named
 
 CAPACITY = 512
+_ITEM_BYTES = list(DTYPE_BYTES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class FlightRecorder:
         for operation in operations:
             if operation.issued_at >= since and operation.dtype >= 0 and operation.numel > 0:
                 numel += operation.numel
-                nbytes += operation.numel * DTYPES[operation.dtype].itemsize
+                nbytes += operation.numel * _ITEM_BYTES[operation.dtype]
             ended_at = until if operation.ended_at is None else min(operation.ended_at, until)
             if ended_at > reached:
                 in_flight_s += ended_at - min(max(reached, operation.issued_at), ended_at)

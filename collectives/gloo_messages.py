@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
+from .dtypes import DTYPE_INDEX
 from .in_flight import InFlight, PendingWork
-from .operation import ANY_RANK, DTYPES, WATCHING_TAG, Kind, OnBehalf, Operation
+from .operation import ANY_RANK, WATCHING_TAG, Kind, OnBehalf, Operation
 from .signature import message_mismatch
 from .work import Work
 
 _FOREVER = timedelta(days=1)  # The watcher holds the deadlines.
-_UINT8 = DTYPES.index(torch.uint8)
+_UINT8 = DTYPE_INDEX[torch.uint8]
 _FREEING_TAG = (1 << 31) - 1  # odd, and above that of any message
 
 

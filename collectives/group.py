@@ -33,7 +33,10 @@ from .operations import Operations
 from .profiling import begin_span
 from .statistics import Statistics
 from .store import Store
+from .torch_backend import register as register_with_torch
 from .work import Work
+
+register_with_torch()  # Whoever has groups has torch.distributed's "chorusline", too.
 
 DEFAULT_TIMEOUT_S = 60.0
 

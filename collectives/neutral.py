@@ -11,8 +11,9 @@ from collections.abc import Collection
 
 import torch
 
+from .dtypes import DTYPES
 from .group import Group
-from .operation import DTYPES, UNEVEN, Kind
+from .operation import UNEVEN, Kind
 from .reduce_op import ReduceOp
 
 _ROOTED = (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .communicator import Communicator
+from .dtypes import DTYPE_INDEX
 from .errors import CollectiveError, CollectiveMismatch, GroupAborted, PayloadUnreadable
 from .inference import outside_inference_mode
 from .object_payloads import MapLocation, bytes_of, loads, words_of
-from .operation import DTYPES, FIRST_OBJECT_TAG, STARTED, Kind, OnBehalf, Operation
+from .operation import FIRST_OBJECT_TAG, STARTED, Kind, OnBehalf, Operation
 from .work import Work
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _HEADER_TAG = FIRST_OBJECT_TAG
 _NUM_PAYLOAD_TAGS = 1 << 20  # behind it; used in turn
-_INT64 = DTYPES.index(torch.int64)
+_INT64 = DTYPE_INDEX[torch.int64]
 
 Script = Generator[Work, None, Any]
 """Yields each work that it waits for; returns what the whole gives."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Protocol
 
-import torch
-
 from .call_site import padded_site, short_site
 from .reduce_op import ReduceOp
 
@@ -40,23 +38,24 @@ class Kind(enum.IntEnum):
     """Of what ranks are about to do, at debug level DETAIL: comparison.py."""
 
 
-DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-"""The dtypes of the contract. The position travels between ranks: append only."""
+DTYPE_BYTES = {
+    "float32": 4,
+    "float64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "int64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""The dtypes of the contract, and the bytes of an element. The position travels between ranks:
+append only. Torch's own objects for them: dtypes.py."""
 
-_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+DTYPE_NAMES = tuple(DTYPE_BYTES)
 
 
 class State(enum.Enum):
@@ -103,8 +102,8 @@ class Operation:
     ranks know of, the position of the collective issued before it, or -1.
     numel: elements of the whole problem (of the larger buffer): what must agree between ranks. -1
     where every pair of ranks agrees for itself: gather, scatter, all_to_all.
-    dtype: position in DTYPES, as the caller has it; complex and bool travel as reals and uint8.
-    -1 without data. detail: reduce op, or root rank, or both (`root_and_op`); -1 without.
+    dtype: position in DTYPE_NAMES, as the caller has it; complex and bool travel as reals and
+    uint8. -1 without data. detail: reduce op, or root rank, or both (`root_and_op`); -1 without.
     issued_at, ended_at: time.monotonic() in seconds. caller, caller_at: the user's code that
     issued it, and the offset in it. span: its range in a profiler, if one runs. shapes: of the
     caller's tensors, at debug level DETAIL.
@@ -157,7 +156,7 @@ class Operation:
         way = f"{self.kind.name.lower()} {'from' if self.receives else 'to'}"
         whom = "any rank" if self.peer == ANY_RANK else f"rank {self.peer}"
         tag = f", tag {self.tag}" if self.tag else ""
-        what = "objects" if self.dtype < 0 else _DTYPE_NAMES[self.dtype]
+        what = "objects" if self.dtype < 0 else DTYPE_NAMES[self.dtype]
         return f"{way} {whom}{tag} ({self.numel} {what})"
 
     def site(self) -> str:
@@ -192,7 +191,7 @@ def describe(kind: int, sequence: int, numel: int, dtype: int) -> str:
     name = f"{Kind(kind).name.lower()} #{sequence}"
     if dtype < 0:
         return name
-    return f"{name} ({_DTYPE_NAMES[dtype]})" if numel < 0 else f"{name} ({elements(numel, dtype)})"
+    return f"{name} ({DTYPE_NAMES[dtype]})" if numel < 0 else f"{name} ({elements(numel, dtype)})"
 
 
 def named(operation: Operation) -> str:
@@ -218,7 +217,7 @@ def with_detail(told: str, kind: int, detail: int) -> str:
 
 def elements(numel: int, dtype: int) -> str:
     """`1048576 float32`"""
-    return f"{numel} {_DTYPE_NAMES[dtype]}"
+    return f"{numel} {DTYPE_NAMES[dtype]}"
 
 
 def root_and_op(root: int, op: int) -> int:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from .arguments import (
-    DTYPE_INDEX,
     Finisher,
     finisher,
     read,
@@ -33,6 +32,7 @@ from .arguments import (
     written,
 )
 from .arithmetic import reduce_into
+from .dtypes import DTYPE_INDEX
 from .group_arguments import Array, GroupArguments
 from .inference import outside_inference_mode
 from .operation import UNEVEN, Kind, Operation, root_and_op

@@ -20,9 +20,10 @@ from handle_contract import *  # noqa: F403  # Ranks look checks up by name, in 
 from handle_contract import HANDLE_CONTRACT, check_many_objects_between_two
 from numpy.typing import NDArray
 
+from collectives.dtypes import DTYPES
 from collectives.errors import UnsupportedOperation
 from collectives.group import Group
-from collectives.operation import DTYPES, Kind
+from collectives.operation import Kind
 from collectives.reduce_op import ReduceOp
 from collectives.work import Work
 

@@ -46,6 +46,7 @@ def test_a_seed_draws_the_same_faults_again() -> None:
     assert without_nodes == {"kill", "stop", "driver"}
 
 
+@pytest.mark.slow
 async def test_three_workers_of_which_two_die_end_as_one_process_would(cluster: None) -> None:
     faults = (Fault(1, 3, "kill", "(3) after"), Fault(0, 3, "kill", "after the recovery"))
     plan = Plan(0, 3, 3, 0.001, faults)
@@ -112,10 +113,10 @@ def test_whether_the_last_batch_of_a_lost_process_counts_is_found_out(
     assert differs == "the parameters are not those of one process that took the same steps"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_minutes_of_chaos_leave_nothing_to_complain_about() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/chaos.py"), "--seed", "7"]
+    """Of this seed, the first four rounds have faults of all kinds."""
+    command = [sys.executable, str(ROOT / "benchmarks/chaos.py"), "--seed", "542"]
     command += ["--minutes", "2", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -30,7 +30,7 @@ from runtime.command_line import main
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(1, 3), (3, 2), pytest.param(2, 4, marks=pytest.mark.slow), (4, 1)],
+    [(1, 3), (3, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 4), (4, 1)))],
 )
 def test_a_run_goes_on_at_another_number_of_ranks_from_exactly_what_was_saved(
     ranks_of, tmp_path, before, after

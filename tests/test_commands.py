@@ -172,6 +172,7 @@ def test_a_cluster_that_does_not_answer_is_a_failed_run(script: str) -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 def test_ranks_print_whole_lines_with_their_rank_and_the_results_come_last(
     script: str, cluster: None
 ) -> None:

@@ -86,7 +86,13 @@ def lose_the_last(rank: Rank, way: str, numel: int) -> Any:
 
 @transports
 @pytest.mark.parametrize(
-    ("way", "numel"), [("wait", 10), ("wait", 3_000_000), ("await", 10), ("is_completed", 10)]
+    ("way", "numel"),
+    [
+        ("wait", 10),
+        ("await", 10),
+        pytest.param("wait", 3_000_000, marks=pytest.mark.slow),
+        pytest.param("is_completed", 10, marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_rank_is_named_by_every_survivor(
     transport: str, way: str, numel: int, tmp_path: Path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +62,10 @@ def test_an_upward_import_is_found_wherever_it_hides() -> None:
     ]
     assert offences("runtime", Path("join.py"), "from .session import Session\n") == []
     assert len(offences("actors", Path("crew.py"), "import runtime\nimport chorusline\n")) == 2
+
+
+def test_the_drivers_process_and_a_readers_do_without_torch() -> None:
+    """Ray imports the worker's file there, too, as the driver has handles of workers."""
+    modules = "actors.driver, actors.worker, actors.row_reader"
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

@@ -17,6 +17,7 @@ from ranks import NCCL, Body, Rank, on_gpus, run_ranks
 
 from collectives.arguments import travelling_dtype
 from collectives.debug import DebugLevel, set_debug_level
+from collectives.dtypes import DTYPES
 from collectives.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -26,7 +27,6 @@ from collectives.errors import (
 from collectives.group import Group
 from collectives.nccl import connect, load_nccl
 from collectives.nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
-from collectives.operation import DTYPES
 from collectives.reduce_op import ReduceOp
 from collectives.store import HashStore
 from collectives.work import Work

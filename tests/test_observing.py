@@ -275,7 +275,7 @@ async def test_ranks_take_steps_while_the_drivers_process_is_stopped(session: Se
     """A step in steady state sends the driver nothing that it waits for."""
     before = await session.snapshot()
     assert before.driver is not None
-    running = asyncio.create_task(session.run(take_steps, count=500, pause_s=0.02))
+    running = asyncio.create_task(session.run(take_steps, count=250, pause_s=0.02))
     assert session._crew is not None
     driver = await session._crew._driver.__ray_call__.remote(lambda _: os.getpid())
     deadline = time.monotonic() + 60
@@ -297,7 +297,7 @@ async def test_ranks_take_steps_while_the_drivers_process_is_stopped(session: Se
             await asyncio.sleep(0.02)
     finally:
         os.kill(driver, signal.SIGCONT)
-    assert await running == [500, 500]
+    assert await running == [250, 250]
 
 
 # ── Versions ─────────────────────────────────────────────────────────────────────────────────────

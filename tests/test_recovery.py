@@ -209,7 +209,13 @@ IN_RECOVERY = {
 }
 
 
-@pytest.mark.parametrize("moment", IN_RECOVERY)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, marks=[pytest.mark.slow] if "(d)" in moment else [])
+        for moment in IN_RECOVERY
+    ],
+)
 async def test_a_death_while_the_others_recover_from_a_death_is_survived(
     session: cl.Session, moment: str
 ) -> None:

@@ -80,6 +80,9 @@ async def test_each_rank_returns_one_result(session: Session) -> None:
         return ctx.rank, total.item()
 
     assert await session.run(train, base=10) == [(0, 21.0), (1, 21.0)]
+    assert session._crew is not None
+    look = session._crew._driver.__ray_call__
+    assert not await look.remote(lambda _: "torch" in sys.modules), "it starts slowly with it"
 
 
 async def test_an_async_function_has_a_loop_of_its_own(session: Session) -> None:

@@ -74,7 +74,12 @@ def summed(buffer, size):
 
 
 @pytest.mark.parametrize(
-    ("transport", "hook"), [(SHARED_MEMORY, False), (SHARED_MEMORY, True), (GLOO, False)]
+    ("transport", "hook"),
+    [
+        pytest.param(SHARED_MEMORY, False, marks=pytest.mark.slow),
+        (SHARED_MEMORY, True),
+        (GLOO, False),
+    ],
 )
 def test_a_rank_killed_under_stock_ddp_is_named_and_the_others_train_on(tmp_path, transport, hook):
     """With Gloo, the ranks are told that they are on several hosts."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..arguments import DTYPE_INDEX
+from ..dtypes import DTYPE_INDEX
 from ..reduce_op import ReduceOp
 
 _TORCH = dist.ReduceOp
