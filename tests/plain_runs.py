@@ -37,7 +37,8 @@ class PlainKind(Kind):
     """joins: inside Join, else with equally many batches on all ranks. sends: dtype of what a
     communication hook sends, if there is one. reduces_first: a collective of the function's own is
     between the backward pass and the step. along: joined ranks step along. num_samples: of one
-    epoch. sync_norm: of batch norms. resumes: the loop has a name."""
+    epoch. sync_norm: of batch norms. resumes: the loop has a name.
+    torch_hook: torch's, which sends float16 in a process group of torch.distributed."""
 
     joins: bool = True
     sends: torch.dtype | None = None
@@ -46,6 +47,7 @@ class PlainKind(Kind):
     num_samples: int = 61
     sync_norm: bool = False
     resumes: bool = False
+    torch_hook: bool = False
 
 
 class Count:
@@ -153,6 +155,11 @@ def train_plain(
     model = ctx.register(
         "model", cl.DistributedDataParallel(network, bucket_cap_mb=kind.bucket_cap_mb)
     )
+    if kind.torch_hook:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        ctx.init_torch_distributed()
+        model.register_comm_hook(None, fp16_compress_hook)
     if kind.sends is not None:
         model.register_comm_hook(ctx.group, sent_as(kind.sends))
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -67,7 +67,22 @@ KINDS = {
     "one bucket": PlainKind(bucket_cap_mb=25.0),
     "a collective before the step": PlainKind(reduces_first=True, batch_norm=True, num_samples=60),
     "a hook": PlainKind(sends=torch.float32, joins=False, num_samples=60, tolerance=1e-5),
-    "a hook that halves": PlainKind(sends=torch.bfloat16, joins=False, num_samples=60, tolerance=1),
+    "a hook of torch's": PlainKind(
+        torch.optim.SGD,
+        {"lr": 0.05, "momentum": 0.9},
+        torch_hook=True,
+        joins=False,
+        num_samples=60,
+        tolerance=1e-3,
+    ),
+    "a hook that halves": PlainKind(
+        torch.optim.SGD,
+        {"lr": 0.05, "momentum": 0.9},
+        sends=torch.bfloat16,
+        joins=False,
+        num_samples=60,
+        tolerance=1e-2,
+    ),
     "a loop that may be resumed": PlainKind(resumes=True),
     "joined ranks that do not step": PlainKind(torch.optim.SGD, {"lr": 0.05}, along=False),
 }
