@@ -123,6 +123,11 @@ MOMENTS: dict[str, Callable[[Any, Any], None]] = {
     "when it has the result": lambda model, optim: dies_after(model.reducer, "_finish_all_reduce"),
     "before it steps": lambda model, optim: dies_before(optim, "step"),
     "after the step": lambda model, optim: dies_after(optim, "step"),
+    "when it has asked for more rows": lambda model, optim: wrap(
+        model,
+        "forward",
+        first=lambda: (time.sleep(0.5), die()),  # Ray sends what it was given to send.
+    ),
     "is told to end": lambda model, optim: os.kill(os.getpid(), signal.SIGTERM),
     "is left": lambda model, optim: is_left(model),
 }
@@ -230,13 +235,18 @@ def steps_of_run() -> int:
     return boundary().steps.taken
 
 
-def counted(folder: str) -> dict[int, dict[int, list[list[int]]]]:
-    """By step, by rank, the batches that count."""
+def attempts_at(folder: str) -> dict[int, dict[int, dict[int, list[list[int]]]]]:
+    """By step, by generation, by rank, the batches that were to be taken."""
     attempts: dict[int, dict[int, dict[int, list[list[int]]]]] = {}
     for path in sorted(Path(folder).glob("*.diary")):
         for generation, rank, step, batches in Diary(folder, int(path.stem)).read():
             attempts.setdefault(step, {}).setdefault(generation, {})[rank] = batches
-    return {step: by_generation[max(by_generation)] for step, by_generation in attempts.items()}
+    return attempts
+
+
+def counted(folder: str) -> dict[int, dict[int, list[list[int]]]]:
+    """By step, by rank, the batches that count."""
+    return {step: tries[max(tries)] for step, tries in attempts_at(folder).items()}
 
 
 def assert_as_one_process(kind: PlainKind, folder: str, told: list[PlainTold]) -> None:
@@ -281,4 +291,12 @@ def assert_each_once(kind: PlainKind, steps: dict[int, dict[int, list[list[int]]
     assert taken + left_out == whole if not kind.scaler else taken <= whole <= taken + left_out
 
 
-__all__ = ["MOMENTS", "Net", "PlainKind", "PlainTold", "assert_as_one_process", "train_plain"]
+__all__ = [
+    "MOMENTS",
+    "Net",
+    "PlainKind",
+    "PlainTold",
+    "assert_as_one_process",
+    "attempts_at",
+    "train_plain",
+]

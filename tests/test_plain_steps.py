@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from killed_runs import Lines
-from plain_runs import MOMENTS, PlainKind, assert_as_one_process, train_plain
+from plain_runs import MOMENTS, PlainKind, assert_as_one_process, attempts_at, train_plain
 
 import chorusline as cl
 from actors.errors import WorkerLost
 
-DEATHS = [moment for moment in MOMENTS if not moment.startswith("is ")]
+DEATHS = [moment for moment in MOMENTS if not moment.startswith(("is ", "when it has asked"))]
 
 
 @pytest.mark.slow
@@ -44,6 +44,7 @@ async def test_a_step_that_one_rank_has_taken_and_another_was_left_in_counts(
     acts = {(0, left): (3, "is left"), (0, victim): (3, "after the step")}
     told = await session.run(train_plain, kind=kind, folder=str(tmp_path), acts=acts)
     assert_as_one_process(kind, str(tmp_path), told)
+    assert len(attempts_at(str(tmp_path))[3]) == 1, "it was not taken again"
 
 
 @pytest.mark.slow
@@ -52,6 +53,29 @@ async def test_a_step_that_only_the_dead_have_taken_is_taken_again(
 ) -> None:
     kind = PlainKind(batch_norm=True)
     acts = {(0, 0): (3, "after the step"), (0, 1): (3, "is left"), (0, 2): (3, "is left")}
+    told = await session.run(train_plain, kind=kind, folder=str(tmp_path), acts=acts)
+    assert_as_one_process(kind, str(tmp_path), told)
+    assert len(attempts_at(str(tmp_path))[3]) == 2
+
+
+@pytest.mark.slow
+async def test_a_step_that_all_have_agreed_on_and_none_has_taken_is_taken_again(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    """In a collective of the function's own, which comes between; buffers are those of before."""
+    kind = PlainKind(reduces_first=True, batch_norm=True, num_samples=60)
+    acts = {(0, 0): (3, "when it has the result")}
+    told = await session.run(train_plain, kind=kind, folder=str(tmp_path), acts=acts)
+    assert_as_one_process(kind, str(tmp_path), told)
+    assert len(attempts_at(str(tmp_path))[3]) == 2
+
+
+@pytest.mark.slow
+async def test_a_loss_before_the_first_step_leaves_no_trace_in_buffers(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    kind = PlainKind(batch_norm=True)
+    acts = {(0, 2): (0, "before the gradients are sent")}
     told = await session.run(train_plain, kind=kind, folder=str(tmp_path), acts=acts)
     assert_as_one_process(kind, str(tmp_path), told)
 
@@ -102,13 +126,25 @@ async def test_a_death_costs_nothing_in_any_kind_of_training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["before it has the result", "after the step"])
+@pytest.mark.parametrize(
+    "acts",
+    [
+        {(0, 1): (3, "before it has the result")},
+        {(0, 1): (3, "after the step"), (0, 2): (3, "is left")},
+        # It has told the reader of its step by then, which the others take again.
+        {
+            (0, 0): (4, "when it has asked for more rows"),
+            (0, 1): (3, "is left"),
+            (0, 2): (3, "is left"),
+        },
+    ],
+    ids=["before", "taken by one", "taken by the dead"],
+)
 async def test_a_death_costs_no_row_of_a_stream(
-    session: cl.Session, tmp_path: Path, moment: str
+    session: cl.Session, tmp_path: Path, acts: dict[tuple[int, int], tuple[int, str]]
 ) -> None:
     """Which can be read once for each epoch."""
     kind = PlainKind()
-    acts = {(0, 1): (3, moment), (0, 2): (3, "is left")}
     with cl.Stream(Lines()) as stream:
         told = await session.run(
             train_plain, kind=kind, folder=str(tmp_path), acts=acts, stream=stream
@@ -135,6 +171,7 @@ async def test_the_same_module_wrapped_again_starts_from_the_furthest_rank(
         train_plain, kind=kind, folder=str(tmp_path), acts=acts, module=kind.network()
     )
     assert_as_one_process(kind, str(tmp_path), told)
+    assert len(attempts_at(str(tmp_path))[3]) == 1
 
 
 def never_returns_alike(ctx: cl.Context, folder: str) -> list[int]:
