@@ -131,11 +131,11 @@ async def test_a_death_costs_nothing_in_any_kind_of_training(
     [
         {(0, 1): (3, "before it has the result")},
         {(0, 1): (3, "after the step"), (0, 2): (3, "is left")},
-        # It has told the reader of its step by then, which the others take again.
+        # It has told the reader of step 2 by then, which the others take again.
         {
-            (0, 0): (4, "when it has asked for more rows"),
-            (0, 1): (3, "is left"),
-            (0, 2): (3, "is left"),
+            (0, 0): (3, "when it has asked for more rows"),
+            (0, 1): (2, "is left"),
+            (0, 2): (2, "is left"),
         },
     ],
     ids=["before", "taken by one", "taken by the dead"],
