@@ -114,6 +114,7 @@ class _Run:
     departures: who leaves on notice.
     saves_last: the ranks save what they have before it is given up. gives_up: what it ends with
     when its last generation is over; None while there may be others. epilogue: what came of that.
+    nobody_began: a rank has said so, and it is for certain.
     num_vain: generations in a row that ended though nobody died and nothing was achieved;
     `achieved` says what was.
     """
@@ -138,6 +139,7 @@ class _Run:
     saves_last: bool = False
     gives_up: Loss | Failure | None = None
     epilogue: str = ""
+    nobody_began: bool = False
     num_vain: int = 0
     achieved: int = -1
 
@@ -333,6 +335,7 @@ class Membership:
         run.running.discard(ending.rank)
         run.members[ending.rank].state = MemberState.READY
         if isinstance(ending, Failure):
+            run.nobody_began = run.nobody_began or ending.nobody_began
             return self._stop(ending)
         run.returned[ending.rank] = ending
         return [] if run.running or run.is_asking else self._end()
@@ -621,10 +624,20 @@ class Membership:
             run.members[rank].state = MemberState.STUCK
         infos = tuple(member.info for member in run.members)
         returned, stuck = tuple(sorted(run.returned)), tuple(sorted(run.running))
+        # A death may be told later than what it did to the others.
+        is_by_loss = isinstance(run.cause, Loss) or _is_echo(run.cause)
         # The text of a loss has its epilogue in it.
         epilogue = run.epilogue if isinstance(run.cause, Failure) else ""
-        story = "\n".join(words for words in (run.story, epilogue) if words)
-        return [EndRun(RunFailed(self._generation, run.cause, infos, returned, stuck, story))]
+        failed = RunFailed(
+            self._generation,
+            run.cause,
+            infos,
+            returned,
+            stuck,
+            "\n".join(words for words in (run.story, epilogue) if words),
+            nobody_began=run.nobody_began and is_by_loss,
+        )
+        return [EndRun(failed)]
 
 
 def in_rank_order(members: Iterable[_Member]) -> list[_Member]:

@@ -317,6 +317,12 @@ class Recovery:
         checkpoints = self._context.checkpoints
         return checkpoints is not None and checkpoints.config is not None
 
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether the function, left now, would be run again from the top, as far as this rank
+        knows."""
+        return not self._has_begun() or not self._missing()
+
     def _has_begun(self) -> bool:
         """Whether any collective of the function has come to its end. If not, no other rank has
         anything of this one, and it may begin once more, as if it had not."""
