@@ -132,8 +132,9 @@ class Crew:
             if time.monotonic() > give_up_at:
                 raise StartupError(
                     f"there is room for {num_workers} workers, and {self._fewest} are the fewest",
-                    f"nodes have gone, and none came within {timeout_s:g} s. Add nodes, or ask for "
-                    "fewer with num_workers=(fewest, most)",
+                    f"nodes have gone, and none came within {timeout_s:g} s. Add nodes, raise "
+                    "startup_timeout_s if they are on their way, or ask for fewer with "
+                    "num_workers=(fewest, most)",
                 )
             await asyncio.sleep(_LOOK_S)
 

@@ -211,7 +211,9 @@ class Driver(StoreActor):
             self._counters.add("chorusline_recoveries")
         for instruction in instructions:
             outcome = instruction.outcome if isinstance(instruction, EndRun) else None
-            if isinstance(outcome, RunFailed) and not isinstance(outcome.cause, Cancellation):
+            if not isinstance(outcome, RunFailed) or outcome.nobody_began:
+                continue
+            if not isinstance(outcome.cause, Cancellation):
                 self._counters.add("chorusline_failed_runs")
 
     async def cancel(self, run: int, reason: str) -> None:

@@ -108,6 +108,7 @@ class _Run:
     regeneration: while one generation has ended and the next has not begun. takes_newcomers: as far
     as is known. is_paused: too few are left; the round is complete, and waits for newcomers.
     departures: who leaves on notice.
+    nobody_began: a rank has said so, and it is for certain.
     num_vain: generations in a row that ended though nobody died and nothing was achieved;
     `achieved` says what was.
     """
@@ -129,6 +130,7 @@ class _Run:
     takes_newcomers: bool = True
     is_paused: bool = False
     departures: Departures = field(default_factory=Departures)
+    nobody_began: bool = False
     num_vain: int = 0
     achieved: int = -1
 
@@ -302,6 +304,7 @@ class Membership:
         run.running.discard(ending.rank)
         run.members[ending.rank].state = MemberState.READY
         if isinstance(ending, Failure):
+            run.nobody_began = run.nobody_began or ending.nobody_began
             return self._stop(ending)
         run.returned[ending.rank] = ending
         return [] if run.running or run.is_asking else self._end()
@@ -541,9 +544,18 @@ class Membership:
             run.members[rank].state = MemberState.STUCK
         infos = tuple(member.info for member in run.members)
         returned, stuck = tuple(sorted(run.returned)), tuple(sorted(run.running))
-        return [
-            EndRun(RunFailed(self._generation, run.cause, infos, returned, stuck, run.story or ""))
-        ]
+        # A death may be told later than what it did to the others.
+        is_by_loss = isinstance(run.cause, Loss) or _is_echo(run.cause)
+        failed = RunFailed(
+            self._generation,
+            run.cause,
+            infos,
+            returned,
+            stuck,
+            run.story or "",
+            nobody_began=run.nobody_began and is_by_loss,
+        )
+        return [EndRun(failed)]
 
 
 def in_rank_order(members: Iterable[_Member]) -> list[_Member]:

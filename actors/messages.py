@@ -280,6 +280,7 @@ class Failure:
     culprits: the ranks to blame, this one unless a CollectiveError named others.
     is_echo: raised because another rank failed first; it never explains a run alone.
     asks_all: the ranks did not meet, so that what every one of them does belongs to the story.
+    nobody_began: as this rank failed, the function cannot have been called on any (Worker.run).
     """
 
     rank: int
@@ -289,6 +290,7 @@ class Failure:
     culprits: tuple[int, ...]
     is_echo: bool
     asks_all: bool = False
+    nobody_began: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +327,8 @@ class RunFailed:
     workers: by rank. returned: ranks whose function had returned before that. stuck: ranks that
     did not stop within the grace period; their workers are replaced before the next run.
     story: where each rank was, if ranks did not meet (testimony.py).
+    nobody_began: workers were lost before the function was called on any rank, so the run may be
+    begun once more, with others in their place.
     """
 
     generation: int
@@ -333,6 +337,7 @@ class RunFailed:
     returned: tuple[int, ...]
     stuck: tuple[int, ...]
     story: str = ""
+    nobody_began: bool = False
 
 
 # ── What each says about itself ──────────────────────────────────────────────────────────────────

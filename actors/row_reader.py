@@ -12,6 +12,12 @@ need not be able to give a row twice.
 A *pass* is one iteration, of all ranks. Its first caller begins it. When a function runs again from
 the top it begins a pass of the same name, which goes on with what the former one had left.
 
+If its process dies, Ray starts another, which knows nothing: neither which rows were handed out,
+nor which passes had begun. Taken for over, or begun a second time beside ranks that hold rows of
+the first, a pass would lose rows, or give them twice. So it refuses the first generation that it
+hears of, and earlier ones (`ReaderDied`): only those can have begun anything before. The ranks then
+run again from the top in a later generation, and begin anew without the rows that count.
+
 No clock, no Ray: calls come one after another, in any order that ranks may send them in.
 """
 
@@ -22,13 +28,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .calls import actor_class
+import ray
 
 Row = tuple[int, Any]
 """Its number, and what was read."""
 
 PassKey = tuple[str, int, int]
 """Run, generation that its function began in, number of the iteration in that function."""
+
+
+class ReaderDied(Exception):
+    """The reader has died since this generation began, and what it knew of it is lost."""
 
 
 @dataclass(slots=True)
@@ -104,9 +114,16 @@ class _Pass:
 
 class RowReader:
     """source: iterable, again and again; or a Dataset of Ray Data. Its `set_epoch`, if it has one,
-    is called before each pass."""
+    is called before each pass. has_died: there was another one before, whose place this one takes.
 
-    def __init__(self, source: Any) -> None:
+    Whatever is asked with the key of a pass raises ReaderDied where that was begun by another.
+    """
+
+    def __init__(self, source: Any, has_died: bool = False) -> None:
+        self._has_died = has_died
+        self._died_in: tuple[str, int] | None = (
+            None  # run, and the last generation it can have been
+        )
         self._source = source
         self._passes: dict[PassKey, _Pass] = {}
         if hasattr(source, "iter_rows"):
@@ -127,6 +144,7 @@ class RowReader:
         """A rank begins a pass. given: numbers that are not to be given, as they count already.
         lost: as for `lose`, which also tells what comes back. inside: numbers of the iterations
         that the holder is in; others were left in their middle."""
+        self._check(key)
         if key not in self._passes:
             former = next((k for k, p in self._passes.items() if _goes_on(k, p, key, name)), None)
             before = self._passes[former] if former is not None else None
@@ -164,6 +182,7 @@ class RowReader:
     ) -> list[Row]:
         """The next rows, at most `count`; fewer at the end, and none behind it. counted: how many
         of the holder's rows belong to steps that count; None: a loss ends the run, keep none."""
+        self._check(key)
         pass_ = self._passes.get(key)
         if pass_ is None or holder in pass_.gone:
             return []  # It was lost, or its function left, since it asked.
@@ -182,6 +201,7 @@ class RowReader:
         steps that count, None for all. All ranks say so; the first one is heard.
 
         Returns the numbers of those that count, of all holders that are gone."""
+        self._check(key)
         pass_ = self._passes[key]
         for holder, counted in sorted(lost.items()):
             if holder in pass_.gone:
@@ -201,18 +221,29 @@ class RowReader:
 
     def ids(self, key: PassKey, counts: Mapping[int, int]) -> list[int]:
         """The numbers of the first rows of some holders, so many of each."""
+        self._check(key)
         pass_ = self._passes.get(key)
         hands = pass_.hands if pass_ is not None else {}
         return [n for h, count in counts.items() if h in hands for n in hands[h].numbers[:count]]
 
     def end(self, key: PassKey, holder: int) -> None:
         """The pass is over for this holder. Not said by one whose function may run again in it."""
+        self._check(key)
         pass_ = self._passes.get(key)
         if pass_ is None:
             return
         pass_.ended.add(holder)
         if len(pass_.ended | pass_.gone) >= pass_.num_holders:
             del self._passes[key]
+
+    def _check(self, key: PassKey) -> None:
+        if not self._has_died:
+            return
+        run, generation, _ = key
+        if self._died_in is None:
+            self._died_in = run, generation
+        if run == self._died_in[0] and generation <= self._died_in[1]:
+            raise ReaderDied(f"what it knew of generation {generation} is lost")
 
 
 def _goes_on(key: PassKey, pass_: _Pass, later: PassKey, name: str | None) -> bool:
@@ -221,5 +252,12 @@ def _goes_on(key: PassKey, pass_: _Pass, later: PassKey, name: str | None) -> bo
 
 
 def row_reader_class() -> Any:
-    """The Ray class of RowReader. It waits most of the time, so it takes no CPU of the cluster."""
-    return actor_class(RowReader, num_cpus=0)
+    """The Ray class of RowReader, restarted by Ray. It waits most of the time, so it takes no CPU
+    of the cluster."""
+
+    class RowReaderActor(RowReader):
+        def __init__(self, source: Any) -> None:
+            runtime = ray.get_runtime_context()
+            super().__init__(source, runtime.was_current_actor_reconstructed)
+
+    return ray.remote(num_cpus=0, max_restarts=-1)(RowReaderActor)

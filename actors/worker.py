@@ -30,13 +30,13 @@ from ray.exceptions import RayError
 
 import collectives
 from collectives.debug import get_debug_level, set_debug_level
-from collectives.errors import CollectiveError, GroupAborted, fresh_copy
+from collectives.errors import CollectiveError, CollectiveTimeout, GroupAborted, fresh_copy
 
 from . import outcomes
 from .actor_store import ActorStore
 from .calls import Actor, actor_class
 from .journal import Journal
-from .lifeline import Lifeline
+from .lifeline import Lifeline, ends_a_generation
 from .messages import (
     Assignment,
     Failure,
@@ -114,6 +114,7 @@ class _Run:
         self.state = WorkerState.STARTING
         self.stop_error: CollectiveError | None = None
         self.early_freeze: CollectiveError | None = None  # of the first generation
+        self.nobody_began = False  # For certain, as long as this rank is in phase 2.
         self.began_at = time.monotonic()
 
 
@@ -168,10 +169,17 @@ class Worker:
 
         1. The training thread unpickles the program (a module missing here must not cost the
            others a rendezvous),
-        2. meets the other ranks, or takes the group that it already has of this generation,
-        3. calls the program,
-        4. and if that raised, ends the generation for the peers at once: no news to the driver
+        2. meets the other ranks: by a barrier in the group that it already has of this generation,
+           else by making one,
+        3. knows by another barrier that they all have met,
+        4. calls the program,
+        5. and if that raised, ends the generation for the peers at once: no news to the driver
            and back has to pass before they stop waiting for this rank.
+
+        A rank that fails in 2 has not come to 3, so no rank has left 3: the function was not called
+        anywhere (`Failure.nobody_began`), and a worker that died between two runs costs a run
+        nothing. One barrier alone would not prove it, as some leave it while others are in it.
+        Where the group is made for a run that goes on, its lifeline sees to who does not come.
         """
         run = _Run(assignment, request, store, Journal(keep=request.keep_reports), driver)
         with self._lock:
@@ -423,8 +431,28 @@ class Worker:
             run.lifeline = lifeline
             if run.stop_error is not None:
                 lifeline.stop(run.stop_error)
+            group = self._group
+        has_met = group is not None and group.generation == run.assignment.generation
+        run.nobody_began = resumption is None and (has_met or not run.request.goes_on)
+        if has_met:
+            assert group is not None
+            try:
+                self._see_all(run, group)
+            except CollectiveTimeout:
+                if not run.request.goes_on:
+                    raise
+                run.nobody_began = False  # Who hangs is killed, and the others go on (Lifeline).
         assignment, group, resumption = lifeline.begin()
         return program(assignment, group, run.journal, lifeline, run.steps, resumption)
+
+    def _see_all(self, run: _Run, group: Group) -> None:
+        """A barrier with the ranks that this one has met in an earlier run."""
+        with self._lock:
+            error = run.stop_error or run.early_freeze
+        if error is not None:
+            group.abort(error)
+            raise fresh_copy(error)
+        _pass_barrier(group)
 
     def _meet(self, run: _Run) -> Group:
         """The group of the run's generation."""
@@ -449,6 +477,9 @@ class Worker:
                 generation=assignment.generation,
                 timeout_s=run.request.timeout_s,
             )
+        elif (failure := group.failure()) is not None:
+            group.close()
+            raise fresh_copy(failure)
         with self._lock:
             self._group = group
             stop_error = run.stop_error
@@ -458,6 +489,9 @@ class Worker:
             # It came before there was a group that the control loop could have aborted.
             group.abort(stop_error)
             raise fresh_copy(stop_error)
+        if run.nobody_began:
+            run.nobody_began = False
+            _pass_barrier(group)  # 3
         return group
 
     def _conclude(self, run: _Run, value: object, error: BaseException | None) -> Success | Failure:
@@ -473,12 +507,22 @@ class Worker:
                 was_told_to_stop=run.stop_error is not None,
                 as_counted=self._group.as_counted_here if self._group else None,
             )
+            if run.nobody_began and ends_a_generation(error):
+                ending = replace(ending, nobody_began=True)
         if isinstance(ending, Failure) and self._group is not None:
             generation = run.assignment.generation
             self._group.abort(
                 GroupAborted(generation, ending.culprits, ending.reason, ending.traceback)
             )
         return ending
+
+
+def _pass_barrier(group: Group) -> None:
+    """Blocks this thread; on a GPU, where waiting is for the stream, as well."""
+    work = group.barrier()
+    if group.device.type == "cuda":
+        work.get_future()
+    work.wait()
 
 
 def _resident_bytes() -> int:

@@ -70,6 +70,12 @@ class Batches(ABC):
     def taken_ids(self) -> list[int]:
         """The samples that the iteration has given to this rank so far."""
 
+    @property
+    def num_committed(self) -> int:
+        """How many those are, also where their numbers are not known here."""
+        counted = self._dealer.counted(self) or self._counted
+        return len(self.ids_of_the_lost) + (sum(counted.counts) if counted is not None else 0)
+
     def __iter__(self) -> Iterator[Any]:
         self._check()
         self._rest = self._coming()

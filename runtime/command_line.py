@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "run",
         help="run a training script, or a function of it on ranks",
         usage="%(prog)s script.py …\n       %(prog)s script.py:function [--workers N|A..B] [--gpu] "
-        "[--timeout S] [--address A] [-- --name value …]",
+        "[--timeout S] [--startup-timeout S] [--address A] [-- --name value …]",
         description="Runs a script as python would, with all that follows as its arguments; or "
         "calls function(ctx, name=value, …) on every rank of a session. It joins the Ray cluster "
         "of RAY_ADDRESS, or starts one of its own on this machine.",
@@ -121,6 +121,9 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
     flags.add_argument("--workers", type=words.workers, default=1, help="4, or 2..8")
     flags.add_argument("--gpu", action="store_true", help="a GPU for each")
     flags.add_argument("--timeout", type=float, default=60.0, help="of a collective, in seconds")
+    flags.add_argument(
+        "--startup-timeout", type=float, default=60.0, help="for the workers to come, in seconds"
+    )
     flags.add_argument("--address", default=None, help="of a running cluster")
     given, strangers = flags.parse_known_args(options.args)
     if strangers:

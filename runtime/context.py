@@ -15,6 +15,7 @@ from ray import cloudpickle
 
 from actors.journal import Journal
 from actors.messages import Assignment, Report
+from collectives.errors import GroupAborted, fresh_copy
 from collectives.group import Group
 from collectives.objects import broadcast_object
 from collectives.reduce_op import ReduceOp
@@ -304,6 +305,15 @@ class Context:
         """A plain optimizer has stepped with the batch of the moment, which is over with that."""
         self._boundaries_of_step = self._boundaries + 1
 
+    def _without_reader(self, error: Exception) -> Exception:
+        """What to raise where the reader of a Stream is gone: what has all ranks run again from the
+        top, if they can."""
+        if self.recovery is None or not self.recovery.can_begin_again:
+            return error
+        ends = GroupAborted(self.group.generation, [], str(error))
+        self.group.abort(ends)
+        return fresh_copy(ends)
+
     def _at_boundary(self) -> None:
         """Between two batches, when the step of the one before is over; on a rank that has joined,
         behind each step that it shadowed."""
@@ -382,6 +392,7 @@ class Context:
                 cursor=self._cursor,
                 at_boundary=self._at_boundary,
                 survives=lambda: self.recovery is not None and self.recovery.counts_samples,
+                without_reader=self._without_reader,
             )
         return Shard(
             dataset,

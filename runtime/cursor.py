@@ -78,6 +78,11 @@ class Passing(Protocol):
     @property
     def committed_ids(self) -> list[int]: ...
 
+    @property
+    def num_committed(self) -> int:
+        """Of all ranks, and of those that are gone."""
+        ...
+
 
 @dataclass(slots=True)
 class Passage:
@@ -106,11 +111,15 @@ class Passage:
                 taken = [*self.shard.taken_ids, *self.shard.ids_of_the_lost]
                 mine = self.shard.committed_ids if committed else taken
             ids = already + mine
+        is_counted = committed and self.shard is not None and self.shard.is_told_by_id
         return {
             "runs": self.rest.runs,
             "given": given,
             "ids": ids,
             "is_over": self.over is not None or self.rest.given is None,
+            "num_ids": len(already) + self.shard.num_committed
+            if is_counted and self.shard is not None
+            else 0,
         }
 
 
@@ -205,6 +214,14 @@ def _rest(parts: Sequence[dict[str, Any] | None]) -> Rest:
     if all(part["is_over"] for part in begun):
         return Rest(runs, None)
     if any(part["ids"] is not None for part in begun):
-        return Rest(runs, frozenset(n for part in begun for n in part["ids"] or ()))
-    given = tuple(0 if part is None else part["given"] for part in parts)
-    return Rest((*runs, (len(parts), given)))
+        given = frozenset(n for part in begun for n in part["ids"] or ())
+        missing = max(part.get("num_ids", 0) for part in begun) - len(given)
+        if missing > 0:
+            raise RuntimeError(
+                f"{missing} rows of a Stream belong to steps that count, and which ones is not "
+                "known any more: its reader died together with the rank that had used them. Run "
+                "the epoch again, or go on from a checkpoint"
+            )
+        return Rest(runs, given)
+    counts = tuple(0 if part is None else part["given"] for part in parts)
+    return Rest((*runs, (len(parts), counts)))

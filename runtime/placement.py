@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import signal
@@ -23,6 +24,8 @@ from ray.util.scheduling_strategies import (
 
 from actors.errors import StartupError
 
+from .autoscaling import Outlook, prospect
+
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 _LEAST_LOCAL_CPU = 0.125
@@ -32,6 +35,9 @@ on two cores are an experiment, a thousand are a slip of the keyboard."""
 _KNOCK_S = 5.0
 _GIVE_BACK_S = 1.0
 _ELASTIC_TRY_S = 5.0  # How long more workers than the minimum may take to be placed.
+_LOOK_S = 0.5
+
+_log = logging.getLogger("chorusline")
 
 
 def connect(address: str | None, log_to_driver: bool = True) -> bool:
@@ -132,34 +138,88 @@ def bundle_of_worker(
 
 
 async def place(
-    bundle: Mapping[str, float], fewest: int, most: int, strategy: str, timeout_s: float
+    bundle: Mapping[str, float],
+    fewest: int,
+    most: int,
+    strategy: str,
+    timeout_s: float,
+    *,
+    may_grow: bool,
 ) -> PlacementGroup:
     """A placement group with a bundle for each of `fewest` to `most` workers: as many as fit now.
 
-    Raises StartupError: at once if the whole cluster is too small for the fewest, else when they
-    were not placed within `timeout_s`. (Ray itself would wait for ever, and say nothing.)
+    may_grow: whether somebody else may have given the cluster an autoscaler. Where the whole
+    cluster is too small for the fewest, it is waited for: the group that cannot be placed is what
+    an autoscaler brings nodes for.
+
+    Raises StartupError: at once if the whole cluster is too small and nothing can come, else when
+    the fewest were not placed within `timeout_s`. (Ray would wait for ever, and say nothing.)
     """
-    total = ray.cluster_resources()
-    if "GPU" in bundle and not total.get("GPU"):
-        raise StartupError(
-            "use_gpu=True", "the cluster has no GPU; leave use_gpu out, or connect to one that has"
-        )
-    if _fitting(bundle, total) < fewest:
-        raise StartupError(
-            _asked(bundle, fewest, strategy), f"that cannot be placed: {_told_cluster(bundle)}"
-        )
+    is_too_small = _fitting(bundle, ray.cluster_resources()) < fewest
+    if is_too_small and not may_grow:
+        raise _too_small(bundle, fewest, strategy, "")
     wanted = max(fewest, min(most, _fitting(bundle, ray.available_resources())))
-    if wanted > fewest:
+    if wanted > fewest:  # In time of its own: the fewest still have theirs.
         group = await _try_to_place(bundle, wanted, strategy, min(_ELASTIC_TRY_S, timeout_s))
         if group is not None:
             return group
-    group = await _try_to_place(bundle, fewest, strategy, timeout_s)
+    if is_too_small:
+        group = await _grown_into(bundle, fewest, strategy, timeout_s)
+    else:
+        group = await _try_to_place(bundle, fewest, strategy, timeout_s)
     if group is None:
         raise StartupError(
             _asked(bundle, fewest, strategy),
-            f"not placed within {timeout_s:g} s: {_told_cluster(bundle)}",
+            f"not placed within {timeout_s:g} s: {_told_cluster(bundle)}. If nodes are still on "
+            "their way, raise startup_timeout_s: in a cloud they take minutes",
         )
     return group
+
+
+async def _grown_into(
+    bundle: Mapping[str, float], fewest: int, strategy: str, timeout_s: float
+) -> PlacementGroup | None:
+    """Wait for nodes, unless it is heard that none can come; None if they did not come in time."""
+
+    async def until_hopeless(group: PlacementGroup) -> str:
+        has_told = False
+        while True:
+            told = await asyncio.to_thread(prospect, bundle, fewest, group.id.hex())
+            # What there is may have become enough meanwhile, and be placed in a moment.
+            is_too_small = _fitting(bundle, ray.cluster_resources()) < fewest
+            if told.outlook is Outlook.FIXED and is_too_small:
+                return told.why
+            if not has_told:
+                has_told = True
+                _log.warning(
+                    "%s: %s; %s. Waiting for nodes, up to %g s (startup_timeout_s)",
+                    _asked(bundle, fewest, strategy),
+                    _counted_cluster(bundle),
+                    told.why,
+                    timeout_s,
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    group = _group_of(bundle, fewest, strategy)
+    placing = asyncio.create_task(_placed(group), name="placement")
+    watching = asyncio.create_task(until_hopeless(group), name="autoscaler-watch")
+    both = {placing, watching}
+    is_placed = False
+    try:
+        await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if placing.done():
+            placing.result()
+            is_placed = True
+            return group
+        if watching.done():
+            raise _too_small(bundle, fewest, strategy, watching.result())
+        return None
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.wait(both)
+        if not is_placed:
+            remove_placement_group(group)
 
 
 async def give_back(group: PlacementGroup) -> None:
@@ -207,9 +267,7 @@ def options_of_driver() -> dict[str, Any]:
 async def _try_to_place(
     bundle: Mapping[str, float], num_workers: int, strategy: str, timeout_s: float
 ) -> PlacementGroup | None:
-    group: PlacementGroup = placement_group(
-        [dict(bundle) for _ in range(num_workers)], strategy=strategy
-    )
+    group = _group_of(bundle, num_workers, strategy)
     is_placed = False
     try:
         async with asyncio.timeout(timeout_s):
@@ -221,6 +279,17 @@ async def _try_to_place(
         if not is_placed:
             remove_placement_group(group)
     return group
+
+
+def _group_of(bundle: Mapping[str, float], num_workers: int, strategy: str) -> PlacementGroup:
+    group: PlacementGroup = placement_group(
+        [dict(bundle) for _ in range(num_workers)], strategy=strategy
+    )
+    return group
+
+
+async def _placed(group: PlacementGroup) -> None:
+    await group.ready()
 
 
 def _fitting(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int:
@@ -236,14 +305,34 @@ def _asked(bundle: Mapping[str, float], num_workers: int, strategy: str) -> str:
     return f"num_workers={num_workers} with {each} each (placement_strategy={strategy!r})"
 
 
-def _told_cluster(bundle: Mapping[str, float]) -> str:
+def _too_small(
+    bundle: Mapping[str, float], num_workers: int, strategy: str, why_fixed: str
+) -> StartupError:
+    """why_fixed: what was heard of nodes that might come; empty for a cluster of our own."""
+    also = f", {why_fixed}" if why_fixed else ""
+    if "GPU" in bundle and not ray.cluster_resources().get("GPU"):
+        return StartupError(
+            "use_gpu=True",
+            f"the cluster has no GPU{also}; leave use_gpu out, or connect to one that has",
+        )
+    return StartupError(
+        _asked(bundle, num_workers, strategy),
+        f"that cannot be placed: {_told_cluster(bundle, also)}",
+    )
+
+
+def _told_cluster(bundle: Mapping[str, float], also: str = "") -> str:
+    return (
+        f"{_counted_cluster(bundle)}{also}. Lower num_workers, ask for less with "
+        "resources_per_worker, or add nodes"
+    )
+
+
+def _counted_cluster(bundle: Mapping[str, float]) -> str:
     total, free = ray.cluster_resources(), ray.available_resources()
     has = ", ".join(
         f"{name} {total.get(name, 0.0):g} ({free.get(name, 0.0):g} free)" for name in bundle
     )
     num_nodes = sum(1 for node in ray.nodes() if node["Alive"])
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
-    return (
-        f"the cluster has {has} on {nodes}. Lower num_workers, ask for less with "
-        "resources_per_worker, or add nodes"
-    )
+    return f"the cluster has {has} on {nodes}"

@@ -272,6 +272,12 @@ class Recovery:
             return "it has not registered its model and its ZeroRedundancyOptimizer (ctx.register)"
         return self._plain.why_not_again(self._context.registry, models)
 
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether the function, left now, would be run again from the top, as far as this rank
+        knows."""
+        return not self._has_begun() or not self._missing()
+
     def _has_begun(self) -> bool:
         """Whether any collective of the function has come to its end. If not, no other rank has
         anything of this one, and it may begin once more, as if it had not."""

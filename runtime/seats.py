@@ -9,12 +9,13 @@ is nothing.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.util import placement_group_table
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from actors.calls import nodes_leaving
 
@@ -29,8 +30,10 @@ _ASKED_AT_ONCE = 16
 class Seats:
     """first: placed. most: how many there may be in all. What `actors.recruiting.Seats` asks for.
 
-    Where the strategy is about all workers together (STRICT_PACK, STRICT_SPREAD) there are never
-    more than the first: groups of their own would not keep to it.
+    With STRICT_SPREAD each of the later groups names the nodes that it must not be on. It cannot
+    name those of groups that wait like itself, so one waits at a time; and where Ray has moved it,
+    as its node has gone, what it names is out of date, and another takes its place. With
+    STRICT_PACK there are never more than the first, which fill their node as a rule.
     """
 
     def __init__(
@@ -42,7 +45,10 @@ class Seats:
         self._own: dict[int, PlacementGroup] = {}  # by seat
         self._waiting: set[int] = set()
         """Seats that have asked for room, and have not got any yet."""
-        self.most = first.bundle_count if strategy.startswith("STRICT") else most
+        self._homes: dict[int, str] = {}  # by seat with a group of its own, where that came first
+        self._lock = threading.Lock()  # Each seat is asked about in a thread of its own.
+        self._is_spread = strategy == "STRICT_SPREAD"
+        self.most = first.bundle_count if strategy == "STRICT_PACK" else most
 
     @property
     def has_all(self) -> bool:
@@ -51,7 +57,8 @@ class Seats:
         )
 
     def placed(self) -> list[int]:
-        return sorted(self._nodes())
+        with self._lock:
+            return sorted(self._nodes())
 
     async def wait_for(self, seat: int) -> None:
         while True:
@@ -61,12 +68,28 @@ class Seats:
 
     def _has_room(self, seat: int) -> bool:
         """Also that the node is not to go: a worker there would have to leave at once."""
-        if seat >= self._first.bundle_count and seat not in self._own:
-            if len(self._waiting) >= _ASKED_AT_ONCE:
-                return False
-            self._waiting.add(seat)
-            self._own[seat] = placement_group([self._bundle], strategy=self._strategy)
-        return self._nodes().get(seat, "") not in {"", *nodes_leaving()}
+        with self._lock:
+            nodes = self._nodes()
+            if self._has_moved(seat):
+                remove_placement_group(self._own.pop(seat))
+                del self._homes[seat]
+            if seat >= self._first.bundle_count and seat not in self._own:
+                if len(self._waiting) >= (1 if self._is_spread else _ASKED_AT_ONCE):
+                    return False
+                self._waiting.add(seat)
+                self._own[seat] = self._asked_for(set(nodes.values()))
+                nodes = self._nodes()
+        return nodes.get(seat, "") not in {"", *nodes_leaving()}
+
+    def _asked_for(self, taken: set[str]) -> PlacementGroup:
+        """taken: nodes that have a seat."""
+        apart: dict[str, Any] = {}
+        if self._is_spread and taken:
+            # Without blanks: Ray takes ", b" for another node than "b", and says nothing.
+            others = {"ray.io/node-id": f"!in({','.join(sorted(taken))})"}
+            apart["bundle_label_selector"] = [others]
+        group: PlacementGroup = placement_group([self._bundle], strategy=self._strategy, **apart)
+        return group
 
     def _nodes(self) -> dict[int, str]:
         """By seat that has one, the node where it is. Ray moves a group whose node has gone."""
@@ -79,8 +102,26 @@ class Seats:
         }
         nodes = {seat: str(tables[group].get(i, "")) for (group, i), seat in seats.items()}
         found = {seat: node for seat, node in nodes.items() if node in alive}
+        if self._is_spread:
+            found = self._apart(found)
         self._waiting.difference_update(found)
         return found
+
+    def _has_moved(self, seat: int) -> bool:
+        home = self._homes.get(seat)
+        if home is None:
+            return False
+        table = placement_group_table(self._own[seat]).get("bundles_to_node_id", {})
+        return str(table.get(0, "")) not in {"", home}
+
+    def _apart(self, found: dict[int, str]) -> dict[int, str]:
+        """Without seats that Ray has moved to where another may be."""
+        own = {seat: node for seat, node in found.items() if seat in self._own}
+        own = {s: node for s, node in own.items() if self._homes.setdefault(s, node) == node}
+        # The first ones keep apart from each other only.
+        taken = set(own.values())
+        first = {s: node for s, node in found.items() if s not in self._own and node not in taken}
+        return own | first
 
     def _bundle_of(self, seat: int) -> tuple[PlacementGroup, int]:
         if seat < self._first.bundle_count:
@@ -92,6 +133,6 @@ class Seats:
 
     async def give_back(self) -> None:
         groups = [*self._own.values(), self._first]
-        self._own, self._waiting = {}, set()
+        self._own, self._waiting, self._homes = {}, set(), {}
         for group in groups:
             await placement.give_back(group)

@@ -18,7 +18,7 @@ from ray import cloudpickle
 from actors.crew import STEP_S, Crew
 from actors.driver import GRACE_S
 from actors.journal import JournalReader
-from actors.messages import DriverSnapshot, Report, RunFailed, RunRequest, WorkerSnapshot
+from actors.messages import DriverSnapshot, Report, RunRequest, RunSucceeded, WorkerSnapshot
 from actors.outcomes import raise_failure
 from collectives.debug import get_debug_level
 
@@ -33,6 +33,10 @@ _PULL_S = 0.3
 notebook, which is seen only when the loop wakes, is seen that soon."""
 
 _LAST_PULL_S = 5.0
+
+_BEGINNINGS = 3
+"""Of one call of `run`: workers may have died since the last one, and more while those were
+replaced."""
 
 
 class Default(enum.Enum):
@@ -86,8 +90,9 @@ class Session:
     one CPU (shared CPUs on a cluster that the session starts itself).
     placement_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD", as in Ray.
     timeout_s: deadline of each collective and of the ranks' meeting. startup_timeout_s: for
-    placing the workers, and for their start. address: of a running cluster; without it RAY_ADDRESS
-    counts, and without that a local cluster is started, and stopped by `close`.
+    placing the workers, also while an autoscaler starts nodes for them, and again for their start.
+    address: of a running cluster; without it RAY_ADDRESS counts, and without that a local cluster
+    is started, and stopped by `close`.
     on_report: called in this process's loop with each Report of each rank. live_view: show the
     ranks, and plots of what they report, while a function runs; in a notebook only.
     checkpoint: where every run keeps what it has registered, and goes on from.
@@ -185,7 +190,12 @@ class Session:
             )
             strategy = self._placement_strategy
             first = await placement.place(
-                bundle, self._fewest, self._most, strategy, self._startup_timeout_s
+                bundle,
+                self._fewest,
+                self._most,
+                strategy,
+                self._startup_timeout_s,
+                may_grow=not self._is_local,
             )
             self._seats = Seats(first, bundle, self._most, strategy)
             self._crew = Crew(
@@ -295,8 +305,9 @@ class Session:
         )
 
     async def _run(self, program: bytes, is_shown: bool = False) -> list[Any]:
-        """1. Replace what is missing since the last run. 2. Run, and pass reports on meanwhile.
-        3. Rebuild the results, or the failure."""
+        """1. Replace what is missing since the last run. 2. Run, and pass reports on meanwhile; if
+        workers turn out to be dead before any has begun, from 1. again. 3. Rebuild the results, or
+        the failure."""
         why_not = self.why_not_ready()
         if why_not:
             raise notebook.show_once(RuntimeError(why_not), f"RuntimeError: {why_not}")
@@ -305,23 +316,18 @@ class Session:
         if is_shown and notebook.in_kernel():
             view = notebook.LiveView(self._ask_workers)
         self._state = SessionState.RUNNING
-        request = RunRequest(
-            self._next_run,
-            self._timeout_s,
-            view is not None or self._on_report is not None,
-            get_debug_level(),
-            self._fewest,
-            self._max_failures,
-        )
-        self._next_run += 1
         error: BaseException | None = None
         try:
             async with notebook.waking():
-                await crew.assemble(self._startup_timeout_s)
-                async with self._reporting(crew.reports(request.run), view):
-                    outcome = await crew.run(request, program)
-                if isinstance(outcome, RunFailed):
-                    raise_failure(outcome)
+                for left in reversed(range(_BEGINNINGS)):
+                    request = self._new_request(view)
+                    await crew.assemble(self._startup_timeout_s)
+                    async with self._reporting(crew.reports(request.run), view):
+                        outcome = await crew.run(request, program)
+                    if isinstance(outcome, RunSucceeded):
+                        break
+                    if not (outcome.nobody_began and left):
+                        raise_failure(outcome)
         except BaseException as raised:
             error = raised
             raise
@@ -332,7 +338,19 @@ class Session:
                 await view.finish(error)
             if error is not None:
                 notebook.show_once(error, _how_interrupted(error, crew.is_assembled))
+        assert isinstance(outcome, RunSucceeded)
         return [cloudpickle.loads(result) for result in outcome.results]
+
+    def _new_request(self, view: notebook.LiveView | None) -> RunRequest:
+        self._next_run += 1
+        return RunRequest(
+            self._next_run - 1,
+            self._timeout_s,
+            view is not None or self._on_report is not None,
+            get_debug_level(),
+            self._fewest,
+            self._max_failures,
+        )
 
     @asynccontextmanager
     async def _reporting(

@@ -5,12 +5,19 @@ hands them to whatever rank asks. It keeps what was handed out until it belongs 
 counts. So when a rank is lost, those that go on say how many of its rows do, which they know from
 the votes (dealer.py), and the reader deals the rest again.
 
+If the reader dies, Ray starts another, which knows nothing of the pass. The rank that notices ends
+the generation; the functions run again from the top, and the new reader reads the source from its
+beginning and leaves out the rows that count. Their numbers come from the ranks, each of which knows
+its own, and the last that it was told of those of lost ranks.
+
 Nobody knows how many batches a rank will have. A rank looks one batch ahead; so each step still
 says exactly who takes the next one, but for the first, and the first after a loss.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -20,13 +27,24 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.calls import Actor, why_gone
-from actors.row_reader import PassKey, Row, row_reader_class
+from actors.row_reader import PassKey, ReaderDied, Row, row_reader_class
 
 from .batches import Batches
 from .cursor import Cursor
 from .dealer import Counted, Cut, Dealer, Left
 
 _SLICE_S = 0.2  # A thread that waits for Ray can be interrupted between two of these.
+_RESTART_S = 30.0
+"""For Ray to start a reader in the place of one that died."""
+
+
+class ReaderGone(Exception):
+    """The reader that this pass was begun with is gone, and Ray starts another. has_come: it
+    answers already."""
+
+    def __init__(self, why: str, has_come: bool) -> None:
+        super().__init__(why)
+        self.has_come = has_come
 
 
 class Stream:
@@ -127,8 +145,11 @@ class StreamShard(Batches):
         cursor: Cursor | None = None,
         at_boundary: Callable[[], None] | None = None,
         survives: Callable[[], bool] = lambda: False,
+        without_reader: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        """survives: whether the run goes on when a rank is lost, so that rows are kept for it."""
+        """survives: whether the run goes on when a rank is lost, so that rows are kept for it.
+        without_reader: ends the generation if the functions can run again, and gives what is to be
+        raised: by default, and where they cannot, the error that it is given."""
         super().__init__(
             batch_size,
             key=f"stream/{batch_size}/{epoch}",
@@ -141,6 +162,11 @@ class StreamShard(Batches):
         self._reader = stream.reader
         self._drop_last = drop_last
         self._survives = survives
+        self._without_reader = without_reader or (lambda error: error)
+        self._gone: ReaderGone | None = None  # seen inside a step, which does not need it
+        self._num_unknown = (
+            0  # rows that count, of lost ranks, whose numbers it cannot tell any more
+        )
         self._pass: PassKey | None = None  # None: there is nothing left to read.
         self._holder = 0
         self._numbers: list[int] = []  # of the rows that this rank was given
@@ -173,18 +199,36 @@ class StreamShard(Batches):
         return None
 
     def _has_more(self) -> bool:
-        return bool(self._ahead)
+        return bool(self._ahead) or self._gone is not None
 
     def _take(self) -> list[Any]:
+        if self._gone is not None:
+            raise self._lost(self._gone)
         batch = self._ahead.popleft()
         self._numbers += [number for number, _ in batch]
         self.taken += len(batch)
-        self._look_ahead()
+        try:
+            self._look_ahead()
+        except ReaderGone as gone:
+            raise self._lost(gone) from None
         return [row for _, row in batch]
 
     def _end(self) -> None:
         if self._pass is not None:
-            _answer(self._reader.end.remote(self._pass, self._holder))
+            with contextlib.suppress(ReaderGone):  # Then nobody has anything to end.
+                _answer(self._reader.end.remote(self._pass, self._holder))
+
+    def _lost(self, gone: ReaderGone) -> Exception:
+        if not gone.has_come:
+            # Comes to the new reader when it is there, so that it hears of this generation first.
+            retried = self._reader.end.options(max_task_retries=-1)
+            retried.remote(self._pass, self._holder)
+        told = (
+            f"the reader of a Stream is gone ({gone}), and with it the rows that it had read. They "
+            "are read again where a run goes on without lost workers and all is registered "
+            "(ctx.register); or go on from a checkpoint if there is one"
+        )
+        return self._without_reader(RuntimeError(told))
 
     # -- the reader ------------------------------------------------------------------------------
 
@@ -215,6 +259,7 @@ class StreamShard(Batches):
 
     def begin_dealt(self, dealer: Dealer, number: int, cuts: Sequence[Cut]) -> None:
         self._numbers, self._asked = [], None
+        self._gone, self._num_unknown = None, 0
         self._ahead.clear()
         self._holder = dealer.holders[dealer.rank]
         self._pass = None
@@ -224,8 +269,9 @@ class StreamShard(Batches):
         lost: dict[int, int | None] = dict.fromkeys(sorted(dealer.lost), 0)
         for cut in cuts:
             lost.update(cut.lost)
-        self.ids_of_the_lost = _answer(
-            self._reader.begin.remote(
+        give_up_at = time.monotonic() + _RESTART_S
+        while True:
+            call = self._reader.begin.remote(
                 self._pass,
                 self._pass_name,
                 self._epoch,
@@ -235,17 +281,32 @@ class StreamShard(Batches):
                 self._holder,
                 dealer.inside(),
             )
-        )
-        self._look_ahead()
+            try:
+                self.ids_of_the_lost = _answer(call)
+                self._look_ahead()
+                return
+            except ReaderGone as gone:
+                # It may have died before this pass, which then begins as soon as there is another.
+                if gone.has_come or self._ahead or time.monotonic() > give_up_at:
+                    raise self._lost(gone) from None
+            time.sleep(_SLICE_S)
 
     def go_on(self, cut: Cut) -> Left:
         ranks = len(cut.former_ranks)
         left = Left([1] * ranks, [1] * ranks)  # As at the beginning, nobody knows of the others.
         if self._pass is not None:
-            if self._asked is not None:
-                self._receive()  # It may say "the end", which was true when it was asked.
-            self.ids_of_the_lost = _answer(self._reader.lose.remote(self._pass, dict(cut.lost)))
-            self._look_ahead()
+            try:
+                if self._asked is not None:
+                    self._receive()  # It may say "the end", which was true when it was asked.
+                lost = self._reader.lose.remote(self._pass, dict(cut.lost))
+                self.ids_of_the_lost = _answer(lost)
+                self._look_ahead()
+            except ReaderGone as gone:
+                # The step that waits for this can be taken; the batch after it cannot be had.
+                self._gone = gone
+                self._num_unknown += sum(
+                    1 if counted is None else counted for counted in cut.lost.values()
+                )
         left.to_take[self._dealer.rank] = int(self._has_more())
         return left
 
@@ -253,23 +314,35 @@ class StreamShard(Batches):
         if self._pass is None:
             return []
         by_holder = dict(zip(counted.holders, counted.counts, strict=True))
-        ids: list[int] = _answer(self._reader.ids.remote(self._pass, by_holder))
+        try:
+            ids: list[int] = _answer(self._reader.ids.remote(self._pass, by_holder))
+        except ReaderGone:
+            return self._numbers[: by_holder.get(self._holder, 0)]  # The others know theirs.
         return ids
+
+    @property
+    def num_committed(self) -> int:
+        return super().num_committed + self._num_unknown
 
 
 def _answer(call: Any) -> Any:
-    """What the reader says. Blocks the training thread."""
+    """What the reader says. Blocks the training thread. Raises ReaderGone."""
     while not ray.wait([call], timeout=_SLICE_S)[0]:
         pass
     try:
         return ray.get(call)
-    except (ActorDiedError, ActorUnavailableError) as error:
+    except ActorUnavailableError as error:
+        # Of one that lives and could not be reached, too: whether it heard the call is not known.
+        raise ReaderGone(why_gone(error), has_come=False) from None
+    except ActorDiedError as error:
         raise RuntimeError(
             f"the reader of a Stream is gone ({why_gone(error)}), and with it the rows that it had "
             "read; make the Stream anew, and go on from a checkpoint if there is one"
         ) from None
     except RayTaskError as error:
         cause = error.cause
+        if isinstance(cause, ReaderDied):
+            raise ReaderGone(str(cause), has_come=True) from None
         raise RuntimeError(
             f"the rows of a Stream cannot be read: {type(cause).__name__}: {cause}"
         ) from error

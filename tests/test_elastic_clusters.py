@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import ray
-from head_node import ENVIRONMENT, free_ports, head_node
+from autoscaling_head import autoscaling_head
+from head_node import ENVIRONMENT
 
 GROWS = """
 import asyncio, json, os, sys, time
@@ -59,59 +58,7 @@ asyncio.run(main())
 def test_an_autoscaler_brings_the_nodes_that_a_run_wants_and_it_goes_on_with_them(
     tmp_path: Path,
 ) -> None:
-    port, *others = free_ports(5)
-    head_id = "f" * 51 + "00000"
-    address = f"{socket.gethostbyname(socket.gethostname())}:{port}"
-    # As on a cloud, but for the provider, whose machines are processes of this one.
-    node_types = {
-        name: {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": most}
-        for name, most in (("ray.head.default", 0), ("worker", 2))
-    }
-    config = {
-        "cluster_name": "fake",
-        "max_workers": 2,
-        "idle_timeout_minutes": 5,
-        "provider": {
-            "type": "external",
-            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
-            "gcs_address": address,
-            "head_node_id": head_id,
-            "launch_multiple": True,
-        },
-        "available_node_types": node_types,
-        "head_node_type": "ray.head.default",
-        "upscaling_speed": 1.0,
-        # What Ray's own file of defaults would say, which its wheel leaves out.
-        **{key: {} for key in ("auth", "docker", "file_mounts")},
-        "file_mounts_sync_continuously": False,
-        **{key: [] for key in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
-        **{f"{which}setup_commands": [] for which in ("", "head_", "worker_")},
-        **{f"{which}_start_ray_commands": [] for which in ("head", "worker")},
-        "initialization_commands": [],
-    }
-    written = tmp_path / "autoscaling.json"
-    written.write_text(json.dumps(config))
-    names = ("dashboard", "dashboard-agent-listen", "ray-client-server", "metrics-export")
-    flags = [
-        *(f"--port={port}", "--num-cpus=1", "--include-dashboard=false"),
-        *(f"--{name}-port={other}" for name, other in zip(names, others, strict=True)),
-        f"--autoscaling-config={written}",
-    ]
-    environment = {
-        "RAY_FAKE_CLUSTER": "1",
-        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-        "RAY_enable_autoscaler_v2": "1",
-        "RAY_CLOUD_INSTANCE_ID": head_id,
-        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": head_id,
-    }
-
-    def is_up() -> bool:
-        try:
-            return ray._raylet.check_health(address, timeout=2)
-        except Exception:
-            return False
-
-    with head_node(*flags, is_up=is_up, environment=environment, has_autoscaler=True):
+    with autoscaling_head(tmp_path, num_cpus=1, most_nodes=2) as address:
         done = subprocess.run(
             [sys.executable, "-c", GROWS],
             capture_output=True,
@@ -128,6 +75,123 @@ def test_an_autoscaler_brings_the_nodes_that_a_run_wants_and_it_goes_on_with_the
     (_, sizes), *newcomers = told
     assert sizes[0] == 1 and sizes[-1] == 3
     assert all(sizes[-1] == 3 and sizes[0] > 1 for _, sizes in newcomers)
+
+
+STARTS_FROM_NOTHING = """
+import asyncio, json, os, sys, time
+import ray
+import chorusline as cl
+
+async def main():
+    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
+    assert not ray.cluster_resources().get("CPU")
+    refusals = []
+    for wrong in ({"num_workers": 4}, {"num_workers": 1, "use_gpu": True}):
+        began_at = time.monotonic()
+        try:
+            await cl.Session(**wrong, startup_timeout_s=60).start()
+        except Exception as error:
+            refusals.append((type(error).__name__, str(error), time.monotonic() - began_at))
+    try:
+        await cl.Session(2, startup_timeout_s=0.5).start()
+    except Exception as error:
+        refusals.append((type(error).__name__, str(error), 0))
+    async with cl.Session((2, 3), startup_timeout_s=90) as session:
+        ranks = await session.run(lambda ctx: ctx.world_size)
+    print(json.dumps([refusals, ranks]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_session_starts_on_a_cluster_that_has_no_workers_yet(
+    tmp_path: Path, version: int
+) -> None:
+    head = autoscaling_head(tmp_path, num_cpus=0, most_nodes=3, version=version)
+    script = STARTS_FROM_NOTHING
+    if version == 1:  # It does not tell what it can never do; so this would wait for its minute.
+        script = script.replace('({"num_workers": 4}, {"num_workers": 1, "use_gpu": True})', "()")
+    with head as address:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            env=ENVIRONMENT | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    refusals, ranks = json.loads(done.stdout.splitlines()[-1])
+    assert ranks in ([2, 2], [3, 3, 3])
+    *never, too_late = refusals
+    assert too_late[0] == "StartupError"
+    assert "not placed within 0.5 s" in too_late[1] and "raise startup_timeout_s" in too_late[1]
+    waits = [line for line in done.stderr.splitlines() if "Waiting for nodes" in line]
+    assert len(waits) == len(refusals) + 1, "each start says once that it waits"
+    assert "num_workers=2 with CPU 1 each" in waits[-1] and "up to 90 s" in waits[-1]
+    assert "the cluster has CPU 0 (0 free) on 1 node" in waits[-1]
+    assert "its autoscaler has" in waits[-1] or "nothing yet" in waits[-1]
+    if version == 1:
+        return
+    assert all(kind == "StartupError" and seconds < 30 for kind, _, seconds in never)
+    assert "num_workers=4 with CPU 1 each" in never[0][1]
+    assert "the cluster has CPU 0 (0 free)" in never[0][1]
+    assert "its autoscaler says that it can bring no nodes that would do" in never[0][1]
+    assert "the cluster has no GPU" in never[1][1]
+
+
+SPREADS = """
+import asyncio, json, os, time
+import ray, torch
+import chorusline as cl
+
+def train(ctx):
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(4, 4)))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.Adam, lr=0.1, replicas=2)
+    ctx.register("optim", optim)
+    for epoch in ctx.epochs(10_000):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(torch.ones(48, 4), 4, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                time.sleep(0.05)
+        if ctx.world_size == 3:
+            return ray.get_runtime_context().get_node_id()
+
+async def main():
+    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
+    few = {"CPU": 0.2}  # All three would fit on the head.
+    async with cl.Session(
+        (1, 3), placement_strategy="STRICT_SPREAD", resources_per_worker=few, timeout_s=30
+    ) as session:
+        at_start = session.num_workers
+        nodes = await asyncio.wait_for(session.run(train), 220)
+    print(json.dumps([at_start, nodes]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_a_session_that_is_strictly_spread_grows_onto_nodes_of_their_own(tmp_path: Path) -> None:
+    with autoscaling_head(tmp_path, num_cpus=1, most_nodes=2) as address:
+        done = subprocess.run(
+            [sys.executable, "-c", SPREADS],
+            capture_output=True,
+            text=True,
+            timeout=260,
+            check=False,
+            env=ENVIRONMENT | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    at_start, nodes = json.loads(done.stdout.splitlines()[-1])
+    assert at_start < 3, "it has grown"
+    assert len(nodes) == len(set(nodes)) == 3
 
 
 TWO_FOUR_THREE = """

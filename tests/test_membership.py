@@ -290,6 +290,39 @@ def test_a_death_between_runs_is_remembered_and_the_others_begin_if_they_are_eno
     assert (start.worker_id, start.assignment.generation) == (worker(1).worker_id, 1)
 
 
+def has_not_begun(rank: int) -> RankEnded:
+    return RankEnded(
+        Failure(rank, b"", "PeerLost: gone", "Traceback", (2,), True, nobody_began=True)
+    )
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_who_died_while_idle_ends_a_run_that_nobody_began_whatever_is_told_first(
+    order: Sequence[int],
+) -> None:
+    membership = with_workers(worker(0), worker(1), worker(2))
+    started(membership)
+    events = [has_not_begun(0), has_not_begun(1), death(2)]
+    told = [one for which in order for one in membership.handle(events[which])]
+    (outcome,) = [one.outcome for one in told if isinstance(one, EndRun)]
+    assert isinstance(outcome, RunFailed) and outcome.nobody_began
+    assert isinstance(outcome.cause, Loss) and outcome.cause.rank == 2
+
+
+def test_a_run_that_nobody_began_for_another_reason_is_not_begun_again() -> None:
+    for cause in (failure(2), RunCancelled("the caller was cancelled")):
+        membership = with_workers(worker(0), worker(1), worker(2))
+        started(membership)
+        membership.handle(cause)
+        for rank in range(2):
+            told = membership.handle(has_not_begun(rank))
+        if isinstance(cause, RunCancelled):
+            told = membership.handle(echo(2, of=0))
+        (end,) = told
+        assert isinstance(end, EndRun) and isinstance(end.outcome, RunFailed)
+        assert not end.outcome.nobody_began
+
+
 def test_a_seat_that_was_emptied_between_runs_is_not_waited_for() -> None:
     membership = with_workers(worker(0), worker(1))
     assert succeed(membership, 0, 2) == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.row_reader import PassKey, RowReader
+from actors.row_reader import PassKey, ReaderDied, RowReader
 
 FIRST: PassKey = ("run", 3, 1)
 NUM_ROWS = 23
@@ -159,3 +159,36 @@ def test_a_source_that_fails_has_not_ended() -> None:
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
             reader.take(FIRST, 0, 4, False, 0)
+
+
+def test_a_reader_in_the_place_of_one_that_died_refuses_what_that_one_may_have_begun() -> None:
+    asks = [
+        lambda reader: begin(reader),
+        lambda reader: reader.take(FIRST, 0, 4, False, 0),
+        lambda reader: reader.lose(FIRST, {1: 0}),
+        lambda reader: reader.ids(FIRST, {0: 4}),
+        lambda reader: reader.end(FIRST, 0),
+    ]
+    for first in asks:
+        source = Rows()
+        reader = RowReader(source, has_died=True)
+        for ask in (first, *asks):
+            with pytest.raises(ReaderDied, match="what it knew of generation 3 is lost"):
+                ask(reader)
+        with pytest.raises(ReaderDied):
+            begin(reader, ("run", 3, 2))  # Another pass of that generation.
+        assert source.num_passes == 0
+        later = ("run", 5, 1)
+        begin(reader, later, given=frozenset({0, 2, 7}))
+        rows = reader.take(later, 1, 100, False, 0)
+        assert [n for n, _ in rows] == [n for n in range(NUM_ROWS) if n not in {0, 2, 7}]
+        with pytest.raises(ReaderDied):
+            reader.take(FIRST, 0, 4, False, 0)
+
+
+def test_of_another_run_a_new_reader_refuses_nothing() -> None:
+    reader = RowReader(Rows(), has_died=True)
+    with pytest.raises(ReaderDied):
+        reader.end(FIRST, 0)
+    begin(reader, ("another", 0, 1))
+    assert len(reader.take(("another", 0, 1), 0, 100, False, 0)) == NUM_ROWS

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import open_sockets
@@ -451,12 +452,41 @@ async def test_a_killed_worker_is_named_and_replaced(session: Session) -> None:
     assert after[1][1] != before[1][1]
 
 
-async def test_a_worker_killed_between_runs_is_found_out(session: Session) -> None:
+async def test_a_worker_killed_between_runs_costs_the_next_run_nothing(
+    session: Session, tmp_path: Path
+) -> None:
+    def begins(ctx: Context, folder: Path) -> int:
+        (folder / f"{ctx.rank}-{os.getpid()}").touch()
+        return os.getpid()
+
     pids = await session.run(lambda ctx: os.getpid())
     os.kill(pids[0], signal.SIGKILL)
-    with pytest.raises(WorkerLost, match="rank 0"):
-        await session.run(blocked_by_others)
+    after = await session.run(begins, folder=tmp_path)
+    assert after[0] != pids[0] and after[1] == pids[1]
+    begun = sorted(path.name for path in tmp_path.iterdir())
+    assert begun == [f"{rank}-{pid}" for rank, pid in enumerate(after)], "it began once"
     await assert_usable(session)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_workers", [3, (1, 3)])
+async def test_no_run_is_lost_to_workers_that_die_while_idle(
+    cluster: None, num_workers: int | tuple[int, int]
+) -> None:
+    few = {"CPU": 0.1}
+    async with Session(num_workers, resources_per_worker=few, timeout_s=20) as session:
+        pids = await session.run(lambda ctx: os.getpid())
+        for turn in range(8):
+            victims = {pids[turn % 3], pids[0]} if turn % 4 == 3 else {pids[turn % 3]}
+            if turn % 2:  # News of the death may be anywhere on its way.
+                await session.run(lambda ctx: None)
+            for victim in victims:
+                os.kill(victim, signal.SIGKILL)
+            await asyncio.sleep(turn % 3 * 0.01)
+            after = await session.run(lambda ctx: os.getpid())
+            assert len(after) == 3 and set(after) & set(pids) == set(pids) - victims
+            pids = after
 
 
 async def test_a_stuck_worker_is_told_and_replaced(session: Session) -> None:

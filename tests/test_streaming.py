@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -238,6 +240,117 @@ async def test_a_reader_that_dies_is_named(session: cl.Session) -> None:
     ray.kill(stream.reader)
     with pytest.raises(RuntimeError, match="the reader of a Stream is gone"):
         await session.run(read, stream=stream)
+
+
+class ReadAgain(Lines):
+    """Gives the same rows in the same order whenever it is read."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+def kill_reader(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def train_without_reader(
+    ctx: cl.Context,
+    stream: cl.Stream,
+    folder: str,
+    dies_at: int,
+    also_dies: int = -1,
+    registers: bool = True,
+) -> list[int]:
+    """One rank kills the reader behind a step, once; and another one itself with it."""
+    with (Path(folder) / f"calls of {os.getpid()}").open("a") as calls:
+        calls.write(f"{ctx.generation}\n")
+    torch.manual_seed(0)
+    model = cl.DistributedDataParallel(torch.nn.Linear(5, 3).double())
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.01, replicas=2)
+    used = Counted()
+    if registers:
+        ctx.register("model", model)
+        ctx.register("optim", optim)
+        ctx.register("used", used, per_rank=True)
+    for epoch in ctx.epochs(2):
+        with cl.Join([model, optim]):
+            for numbers, inputs, _ in ctx.shard(stream, BATCH_SIZE, epoch=epoch):
+                model(inputs).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+                used.ids += numbers.tolist()
+                ctx.report(step=optim.num_steps)
+                if optim.num_steps != dies_at:
+                    continue
+                if ctx.rank == 0 and not (Path(folder) / "struck").exists():
+                    (Path(folder) / "struck").touch()
+                    kill_reader(int((Path(folder) / "reader").read_text()))
+                if ctx.rank == also_dies and not (Path(folder) / "died").exists():
+                    (Path(folder) / "died").write_text(repr(used.ids))
+                    die()
+    return used.ids
+
+
+def reader_of(stream: cl.Stream, folder: Path) -> None:
+    assert ray.get(stream.reader.ids.remote(("", 0, 0), {})) == []
+    actor = ray._private.state.actors(stream.reader._actor_id.hex())
+    (folder / "reader").write_text(str(actor["Pid"]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dies_at", [1, 3, 5])
+async def test_when_the_reader_dies_its_rows_are_read_again_and_each_counts_once(
+    session: cl.Session, tmp_path: Path, dies_at: int
+) -> None:
+    with cl.Stream(ReadAgain()) as stream:
+        reader_of(stream, tmp_path)
+        told = await session.run(
+            train_without_reader, stream=stream, folder=str(tmp_path), dies_at=dies_at
+        )
+        assert len(told) == 3
+        for calls in tmp_path.glob("calls of *"):
+            assert 2 <= len(calls.read_text().splitlines()) <= 3, "in the same processes"
+        used = Counter(n for ids in told for n in ids)
+        assert used == Counter([*range(NUM_SAMPLES)] * 2)
+        again = await session.run(
+            train_without_reader, stream=stream, folder=str(tmp_path), dies_at=-1
+        )
+        assert Counter(n for ids in again for n in ids) == used, "the next run reads it, too"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_when_a_rank_dies_with_the_reader_nothing_counts_twice_in_silence(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    with cl.Stream(ReadAgain()) as stream:
+        reader_of(stream, tmp_path)
+        with pytest.raises(RuntimeError, match="its reader died together with the rank that had"):
+            await session.run(
+                train_without_reader,
+                stream=stream,
+                folder=str(tmp_path),
+                dies_at=3,
+                also_dies=2,
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_without_registered_state_the_death_of_the_reader_ends_the_run(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    with cl.Stream(ReadAgain()) as stream:
+        reader_of(stream, tmp_path)
+        with pytest.raises(RuntimeError, match=r"the reader of a Stream is gone .*ctx.register"):
+            await session.run(
+                train_without_reader,
+                stream=stream,
+                folder=str(tmp_path),
+                dies_at=3,
+                registers=False,
+            )
 
 
 def test_unfit_sources_are_refused_with_the_mend() -> None:

@@ -111,6 +111,7 @@ async def _run(
         options.workers,
         use_gpu=options.gpu,
         timeout_s=options.timeout,
+        startup_timeout_s=options.startup_timeout,
         address=options.address,
         on_report=show,
         log_to_driver=False,
