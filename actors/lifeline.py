@@ -103,6 +103,8 @@ class Lifeline:
         can_restart: bool,
         spare: int,
         handed_over: bool,
+        missing: str = "",
+        plain_steps: int = 0,
         can_save: bool = False,
         saved: str = "",
     ) -> Resumption:
@@ -127,6 +129,8 @@ class Lifeline:
             can_restart,
             spare,
             handed_over,
+            missing,
+            plain_steps,
             can_save,
             saved,
         )

@@ -445,9 +445,7 @@ class Membership:
                 met,
                 f"ranks {unparked} were outside a step of a sharded optimizer, or inside a Join "
                 "that follows groups, and their function cannot be run again in the middle, "
-                "because it has not registered its model and a ZeroRedundancyOptimizer "
-                "(ctx.register); with a plain optimizer, as communication "
-                "hooks ask for, the next run goes on from a checkpoint",
+                f"because {_missing(frozen)}",
             )
         restarts = bool(unparked or newcomers)
         infos = [member.info for member in run.members]
@@ -457,12 +455,13 @@ class Membership:
         gone = [run.members[rank] for rank in leavers]
         survivors = [run.members[rank] for rank in sorted(frozen) if rank not in leavers]
         if len(survivors) + len(newcomers) < run.fewest:
-            return self._pause(met, can_restart)
+            return self._pause(met, "" if can_restart else _missing(frozen))
         try:
             progress = decide(frozen)
         except ValueError as error:
             return self._give_up(met, str(error))
         achieved = sum(one.ballots for one in progress)
+        achieved += max(word.plain_steps for word in frozen.values())
         has_changed = round_.lost or newcomers or leavers or achieved > run.achieved
         run.num_vain = 0 if has_changed else run.num_vain + 1
         run.achieved = achieved
@@ -517,16 +516,15 @@ class Membership:
             )
         return instructions
 
-    def _pause(self, met: Frozen, can_restart: bool) -> list[Instruction]:
+    def _pause(self, met: Frozen, missing: str) -> list[Instruction]:
         """Fewer are left than the run may go on with."""
         run = self._run
         assert run is not None
-        if not can_restart:
+        if missing:
             return self._give_up(
                 met,
                 f"fewer than {run.fewest} workers are left, and new ones cannot be taken in, "
-                "because the function has not registered its model and a ZeroRedundancyOptimizer "
-                "(ctx.register)",
+                f"because {missing}",
             )
         if run.is_paused:
             return []
@@ -679,6 +677,12 @@ def stop_error(cause: Failure | Loss | Cancellation, generation: int) -> Collect
             return PeerLost("run", generation, [cause.rank], f"{cause.worker}: {cause.detail}")
         case Cancellation():
             return GroupAborted(generation, [], cause.reason)
+
+
+def _missing(frozen: Mapping[int, Frozen]) -> str:
+    """What keeps the functions from running again, as the first rank says that has something."""
+    told = (word.missing for _, word in sorted(frozen.items()) if not word.can_restart)
+    return next(filter(None, told), "the function has not registered what has to survive")
 
 
 def failure_of(met: Frozen) -> Failure:

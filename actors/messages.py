@@ -163,7 +163,9 @@ class Frozen:
     for it.
     is_parked: its function waits inside a step, and can go on there; otherwise it has been left,
     and has to run again from the top. can_restart: all that has to survive that is registered.
+    missing: what keeps it from running again; empty if it can.
     spare: ranks that may go at once without any state being lost, as far as this rank knows.
+    plain_steps: that it has taken, of optimizers that hold no ballots.
     handed_over: those that leave have handed theirs over in this generation, to all who stay.
     can_save: all that counts can be written to a checkpoint by the ranks that are left.
     saved: the path of the checkpoint that was written in this generation, the last of the run.
@@ -178,6 +180,8 @@ class Frozen:
     can_restart: bool = False
     spare: int = 0
     handed_over: bool = False
+    missing: str = ""
+    plain_steps: int = 0
     can_save: bool = False
     saved: str = ""
 

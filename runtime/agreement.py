@@ -1,10 +1,11 @@
 """What the ranks tell each other once per step, as a vector that one sum makes known to all.
 
 Each rank writes its vote: whether it took this step with data of its own, whether it may take
-another one, whether it was asked to stop, and which parameters got a gradient. Everybody reads the
-same agreement from the sum. It travels with collectives that a step needs anyway (the last gradient
-bucket, or ZeRO's ballot), never in the gradients' own dtype below float32: bfloat16 cannot count
-beyond 256.
+another one, whether it was asked to stop, and which parameters got a gradient; and of a plain
+optimizer's step, where the run goes on after a loss, how many samples it has taken (dealer.py).
+Everybody reads the same agreement from the sum. It travels with collectives that a step needs
+anyway (the last gradient bucket, or ZeRO's ballot), never in the gradients' own dtype below
+float32: bfloat16 cannot count beyond 256.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Agreement:
     live: ranks that contributed gradients, ascending. may_continue: ranks that may take another
     step. used: per parameter, whether any rank had a gradient for it. weight: sum of the weights
     of the live ranks, or 0 where nobody weighed its loss. stop: some rank was asked to have all
-    stop after this step.
+    stop after this step. cursors: by rank, samples that it has taken; empty where nobody tells.
     """
 
     live: tuple[int, ...]
@@ -30,12 +31,17 @@ class Agreement:
     used: tuple[bool, ...]
     weight: float = 0.0
     stop: bool = False
+    cursors: tuple[tuple[int, ...], ...] = ()
 
 
-def vote_numel(num_ranks: int, num_parameters: int) -> int:
+_LOW = 1 << 23
+"""A cursor is two numbers, since float32 counts to 2^24 only."""
+
+
+def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int:
     """Weight, how many weighed, who asks for a stop; then one per rank, one per rank, one per
-    parameter."""
-    return 3 + 2 * num_ranks + num_parameters
+    parameter; two per cursor and rank."""
+    return 3 + 2 * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
 
 def write_vote(
@@ -48,22 +54,30 @@ def write_vote(
     used: Sequence[bool],
     weight: float | None,
     stop: bool,
+    cursors: Sequence[int] = (),
 ) -> None:
-    """vote: (vote_numel,) float32 or float64, overwritten. weight: None where nobody weighs."""
+    """vote: (vote_numel,) float32 or float64, overwritten. weight: None where nobody weighs.
+    cursors: (num_cursors,) each below 2^47."""
     vote.zero_()
     if live:
         if weight is not None:
             vote[0] = weight
             vote[1] = 1
         vote[3 + rank] = 1
-        vote[3 + 2 * num_ranks :] = torch.tensor(used, dtype=vote.dtype)
+        vote[3 + 2 * num_ranks : 3 + 2 * num_ranks + len(used)] = torch.tensor(
+            used, dtype=vote.dtype
+        )
     if stop:
         vote[2] = 1
     if has_next:
         vote[3 + num_ranks + rank] = 1
+    if cursors:
+        halves = [half for cursor in cursors for half in divmod(cursor, _LOW)]
+        at = 3 + 2 * num_ranks + len(used) + rank * len(halves)
+        vote[at : at + len(halves)] = torch.tensor(halves, dtype=vote.dtype)
 
 
-def read_agreement(total: Sequence[float], num_ranks: int) -> Agreement:
+def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0) -> Agreement:
     """total: vote_numel numbers, the sum of all votes.
 
     Raises RuntimeError, on all ranks alike, if some live ranks weighed their loss and others did
@@ -77,10 +91,16 @@ def read_agreement(total: Sequence[float], num_ranks: int) -> Agreement:
         )
     if num_weighing and not weight > 0:
         raise RuntimeError(f"the weights of the ranks {list(live)} add up to {weight:g}, not more")
+    numbers = values[len(values) - 2 * num_cursors * num_ranks :] if num_cursors else []
+    halves = zip(numbers[::2], numbers[1::2], strict=True)
+    told = [int(high) * _LOW + int(low) for high, low in halves]
     return Agreement(
         live=live,
         may_continue=tuple(r for r in range(num_ranks) if values[num_ranks + r]),
-        used=tuple(value > 0 for value in values[2 * num_ranks :]),
+        used=tuple(v > 0 for v in values[2 * num_ranks : len(values) - len(numbers)]),
         weight=weight,
         stop=num_asking > 0,
+        cursors=tuple(
+            tuple(told[at : at + num_cursors]) for at in range(0, len(told), num_cursors or 1)
+        ),
     )

@@ -91,6 +91,7 @@ class Context:
         self.checkpoints: Checkpoints | None = None  # set by who runs the train function
         self._cursor = Cursor()
         self._boundaries = 0
+        self._boundaries_of_step: int | None = None
         self.enter(assignment, group)
         if recovery is not None:
             recovery.attach(self)
@@ -246,8 +247,10 @@ class Context:
         another model.
         """
         entry = self.registry.add(name, stateful, per_rank=per_rank)
-        if self.recovery is not None and self.recovery.restore(entry, self.group):
-            return stateful
+        if self.recovery is not None:
+            self.recovery.watch_registered(entry)
+            if self.recovery.restore(entry, self.group):
+                return stateful
         if self.checkpoints is not None:
             self.checkpoints.restore(entry, required=required)
         return stateful
@@ -292,10 +295,15 @@ class Context:
         """Where this rank is in its data, as plain data for a checkpoint. committed: up to the last
         step that counts, not in the middle of one."""
         has_recovered = self.recovery is not None and self.recovery.num_recoveries > 0
+        of_step = self._boundaries_of_step if committed else None
         return {
-            "boundaries": self._boundaries,
+            "boundaries": self._boundaries if of_step is None else of_step,
             "data": self._cursor.told(by_id=committed or has_recovered, committed=committed),
         }
+
+    def count_step(self) -> None:
+        """A plain optimizer has stepped with the batch of the moment, which is over with that."""
+        self._boundaries_of_step = self._boundaries + 1
 
     def _without_reader(self, error: Exception) -> Exception:
         """What to raise where the reader of a Stream is gone: what has all ranks run again from the

@@ -147,12 +147,14 @@ class Dealt(Protocol):
 
 @dataclass(slots=True)
 class _Iteration:
-    """One that has begun and is not over. dealt_for, committed: as in Inside."""
+    """One that has begun and is not over. dealt_for, committed: as in Inside. settled: of
+    `committed`, what counts whoever is lost now."""
 
     number: int
     shard: Dealt
     dealt_for: int
     committed: tuple[int, ...] | None = None
+    settled: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -209,15 +211,33 @@ class Dealer:
         """For the vote: samples that this rank has taken, of each iteration that it is in."""
         return [one.shard.taken for one in self._active]
 
-    def record(self, cursors: Sequence[Sequence[int]]) -> None:
-        """By rank, the cursors of a step that counts."""
-        for place, one in enumerate(self._active):
-            one.committed = tuple(of_rank[place] for of_rank in cursors)
+    def record(
+        self,
+        cursors: Sequence[Sequence[int]],
+        numbers: Sequence[int] | None = None,
+        *,
+        is_settled: bool = True,
+    ) -> None:
+        """By rank, the cursors of a step that counts. numbers: of the iterations that they are
+        of, if it was agreed on earlier. is_settled: it counts also if this rank is lost; if not,
+        then the one before does."""
+        told_of = list(self.inside() if numbers is None else numbers)
+        for one in self._active:
+            if one.number in told_of:
+                place, before = told_of.index(one.number), one.committed
+                one.committed = tuple(of_rank[place] for of_rank in cursors)
+                one.settled = one.committed if is_settled else before
 
     def counted(self, shard: Dealt) -> Counted | None:
         """Of the iteration over `shard` that this rank is in; None before a step of it counts."""
         counts = next((one.committed for one in self._active if one.shard is shard), None)
         return Counted(counts, tuple(self.holders)) if counts is not None else None
+
+    def num_settled(self, shard: Dealt) -> int:
+        """Of this rank's samples of the iteration: how many belong to steps that count, whoever is
+        lost now. No other rank will ask for them again."""
+        counts = next((one.settled for one in self._active if one.shard is shard), None)
+        return counts[self.rank] if counts is not None else 0
 
     def position(self) -> Position:
         return Position(
@@ -245,7 +265,7 @@ class Dealer:
                 if mine.number == number:
                     left = mine.shard.go_on(cut)
                     # The next one may be lost before a step tells how far all are.
-                    mine.committed = tuple(
+                    mine.committed = mine.settled = tuple(
                         cut.committed[old] if old >= 0 else 0 for old in former_ranks
                     )
         return left

@@ -130,6 +130,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self._norms_group = self.group
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
+        self._recovery = recovery = recovery_of(self.group)
         self.reducer = Reducer(
             named,
             self.group,
@@ -138,6 +139,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             on_backward_end=self._on_backward_end,
             on_agreement=self._on_agreement,
             has_next=self._has_next,
+            cursors=(lambda: recovery.dealer.cursors()) if recovery is not None else None,
         )
         if is_informing():
             self.reducer.clock = StepClock()
@@ -152,8 +154,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self.synced_step = 0
         """Steps whose buffers this rank has taken over."""
         self.kept_buffers: list[torch.Tensor] = []
-        """As they were then; kept where the run goes on after a death."""
-        self._recovery = recovery_of(self.group)
+        """As they were then, or before the first forward pass; kept where the run goes on after a
+        death."""
+        self._agreed_buffers: list[torch.Tensor] = []
         if self._recovery is not None:
             self._recovery.watch_model(self)
 
@@ -168,6 +171,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         """Returns the time at which the module begins."""
         boundary().begin_forward()
         Join.notify_join_context(self)
+        if self._recovery is not None and not self.kept_buffers:
+            self.kept_buffers = self._copied_buffers()
         if self._frozen and torch.is_grad_enabled():
             self._reduce_unfrozen()
         self._bind_norms()
@@ -291,6 +296,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self._recovery = None
         self.kept_buffers = []
         self.reducer.parks = False
+        self.reducer.tell_no_samples()
 
     def release(self) -> None:
         """Reduce no gradients any more, so that another model can be made of the same module."""
@@ -298,6 +304,13 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         for parameter in self.reducer.parameters:
             if _owners.get(parameter) is not None and _owners[parameter]() is self:
                 del _owners[parameter]
+
+    def let_go(self) -> None:
+        """The function that has made it was left in the middle of a step, and begins anew, perhaps
+        with the same module."""
+        self.release()
+        for parameter in self.reducer.parameters:
+            parameter.grad = None
 
     def reduce_also(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
         """Reduce the gradients of these too, from now on; every rank calls it alike.
@@ -351,8 +364,18 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     def _keep_buffers(self) -> None:
         self.synced_step += 1
-        if self._recovery is not None and self.broadcast_buffers:
-            self.kept_buffers = [buffer.clone() for buffer in self.module.buffers()]
+        self._agreed_buffers = self._copied_buffers()
+        if self.reducer.mode is Mode.REDUCE_SCATTER or not self.reducer.ends_steps:
+            self.keep_agreed_buffers()
+
+    def keep_agreed_buffers(self) -> None:
+        """The step counts on this rank, so its buffers do."""
+        self.kept_buffers = self._agreed_buffers
+
+    def _copied_buffers(self) -> list[torch.Tensor]:
+        if self._recovery is None or not self.broadcast_buffers:
+            return []
+        return [buffer.clone() for buffer in self.module.buffers()]
 
     def committed_buffers(self) -> dict[str, torch.Tensor]:
         """By name, as they were after the last step whose buffers this rank has: a forward pass may
@@ -439,6 +462,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if self._join:
             self._join.record(self, agreement)
         self.sync_buffers(agreement.live)
+        if self._recovery is not None and agreement.live and self.reducer.ends_steps:
+            self._recovery.agreed(agreement.cursors)
         if self._join:
             return self._join.ledger.divisor(agreement)
         return agreement.weight or self.group.size
@@ -472,6 +497,8 @@ class _Hook(JoinHook):
         if state:
             root = model._join.newest_rank(ledger.last_live)
             broadcast_tensors([tensor.detach() for tensor in state], root, model.group)
+            if model._recovery is not None:
+                model._recovery.has_taken_over()
 
 
 def check_devices(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:

@@ -11,8 +11,6 @@ from collectives import Group, Work
 from collectives.buckets import BucketPlan
 from collectives.shards import padded_numel, room_for, shard_numel
 
-from .agreement import vote_numel
-
 
 class GradientBucket:
     """Gradients that travel together. The work and the memory that it uses live side by side.
@@ -24,13 +22,17 @@ class GradientBucket:
     """
 
     def __init__(
-        self, plan: BucketPlan, parameters: Sequence[torch.nn.Parameter], group: Group
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[torch.nn.Parameter],
+        group: Group,
+        vote_numel: int,
     ) -> None:
+        """vote_numel: elements that an agreement takes behind the content."""
         first = parameters[plan.spans[0][0]]
         self.plan = plan
         self.padded = padded_numel(plan.content, group.size)
-        vote = plan.content + vote_numel(group.size, len(parameters))
-        room = max(room_for(plan.content, group.size), vote)
+        room = max(room_for(plan.content, group.size), plan.content + vote_numel)
         self.flat = torch.zeros(room, dtype=first.dtype, device=first.device)
         self.views = {
             number: self.flat[offset : offset + numel].view_as(parameters[number])

@@ -44,7 +44,7 @@ from .distributed_data_parallel import DistributedDataParallel
 from .held_state import VALUES, HeldState
 from .optimizer_state import MASTER
 from .registry import Registry
-from .retained import Retained, Summary, leader_of
+from .retained import Retained, Summary, leader_of, up_to_date
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
@@ -133,7 +133,7 @@ def save(
     Raises StateLost, on all ranks, if nobody has some of it any more; what saving raises; and what
     ends the group.
     """
-    mine = _Word(retained.summary(was_there, 0, data), saveable.kinds, saveable.step)
+    mine = _Word(retained.summary(was_there, data), saveable.kinds, saveable.step)
     words: list[_Word] = all_gather_object(group, mine)  # (a)
     there = [rank for rank, word in enumerate(words) if word.summary.was_there]
     if not there:
@@ -162,8 +162,9 @@ def save(
     # A place of its own among them: nothing of what was being written when the ranks were left.
     checkpoints = Checkpoints(group, Registry(), replace(config, resume=NEVER))
     checkpoints.begin()
-    told = [words[leader].summary.data]
-    told += [words[rank].summary.data for rank in there if rank != leader]
+    newest = up_to_date([word.summary for word in words])
+    first = words[leader].summary
+    told = [first.data, *(one.data for one in newest if one is not first)]
     step = words[leader].step
     saving = checkpoints.save_contents(step, found, kinds, told, len(there))  # (d)
     saving.wait(config.timeout_s)

@@ -18,10 +18,11 @@ some not: those had come to the same point, and enter behind, which needs no pee
 
 Not every function waits inside a step. One that was left by the error of a collective of its own,
 that of a newcomer, and one inside a Join that follows groups, has to run from the top, and then all
-do, in the next generation and in the same processes. What they register is brought to where it was
-(retained.py), and `ctx.epochs` and `ctx.shard` go on there. A step that counts is ended first, on
-every rank that waits in it, with what the others send (whole_parameters.py): then the function goes
-on to its next boundary or collective, and is left there.
+do, in the next generation and in the same processes. So do those with plain optimizers
+(plain_steps.py). What they register is brought to where it was (retained.py), and `ctx.epochs` and
+`ctx.shard` go on there. A sharded step that counts is ended first, on every rank that waits in it,
+with what the others send (whole_parameters.py): then the function goes on to its next boundary or
+collective, and is left there.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from collectives.resharding import Range
 from . import join
 from .dealer import Position
 from .held_state import Description, HeldState
+from .plain_steps import PlainSteps
 
 if TYPE_CHECKING:
     from .checkpoint.config import CheckpointConfig
@@ -115,6 +117,7 @@ class Recovery:
         self._saved = ""
         """The path of the checkpoint that was written because the run is given up."""
         self._summaries: list[Summary] = []
+        self._plain = PlainSteps(self._plain_step_taken)
         self.bytes_moved = 0
         """Sent by this rank, so that ranges of sharded state changed their owner, in all recoveries
         of the run so far, those from the top as well; parameters, as in (f), left out."""
@@ -126,14 +129,17 @@ class Recovery:
         self._attached_at = time.time()
         self.dealer = context.dealer
         self._on_the_way = {}
+        self._plain.begin()
+        for model in self._living_models().values():
+            model.let_go()
         self._optimizers, self._models = [], []
         self._stepped_last = None
 
     @property
     def counts_samples(self) -> bool:
         """Whether steps tell how many samples belong to them, so that what a lost rank had can be
-        dealt again; with other optimizers than ours the loss ends the run."""
-        return bool(self._living())
+        dealt again; with optimizers that are not registered the loss ends the run."""
+        return bool(self._living()) or self._plain.is_watching
 
     def watch_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
@@ -151,6 +157,27 @@ class Recovery:
         self.dealer.record(cursors)
         self._retained, self._summaries, self._is_newcomer = None, [], False
         self._saveable = None
+
+    def watch_registered(self, entry: Registered) -> None:
+        self._plain.watch(entry)
+
+    def agreed(self, cursors: tuple[tuple[int, ...], ...]) -> None:
+        """A backward pass for a plain optimizer was reduced; the cursors of all ranks."""
+        self._plain.agreed(cursors, self.dealer.inside())
+
+    def has_taken_over(self) -> None:
+        """This rank has joined, and got the parameters of one that has taken the last step."""
+        self._plain.take_over()
+
+    def _plain_step_taken(
+        self, cursors: tuple[tuple[int, ...], ...], iterations: list[int]
+    ) -> None:
+        self.dealer.record(cursors, iterations, is_settled=False)
+        self._retained, self._summaries, self._is_newcomer = None, [], False
+        self._saveable = None
+        for model in self._living_models().values():
+            model.keep_agreed_buffers()
+        self._context.count_step()
 
     def finish(self) -> None:
         """The function has returned here: wait until it has everywhere, and help until then."""
@@ -175,7 +202,9 @@ class Recovery:
         held: dict[int, HeldState] = {}
         handed_over = False
         while True:
-            is_parked = not join.follows_groups()
+            # A plain model has gradients of the lost rank's, and may have stepped with them.
+            is_parked = optimizer is None or not self._plain.has_begun
+            is_parked = is_parked and not join.follows_groups()
             resumption = self._freeze(
                 error, self._entered, is_parked=is_parked, handed_over=handed_over
             )  # (a)
@@ -216,17 +245,31 @@ class Recovery:
     def _freeze(
         self, error: BaseException, entered: int, *, is_parked: bool, handed_over: bool = False
     ) -> Resumption:
+        missing = "" if entered == NOWHERE else self._missing()
         return self._lifeline.regenerate(
             error,
             self._progress,
             entered,
             is_parked=is_parked,
-            can_restart=entered == NOWHERE or self._can_restart(),
-            spare=min((one.shard.replicas - 1 for one in self._living().values()), default=0),
+            can_restart=not missing,
+            spare=self._spare(),
             handed_over=handed_over,
+            missing=missing,
+            plain_steps=self._place[0],
             can_save=self._can_save(),
             saved=self._saved,
         )
+
+    def _spare(self) -> int:
+        """Ranks that may go at once, as others have what they keep."""
+        if optimizers := self._living():
+            return min(one.shard.replicas - 1 for one in optimizers.values())
+        has_all = self._plain.is_watching and not self._is_newcomer
+        return self._context.group.size - 1 if has_all else 0
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self._plain.place if self._retained is None else self._retained.place
 
     def _living(self) -> dict[int, ZeroRedundancyOptimizer]:
         """By number."""
@@ -241,23 +284,33 @@ class Recovery:
         # Those that the function has not made again yet are where they were.
         return (*live, *retained[len(live) :])
 
-    def _can_restart(self) -> bool:
-        """Whether all that is sharded, or reduced, is registered; or the function has not come to
-        that yet."""
+    def _missing(self) -> str:
+        """What keeps the function from running again: something that is sharded, or reduced, is not
+        registered. Empty if nothing does, or the function has not come to that yet."""
         if self._retained is not None:
-            return True
+            return ""
         registered = {id(entry.object) for entry in self._context.registry}
-        optimizers = self._living()
-        made = [*optimizers.values(), *self._living_models().values()]
-        return bool(optimizers) and all(id(one) in registered for one in made)
+        optimizers, models = self._living().values(), self._living_models().values()
+        if not optimizers and not models:
+            return (
+                "it has not registered a DistributedDataParallel of the session's group with its "
+                "optimizer (ctx.register)"
+            )
+        if any(id(one) not in registered for one in optimizers):
+            return "it has not registered its model and its ZeroRedundancyOptimizer (ctx.register)"
+        return self._plain.why_not_again(self._context.registry, models)
 
     def _can_save(self) -> bool:
         """Whether this rank can take part in writing down all that counts. Before its first step a
         function may still have to register something; nothing is lost with that, either."""
         if self._is_newcomer or self._retained is not None:
             return self._is_newcomer or self._saveable is not None
-        has_stepped = any(one.ballots > 0 for one in self._progress())
-        return self._keeps_checkpoints and has_stepped and self._can_restart()
+        return self._keeps_checkpoints and self._has_stepped and not self._missing()
+
+    @property
+    def _has_stepped(self) -> bool:
+        """Whether a step was taken since the run began here."""
+        return self._place[0] > 0 or any(one.ballots > 0 for one in self._progress())
 
     @property
     def _keeps_checkpoints(self) -> bool:
@@ -268,7 +321,7 @@ class Recovery:
     def can_begin_again(self) -> bool:
         """Whether the function, left now, would be run again from the top, as far as this rank
         knows."""
-        return not self._has_begun() or self._can_restart()
+        return not self._has_begun() or not self._missing()
 
     def _has_begun(self) -> bool:
         """Whether any collective of the function has come to its end. If not, no other rank has
@@ -452,12 +505,12 @@ class Recovery:
         if self._retained is None:
             from .retained import Retained  # which knows models and optimizers
 
-            self._retained = Retained.of(self._context.registry, self._on_the_way)
+            registry, place = self._context.registry, self._plain.place
+            self._retained = Retained.of(registry, place, self._on_the_way)
             self._data = self._context.told_data(committed=True)
-            if self._keeps_checkpoints and any(one.ballots > 0 for one in self._progress()):
+            if self._keeps_checkpoints and self._has_stepped:
                 from .last_checkpoint import Saveable
 
-                registry = self._context.registry
                 self._saveable = Saveable.of(registry, self._retained, self._context.step)
         return resumption
 
@@ -520,6 +573,7 @@ class Recovery:
         self._entered, self._since_entered = self._lifeline.generation, {}
         self._entry = self._restart = self._retained = self._saveable = None
         self._summaries, self._is_newcomer = [], False
+        self._plain.go_on_at(0)
 
     def begin_as_newcomer(self) -> None:
         """The function runs for the first time here, and has run elsewhere."""
@@ -532,21 +586,24 @@ class Recovery:
     ) -> list[dict[str, Any]]:
         """Meet the others before the function runs again; where they were in their data, the
         leader first. steps: this rank's; a newcomer's go on from those of the others."""
-        from .retained import leader_of
+        from .retained import leader_of, up_to_date
 
         assert self._retained is not None
         self._entered, self._since_entered = resumption.assignment.generation, {}
         self._entry = None
-        mine = self._retained.summary(not self._is_newcomer, steps.taken, self._data)
+        if self._retained.steps_taken is None:
+            # Those that this rank has seen agreed on, and not taken, are taken again.
+            self._retained.steps_taken = steps.taken - self._plain.num_untaken
+        mine = self._retained.summary(not self._is_newcomer, self._data)
         self._summaries = all_gather_object(group, mine)
         if not any(one.was_there for one in self._summaries):
             raise StateLost(group.generation, 1, "all that was registered and had taken a step")
-        steps.taken = max(one.steps_taken for one in self._summaries)
         self.num_recoveries += 1
-        leader = leader_of(self._summaries)
-        data = [one.data for one in self._summaries if one.was_there]
-        assert self._summaries[leader].data is data[0]
-        return data
+        leader = self._summaries[leader_of(self._summaries)]
+        newest = [one for one in up_to_date(self._summaries) if one is not leader]
+        steps.taken = max(one.steps_taken for one in (leader, *newest))
+        self._plain.go_on_at(leader.place[0])
+        return [one.data for one in (leader, *newest)]
 
     def restore(self, entry: Registered, group: Group) -> bool:
         """Bring a registered object to where it was; False if the function runs for the first

@@ -36,6 +36,7 @@ from collectives.buckets import plan_buckets
 from .agreement import Agreement, read_agreement, vote_numel, write_vote
 from .boundary import boundary
 from .comm_hooks import CommHook, GradBucket
+from .dealer import MAX_ITERATIONS
 from .gradient_bucket import GradientBucket
 from .kept import kept
 from .step_statistics import StepClock, UnusedParameters
@@ -67,7 +68,7 @@ class Reducer:
     pass (`static_graph`).
     on_backward_end: called when a backward pass that is sent has ended, before anything is waited
     for. on_agreement: called with each step's agreement in ALL_REDUCE mode; returns the divisor.
-    has_next: asked when a vote is written.
+    has_next, cursors: asked when a vote is written; cursors None where no samples are told.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Reducer:
         on_backward_end: Callable[[], None],
         on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
+        cursors: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self.names: list[str] = []
         """Of the parameters, as they are numbered."""
@@ -113,6 +115,7 @@ class Reducer:
         self._on_backward_end = on_backward_end
         self._on_agreement = on_agreement
         self._has_next = has_next
+        self._cursors = cursors
         self._bucket_bytes = bucket_bytes
         self.buckets: list[GradientBucket] = []
         self._home: dict[int, tuple[GradientBucket, torch.Tensor]] = {}
@@ -183,7 +186,9 @@ class Reducer:
             order=order,
         )
         return [
-            GradientBucket(plan.numbered_from(numbers[0]), self.parameters, self.group)
+            GradientBucket(
+                plan.numbered_from(numbers[0]), self.parameters, self.group, self._vote_numel()
+            )
             for plan in plans
         ]
 
@@ -195,9 +200,16 @@ class Reducer:
                 view.copy_(parameter.grad)
                 parameter.grad = view
 
+    def _vote_numel(self) -> int:
+        return vote_numel(self.group.size, len(self.parameters), self._num_cursors)
+
+    @property
+    def _num_cursors(self) -> int:
+        return MAX_ITERATIONS if self._cursors is not None else 0
+
     def _place_vote(self) -> None:
         last = self.buckets[-1]
-        numel = vote_numel(self.group.size, len(self.parameters))
+        numel = self._vote_numel()
         counts = last.flat.dtype in (torch.float32, torch.float64)
         self._vote_rides = counts and self.hook is None
         self._vote = (
@@ -348,6 +360,7 @@ class Reducer:
         bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
 
     def _write_vote(self, vote: torch.Tensor, has_next: bool) -> None:
+        cursors = list(self._cursors()) if self._cursors is not None else []
         write_vote(
             vote,
             self.group.rank,
@@ -357,6 +370,7 @@ class Reducer:
             used=self.local_usage(),
             weight=self.weight,
             stop=boundary().steps.stop_is_wanted,
+            cursors=cursors + [0] * (self._num_cursors - len(cursors)),
         )
 
     def local_usage(self) -> list[bool]:
@@ -373,7 +387,7 @@ class Reducer:
             self._vote_work = self.group.all_reduce(self._vote)
         if self._vote_work is not None:
             self._vote_work.wait()
-        agreement = read_agreement(self._vote.tolist(), self.group.size)
+        agreement = read_agreement(self._vote.tolist(), self.group.size, self._num_cursors)
         self.weight = None
         divisor = self._on_agreement(agreement)
         boundary().step_agreed(agreement, self.group, ends_step=self.ends_steps)
@@ -431,6 +445,12 @@ class Reducer:
         self.mode = Mode.REDUCE_SCATTER
         for bucket in self.buckets:
             bucket.prepare_shard(self.group)
+
+    def tell_no_samples(self) -> None:
+        """From now on no vote says how many samples were taken; between steps, on all ranks."""
+        if self._cursors is not None:
+            self._cursors = None
+            self._place_vote()
 
     def release(self) -> None:
         """Take no notice of gradients any more."""

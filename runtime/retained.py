@@ -2,8 +2,9 @@
 
 The function makes its objects anew and registers them under the same names. Each then takes over
 what was there: a sharded optimizer the shards, of whoever keeps them; a model, and whatever all
-ranks have alike, the state of one rank (the *leader*, the lowest that was there before); what is
-registered per rank the state of its own rank.
+ranks have alike, the state of one rank (the *leader*); what is registered per rank the state of its
+own rank. The leader is one that was there before, and of those one that has taken the last step of
+a plain optimizer (plain_steps.py): others may have been left in it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collectives.resharding import Range
 
 from .distributed_data_parallel import DistributedDataParallel
 from .held_state import Description, HeldState
+from .plain_steps import Place
 from .registry import Registered, Registry
 from .replication import broadcast_tensors
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -41,11 +43,13 @@ class RetainedOptimizer:
 class Summary:
     """What a rank tells the others of what it keeps, before the function runs again.
 
-    was_there: not a newcomer that has yet to take its first step. steps_taken: in the run. data:
-    where it was in its data (Context.told_data).
+    was_there: not a newcomer that has yet to take its first step. place: among the steps of plain
+    optimizers. steps_taken: in the run, of all optimizers. data: where it was in its data
+    (Context.told_data).
     """
 
     was_there: bool
+    place: Place
     steps_taken: int
     held: Mapping[str, tuple[list[Range], Mapping[int, Description]]]
     data: Any
@@ -55,17 +59,19 @@ class Summary:
 class Retained:
     """One rank's. optimizers: by name, in the order of their making. tensors: of modules, by their
     names in them. synced: of models, the step whose buffers these are. states: of everything else.
-    """
+    place, steps_taken: as in Summary; None: not known yet."""
 
     optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     synced: dict[str, int] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
+    place: Place = (0, 0)
+    steps_taken: int | None = None
 
     @classmethod
-    def of(cls, registry: Registry, on_the_way: Mapping[int, HeldState]) -> Retained:
+    def of(cls, registry: Registry, place: Place, on_the_way: Mapping[int, HeldState]) -> Retained:
         """on_the_way: by id() of an optimizer, what it has received beyond what it steps."""
-        retained = cls()
+        retained = cls(place=place)
         for entry in registry:
             made = entry.object
             if isinstance(made, ZeroRedundancyOptimizer):
@@ -90,11 +96,11 @@ class Retained:
         """Of the optimizers, in the order of their making."""
         return [one.progress for one in self.optimizers.values()]
 
-    def summary(self, was_there: bool, steps_taken: int, data: Any) -> Summary:
+    def summary(self, was_there: bool, data: Any) -> Summary:
         held = {
             name: (one.held.ranges, one.held.described) for name, one in self.optimizers.items()
         }
-        return Summary(was_there, steps_taken, held, data)
+        return Summary(was_there, self.place, self.steps_taken or 0, held, data)
 
     def restore(self, entry: Registered, summaries: Sequence[Summary], group: Group) -> int | None:
         """Bring an object that was registered again to its state; called alike on all ranks.
@@ -140,17 +146,26 @@ class Retained:
 
 
 def leader_of(summaries: Sequence[Summary]) -> int:
-    """The lowest rank that was there before."""
-    return next(rank for rank, one in enumerate(summaries) if one.was_there)
+    """Of the ranks that were there before the furthest, and of equal ones the lowest."""
+    there = [rank for rank, one in enumerate(summaries) if one.was_there]
+    return max(there, key=lambda rank: (summaries[rank].place, -rank))
+
+
+def up_to_date(summaries: Sequence[Summary]) -> list[Summary]:
+    """Of those that have the leader's step. What others tell of their data is of a step before."""
+    last = summaries[leader_of(summaries)].place[0]
+    return [one for one in summaries if one.was_there and one.place[0] == last]
 
 
 @torch.no_grad()
 def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.Tensor]:
     """Parameters and buffers. committed: buffers as they were after the last step that counts, for
-    a forward pass may have changed them since."""
+    a forward pass may have changed them since; and of all a copy, since the function may wrap the
+    same module anew, if it was handed it, which then starts from that of rank 0."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     tensors = {name: p.detach() for name, p in inner.named_parameters()}
     buffers = dict(inner.named_buffers())
     if committed and isinstance(module, DistributedDataParallel):
         buffers = module.committed_buffers()
-    return {**tensors, **buffers}
+    tensors |= buffers
+    return {name: tensor.clone() for name, tensor in tensors.items()} if committed else tensors

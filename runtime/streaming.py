@@ -244,8 +244,7 @@ class StreamShard(Batches):
     def _ask(self) -> None:
         counted: int | None = None
         if self._survives():
-            told = self._dealer.counted(self)
-            counted = told.counts[self._dealer.rank] if told is not None else 0
+            counted = self._dealer.num_settled(self)
         self._asked = self._reader.take.remote(
             self._pass, self._holder, self.batch_size, self._drop_last, counted
         )

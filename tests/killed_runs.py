@@ -86,6 +86,21 @@ class Kind:
         return [number // 5 for number in range(NUM_SAMPLES)] if self.keys else None
 
 
+class Lines(torch.utils.data.IterableDataset):
+    """The samples as rows of a stream that can be read once for each epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: set[int] = set()
+
+    def set_epoch(self, epoch: int) -> None:
+        assert epoch not in self.epochs, "it is read again"
+        self.epochs.add(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = Samples()
+        return (samples[number] for number in range(NUM_SAMPLES))
+
+
 class Diary:
     """What one rank took, by step, in a file that a SIGKILL leaves behind."""
 
@@ -246,11 +261,14 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def reference(
-    kind: Kind, steps: dict[int, dict], victims: dict[int, tuple[int, str]]
+    kind: Kind,
+    steps: dict[int, dict],
+    victims: dict[int, tuple[int, str]],
+    num_samples: int = NUM_SAMPLES,
 ) -> tuple[torch.nn.Module, int, float]:
     """One process that takes the same steps. Buffers are those of the last rank that took a step,
     and lives: a victim has not given any in the step that it died in."""
-    model, samples = kind.network(), Samples()
+    model, samples = kind.network(), Samples(num_samples)
     trained = [p for p in model.parameters() if p.requires_grad]
     is_half = kind.dtype is torch.bfloat16
     masters = [torch.nn.Parameter(p.detach().float()) if is_half else p for p in trained]

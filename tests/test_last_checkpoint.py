@@ -11,6 +11,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ def train(
     where: str,
     replicas: int = 3,
     dtype: torch.dtype = torch.float64,
+    plain: bool = False,
 ) -> Told:
     """In the first run ranks 0 and 1 die at a step. where: "step": in it; "outside": and the third
     waits in a collective of its own; "top": rank 0 dies like that, and rank 1 when its function
@@ -69,30 +71,35 @@ def train(
     if where == "top" and is_first_run and calls == [1, 0]:
         die()
     model = cl.DistributedDataParallel(network().to(dtype), bucket_cap_mb=0.001)
-    optim = cl.ZeroRedundancyOptimizer(
-        model, torch.optim.AdamW, lr=LEARNING_RATE, replicas=replicas
+    optim: Any = (
+        torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        if plain
+        else cl.ZeroRedundancyOptimizer(
+            model, torch.optim.AdamW, lr=LEARNING_RATE, replicas=replicas
+        )
     )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optim, gamma=0.9)
     ctx.register("model", model)
     ctx.register("optim", optim)
     ctx.register("schedule", schedule)
     ctx.register("random", cl.RandomState())
-    first_step = optim.num_steps
+    first_step = ctx.step
     victims = {"top": [0], "counted": [0], "never": []}.get(where, [0, 1])
     for epoch in ctx.epochs(NUM_EPOCHS):
-        with cl.Join([model, optim], step_along=[schedule], divide_by_initial_world_size=False):
+        joinables, along = ([model], [optim, schedule]) if plain else ([model, optim], [schedule])
+        with cl.Join(joinables, step_along=along, divide_by_initial_world_size=False):
             for numbers, inputs, targets in ctx.shard(Samples(), BATCH_SIZE, epoch=epoch):
-                dies = is_first_run and optim.num_steps == DIES_AT and calls[0] in victims
+                dies = is_first_run and ctx.step == DIES_AT and calls[0] in victims
                 if dies and where in ("outside", "top"):
                     die()
-                if where in ("outside", "top") and optim.num_steps <= DIES_AT:
+                if where in ("outside", "top") and ctx.step <= DIES_AT:
                     ctx.reduce(1.0)
                 loss_of(model, inputs.to(dtype), targets.to(dtype)).backward()
                 if dies and where == "step":
                     die()
                 if dies:
                     wrap(optim.shard, "apply", then=die)
-                note = Note(is_first_run, optim.num_steps + 1, epoch, ctx.rank, numbers.tolist())
+                note = Note(is_first_run, ctx.step + 1, epoch, ctx.rank, numbers.tolist())
                 with (Path(folder) / f"{os.getpid()}.notes").open("a") as file:
                     print(json.dumps(asdict(note)), file=file, flush=True)
                 optim.step()
@@ -101,7 +108,7 @@ def train(
     return Told(
         ctx.resumed_from,
         first_step,
-        optim.num_steps,
+        ctx.step,
         optim.param_groups[0]["lr"],
         [p.detach().clone() for p in model.parameters()],
     )
@@ -153,15 +160,15 @@ def session_of(
 
 
 async def assert_nothing_is_lost(
-    session: cl.Session, place: Path, notes: Path, where: str, why: str
+    session: cl.Session, place: Path, notes: Path, where: str, why: str, plain: bool = False
 ) -> None:
     notes.mkdir()
     with pytest.raises(WorkerLost) as raised:
-        await session.run(train, folder=str(notes), where=where)
+        await session.run(train, folder=str(notes), where=where, plain=plain)
     (saved,) = [path for path in place.iterdir() if path.name.startswith("step-")]
     assert why in str(raised.value)
     assert f"is saved as of the last step that counts, in {saved}" in str(raised.value)
-    told = await session.run(train, folder=str(notes), where=where)
+    told = await session.run(train, folder=str(notes), where=where, plain=plain)
     num_steps = DIES_AT + (where == "counted")
     assert {(one.resumed_from, one.first_step) for one in told} == {(str(saved), num_steps)}
     counted = notes_in(notes, num_steps)
@@ -190,6 +197,16 @@ async def test_a_loss_more_than_allowed_loses_no_step_either(cluster: None, tmp_
     async with session_of((1, 3), place, max_failures=1) as session:
         why = "max_failures=1 allows no more losses"
         await assert_nothing_is_lost(session, place, tmp_path / "notes", "step", why)
+
+
+@pytest.mark.parametrize("where", ["outside", "top"])
+async def test_a_plain_optimizer_is_saved_as_well(
+    cluster: None, _short_pause: None, tmp_path: Path, where: str
+) -> None:
+    place = tmp_path / "checkpoints"
+    async with session_of((2, 3), place) as session:
+        why = "no new workers came, and fewer than 2 are left"
+        await assert_nothing_is_lost(session, place, tmp_path / "notes", where, why, plain=True)
 
 
 async def test_the_float32_copies_of_a_model_in_half_precision_are_saved(

@@ -69,7 +69,7 @@ def running(
     return membership, [one.assignment for one in starts if isinstance(one, StartRank)]
 
 
-def froze(rank: int, ballots: int = 0, generation: int = 0, **more: bool | int) -> RankFroze:
+def froze(rank: int, ballots: int = 0, generation: int = 0, **more: bool | int | str) -> RankFroze:
     progress = (Progress(ballots, (float(ballots),)),)
     word = Frozen(rank, generation, progress, GONE, generation)
     return RankFroze(replace(word, **more))  # type: ignore[arg-type]
@@ -264,6 +264,30 @@ def test_ranks_that_do_not_meet_again_and_again_are_given_up() -> None:
     membership.handle(froze(0, 0, MAX_VAIN))
     told = membership.handle(froze(1, 0, MAX_VAIN))
     assert sum(isinstance(one, AbortRank) for one in told) == 2
+
+
+def test_ranks_that_take_steps_of_plain_optimizers_in_between_are_not_given_up() -> None:
+    membership, _ = running(worker(0), worker(1))
+    for generation in range(MAX_VAIN + 3):
+        word = {"is_parked": False, "can_restart": True}
+        membership.handle(froze(0, 0, generation, plain_steps=generation, **word))
+        told = membership.handle(froze(1, 0, generation, plain_steps=generation + 1, **word))
+        assert len(resumptions(told)) == 2, "one of them has taken a step since the last time"
+
+
+@pytest.mark.parametrize("fewest", [1, 2], ids=["enough are left", "too few are left"])
+def test_what_keeps_functions_from_running_again_is_named(fewest: int) -> None:
+    membership, _ = running(worker(0), worker(1), worker(2), fewest=fewest + 1)
+    membership.handle(death(1))
+    membership.handle(froze(0, can_restart=True, is_parked=False))
+    told = membership.handle(froze(2, missing="no registered optimizer has parameter weight"))
+    assert any(isinstance(one, AbortRank) for one in told)
+    for rank in (0, 2):
+        told = membership.handle(RankEnded(Success(rank, b"", 0), f"worker-{rank}-0"))
+    (end,) = told
+    assert isinstance(end, EndRun) and isinstance(end.outcome, RunFailed)
+    assert isinstance(end.outcome.cause, Loss)
+    assert "no registered optimizer has parameter weight" in end.outcome.cause.detail
 
 
 @pytest.mark.parametrize("spare, stays", [(1, False), (0, True)])

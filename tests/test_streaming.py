@@ -19,29 +19,13 @@ from killed_runs import (
     NUM_SAMPLES,
     PHASES,
     Kind,
-    Samples,
+    Lines,
     assert_as_if_nothing_was,
     die,
     train,
 )
 
 import chorusline as cl
-
-
-class Lines(torch.utils.data.IterableDataset):
-    """The samples of killed_runs as rows of a stream that can be read once for each epoch."""
-
-    def __init__(self) -> None:
-        self.epochs: set[int] = set()
-
-    def set_epoch(self, epoch: int) -> None:
-        assert epoch not in self.epochs, "it is read again"
-        self.epochs.add(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        samples = Samples()
-        return (samples[number] for number in range(NUM_SAMPLES))
-
 
 CASES = [
     pytest.param(phase, i % 3, marks=[pytest.mark.slow] if i != 3 else [], id=phase)

@@ -1,0 +1,178 @@
+"""Who leads after a loss, and what the votes of plain steps carry: all cases, in this process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from runtime.agreement import read_agreement, vote_numel, write_vote
+from runtime.dealer import MAX_ITERATIONS, Cut, Dealer, Left
+from runtime.plain_steps import PlainSteps
+from runtime.registry import Registered
+from runtime.retained import Summary, leader_of, up_to_date
+
+PLACES = [(0, 0), (1, 0), (1, 1), (2, 1), (2, 2)]
+
+
+def summary(was_there: bool, place: tuple[int, int]) -> Summary:
+    return Summary(was_there, place, 0, {}, None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_who_has_the_last_step_leads_and_of_those_the_lowest_that_took_it_itself(size: int) -> None:
+    for places in itertools.product(PLACES, repeat=size):
+        for there in itertools.product([False, True], repeat=size):
+            if not any(there):
+                continue
+            told = [summary(*one) for one in zip(there, places, strict=True)]
+            leader = leader_of(told)
+            assert there[leader]
+            for rank in range(size):
+                if there[rank] and rank != leader:
+                    assert places[rank] <= places[leader]
+                    assert places[rank] < places[leader] or rank > leader
+            last = max(place[0] for was, place in zip(there, places, strict=True) if was)
+            assert up_to_date(told) == [
+                one for one in told if one.was_there and one.place[0] == last
+            ]
+            assert told[leader] in up_to_date(told)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
+    dtype: torch.dtype, num_ranks: int
+) -> None:
+    large = [0, 1, (1 << 23) - 1, 1 << 23, (1 << 24) + 1, 10**12 + 7, (1 << 46) + 3]
+    used = [[(rank + number) % 3 == 0 for number in range(4)] for rank in range(num_ranks)]
+    for shift in range(len(large)):
+        cursors = [
+            [large[(shift + rank + i) % len(large)] for i in range(MAX_ITERATIONS)]
+            for rank in range(num_ranks)
+        ]
+        total = torch.zeros(vote_numel(num_ranks, 4, MAX_ITERATIONS), dtype=dtype)
+        for rank in range(num_ranks):
+            vote = torch.full_like(total, 7)
+            write_vote(
+                vote,
+                rank,
+                num_ranks,
+                live=rank != 1,
+                has_next=rank != 0,
+                used=used[rank],
+                weight=None,
+                stop=False,
+                cursors=cursors[rank],
+            )
+            total += vote
+        told = read_agreement(total.tolist(), num_ranks, MAX_ITERATIONS)
+        # Also of a rank that has joined, which is not live.
+        assert told.cursors == tuple(map(tuple, cursors))
+        live = [rank for rank in range(num_ranks) if rank != 1]
+        assert told.live == tuple(live)
+        assert told.may_continue == tuple(range(1, num_ranks))
+        assert told.used == tuple(any(used[rank][i] for rank in live) for i in range(4))
+
+
+def test_a_vote_that_tells_no_samples_is_no_longer_than_before() -> None:
+    assert vote_numel(3, 4) == 3 + 2 * 3 + 4
+    total = torch.zeros(vote_numel(3, 4))
+    assert read_agreement(total.tolist(), 3).cursors == ()
+
+
+def watched(*names: str) -> tuple[PlainSteps, list[torch.optim.SGD], list[object]]:
+    taken: list[object] = []
+    steps = PlainSteps(lambda cursors, iterations: taken.append((cursors, iterations)))
+    optims = []
+    for name in names:
+        weight = torch.nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        optims.append(torch.optim.SGD([weight], lr=0.1))
+        steps.watch(Registered(name, optims[-1], False))
+    return steps, optims, taken
+
+
+def test_a_step_is_taken_when_its_optimizer_has_stepped_behind_an_agreement() -> None:
+    steps, (optim,), taken = watched("optim")
+    steps.agreed(((4,), (8,)), [1])
+    assert steps.place == (0, 0) and steps.num_untaken == 1 and not taken
+    optim.step()
+    assert steps.place == (1, 1) and steps.num_untaken == 0
+    assert taken == [(((4,), (8,)), [1])]
+
+
+def test_a_step_that_the_scaler_left_out_counts_with_the_next_one() -> None:
+    steps, (optim,), taken = watched("optim")
+    steps.agreed(((4,),), [1])
+    steps.agreed(((8,),), [1])
+    assert steps.num_untaken == 2
+    optim.step()
+    assert steps.place == (2, 2) and taken == [(((8,),), [1])]
+
+
+def test_two_optimizers_behind_one_backward_pass_take_one_step() -> None:
+    steps, (first, second), taken = watched("first", "second")
+    steps.agreed(((4,),), [1])
+    first.step()
+    second.step()
+    assert steps.place == (1, 1) and len(taken) == 1
+
+
+def test_a_rank_that_joined_is_behind_until_it_has_taken_over_and_then_does_not_lead() -> None:
+    steps, _, taken = watched("optim")
+    for step in range(3):
+        steps.agreed(((step,),), [1])
+    assert steps.place == (0, 0)
+    steps.take_over()
+    assert steps.place == (3, 0) and taken == [(((2,),), [1])]
+    assert leader_of([summary(True, steps.place), summary(True, (3, 3))]) == 1
+
+
+def test_after_a_loss_all_go_on_at_the_step_of_the_leader() -> None:
+    steps, (optim,), taken = watched("optim")
+    steps.agreed(((4,),), [1])
+    steps.begin()
+    steps.go_on_at(5)
+    optim.step()  # Of the function that was left.
+    assert steps.place == (5, 5) and not taken
+
+
+class Rows:
+    """An iteration that a dealer deals for."""
+
+    taken = 0
+
+    def begin_dealt(self, dealer: Dealer, number: int, cuts: object) -> None: ...
+
+    def go_on(self, cut: Cut) -> Left:
+        return Left([1], [1])
+
+    def ids_of(self, counted: object) -> list[int]:
+        return []
+
+    def note_end(self, counted: object) -> None: ...
+
+
+def test_what_only_this_rank_may_know_of_is_not_settled_before_the_next_step() -> None:
+    """Its rows are kept until then: if it is lost, others take the step again."""
+    dealer, rows = Dealer(0, 2), Rows()
+    dealer.begin(rows)
+    assert dealer.num_settled(rows) == 0
+    dealer.record(((4,), (3,)), [1], is_settled=False)
+    assert dealer.num_settled(rows) == 0 and dealer.counted(rows).counts == (4, 3)  # type: ignore[union-attr]
+    dealer.record(((8,), (6,)), [1], is_settled=False)
+    assert dealer.num_settled(rows) == 4
+    dealer.record(((12,), (9,)))  # In a ballot, which the others have seen before they go on.
+    assert dealer.num_settled(rows) == 12
+
+
+def test_an_agreement_on_an_iteration_that_is_over_says_nothing_of_the_next() -> None:
+    dealer, first, second = Dealer(0, 1), Rows(), Rows()
+    dealer.begin(first)
+    numbers = dealer.inside()
+    dealer.end(first)
+    dealer.begin(second)
+    dealer.record(((4,),), numbers)
+    assert dealer.counted(second) is None
