@@ -30,12 +30,11 @@ The rules:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from collectives.errors import CollectiveError, GroupAborted, PeerLost
+from collectives.errors import CollectiveError, GroupAborted
 
-from . import last_generation, outcomes
-from .departures import Departures
+from . import last_generation
 from .events import (
     Event,
     GraceEnded,
@@ -73,7 +72,6 @@ from .instructions import (
     StartRank,
 )
 from .messages import (
-    Assignment,
     Cancellation,
     DriverSnapshot,
     Failure,
@@ -90,67 +88,17 @@ from .messages import (
     WorkerInfo,
 )
 from .regeneration import Regeneration, decide
+from .run_state import (
+    Member,
+    Run,
+    assign,
+    failure_of,
+    in_rank_order,
+    is_echo,
+    missing_in,
+    stop_error,
+)
 from .testimony import Testimony, tell
-
-# ── The state machine ────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(slots=True)
-class _Member:
-    info: WorkerInfo
-    state: MemberState
-
-
-@dataclass(slots=True)
-class _Run:
-    """A run in progress. running: ranks that have not stopped. cause: rule 2, as known so far.
-
-    is_asking: the ranks were asked what they do, and the answers are still to come. story: what
-    follows from the answers; None before anybody was asked.
-    losses: workers that it has gone on without. finished: ranks that wait for the others to return;
-    is_released: all have, and were told so.
-    regeneration: while one generation has ended and the next has not begun. takes_newcomers: as far
-    as is known. is_paused: too few are left; the round is complete, and waits for newcomers.
-    departures: who leaves on notice.
-    saves_last: the ranks save what they have before it is given up. gives_up: what it ends with
-    when its last generation is over; None while there may be others. epilogue: what came of that.
-    nobody_began: a rank has said so, and it is for certain.
-    num_vain: generations in a row that ended though nobody died and nothing was achieved;
-    `achieved` says what was.
-    """
-
-    number: int
-    fewest: int
-    max_failures: int | None
-    members: tuple[_Member, ...]  # by rank
-    running: set[int]
-    returned: dict[int, Success] = field(default_factory=dict)
-    cause: Failure | Loss | Cancellation | None = None
-    is_stopping: bool = False
-    is_asking: bool = False
-    story: str | None = None
-    losses: list[Loss] = field(default_factory=list)
-    finished: set[int] = field(default_factory=set)
-    is_released: bool = False
-    regeneration: Regeneration | None = None
-    takes_newcomers: bool = True
-    is_paused: bool = False
-    departures: Departures = field(default_factory=Departures)
-    saves_last: bool = False
-    gives_up: Loss | Failure | None = None
-    epilogue: str = ""
-    nobody_began: bool = False
-    num_vain: int = 0
-    achieved: int = -1
-
-    @property
-    def goes_on(self) -> bool:
-        return self.max_failures != 0
-
-    @property
-    def has_lost_too_many(self) -> bool:
-        return self.max_failures is not None and len(self.losses) > self.max_failures
-
 
 MAX_VAIN = 3
 """Generations in which ranks did not meet, one after another, before the run is given up."""
@@ -160,10 +108,10 @@ class Membership:
     """Who belongs to the session, in which generation, and how the run in progress stands."""
 
     def __init__(self) -> None:
-        self._members: dict[int, _Member] = {}  # by seat
+        self._members: dict[int, Member] = {}  # by seat
         self._generation = -1
         self._formed: tuple[str, ...] = ()  # worker ids by rank, while the generation is healthy
-        self._run: _Run | None = None
+        self._run: Run | None = None
 
     def handle(self, event: Event) -> list[Instruction]:
         match event:
@@ -223,7 +171,7 @@ class Membership:
         known = self._members.get(worker.seat)
         if known and known.info == worker and known.state is MemberState.RUNNING:
             return []  # It was asked twice, and has a rank meanwhile.
-        self._members[worker.seat] = _Member(worker, MemberState.READY)
+        self._members[worker.seat] = Member(worker, MemberState.READY)
         if generation > self._generation:
             self._generation = generation
             self._formed = ()
@@ -252,7 +200,7 @@ class Membership:
         if order != self._formed:
             self._generation += 1
             self._formed = order
-        self._run = _Run(
+        self._run = Run(
             run,
             fewest,
             started.max_failures,
@@ -293,11 +241,11 @@ class Membership:
                 member.state = MemberState.RUNNING
             else:
                 unknown = replace(newest.info, worker_id=f"lost with the driver, rank {rank}")
-                member = _Member(unknown, MemberState.LOST)
+                member = Member(unknown, MemberState.LOST)
             members.append(member)
         self._generation = generation
         self._formed = tuple(member.info.worker_id for member in members)
-        self._run = _Run(
+        self._run = Run(
             taken.run,
             taken.fewest,
             taken.max_failures,
@@ -445,7 +393,7 @@ class Membership:
                 met,
                 f"ranks {unparked} were outside a step of a sharded optimizer, or inside a Join "
                 "that follows groups, and their function cannot be run again in the middle, "
-                f"because {_missing(frozen)}",
+                f"because {missing_in(frozen)}",
             )
         restarts = bool(unparked or newcomers)
         infos = [member.info for member in run.members]
@@ -455,7 +403,7 @@ class Membership:
         gone = [run.members[rank] for rank in leavers]
         survivors = [run.members[rank] for rank in sorted(frozen) if rank not in leavers]
         if len(survivors) + len(newcomers) < run.fewest:
-            return self._pause(met, "" if can_restart else _missing(frozen))
+            return self._pause(met, "" if can_restart else missing_in(frozen))
         try:
             progress = decide(frozen)
         except ValueError as error:
@@ -478,7 +426,7 @@ class Membership:
 
     def _form(
         self,
-        members: list[_Member],
+        members: list[Member],
         progress: tuple[Progress, ...],
         *,
         restarts: bool,
@@ -590,9 +538,9 @@ class Membership:
         """Rule 2: note what happened; the first time, tell all who still run."""
         run = self._run
         assert run is not None
-        if _is_echo(cause) and run.losses:
+        if is_echo(cause) and run.losses:
             cause = run.losses[-1]
-        if run.cause is None or (_is_echo(run.cause) and not _is_echo(cause)):
+        if run.cause is None or (is_echo(run.cause) and not is_echo(cause)):
             run.cause = cause
         self._formed = ()
         ask: list[Instruction] = []
@@ -625,7 +573,7 @@ class Membership:
         infos = tuple(member.info for member in run.members)
         returned, stuck = tuple(sorted(run.returned)), tuple(sorted(run.running))
         # A death may be told later than what it did to the others.
-        is_by_loss = isinstance(run.cause, Loss) or _is_echo(run.cause)
+        is_by_loss = isinstance(run.cause, Loss) or is_echo(run.cause)
         # The text of a loss has its epilogue in it.
         epilogue = run.epilogue if isinstance(run.cause, Failure) else ""
         failed = RunFailed(
@@ -638,57 +586,3 @@ class Membership:
             nobody_began=run.nobody_began and is_by_loss,
         )
         return [EndRun(failed)]
-
-
-def in_rank_order(members: Iterable[_Member]) -> list[_Member]:
-    """Rule 4."""
-    by_seat = sorted(members, key=lambda member: member.info.seat)
-    first_seat: dict[str, int] = {}
-    for member in by_seat:
-        first_seat.setdefault(member.info.node_id, member.info.seat)
-    return sorted(by_seat, key=lambda member: first_seat[member.info.node_id])
-
-
-def assign(workers: list[WorkerInfo], generation: int) -> list[Assignment]:
-    """workers: by rank, those of one node adjacent."""
-    of_node: dict[str, list[WorkerInfo]] = {}
-    for worker in workers:
-        of_node.setdefault(worker.node_id, []).append(worker)
-    node_ranks = {node: number for number, node in enumerate(of_node)}
-    return [
-        Assignment(
-            generation=generation,
-            rank=rank,
-            world_size=len(workers),
-            local_rank=of_node[worker.node_id].index(worker),
-            local_world_size=len(of_node[worker.node_id]),
-            node_rank=node_ranks[worker.node_id],
-        )
-        for rank, worker in enumerate(workers)
-    ]
-
-
-def stop_error(cause: Failure | Loss | Cancellation, generation: int) -> CollectiveError:
-    """What the collectives of the other ranks raise: who began it, and where."""
-    match cause:
-        case Failure():
-            return GroupAborted(generation, cause.culprits, cause.reason, cause.traceback)
-        case Loss():
-            return PeerLost("run", generation, [cause.rank], f"{cause.worker}: {cause.detail}")
-        case Cancellation():
-            return GroupAborted(generation, [], cause.reason)
-
-
-def _missing(frozen: Mapping[int, Frozen]) -> str:
-    """What keeps the functions from running again, as the first rank says that has something."""
-    told = (word.missing for _, word in sorted(frozen.items()) if not word.can_restart)
-    return next(filter(None, told), "the function has not registered what has to survive")
-
-
-def failure_of(met: Frozen) -> Failure:
-    """What a frozen rank would have raised."""
-    return replace(outcomes.failure(met.rank, met.error), is_echo=False)
-
-
-def _is_echo(cause: Failure | Loss | Cancellation) -> bool:
-    return isinstance(cause, Failure) and cause.is_echo

@@ -519,7 +519,7 @@ class Worker:
 
 def _pass_barrier(group: Group) -> None:
     """Blocks this thread; on a GPU, where waiting is for the stream, as well."""
-    work = group.barrier()
+    work = group.meet()
     if group.device.type == "cuda":
         work.get_future()
     work.wait()

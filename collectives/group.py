@@ -254,6 +254,15 @@ class Group(Operations, ObjectCollectives):
         """
         return MonitoredBarrier(self.barrier(timeout_s=timeout_s), wait_all_ranks)
 
+    def meet(self) -> Work:
+        """A barrier before the ranks are used for something else: none of the user's operations, so
+        in no statistics and in no recording. It takes a number, as all operations do."""
+        deadline_s = self._deadline_s(Kind.BARRIER, None)
+        sequence = self._next_sequence
+        self._next_sequence = sequence + 1
+        operation = Operation(Kind.BARRIER, sequence, self.generation, 0, -1, -1, deadline_s)
+        return self._communicator.barrier(operation)
+
     def announce_to(self, announce: Announce | None) -> None:
         """Call `announce` before each operation that this rank issues, before it is numbered; None:
         no more. It may run operations of this group first, or raise: then nothing is issued.

@@ -153,8 +153,8 @@ async def test_run_says_who_is_behind_at_which_line_with_its_stack(session: Sess
         await session.run(train)
     first = train.__code__.co_firstlineno
     gather, reduce = (
-        f"all_gather #0, test_testimony.py:{first + 2}",
-        f"all_reduce #1, test_testimony.py:{first + 5}",
+        f"all_gather #1, test_testimony.py:{first + 2}",
+        f"all_reduce #2, test_testimony.py:{first + 5}",
     )
     assert f"rank 2 is at {gather}, the others at {reduce}" in str(caught.value)
     told = notes_of(caught.value)
@@ -220,8 +220,8 @@ async def test_a_mismatch_is_told_with_the_lines_of_both_sides(session: Session)
     with pytest.raises(CollectiveMismatch) as caught:
         await session.run(train)
     first = train.__code__.co_firstlineno
-    there = f"broadcast #0, test_testimony.py:{first + 2}"
-    here = f"all_reduce #0, test_testimony.py:{first + 3}"
+    there = f"broadcast #1, test_testimony.py:{first + 2}"
+    here = f"all_reduce #1, test_testimony.py:{first + 3}"
     assert f"rank 1 is at {there}, the others at {here}" in notes_of(caught.value)
 
 
