@@ -29,14 +29,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from actors.errors import StateLost
 from actors.lifeline import Lifeline, ends_a_generation
-from actors.messages import DROPPED, NOWHERE, Assignment, Progress, Resumption
+from actors.messages import NOWHERE, Assignment, Progress, Resumption
 from actors.steps import Steps
 from collectives import ChoruslineError, CollectiveError, Group, GroupAborted, GroupClosed
 from collectives.objects import all_gather_object
@@ -46,6 +45,7 @@ from collectives.resharding import Range
 from . import join
 from .dealer import Position
 from .held_state import Description, HeldState
+from .made import Made
 from .plain_steps import PlainSteps
 
 if TYPE_CHECKING:
@@ -88,14 +88,11 @@ class FunctionLeft(BaseException):
 
 
 class Recovery:
-    """One rank's, for one run. Optimizers and models are numbered in the order of their making,
-    which is the same on all ranks; those that the user has dropped leave a gap."""
+    """One rank's, for one run."""
 
     def __init__(self, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
-        self._optimizers: list[weakref.ref[ZeroRedundancyOptimizer]] = []
-        self._models: list[weakref.ref[DistributedDataParallel]] = []
-        self._stepped_last: ZeroRedundancyOptimizer | None = None
+        self._made = Made()
         self._entered = lifeline.generation
         self._entry: Entry | None = None
         """Into the generation that this rank was about to enter; the others may have."""
@@ -130,27 +127,22 @@ class Recovery:
         self.dealer = context.dealer
         self._on_the_way = {}
         self._plain.begin()
-        for model in self._living_models().values():
-            model.let_go()
-        self._optimizers, self._models = [], []
-        self._stepped_last = None
+        self._made.begin()
 
     @property
     def counts_samples(self) -> bool:
         """Whether steps tell how many samples belong to them, so that what a lost rank had can be
         dealt again; with optimizers that are not registered the loss ends the run."""
-        return bool(self._living()) or self._plain.is_watching
+        return bool(self._made.optimizers()) or self._plain.is_watching
 
     def watch_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizers.append(weakref.ref(optimizer))
+        self._made.add_optimizer(optimizer)
 
     def has_stepped(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        """Its step is over here. Others may still be in it, and need what this rank holds, also
-        when the function has returned; they have ended it when another step is over."""
-        self._stepped_last = optimizer
+        self._made.stepped_last = optimizer
 
     def watch_model(self, model: DistributedDataParallel) -> None:
-        self._models.append(weakref.ref(model))
+        self._made.add_model(model)
 
     def record(self, cursors: tuple[tuple[int, ...], ...]) -> None:
         """A ballot was seen; the cursors of all ranks."""
@@ -175,7 +167,7 @@ class Recovery:
         self.dealer.record(cursors, iterations, is_settled=False)
         self._retained, self._summaries, self._is_newcomer = None, [], False
         self._saveable = None
-        for model in self._living_models().values():
+        for model in self._made.models().values():
             model.keep_agreed_buffers()
         self._context.count_step()
 
@@ -210,8 +202,8 @@ class Recovery:
             )  # (a)
             handed_over = False
             if resumption.restarts:
-                self._catch_up(resumption)
-                living = self._living()
+                self._made.catch_up(resumption.progress)
+                living = self._made.optimizers()
                 self._on_the_way = {id(living[number]): one for number, one in held.items()}
                 if optimizer is None or not optimizer.step_counts:
                     self._restart = resumption
@@ -262,7 +254,7 @@ class Recovery:
 
     def _spare(self) -> int:
         """Ranks that may go at once, as others have what they keep."""
-        if optimizers := self._living():
+        if optimizers := self._made.optimizers():
             return min(one.shard.replicas - 1 for one in optimizers.values())
         has_all = self._plain.is_watching and not self._is_newcomer
         return self._context.group.size - 1 if has_all else 0
@@ -271,15 +263,8 @@ class Recovery:
     def _place(self) -> tuple[int, int]:
         return self._plain.place if self._retained is None else self._retained.place
 
-    def _living(self) -> dict[int, ZeroRedundancyOptimizer]:
-        """By number."""
-        return {n: one for n, made in enumerate(self._optimizers) if (one := made())}
-
-    def _living_models(self) -> dict[int, DistributedDataParallel]:
-        return {n: one for n, made in enumerate(self._models) if (one := made())}
-
     def _progress(self) -> tuple[Progress, ...]:
-        live = [one.progress if (one := made()) else DROPPED for made in self._optimizers]
+        live = self._made.progress()
         retained = self._retained.progress() if self._retained is not None else []
         # Those that the function has not made again yet are where they were.
         return (*live, *retained[len(live) :])
@@ -290,7 +275,7 @@ class Recovery:
         if self._retained is not None:
             return ""
         registered = {id(entry.object) for entry in self._context.registry}
-        optimizers, models = self._living().values(), self._living_models().values()
+        optimizers, models = self._made.optimizers().values(), self._made.models().values()
         if not optimizers and not models:
             return (
                 "it has not registered a DistributedDataParallel of the session's group with its "
@@ -334,15 +319,11 @@ class Recovery:
             for one in recording.collectives
         )
 
-    def _catch_up(self, resumption: Resumption) -> None:
-        for number, optimizer in self._living().items():
-            optimizer.catch_up(resumption.progress[number])
-
     # -- in place --------------------------------------------------------------------------------
 
     def _go_on(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
         """held: by optimizer, what an attempt that failed has left here."""
-        optimizers, models = self._living(), self._living_models()
+        optimizers, models = self._made.optimizers(), self._made.models()
         group, standings = self._meet(resumption, held)
         everywhere = self._move(held, standings, group)
         self._entry = Entry(
@@ -370,7 +351,7 @@ class Recovery:
                         step = optimizer.progress.ballots
                         live = list(optimizer.last_live)
                 model.sync_buffers_again(synced, step or max(synced), live)
-        self._launch_again(models, standings)  # (g)
+        self._made.launch_again([one.passes for one in standings])  # (g)
         self.num_recoveries += 1
 
     def _hand_over(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
@@ -385,9 +366,9 @@ class Recovery:
         resumption: Resumption,
         held: dict[int, HeldState],
     ) -> tuple[Group, list[Standing]]:
-        models = self._living_models()
-        self._catch_up(resumption)  # (b)
-        for number, optimizer in self._living().items():
+        models = self._made.models()
+        self._made.catch_up(resumption.progress)  # (b)
+        for number, optimizer in self._made.optimizers().items():
             if number not in held:
                 held[number] = optimizer.shard.held()
         group = self._lifeline.connect()  # (c)
@@ -407,32 +388,13 @@ class Recovery:
         leaving: Sequence[int] = (),
     ) -> list[int]:
         """(d); the numbers of the optimizers that all ranks have."""
-        optimizers = self._living()
+        optimizers = self._made.optimizers()
         everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
         for number in everywhere:
             told = [standing.held[number] for standing in standings]
             shard = optimizers[number].shard
             self.bytes_moved += shard.complete(held[number], told, group, leaving)
         return everywhere
-
-    @staticmethod
-    def _launch_again(
-        models: Mapping[int, DistributedDataParallel], standings: list[Standing]
-    ) -> None:
-        """In the order of the first time, in which ranks that are not as far yet will launch.
-
-        Who is a pass behind others holds gradients that nobody will step with: a loss of one model
-        that went through another one, whose own next pass the others have sent already.
-        """
-        kept = [
-            (bucket.launch_number, number, bucket)
-            for number, model in models.items()
-            if all(number in one.passes for one in standings)
-            and model.reducer.num_passes == max(one.passes[number] for one in standings)
-            for bucket in model.reducer.kept()
-        ]
-        for _, number, bucket in sorted(kept, key=lambda one: one[0]):
-            models[number].reducer.launch_again(bucket)
 
     def _former_ranks(self) -> tuple[int, ...]:
         """By rank of the last generation that was formed, the rank in the one entered last."""
@@ -452,7 +414,7 @@ class Recovery:
             if generation > self._entered
         }
         new_rank = {old: new for new, old in enumerate(entry.former_ranks)}
-        for optimizer in self._living().values():
+        for optimizer in self._made.optimizers().values():
             live = (new_rank[old] for old in optimizer.last_live if old in new_rank)
             optimizer.last_live = tuple(live)
         join.change_ranks(entry.former_ranks)
@@ -501,7 +463,7 @@ class Recovery:
                 else:
                     self.begin_as_newcomer()
                 return resumption
-            self._catch_up(resumption)
+            self._made.catch_up(resumption.progress)
         if self._retained is None:
             from .retained import Retained  # which knows models and optimizers
 
