@@ -383,7 +383,7 @@ class _Errands:
         try:
             await answer(
                 worker.freeze.remote(self._request.run, freeze.generation, freeze.error),
-                _TESTIMONY_S,
+                _TESTIMONY_S if freeze.is_late else self._request.timeout_s,
             )
         except NoAnswer:
             self._events.put_nowait(RankSilent(freeze.worker_id, freeze.generation))

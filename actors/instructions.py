@@ -59,11 +59,16 @@ class StartGrace:
 
 @dataclass(frozen=True, slots=True)
 class FreezeRank:
-    """Have a rank end the generation for itself and say how far it is; `error` is the reason."""
+    """Have a rank end the generation for itself and say how far it is; `error` is the reason.
+
+    is_late: it is the one that a timeout has named, so it has had its time; any other has that
+    before its silence counts, as code that holds Python's lock is no sign of a hang.
+    """
 
     worker_id: str
     generation: int
     error: CollectiveError
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from collectives.errors import CollectiveError, GroupAborted
+from collectives.errors import CollectiveError, CollectiveTimeout, GroupAborted
 
 from . import last_generation
 from .events import (
@@ -343,7 +343,12 @@ class Membership:
             return []
         run.regeneration = Regeneration(self._generation, range(len(run.members)))
         freezes = [
-            FreezeRank(run.members[rank].info.worker_id, self._generation, error)
+            FreezeRank(
+                run.members[rank].info.worker_id,
+                self._generation,
+                error,
+                isinstance(error, CollectiveTimeout) and rank in error.ranks,
+            )
             for rank in sorted(run.running - {but})
         ]
         return [*freezes, StartPatience(self._generation)]

@@ -49,7 +49,7 @@ from actors.messages import (
     Success,
     WorkerInfo,
 )
-from collectives.errors import PeerLost
+from collectives.errors import CollectiveTimeout, PeerLost
 
 GONE = PeerLost("all_reduce #7", 0, [1], "gone")
 
@@ -125,6 +125,15 @@ def test_who_does_not_freeze_is_killed_and_the_death_awaited(silence: Event) -> 
     assert fence.worker_id == "worker-2-0"
     resumed = resumptions(membership.handle(death(2)))
     assert [word.former_ranks for word in resumed.values()] == [(0,)]
+
+
+def test_only_who_has_had_its_time_is_asked_for_a_quick_answer() -> None:
+    late = CollectiveTimeout("all_reduce #7", 0, [2], 5.0, "")
+    for error, expected in ((late, {1: False, 2: True}), (GONE, {1: False, 2: False})):
+        membership, _ = running(worker(0), worker(1), worker(2))
+        told = membership.handle(RankFroze(replace(froze(0).frozen, error=error)))
+        freezes = [one for one in told if isinstance(one, FreezeRank)]
+        assert {int(one.worker_id.split("-")[1]): one.is_late for one in freezes} == expected
 
 
 def test_who_has_frozen_is_not_killed_for_being_late() -> None:
