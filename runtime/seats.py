@@ -58,6 +58,7 @@ class Seats:
 
     def placed(self) -> list[int]:
         with self._lock:
+            self._renew_homeless()
             return sorted(self._nodes())
 
     async def wait_for(self, seat: int) -> None:
@@ -69,10 +70,10 @@ class Seats:
     def _has_room(self, seat: int) -> bool:
         """Also that the node is not to go: a worker there would have to leave at once."""
         with self._lock:
+            self._renew_homeless()
             nodes = self._nodes()
             if self._has_moved(seat):
-                remove_placement_group(self._own.pop(seat))
-                del self._homes[seat]
+                self._drop(seat)
             if seat >= self._first.bundle_count and seat not in self._own:
                 if len(self._waiting) >= (1 if self._is_spread else _ASKED_AT_ONCE):
                     return False
@@ -106,6 +107,23 @@ class Seats:
             found = self._apart(found)
         self._waiting.difference_update(found)
         return found
+
+    def _renew_homeless(self) -> None:
+        """Ask anew for seats whose node has gone. While a group that had a place finds no other,
+        Ray's head tries again without a pause, and spends a core on it, and one more on telling
+        (Ray 2.60; github.com/ray-project/ray/pull/65007). A group that is new waits quietly."""
+        for seat, group in list(self._own.items()):
+            if placement_group_table(group).get("state") != "RESCHEDULING":
+                continue
+            self._drop(seat)
+            if not self._is_spread:  # Those wait one at a time.
+                self._waiting.add(seat)
+                self._own[seat] = self._asked_for(set())
+
+    def _drop(self, seat: int) -> None:
+        remove_placement_group(self._own.pop(seat))
+        self._homes.pop(seat, None)
+        self._waiting.discard(seat)
 
     def _has_moved(self, seat: int) -> bool:
         home = self._homes.get(seat)
