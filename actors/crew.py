@@ -45,6 +45,10 @@ _ANSWER_S = 5.0
 """Seconds in which a live control loop answers, on a machine that is busy with training."""
 
 
+class _DriverGone(StartupError):
+    """While it met the workers; another one can do it."""
+
+
 class Crew:
     """Driver and workers. `assemble` before each run; `dismiss` once, at the end.
 
@@ -84,8 +88,18 @@ class Crew:
         2. Have it ask the workers that are there; kill those that are gone, hang, or are busy.
         3. Start workers in the empty seats; they have `timeout_s` to answer.
 
-        Raises StartupError. Does nothing while all is well, so that a run costs no questions.
+        A driver that dies meanwhile is replaced by another. Raises StartupError. Does nothing while
+        all is well, so that a run costs no questions.
         """
+        for left in reversed(range(_DRIVERS_PER_RUN)):
+            try:
+                await self._assemble(timeout_s)
+                break
+            except _DriverGone:
+                if not left:
+                    raise
+
+    async def _assemble(self, timeout_s: float) -> None:
         if self._is_assembled and self._seats.has_all:
             return
         if self._driver is None:
@@ -182,8 +196,6 @@ class Crew:
                         has_taken_over = True
                     async with self._recruiting(driver, request, has_taken_over):
                         outcome = await answer(call)
-                    if outcome is None:
-                        raise ActorGone("it died before any worker had heard of the run")
                     break
                 except (ActorGone, StartupError):
                     self._kill_driver()
@@ -206,6 +218,11 @@ class Crew:
             self._kill_driver()
             await self._stop_workers("the driver actor failed")
             raise
+        if outcome is None:
+            self._kill_driver()
+            await self._stop_workers("the driver actor died")  # A word of it may be on its way.
+            told = "it died before any worker had heard of the run"
+            raise DriverLost(self._incarnation - 1, told, nobody_began=True)
         self._is_assembled = self._leaves_all(outcome)
         return outcome  # type: ignore[no-any-return]
 
@@ -321,7 +338,7 @@ class Crew:
             return await answer(call, timeout_s + _ANSWER_S)  # type: ignore[no-any-return]
         except (ActorGone, NoAnswer) as error:
             self._kill_driver()
-            raise StartupError(
+            raise _DriverGone(
                 "the driver actor was lost while it met the workers", error.detail
             ) from None
 

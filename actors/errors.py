@@ -79,12 +79,16 @@ class Interrupted(ChoruslineError):
 
 
 class DriverLost(ChoruslineError):
-    """The driver actor died during a run. The next run makes a new one of the living workers."""
+    """The driver actor died during a run. The next run makes a new one of the living workers.
 
-    def __init__(self, incarnation: int, detail: str) -> None:
-        super().__init__(incarnation, detail)
+    nobody_began: no worker had heard of the run, so it may be begun once more.
+    """
+
+    def __init__(self, incarnation: int, detail: str, nobody_began: bool = False) -> None:
+        super().__init__(incarnation, detail, nobody_began)
         self.incarnation = incarnation
         self.detail = detail
+        self.nobody_began = nobody_began
 
     def __str__(self) -> str:
         return (

@@ -17,6 +17,7 @@ from ray import cloudpickle
 
 from actors.crew import STEP_S, Crew
 from actors.driver import GRACE_S
+from actors.errors import DriverLost
 from actors.journal import JournalReader
 from actors.messages import DriverSnapshot, Report, RunRequest, RunSucceeded, WorkerSnapshot
 from actors.outcomes import raise_failure
@@ -322,8 +323,13 @@ class Session:
                 for left in reversed(range(_BEGINNINGS)):
                     request = self._new_request(view)
                     await crew.assemble(self._startup_timeout_s)
-                    async with self._reporting(crew.reports(request.run), view):
-                        outcome = await crew.run(request, program)
+                    try:
+                        async with self._reporting(crew.reports(request.run), view):
+                            outcome = await crew.run(request, program)
+                    except DriverLost as lost:
+                        if lost.nobody_began and left:
+                            continue
+                        raise
                     if isinstance(outcome, RunSucceeded):
                         break
                     if not (outcome.nobody_began and left):

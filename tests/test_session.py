@@ -526,6 +526,15 @@ async def test_a_killed_driver_is_replaced_and_training_does_not_stop(session: S
     assert after[0][1] >= before[0][1], "numbers of generations never repeat"
 
 
+async def test_a_driver_that_dies_between_two_runs_costs_nothing(session: Session) -> None:
+    before = await session.run(lambda ctx: os.getpid())
+    assert session._crew is not None
+    for is_assembled in (True, False):
+        ray.kill(session._crew._driver)
+        session._crew._is_assembled = is_assembled  # Not, where a worker was lost in the last run.
+        assert await session.run(lambda ctx: os.getpid()) == before
+
+
 def loop_until_told(ctx: Context, seconds: float) -> tuple[int, int, float]:
     """Its process, how many rounds it took, and the longest of them, in seconds."""
     began_at = time.monotonic()
