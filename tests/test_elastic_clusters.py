@@ -130,7 +130,8 @@ def test_a_session_starts_on_a_cluster_that_has_no_workers_yet(
     assert too_late[0] == "StartupError"
     assert "not placed within 0.5 s" in too_late[1] and "raise startup_timeout_s" in too_late[1]
     waits = [line for line in done.stderr.splitlines() if "Waiting for nodes" in line]
-    assert len(waits) == len(refusals) + 1, "each start says once that it waits"
+    # Each start says once that it waits, unless the autoscaler says at once that it cannot.
+    assert len(refusals) + 1 - len(never) <= len(waits) <= len(refusals) + 1
     assert "num_workers=2 with CPU 1 each" in waits[-1] and "up to 90 s" in waits[-1]
     assert "the cluster has CPU 0 (0 free) on 1 node" in waits[-1]
     assert "its autoscaler has" in waits[-1] or "nothing yet" in waits[-1]
