@@ -139,7 +139,9 @@ def train(
     replicas: int = 2,
 ) -> Told:
     """acts: by seat, what is done in the first call of the function."""
-    seats.append(ctx.rank)
+    # Not the rank that it began with, which newcomers that come one by one may share.
+    (worker,) = ray._private.worker.global_worker.actors.values()
+    seats.append(worker._info.seat)
     seat, samples = seats[0], Samples()
     model = ctx.register(
         "model", cl.DistributedDataParallel(network(with_buffers), bucket_cap_mb=0.0005)
