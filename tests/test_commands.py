@@ -192,6 +192,7 @@ def test_ranks_print_whole_lines_with_their_rank_and_the_results_come_last(
     assert others[-1].startswith("step 2  loss 0.250")
 
 
+@pytest.mark.slow
 def test_a_failed_function_shows_the_ranks_own_error_and_exits_with_1(
     script: str, cluster: None
 ) -> None:

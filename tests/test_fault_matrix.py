@@ -202,6 +202,7 @@ def test_when_a_rank_raises_every_operation_ends_for_all_and_all_go_on(
     check_each("raise", transport, ONCE if transport == GLOO else TWICE, tmp_path)
 
 
+@pytest.mark.slow
 def test_when_a_rank_is_stopped_every_operation_ends_for_all_and_all_go_on(tmp_path: Path) -> None:
     check_each("stop", SHARED_MEMORY, ONCE, tmp_path, num_sets=3)
 

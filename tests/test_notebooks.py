@@ -66,11 +66,14 @@ def started(kernel: Kernel) -> Iterator[Kernel]:
 # ── The notebooks ────────────────────────────────────────────────────────────────────────────────
 
 
+SLOW = ("idle_rank", "first_steps")
+"""The first measures: four ways through the same steps, half a minute in all."""
+
+
 @pytest.mark.parametrize(
     "path",
     [
-        # It measures: four ways through the same steps, half a minute in all.
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem == "idle_rank"))
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW))
         for path in NOTEBOOKS
     ],
 )
@@ -240,6 +243,7 @@ def test_a_magic_that_has_no_session_says_how_to_get_one(started: Kernel) -> Non
     assert "the session has not started" in started.run("%%ranks fresh\n1").told
 
 
+@pytest.mark.slow
 def test_a_cell_that_starts_a_session_can_be_run_again(kernel: Kernel) -> None:
     cell = "again = await cl.Session(num_workers=1).start()"
     assert kernel.run(cell).error is None

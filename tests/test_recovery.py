@@ -182,6 +182,7 @@ async def test_a_killed_worker_costs_no_step_and_no_sample(
     assert all(map(torch.equal, told[0].parameters, expected))
 
 
+@pytest.mark.slow
 async def test_one_death_after_another_leaves_one_that_has_everything(session: cl.Session) -> None:
     phase = "when it has seen the ballot"
     told = await session.run(train, victims={0: (1, phase), 2: (4, phase)}, num_epochs=2)
@@ -237,6 +238,7 @@ async def test_without_replicas_the_lost_state_is_named(session: cl.Session) -> 
     assert "replicas=2" in str(raised.value)
 
 
+@pytest.mark.slow
 async def test_more_losses_than_allowed_end_the_run(cluster: None) -> None:
     few = {"CPU": 0.1}
     async with cl.Session((2, 2), resources_per_worker=few, timeout_s=20) as session:

@@ -225,6 +225,7 @@ async def test_a_mismatch_is_told_with_the_lines_of_both_sides(session: Session)
     assert f"rank 1 is at {there}, the others at {here}" in notes_of(caught.value)
 
 
+@pytest.mark.slow
 async def test_the_sessions_debug_level_holds_in_the_workers(cluster: None) -> None:
     before = get_debug_level()
     set_debug_level(DebugLevel.DETAIL)
@@ -246,6 +247,7 @@ async def test_the_sessions_debug_level_holds_in_the_workers(cluster: None) -> N
         assert told in str(caught.value)
 
 
+@pytest.mark.slow
 async def test_a_stopped_process_is_told_as_silent(cluster: None) -> None:
     def train(ctx: Context) -> None:
         ctx.group.barrier().wait()
