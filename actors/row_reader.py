@@ -121,9 +121,8 @@ class RowReader:
 
     def __init__(self, source: Any, has_died: bool = False) -> None:
         self._has_died = has_died
-        self._died_in: tuple[str, int] | None = (
-            None  # run, and the last generation it can have been
-        )
+        self._died_in: tuple[str, int] | None = None
+        """The run in which the other died, and the last generation that it can have been."""
         self._source = source
         self._passes: dict[PassKey, _Pass] = {}
         if hasattr(source, "iter_rows"):

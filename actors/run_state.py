@@ -30,8 +30,8 @@ class Member:
 
 @dataclass(slots=True)
 class Run:
-    """A run in progress. running: ranks that have not stopped. cause: rule 2 of
-    membership.py, as known so far.
+    """A run in progress. running: ranks that have not stopped. cause: as known so far (rule 2 of
+    membership.py).
 
     is_asking: the ranks were asked what they do, and the answers are still to come. story: what
     follows from the answers; None before anybody was asked.

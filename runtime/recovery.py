@@ -147,8 +147,7 @@ class Recovery:
     def record(self, cursors: tuple[tuple[int, ...], ...]) -> None:
         """A ballot was seen; the cursors of all ranks."""
         self.dealer.record(cursors)
-        self._retained, self._summaries, self._is_newcomer = None, [], False
-        self._saveable = None
+        self._step_counts()
 
     def watch_registered(self, entry: Registered) -> None:
         self._plain.watch(entry)
@@ -165,11 +164,16 @@ class Recovery:
         self, cursors: tuple[tuple[int, ...], ...], iterations: list[int]
     ) -> None:
         self.dealer.record(cursors, iterations, is_settled=False)
-        self._retained, self._summaries, self._is_newcomer = None, [], False
-        self._saveable = None
+        self._step_counts()
         for model in self._made.models().values():
             model.keep_agreed_buffers()
         self._context.count_step()
+
+    def _step_counts(self) -> None:
+        """What this rank has is its own again; nothing of before the function was run again is
+        asked for any more."""
+        self._retained = self._saveable = None
+        self._summaries, self._is_newcomer = [], False
 
     def finish(self) -> None:
         """The function has returned here: wait until it has everywhere, and help until then."""

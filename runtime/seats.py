@@ -58,7 +58,6 @@ class Seats:
 
     def placed(self) -> list[int]:
         with self._lock:
-            self._renew_homeless()
             return sorted(self._nodes())
 
     async def wait_for(self, seat: int) -> None:
@@ -70,7 +69,6 @@ class Seats:
     def _has_room(self, seat: int) -> bool:
         """Also that the node is not to go: a worker there would have to leave at once."""
         with self._lock:
-            self._renew_homeless()
             nodes = self._nodes()
             if self._has_moved(seat):
                 self._drop(seat)
@@ -93,32 +91,34 @@ class Seats:
         return group
 
     def _nodes(self) -> dict[int, str]:
-        """By seat that has one, the node where it is. Ray moves a group whose node has gone."""
+        """By seat that has one, the node where it is. Ray moves a group whose node has gone; one
+        that it could not move yet is asked for anew."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         seats = {(self._first, index): index for index in range(self._first.bundle_count)}
         seats |= {(group, 0): seat for seat, group in self._own.items()}
         tables = {
-            group: placement_group_table(group).get("bundles_to_node_id", {})
-            for group in (self._first, *self._own.values())
+            group: placement_group_table(group) for group in (self._first, *self._own.values())
         }
-        nodes = {seat: str(tables[group].get(i, "")) for (group, i), seat in seats.items()}
+        places = {group: table.get("bundles_to_node_id", {}) for group, table in tables.items()}
+        nodes = {seat: str(places[group].get(i, "")) for (group, i), seat in seats.items()}
+        for seat, group in list(self._own.items()):
+            if tables[group].get("state") == "RESCHEDULING":
+                del nodes[seat]
+                self._renew(seat)
         found = {seat: node for seat, node in nodes.items() if node in alive}
         if self._is_spread:
             found = self._apart(found)
         self._waiting.difference_update(found)
         return found
 
-    def _renew_homeless(self) -> None:
-        """Ask anew for seats whose node has gone. While a group that had a place finds no other,
+    def _renew(self, seat: int) -> None:
+        """Ask anew for a seat whose node has gone. While a group that had a place finds no other,
         Ray's head tries again without a pause, and spends a core on it, and one more on telling
         (Ray 2.60; github.com/ray-project/ray/pull/65007). A group that is new waits quietly."""
-        for seat, group in list(self._own.items()):
-            if placement_group_table(group).get("state") != "RESCHEDULING":
-                continue
-            self._drop(seat)
-            if not self._is_spread:  # Those wait one at a time.
-                self._waiting.add(seat)
-                self._own[seat] = self._asked_for(set())
+        self._drop(seat)
+        if not self._is_spread:  # Those wait one at a time.
+            self._waiting.add(seat)
+            self._own[seat] = self._asked_for(set())
 
     def _drop(self, seat: int) -> None:
         remove_placement_group(self._own.pop(seat))

@@ -164,9 +164,8 @@ class StreamShard(Batches):
         self._survives = survives
         self._without_reader = without_reader or (lambda error: error)
         self._gone: ReaderGone | None = None  # seen inside a step, which does not need it
-        self._num_unknown = (
-            0  # rows that count, of lost ranks, whose numbers it cannot tell any more
-        )
+        self._num_unknown = 0
+        """Rows that count, of lost ranks, whose numbers the reader cannot tell any more."""
         self._pass: PassKey | None = None  # None: there is nothing left to read.
         self._holder = 0
         self._numbers: list[int] = []  # of the rows that this rank was given
