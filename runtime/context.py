@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from ray import cloudpickle
@@ -23,6 +21,7 @@ from collectives.reduce_op import ReduceOp
 from . import torch_distributed
 from .batches import Batches
 from .boundary import boundary
+from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.saving import Saving
 from .cursor import Cursor
 from .dealer import Dealer
@@ -33,9 +32,6 @@ from .recovery import Recovery
 from .registry import Registry, Stateful
 from .sharding import MapStyleDataset, Shard
 from .streaming import Stream, StreamShard
-
-if TYPE_CHECKING:
-    from .checkpoint.checkpoints import Checkpoints  # which knows models, which know contexts
 
 S = TypeVar("S", bound=Stateful)
 T = TypeVar("T")
@@ -538,49 +534,3 @@ def _plain(name: str, value: Any) -> float | int | str:
             f"{type(value).__name__}"
         )
     return value
-
-
-# ── The process's running context ────────────────────────────────────────────────────────────────
-
-# One per process, not a context variable: autograd's threads have no context variables.
-_current: Context | None = None
-
-
-@contextlib.contextmanager
-def running(context: Context) -> Iterator[None]:
-    """Make `context` the process's current one for the length of a with-block."""
-    global _current
-    if "lightning.pytorch" in sys.modules:
-        with contextlib.suppress(ImportError):  # Of another version than the extra's.
-            from . import lightning_strategy  # noqa: F401 - registers the strategy's name
-    before, _current = _current, context
-    try:
-        yield
-    finally:
-        _current = before
-
-
-def current() -> Context:
-    """The context of the train function that runs in this process."""
-    if _current is None:
-        raise RuntimeError(
-            "no train function of a session runs in this process; call this inside the function "
-            "that is given to Session.run or chorusline.run"
-        )
-    return _current
-
-
-def current_group() -> Group:
-    """The group of all ranks: what wrappers use that are given no group of their own."""
-    if _current is None:
-        raise RuntimeError(
-            "no train function of a session runs in this process, so there is no default group; "
-            "make one with Group.create and pass it"
-        )
-    return _current.group
-
-
-def recovery_of(group: Group) -> Recovery | None:
-    """What takes the objects of `group` into the next generation; None where the run ends with
-    the first loss, and for groups that the user made."""
-    return _current.recovery if _current is not None and _current.group is group else None

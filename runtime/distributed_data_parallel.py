@@ -20,13 +20,13 @@ from collectives.debug import is_informing
 from .agreement import Agreement
 from .boundary import boundary
 from .comm_hooks import CommHook
-from .context import current_group, recovery_of
 from .gradient_bucket import GradientBucket
 from .join import Join
 from .joinable import GroupJoinable, Joinable, JoinHook
 from .kept import kept
 from .reducer import Mode, Reducer, why_not_sharded
 from .replication import broadcast_tensors
+from .running import current_group, recovery_of
 from .same_model import check_same_parameters
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
 from .sync_batch_norm import SyncBatchNorm
@@ -139,7 +139,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             on_backward_end=self._on_backward_end,
             on_agreement=self._on_agreement,
             has_next=self._has_next,
-            cursors=(lambda: recovery.dealer.cursors()) if recovery is not None else None,
+            cursors=recovery.cursors if recovery is not None else None,
         )
         if is_informing():
             self.reducer.clock = StepClock()

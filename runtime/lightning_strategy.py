@@ -10,7 +10,7 @@ shards its step. Everything else that Lightning asks of a strategy runs on the s
 not on torch.distributed, on which Lightning would send something before every batch.
 
 Importing this file registers the name; a train function finds it registered if Lightning has been
-imported before it starts (context.py), and `chorusline.ChoruslineStrategy` imports it.
+imported before it starts (program.py), and `chorusline.ChoruslineStrategy` imports it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from collectives import Group, ReduceOp
 from collectives.objects import all_gather_object
 
-from .context import Context, current
 from .distributed_data_parallel import DistributedDataParallel
 from .lightning_epochs import Epochs
 from .replication import broadcast_tensors
+from .running import Running, current
 from .sync_batch_norm import SyncBatchNorm
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -44,7 +44,7 @@ NAME = "chorusline"
 class ChoruslineEnvironment(ClusterEnvironment):
     """The ranks of a running train function, for Lightning."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Running) -> None:
         self._context = context
 
     @property

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from actors.messages import DROPPED, Progress
 
-if TYPE_CHECKING:
-    from .distributed_data_parallel import DistributedDataParallel
-    from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from .distributed_data_parallel import DistributedDataParallel
+from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
 class Made:

@@ -19,8 +19,8 @@ import torch
 
 from collectives import Group, ReduceOp
 
-from .context import current_group
 from .join import active_join
+from .running import current_group
 
 
 class ModelAverager(ABC):

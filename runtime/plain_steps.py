@@ -24,17 +24,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .distributed_data_parallel import DistributedDataParallel
 from .joinable import Joinable
 from .reducer import Mode
 from .registry import Registered, Registry
-
-if TYPE_CHECKING:
-    from .distributed_data_parallel import DistributedDataParallel
 
 Place = tuple[int, int]
 """The number of the last step that a rank has, and of the last that its own optimizer has taken;

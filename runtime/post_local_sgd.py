@@ -25,8 +25,8 @@ from collectives.host import host_identity
 from collectives.objects import all_gather_object
 
 from .comm_hooks import GradBucket
-from .context import current_group
 from .model_averaging import ModelAverager
+from .running import current_group
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
@@ -22,9 +23,10 @@ from . import torch_distributed
 from .boundary import entered
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.config import AUTO, NEVER, CheckpointConfig
-from .context import Context, running
+from .context import Context
 from .kept import kept
 from .recovery import Recovery
+from .running import running
 
 
 class Program:
@@ -53,6 +55,7 @@ class Program:
     ) -> object:
         """None where the function was interrupted: all ranks have stopped alike, so no rank has
         failed, and the caller knows that it asked for it."""
+        _register_with_lightning()
         kept().enter(group)
         run = Run(self, journal, lifeline, steps, is_newcomer=resumption is not None)
         result = run.begun(assignment, group, resumption)
@@ -180,6 +183,13 @@ class Run:
         """Save what is held; what to say then to the driver, which has given the run up."""
         assert self._recovery is not None and self._program.checkpoint is not None
         return self._recovery.save_last(group, self._program.checkpoint)
+
+
+def _register_with_lightning() -> None:
+    """Make `Trainer(strategy="chorusline")` known, where the program has imported Lightning."""
+    if "lightning.pytorch" in sys.modules:
+        with contextlib.suppress(ImportError):  # Of another version than the extra's.
+            from . import lightning_strategy  # noqa: F401 - registers the strategy's name
 
 
 def _ended(context: Context, result: object) -> object:

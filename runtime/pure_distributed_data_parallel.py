@@ -10,9 +10,9 @@ import torch
 
 from collectives import Group, ReduceOp
 
-from .context import current_group
 from .distributed_data_parallel import check_devices
 from .replication import broadcast_tensors
+from .running import current_group
 from .same_model import check_same_parameters
 
 

@@ -31,7 +31,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from actors.errors import StateLost
 from actors.lifeline import Lifeline, ends_a_generation
@@ -42,20 +42,36 @@ from collectives.objects import all_gather_object
 from collectives.operation import State
 from collectives.resharding import Range
 
-from . import join
-from .dealer import Position
+from . import join, last_checkpoint, whole_parameters
+from .checkpoint.checkpoints import Checkpoints
+from .checkpoint.config import CheckpointConfig
+from .dealer import Dealer, Position
+from .distributed_data_parallel import DistributedDataParallel
 from .held_state import Description, HeldState
+from .last_checkpoint import Saveable
 from .made import Made
 from .plain_steps import PlainSteps
+from .registry import Registered, Registry
+from .retained import Retained, Summary, leader_of, up_to_date
+from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
-if TYPE_CHECKING:
-    from .checkpoint.config import CheckpointConfig
-    from .context import Context
-    from .distributed_data_parallel import DistributedDataParallel
-    from .last_checkpoint import Saveable
-    from .registry import Registered
-    from .retained import Retained, Summary
-    from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+class RunningFunction(Protocol):
+    """What recovery asks of the context of the train function that runs."""
+
+    dealer: Dealer
+    registry: Registry
+    checkpoints: Checkpoints | None
+    group: Group
+
+    @property
+    def step(self) -> int: ...
+
+    def enter(self, assignment: Assignment, group: Group) -> None: ...
+
+    def count_step(self) -> None: ...
+
+    def told_data(self, *, committed: bool = False) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +136,7 @@ class Recovery:
         of the run so far, those from the top as well; parameters, as in (f), left out."""
         self.num_recoveries = 0
 
-    def attach(self, context: Context) -> None:
+    def attach(self, context: RunningFunction) -> None:
         """The function runs, with this context."""
         self._context = context
         self._attached_at = time.time()
@@ -143,6 +159,9 @@ class Recovery:
 
     def watch_model(self, model: DistributedDataParallel) -> None:
         self._made.add_model(model)
+
+    def cursors(self) -> list[int]:
+        return self.dealer.cursors()
 
     def record(self, cursors: tuple[tuple[int, ...], ...]) -> None:
         """A ballot was seen; the cursors of all ranks."""
@@ -469,24 +488,18 @@ class Recovery:
                 return resumption
             self._made.catch_up(resumption.progress)
         if self._retained is None:
-            from .retained import Retained  # which knows models and optimizers
-
             registry, place = self._context.registry, self._plain.place
             self._retained = Retained.of(registry, place, self._on_the_way)
             self._data = self._context.told_data(committed=True)
             if self._keeps_checkpoints and self._has_stepped:
-                from .last_checkpoint import Saveable
-
                 self._saveable = Saveable.of(registry, self._retained, self._context.step)
         return resumption
 
     def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:
         """The run is given up: write down what is retained. Returns what to freeze with, for the
         last time; raises what ends the group."""
-        from . import last_checkpoint
-
         assert self._retained is not None
-        saveable = self._saveable or last_checkpoint.Saveable()
+        saveable = self._saveable or Saveable()
         was_there = not self._is_newcomer
         try:
             self._saved = last_checkpoint.save(
@@ -506,8 +519,6 @@ class Recovery:
 
     def _meet_waiting(self, optimizer: ZeroRedundancyOptimizer) -> None:
         """As `meet`, of a rank that waits in a step of this optimizer, which counts."""
-        from . import whole_parameters  # which knows models and optimizers
-
         registry = self._context.registry
         has = whole_parameters.Holdings.of_live(registry, self._on_the_way)
         group = self._lifeline.connect()
@@ -527,8 +538,6 @@ class Recovery:
         lack that wait inside a step that counts (whole_parameters.py)."""
         if self._met == group.generation:
             return
-        from . import whole_parameters
-
         assert self._retained is not None
         has = whole_parameters.Holdings.of_retained(self._retained)
         whole_parameters.complete(group, has)
@@ -543,8 +552,6 @@ class Recovery:
 
     def begin_as_newcomer(self) -> None:
         """The function runs for the first time here, and has run elsewhere."""
-        from .retained import Retained
-
         self._retained, self._is_newcomer = Retained(), True
 
     def begin_again(
@@ -552,8 +559,6 @@ class Recovery:
     ) -> list[dict[str, Any]]:
         """Meet the others before the function runs again; where they were in their data, the
         leader first. steps: this rank's; a newcomer's go on from those of the others."""
-        from .retained import leader_of, up_to_date
-
         assert self._retained is not None
         self._entered, self._since_entered = resumption.assignment.generation, {}
         self._entry = None

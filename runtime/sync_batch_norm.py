@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from collectives import Group
 
-from .context import current_group
+from .running import current_group
 
 # Weak on both sides: a group holds those that were made of it, and they hold it.
 _beside: weakref.WeakKeyDictionary[Group, weakref.ref[Group]] = weakref.WeakKeyDictionary()

@@ -33,7 +33,6 @@ from collectives import CollectiveError, CollectiveMismatch, Group
 from .agreement import Agreement
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
 from .boundary import boundary
-from .context import current_group, recovery_of
 from .distributed_data_parallel import DistributedDataParallel, names_of, owner_of
 from .early_update import EarlyUpdate
 from .gradient_bucket import GradientBucket
@@ -46,6 +45,7 @@ from .parameter_bucket import Gather
 from .parameter_shard import ParameterShard
 from .plain_state import match_state, parameter_name, plain_state, with_names
 from .reducer import Reducer
+from .running import current_group, recovery_of
 from .same_model import check_same_parameters
 from .shardable_optimizers import (
     ELEMENTWISE,
@@ -332,7 +332,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             squared_norm=self._shard.squared_norm() if needs_norm else 0.0,
             loss_scale=(self._loss_scale or 0.0) if is_live else 0.0,
             options=self._option_numbers(),
-            cursors=self._recovery.dealer.cursors() if self._recovery else (),
+            cursors=self._recovery.cursors() if self._recovery else (),
             num_samples=boundary().num_samples,
             stop=boundary().steps.stop_is_wanted,
         )

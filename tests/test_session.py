@@ -24,7 +24,8 @@ from ray import cloudpickle
 from actors.errors import RankFailed, StartupError, WorkerLost
 from actors.messages import Report, WorkerSnapshot
 from collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
-from runtime.context import Context, current, current_group
+from runtime.context import Context
+from runtime.running import current, current_group
 from runtime.session import Session, SessionState, run
 
 cloudpickle.register_pickle_by_value(open_sockets)  # Workers cannot import what tests share.
