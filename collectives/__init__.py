@@ -55,6 +55,9 @@ def __getattr__(name: str) -> object:
     if name not in _WITH_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)
+    if name == "Group":
+        # A process that has groups has the backend "chorusline" of torch.distributed, too.
+        importlib.import_module(".torch_backend", __name__).register()
     globals()[name] = found
     return found
 

@@ -1,15 +1,18 @@
-"""`Group`: the ranks of one generation. What they can do together is in operations.py."""
+"""`Group`: the ranks of one generation, how they meet, and how it numbers what they issue.
+
+What they can do together is in operations.py and object_collectives.py; the groups that are made of
+a group, and how all of them end, in subgroups.py.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.autograd import profiler
@@ -18,9 +21,9 @@ from .backends import backend_for
 from .coalesce import Coalesced
 from .communicator import Communicator
 from .debug import DebugLevel, get_debug_level
-from .errors import CollectiveError, GroupAborted, GroupClosed
+from .errors import GroupClosed
 from .family import Family
-from .flight_recorder import Activity, FlightRecorder, FlightRecording
+from .flight_recorder import Activity, FlightRecorder
 from .inference import outside_inference_mode
 from .interfaces import network_of
 from .meeting import meet
@@ -31,12 +34,11 @@ from .object_messages import ObjectMessages
 from .operation import Kind, Operation
 from .operations import Operations
 from .profiling import begin_span
+from .rendezvous import store_from_url
 from .statistics import Statistics
 from .store import Store
-from .torch_backend import register as register_with_torch
+from .subgroups import Subgroups
 from .work import Work
-
-register_with_torch()  # Whoever has groups has torch.distributed's "chorusline", too.
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -65,7 +67,7 @@ class GroupDescription:
     is_open: bool
 
 
-class Group(Operations, ObjectCollectives):
+class Group(Operations, ObjectCollectives, Subgroups):
     """An immutable membership of `size` ranks that run collectives together.
 
     Make one with `Group.create`; no Ray is needed. Every rank issues the same operations in the
@@ -105,7 +107,7 @@ class Group(Operations, ObjectCollectives):
         self.name = name
         self.statistics = Statistics()
         self.ranks: tuple[int, ...] = tuple(range(self.size))
-        self.parent: Group | None = None
+        self.parent = None
         self._recorder = FlightRecorder(self.rank, self.size, name, generation)
         # At DETAIL: shapes that were checked, and the frame of the operation they belong to.
         self._shapes: list[tuple[FrameType, tuple[int, ...]]] = []
@@ -116,10 +118,10 @@ class Group(Operations, ObjectCollectives):
         self._asked_backend = backend
         self._pid = os.getpid()
         self._closed = False
-        self._children: list[Group] = []
-        self._children_made = itertools.count()  # equal on all ranks: making one is a collective
+        self._children = []
+        self._children_made = itertools.count()
         self._family = Family()
-        self._channel: ObjectChannel | None = None
+        self._channel = None
         self._messages: ObjectMessages | None = None
         self._family.add(self)
         self._coalesced: Coalesced | None = None  # the block that is open
@@ -139,7 +141,7 @@ class Group(Operations, ObjectCollectives):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         name: str = "default",
         backend: str | None = None,
-    ) -> Group:
+    ) -> Self:
         """Meet the other ranks in `store` and connect. Blocks until all have come.
 
         Ranks pick the same `size`, `generation` and `name`; a second group of the same name and
@@ -194,7 +196,7 @@ class Group(Operations, ObjectCollectives):
         generation: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         name: str = "default",
-    ) -> Group:
+    ) -> Self:
         """Meet the other ranks at a URL and connect, for processes that are not our actors.
 
         url: tcp://host:port, file:///path or env://, as in rendezvous.py, which says who listens
@@ -203,8 +205,6 @@ class Group(Operations, ObjectCollectives):
         For several groups or generations, keep what `store_from_url` returns, and `create` them
         through its store. Raises what `store_from_url` and `create` raise.
         """
-        from .rendezvous import store_from_url
-
         store, rank, size = store_from_url(url, rank, size, timeout_s=timeout_s)
         return cls.create(
             store, rank, size, device, generation=generation, timeout_s=timeout_s, name=name
@@ -274,100 +274,7 @@ class Group(Operations, ObjectCollectives):
         """Whether an operation waits for all ranks before it is issued: at debug level DETAIL."""
         return self._communicator.compares
 
-    # -- subgroups -------------------------------------------------------------------------------
-
-    def new_group(self, ranks: Sequence[int], name: str | None = None) -> Group | None:
-        """A group of `ranks` of this one, in that order; None on the ranks left out.
-
-        Collective over this group, blocking: all ranks pass the same. In a coroutine, use
-        asyncio.to_thread. It shares this group's generation: if either fails, so does the other.
-        name: for errors and `describe`; by default this group's with a number.
-
-        Raises ValueError for ranks that are out of range or named twice, CollectiveMismatch on all
-        ranks if they pass different lists.
-        """
-        from .subgroups import new_group
-
-        return new_group(self, ranks, name)
-
-    def split(
-        self, color: int | None, key: int | None = None, name: str | None = None
-    ) -> Group | None:
-        """One group for each color, of the ranks that pass it; None where color is None.
-
-        Collective over this group, blocking, as `new_group`; MPI_Comm_split. key: orders the ranks
-        of a group; equal ones, and by default all, keep their order.
-        """
-        from .subgroups import split
-
-        return split(self, color, key, name)
-
-    def global_rank(self, group_rank: int) -> int:
-        """The root group's number of rank `group_rank` of this group."""
-        if not 0 <= group_rank < self.size:
-            raise ValueError(f"group_rank must be a rank in [0, {self.size}), got {group_rank}")
-        return self.ranks[group_rank]
-
-    def group_rank(self, global_rank: int) -> int:
-        """This group's number of rank `global_rank` of the root group."""
-        if global_rank not in self.ranks:
-            raise ValueError(
-                f"global_rank {global_rank} is not in group {self.name!r}, whose global ranks are "
-                f"{list(self.ranks)}"
-            )
-        return self.ranks.index(global_rank)
-
-    # -- the end ---------------------------------------------------------------------------------
-
-    def abort(self, reason: str | BaseException | CollectiveError) -> None:
-        """End this generation on all ranks; may be called from any thread.
-
-        Every pending and later work raises, everywhere: a CollectiveError as it is, anything else
-        as GroupAborted by this rank, with the reason (of an exception: its traceback as well).
-        Groups made of this one, and the one it was made of, end as well.
-        """
-        if isinstance(reason, CollectiveError):
-            error = reason
-        elif isinstance(reason, BaseException):
-            told = "".join(traceback.format_exception_only(reason)).strip()
-            trace = "".join(traceback.format_exception(reason))
-            error = GroupAborted(self.generation, [self.rank], told, trace)
-        else:
-            error = GroupAborted(self.generation, [self.rank], reason)
-        if os.getpid() != self._pid or self._closed:
-            return
-        self.end_with(error)
-        self._family.end(self, error)
-
-    def end_with(self, error: CollectiveError) -> None:
-        """`abort` of this group alone; its family finds out. For its family, and its channel."""
-        self._communicator.abort(error)
-        if self._channel is not None:
-            self._channel.fail(error)
-
-    def failure(self) -> CollectiveError | None:
-        """The error that ended this generation, as far as this rank knows; None while it lives."""
-        return self._communicator.failure()
-
-    def close(self) -> None:
-        """Give back memory and threads; peers that still wait for this rank raise PeerLost.
-
-        Closes the groups made of this one first.
-        """
-        if self._closed or os.getpid() != self._pid:  # The memory of a fork is that of the rank.
-            return
-        self._closed = True
-        for child in list(self._children):
-            child.close()
-        failure = self._communicator.failure()
-        if failure is not None and not isinstance(failure, GroupClosed):
-            self._family.end(self, failure)  # Nobody looks at a group that has left.
-        self._family.remove(self)
-        if self.parent is not None and self in self.parent._children:
-            self.parent._children.remove(self)
-        if self._channel is not None:
-            self._channel.close(GroupClosed("close", self.generation))
-        self._communicator.close()
+    # --------------------------------------------------------------------------------------------
 
     def describe(self) -> GroupDescription:
         """What this group is and uses, as a frozen record; needs no other rank."""
@@ -385,24 +292,11 @@ class Group(Operations, ObjectCollectives):
             not self._closed and self._communicator.failure() is None,
         )
 
-    @property
-    def flight_recorder(self) -> FlightRecording:
-        """The last collectives of this rank as they stand now; print it when something hangs."""
-        return self._recorder.read(self.ranks)
-
     def activity(self, since: float, until: float) -> Activity:
         """How busy this group was, between two times of time.monotonic()."""
         return self._recorder.activity(since, until)
 
-    def flight_recorders(self) -> list[FlightRecording]:
-        """Those of this group, of all that were made of it, and of its objects' channel."""
-        return self._family.recordings()
-
-    def as_counted_here(self, error: CollectiveError) -> CollectiveError:
-        """`error`, which a group made of this one may have raised, with the ranks of this one."""
-        return self._family.as_seen_from(self, error)
-
-    def __enter__(self) -> Group:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -490,14 +384,12 @@ class Group(Operations, ObjectCollectives):
                 "arrive before the rest can be issued; move it out of the block"
             )
         if self._messages is None:
-            self._messages = ObjectMessages(self, self._communicator)
+            self._messages = ObjectMessages(self._communicator, self.abort)
         return self._messages
 
     def _objects(self) -> ObjectChannel:
         if self._channel is None:
-            from .subgroups import channel_group
-
-            self._channel = ObjectChannel(self, lambda operation: channel_group(self, operation))
+            self._channel = ObjectChannel(self, self._channel_group)
             failure = self.failure()
             if failure is not None:
                 self._channel.fail(failure)

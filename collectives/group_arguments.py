@@ -40,6 +40,7 @@ class GroupArguments(ABC):
     size: int
     device: torch.device
     backend: str
+    timeout_s: float
     _communicator: Communicator
     _notes_shapes: bool  # at debug level DETAIL
     _shapes: list[tuple[FrameType, tuple[int, ...]]]

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,9 +40,17 @@ from .flight_recorder import FlightRecorder
 from .in_flight import InFlight, PendingWork
 from .object_payloads import MapLocation, bytes_of, loads, words_of
 from .operation import Kind, Operation
+from .operations import Operations
 
-if TYPE_CHECKING:
-    from .group import Group
+
+class Owner(Protocol):
+    """The group whose objects travel through a channel."""
+
+    rank: int
+    generation: int
+
+    def abort(self, reason: CollectiveError) -> None: ...
+    def end_with(self, error: CollectiveError) -> None: ...
 
 
 class ObjectWork(PendingWork):
@@ -56,7 +64,7 @@ class ObjectWork(PendingWork):
         self,
         operation: Operation,
         in_flight: InFlight[ObjectWork],
-        body: Callable[[Group], dict[int, bytes]],
+        body: Callable[[Operations], dict[int, bytes]],
         read: Callable[[dict[int, Any]], Any],
         map_location: MapLocation,
     ) -> None:
@@ -66,7 +74,7 @@ class ObjectWork(PendingWork):
         self.map_location = map_location
 
 
-class _RecorderOnBehalf(FlightRecorder):
+class RecorderOnBehalf(FlightRecorder):
     """Of the channel's group: its collectives stand at the line of the objects they carry."""
 
     on_behalf_of: Operation
@@ -78,15 +86,20 @@ class _RecorderOnBehalf(FlightRecorder):
 
 
 class ObjectChannel:
-    """One rank's end. connect: makes the channel's group, blocking, for its first operation."""
+    """One rank's end of it.
 
-    def __init__(self, owner: Group, connect: Callable[[Operation], Group]) -> None:
+    connect: makes the channel's group, and that group's recorder, for the first operation. Blocks.
+    """
+
+    def __init__(
+        self, owner: Owner, connect: Callable[[Operation], tuple[Operations, RecorderOnBehalf]]
+    ) -> None:
         self._owner = owner
         self._connect = connect
         self._in_flight: InFlight[ObjectWork] = InFlight(owner.rank, owner.abort)
         self._next_sequence = 0
-        self._group: Group | None = None  # the thread's, which makes it
-        self._recorder: _RecorderOnBehalf
+        self._group: Operations | None = None  # the thread's, which makes it
+        self._recorder: RecorderOnBehalf
         self._thread = threading.Thread(target=self._run, name="chorusline-objects", daemon=True)
         self._in_flight.worker = self._thread
         self._thread.start()
@@ -98,7 +111,7 @@ class ObjectChannel:
         count: int,
         payload: bytes,
         timeout_s: float,
-        body: Callable[[Group, list[int]], dict[int, bytes]],
+        body: Callable[[Operations, list[int]], dict[int, bytes]],
         read: Callable[[dict[int, Any]], Any],
         map_location: MapLocation,
     ) -> ObjectWork:
@@ -114,7 +127,7 @@ class ObjectChannel:
         operation.caller, operation.caller_at = caller.f_code, caller.f_lasti
         header = (int(kind), root, count, len(payload))
 
-        def exchange(group: Group) -> dict[int, bytes]:
+        def exchange(group: Operations) -> dict[int, bytes]:
             table = _all_gather_row(group, header)
             self._compare(operation, [tuple(row[:3]) for row in table])
             return body(group, [row[3] for row in table])
@@ -158,7 +171,9 @@ class ObjectChannel:
 
     def _perform(self, work: ObjectWork) -> None:
         operation = work.operation
-        group = self._group = self._group or self._connected(operation)
+        if self._group is None:
+            self._group, self._recorder = self._connect(operation)
+        group = self._group
         self._recorder.on_behalf_of = operation
         left_s = operation.issued_at + operation.timeout_s - time.monotonic()
         group.timeout_s = max(left_s, 0.001)
@@ -192,12 +207,6 @@ class ObjectChannel:
             self._in_flight.changed.notify_all()
         work.call_back()
 
-    def _connected(self, operation: Operation) -> Group:
-        group = self._connect(operation)
-        self._recorder = _RecorderOnBehalf(group.rank, group.size, group.name, group.generation)
-        group._recorder = self._recorder
-        return group
-
     def _compare(self, operation: Operation, said: list[tuple[int, ...]]) -> None:
         if len(set(said)) == 1:
             return
@@ -211,7 +220,7 @@ class ObjectChannel:
         raise CollectiveMismatch(str(operation), operation.generation, blamed, told)
 
     def _unreadable(
-        self, operation: Operation, group: Group, told: str, trace: str
+        self, operation: Operation, group: Operations, told: str, trace: str
     ) -> PayloadUnreadable | None:
         """Equal on all ranks: the first rank's story."""
         lengths = [row[0] for row in _all_gather_row(group, (len(told.encode()),))]
@@ -227,7 +236,9 @@ class ObjectChannel:
 # -- bytes of all ranks ----------------------------------------------------------------------------
 
 
-def broadcast_bytes(group: Group, payload: bytes, root: int, length: int | None = None) -> bytes:
+def broadcast_bytes(
+    group: Operations, payload: bytes, root: int, length: int | None = None
+) -> bytes:
     """length: of the payload, in bytes, where all ranks know it."""
     if length is None:
         size = torch.tensor([len(payload)], dtype=torch.int64)
@@ -238,7 +249,7 @@ def broadcast_bytes(group: Group, payload: bytes, root: int, length: int | None 
     return bytes_of(words, length)
 
 
-def all_gather_bytes(group: Group, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
+def all_gather_bytes(group: Operations, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
     """lengths: by rank, in bytes."""
     words = words_of(payload, max(lengths))
     everybody = words.new_empty(group.size * len(words))
@@ -248,7 +259,7 @@ def all_gather_bytes(group: Group, payload: bytes, lengths: Sequence[int]) -> li
 
 
 def gather_bytes(
-    group: Group, payload: bytes, root: int, lengths: Sequence[int]
+    group: Operations, payload: bytes, root: int, lengths: Sequence[int]
 ) -> list[bytes] | None:
     """lengths: by rank, in bytes. None but on `root`."""
     into = [words_of(b"", length) for length in lengths] if group.rank == root else None
@@ -258,7 +269,7 @@ def gather_bytes(
     return [bytes_of(words, length) for words, length in zip(into, lengths, strict=True)]
 
 
-def scatter_bytes(group: Group, payloads: Sequence[bytes] | None, root: int) -> bytes:
+def scatter_bytes(group: Operations, payloads: Sequence[bytes] | None, root: int) -> bytes:
     """payloads: one for each rank, on `root`. Their lengths go first."""
     length = torch.zeros(1, dtype=torch.int64)
     lengths = None if payloads is None else torch.tensor([len(one) for one in payloads])
@@ -269,7 +280,7 @@ def scatter_bytes(group: Group, payloads: Sequence[bytes] | None, root: int) -> 
     return bytes_of(words, int(length))
 
 
-def _all_gather_row(group: Group, row: Sequence[int]) -> list[list[int]]:
+def _all_gather_row(group: Operations, row: Sequence[int]) -> list[list[int]]:
     mine = torch.tensor(row, dtype=torch.int64)
     table = mine.new_empty(group.size * len(row))
     group.all_gather(table, mine).wait()

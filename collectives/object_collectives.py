@@ -20,6 +20,7 @@ from .object_channel import (
 from .object_messages import ObjectMessages, ScriptedWork
 from .object_payloads import MapLocation, dumps
 from .operation import Kind, Operation
+from .operations import Operations
 
 
 class ObjectCollectives(ABC):
@@ -85,7 +86,7 @@ class ObjectCollectives(ABC):
         is_root = self.rank == root
         payload = dumps(objects, "objects") if is_root else b""
 
-        def body(group: Any, lengths: list[int]) -> dict[int, bytes]:
+        def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
             received = broadcast_bytes(group, payload, root, lengths[root])
             return {} if is_root else {root: received}
 
@@ -115,7 +116,7 @@ class ObjectCollectives(ABC):
         """
         payload = dumps(value, "value")
 
-        def body(group: Any, lengths: list[int]) -> dict[int, bytes]:
+        def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
             return dict(enumerate(all_gather_bytes(group, payload, lengths)))
 
         timeout_s = self._count_objects(Kind.ALL_GATHER_OBJECT, timeout_s)
@@ -139,7 +140,7 @@ class ObjectCollectives(ABC):
         payload = dumps(value, "value")
         is_root = self.rank == root
 
-        def body(group: Any, lengths: list[int]) -> dict[int, bytes]:
+        def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
             return dict(enumerate(gather_bytes(group, payload, root, lengths) or ()))
 
         def read(values: dict[int, Any]) -> list[Any] | None:
@@ -174,7 +175,7 @@ class ObjectCollectives(ABC):
                 )
             parts = [dumps(value, f"objects[{i}]") for i, value in enumerate(objects)]
 
-        def body(group: Any, lengths: list[int]) -> dict[int, bytes]:
+        def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
             return {root: scatter_bytes(group, parts, root)}
 
         timeout_s = self._count_objects(Kind.SCATTER_OBJECT_LIST, timeout_s)

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,9 +27,6 @@ from .inference import outside_inference_mode
 from .object_payloads import MapLocation, bytes_of, loads, words_of
 from .operation import FIRST_OBJECT_TAG, STARTED, Kind, OnBehalf, Operation
 from .work import Work
-
-if TYPE_CHECKING:
-    from .group import Group
 
 _HEADER_TAG = FIRST_OBJECT_TAG
 _NUM_PAYLOAD_TAGS = 1 << 20  # behind it; used in turn
@@ -43,11 +40,21 @@ class ScriptedWork(Work):
     """Works that are issued one after the other, each when those before it have ended well.
 
     The script runs in whichever thread sees that it can go on; never in two at once.
+
+    abort: ends the generation on all ranks.
     """
 
-    def __init__(self, operation: Operation, group: Group, script: Script) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        communicator: Communicator,
+        abort: Callable[[CollectiveError], None],
+        script: Script,
+    ) -> None:
         super().__init__(operation)
-        self._group = group
+        self._rank = communicator.rank
+        self._device = communicator.device
+        self._abort = abort
         self._script = script
         self._changed = threading.Condition()
         self._awaited: Work | None = None  # None while the script runs, and when it is over
@@ -108,13 +115,13 @@ class ScriptedWork(Work):
             return
         except BaseException as error:
             reason = f"{type(error).__name__} during {self.operation}: {error}"
-            failure = GroupAborted(self.operation.generation, [self._group.rank], reason)
-            self._group.abort(failure)
+            failure = GroupAborted(self.operation.generation, [self._rank], reason)
+            self._abort(failure)
             self._end(failure)
             if not isinstance(error, Exception):
                 raise
             return
-        if self._group.device.type == "cuda":
+        if self._device.type == "cuda":
             following.get_future()  # From here on, who waits for it may read what it brought.
         with self._changed:
             self._awaited = following
@@ -158,15 +165,17 @@ class ScriptedWork(Work):
         callback()
 
     def _end_generation(self, reason: str) -> None:
-        self._group.abort(GroupAborted(self.operation.generation, [self._group.rank], reason))
+        self._abort(GroupAborted(self.operation.generation, [self._rank], reason))
 
 
 class ObjectMessages:
-    """One rank's. communicator: the group's."""
+    """The messages of one rank of a group. communicator: the group's. abort: ends the group."""
 
-    def __init__(self, group: Group, communicator: Communicator) -> None:
-        self._group = group
+    def __init__(
+        self, communicator: Communicator, abort: Callable[[CollectiveError], None]
+    ) -> None:
         self._communicator = communicator
+        self._abort = abort
         self._sent: Counter[int] = Counter()  # lists, by receiver
 
     @outside_inference_mode
@@ -175,7 +184,7 @@ class ObjectMessages:
         self._sent[operation.peer] += 1
         header = torch.tensor([len(payload), operation.numel, number % _NUM_PAYLOAD_TAGS])
         words = words_of(payload, len(payload))
-        device = self._group.device
+        device = self._communicator.device
 
         def script() -> Script:
             # Both at once: lists of one order must not be interleaved where there are no tags.
@@ -185,12 +194,12 @@ class ObjectMessages:
             ]
             yield from parts
 
-        return ScriptedWork(operation, self._group, script())
+        return ScriptedWork(operation, self._communicator, self._abort, script())
 
     def recv(
         self, operation: Operation, objects: list[Any], map_location: MapLocation
     ) -> ScriptedWork:
-        group, device = self._group, self._group.device
+        rank, device = self._communicator.rank, self._communicator.device
 
         def script() -> Script:
             header = torch.zeros(3, dtype=torch.int64, device=device)
@@ -206,16 +215,16 @@ class ObjectMessages:
                 received = loads(bytes_of(words.cpu(), length), map_location)
             except Exception as error:
                 told = (
-                    f"rank {group.rank} cannot unpickle what rank {source} sent: "
+                    f"rank {rank} cannot unpickle what rank {source} sent: "
                     f"{type(error).__name__}: {error}"
                 )
                 raise PayloadUnreadable(
-                    str(operation), group.generation, [group.rank], told, traceback.format_exc()
+                    str(operation), operation.generation, [rank], told, traceback.format_exc()
                 ) from error
             objects[:] = received
             return objects
 
-        work = ScriptedWork(operation, group, script())
+        work = ScriptedWork(operation, self._communicator, self._abort, script())
         if not self._communicator.has_tags:
             work.step()
         return work
@@ -249,7 +258,7 @@ class ObjectMessages:
         return part
 
     def _mismatch(self, operation: Operation, count: int) -> CollectiveMismatch:
-        rank, source = self._group.rank, operation.peer
+        rank, source = self._communicator.rank, operation.peer
         told = (
             f"rank {source} sent {count} objects and rank {rank} expects {operation.numel}: the "
             "lists must be of one length"
@@ -257,5 +266,5 @@ class ObjectMessages:
         error = CollectiveMismatch(
             str(operation), operation.generation, sorted({rank, source}), told
         )
-        self._group.abort(error)
+        self._abort(error)
         return error

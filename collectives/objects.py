@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from .group import Group
 from .object_payloads import bytes_of, loads, words_of
+from .operations import Operations
 
 
 def broadcast_object(
-    group: Group, value: Any, root: int = 0, dumps: Callable[[Any], bytes] = pickle.dumps
+    group: Operations, value: Any, root: int = 0, dumps: Callable[[Any], bytes] = pickle.dumps
 ) -> Any:
     """Rank `root`'s value on every rank; there it is the very object, elsewhere a copy.
 
@@ -35,7 +35,7 @@ def broadcast_object(
     return value if is_root else loads(bytes_of(words.cpu(), int(size)))
 
 
-def all_gather_object(group: Group, value: Any) -> list[Any]:
+def all_gather_object(group: Operations, value: Any) -> list[Any]:
     """The values of all ranks, by rank, on every rank."""
     payload = pickle.dumps(value)
     size = torch.tensor([len(payload)], dtype=torch.int64, device=group.device)

@@ -1,13 +1,21 @@
-"""Groups made of the ranks of another group. They meet in the store that it met in."""
+"""The half of `Group` that makes groups of its ranks, and ends together with them.
+
+Groups that are made of a group meet in the store that it met in. All of them are one family, with
+one generation and one fate: see family.py.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
 
+from .communicator import Communicator
 from .errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -18,200 +26,330 @@ from .errors import (
     StoreTimeout,
     fresh_copy,
 )
-from .group import Group
+from .family import Family
+from .flight_recorder import FlightRecorder, FlightRecording
 from .inference import outside_inference_mode
 from .meeting import WatchedStore, ranks_of_keys
+from .object_channel import ObjectChannel, RecorderOnBehalf
 from .operation import Operation
 from .store import PrefixStore, Store
+from .work import Work
 
 
-def new_group(parent: Group, ranks: Sequence[int], name: str | None) -> Group | None:
-    """`Group.new_group`."""
-    ranks = [_whole(rank, "ranks must be whole numbers") for rank in ranks]
-    outside = [rank for rank in ranks if not 0 <= rank < parent.size]
-    if outside:
-        raise ValueError(
-            f"ranks must be in [0, {parent.size}), the ranks of group {parent.name!r}; "
-            f"got {outside}"
-        )
-    if not ranks:
-        raise ValueError("ranks must name at least one rank, got none")
-    if len(set(ranks)) != len(ranks):
-        raise ValueError(f"ranks must name each rank once, got {ranks}")
-    number, said = _agree(parent, (ranks, name))
-    usual = max(said, key=said.count)
-    if said.count(usual) != len(said):
-        majority = 2 * said.count(usual) > len(said)
-        blamed = [r for r, what in enumerate(said) if not majority or what != usual]
-        told = ", ".join(
-            f"rank {r} passed {what[0]}, name {what[1]!r}" for r, what in enumerate(said)
-        )
-        raise CollectiveMismatch(f"new_group #{number}", parent.generation, blamed, told)
-    return _make(parent, ranks, name, f"{number}")
+class Subgroups(ABC):
+    """The groups that are made of a group, and the end that all of them share."""
 
+    name: str
+    rank: int
+    size: int
+    device: torch.device
+    generation: int
+    timeout_s: float
+    ranks: tuple[int, ...]
+    parent: Self | None
+    _communicator: Communicator
+    _recorder: FlightRecorder
+    _store: Store
+    _asked_backend: str | None
+    _pid: int
+    _closed: bool
+    _family: Family
+    _children: list[Self]
+    _children_made: Iterator[int]  # equal on all ranks: making one is a collective
+    _channel: ObjectChannel | None
 
-def split(parent: Group, color: int | None, key: int | None, name: str | None) -> Group | None:
-    """`Group.split`."""
-    if color is not None:
-        color = _whole(color, "color must be a whole number or None")
-    place = 0 if key is None else _whole(key, "key must be a whole number or None")
-    number, said = _agree(parent, (color, place))
-    if color is None:
-        return None
-    members = [rank for rank in range(parent.size) if said[rank][0] == color]
-    members.sort(key=lambda rank: (said[rank][1], rank))
-    return _make(parent, members, name, f"{number}.{color}")
+    @classmethod
+    @abstractmethod
+    def create(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device | str = "cpu",
+        *,
+        generation: int,
+        timeout_s: float,
+        name: str,
+        backend: str | None,
+    ) -> Self: ...
 
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> Work: ...
 
-def another_store(parent: Group) -> Store:
-    """A place of its own in the store that `parent` met in, for whatever else its ranks agree on.
+    # -- made ------------------------------------------------------------------------------------
 
-    All ranks ask for it in the same order, between the groups that they make.
-    """
-    return PrefixStore(f"others/{next(parent._children_made)}", parent._store)
+    def new_group(self, ranks: Sequence[int], name: str | None = None) -> Self | None:
+        """A group of `ranks` of this one, in that order; None on the ranks left out.
 
+        Collective over this group, blocking: all ranks pass the same. In a coroutine, use
+        asyncio.to_thread. It shares this group's generation: if either fails, so does the other.
+        name: for errors and `describe`; by default this group's with a number.
 
-def channel_group(owner: Group, operation: Operation) -> Group:
-    """The group behind an `ObjectChannel`: the ranks of `owner`, on their hosts.
-
-    operation: the first one that needs it, whose deadline holds.
-    """
-    left_s = operation.issued_at + operation.timeout_s - time.monotonic()
-    return connect_child(
-        owner,
-        range(owner.size),
-        "objects",
-        name=f"{owner.name}, objects",
-        what=str(operation),
-        device=torch.device("cpu"),
-        backend=owner._asked_backend if owner.device.type == "cpu" else None,
-        limit_s=max(left_s, 0.001),
-        timeout_s=operation.timeout_s,
-    )
-
-
-def _meeting_place(prefix: str, parent: Group, members: Sequence[int]) -> WatchedStore:
-    """Part of the store that `parent` met in, for a group of `members` of it to meet.
-
-    Who waits there for a rank that is lost, or while the parent ends, raises that at once; the
-    store alone would let it wait for the deadline.
-    """
-
-    def look() -> None:
-        failure = parent.failure()
-        if failure is not None:
-            raise fresh_copy(failure)
-        gone = parent._communicator.gone()
-        lost = [number for number, rank in enumerate(members) if rank in gone]
-        if lost:
-            how = "; ".join(gone[members[number]] for number in lost)
-            raise PeerLost("rendezvous", parent.generation, lost, how)
-
-    return WatchedStore(prefix, parent._store, look)
-
-
-def _agree(parent: Group, mine: Any) -> tuple[int, list[Any]]:
-    """The number of the group to be made, and what all ranks pass."""
-    said = parent.all_gather_object(mine).wait()
-    return next(parent._children_made), said
-
-
-def _make(parent: Group, members: Sequence[int], name: str | None, key: str) -> Group | None:
-    """members: ranks of the parent, in the order of the new group."""
-    if parent.rank not in members:
-        return None
-    name = name or f"{parent.name}.{key}"
-    return connect_child(
-        parent,
-        members,
-        f"children/{key}",
-        name=name,
-        what=f"the making of group {name!r}",
-        device=parent.device,
-        backend=parent._asked_backend,
-        limit_s=parent.timeout_s,
-        timeout_s=parent.timeout_s,
-    )
-
-
-@outside_inference_mode
-def connect_child(
-    parent: Group,
-    members: Sequence[int],
-    prefix: str,
-    *,
-    name: str,
-    what: str,
-    device: torch.device,
-    backend: str | None,
-    limit_s: float,
-    timeout_s: float,
-) -> Group:
-    """Connect `members` of `parent` within `limit_s`, as one of its family.
-
-    All have agreed to come: who does not is lost to the parent as well, and its generation ends.
-    what, timeout_s: for that error.
-    """
-    group: Group | None = None
-    try:
-        with parent._communicator.watching(members, what, limit_s):
-            group = Group.create(
-                _meeting_place(prefix, parent, members),
-                members.index(parent.rank),
-                len(members),
-                device,
-                generation=parent.generation,
-                timeout_s=limit_s,
-                name=name,
-                backend=backend,
+        Raises ValueError for ranks that are out of range or named twice, CollectiveMismatch on all
+        ranks if they pass different lists.
+        """
+        ranks = [_whole(rank, "ranks must be whole numbers") for rank in ranks]
+        outside = [rank for rank in ranks if not 0 <= rank < self.size]
+        if outside:
+            raise ValueError(
+                f"ranks must be in [0, {self.size}), the ranks of group {self.name!r}; "
+                f"got {outside}"
             )
-            adopt(parent, group, members)  # From here on its end is the parent's.
-    except (CollectiveError, StoreTimeout) as error:
-        if group is not None and parent._closed:
+        if not ranks:
+            raise ValueError("ranks must name at least one rank, got none")
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"ranks must name each rank once, got {ranks}")
+        number, said = self._agree((ranks, name))
+        usual = max(said, key=said.count)
+        if said.count(usual) != len(said):
+            majority = 2 * said.count(usual) > len(said)
+            blamed = [r for r, what in enumerate(said) if not majority or what != usual]
+            told = ", ".join(
+                f"rank {r} passed {what[0]}, name {what[1]!r}" for r, what in enumerate(said)
+            )
+            raise CollectiveMismatch(f"new_group #{number}", self.generation, blamed, told)
+        return self._make(ranks, name, f"{number}")
+
+    def split(
+        self, color: int | None, key: int | None = None, name: str | None = None
+    ) -> Self | None:
+        """One group for each color, of the ranks that pass it; None where color is None.
+
+        Collective over this group, blocking, as `new_group`; MPI_Comm_split. key: orders the ranks
+        of a group; equal ones, and by default all, keep their order.
+        """
+        if color is not None:
+            color = _whole(color, "color must be a whole number or None")
+        place = 0 if key is None else _whole(key, "key must be a whole number or None")
+        number, said = self._agree((color, place))
+        if color is None:
+            return None
+        members = [rank for rank in range(self.size) if said[rank][0] == color]
+        members.sort(key=lambda rank: (said[rank][1], rank))
+        return self._make(members, name, f"{number}.{color}")
+
+    @outside_inference_mode
+    def connect_child(
+        self,
+        members: Sequence[int],
+        prefix: str,
+        *,
+        name: str,
+        device: torch.device,
+        timeout_s: float,
+        what: str | None = None,
+        limit_s: float | None = None,
+    ) -> Self:
+        """Connect `members` of this group, which all of them have agreed to do.
+
+        A member that does not come is lost to this group as well, whose generation ends.
+
+        members: ranks of this group, in the order of the new one; this rank is among them.
+        prefix: where they meet, within the store that this group met in.
+        what, timeout_s: for errors; what is by default the making of a group.
+        limit_s: seconds until all have met; by default timeout_s.
+        """
+        what = what or f"the making of group {name!r}"
+        group: Self | None = None
+        try:
+            limit_s = timeout_s if limit_s is None else limit_s
+            with self._communicator.watching(members, what, limit_s):
+                group = self.create(
+                    self._meeting_place(prefix, members),
+                    members.index(self.rank),
+                    len(members),
+                    device,
+                    generation=self.generation,
+                    timeout_s=limit_s,
+                    name=name,
+                    # A backend of the caller's choice serves the device of this group.
+                    backend=self._asked_backend if device.type == self.device.type else None,
+                )
+                self._adopt(group, members)  # From here on its end is the parent's.
+        except (CollectiveError, StoreTimeout) as error:
+            if group is not None and self._closed:
+                group.close()
+            failure = self.failure()
+            if failure is None:
+                failure = self._not_met(error, what, members, timeout_s)
+                self.abort(failure)
+            raise fresh_copy(failure) from error
+        if self._closed:  # Meanwhile, by another thread, which cannot have known this one.
             group.close()
-        failure = parent.failure()
-        if failure is None:
-            failure = _lost(error, what, parent, members, timeout_s)
-            parent.abort(failure)
-        raise fresh_copy(failure) from error
-    if parent._closed:  # Meanwhile, by another thread, which cannot have known this one.
-        group.close()
-        raise GroupClosed(what, parent.generation)
-    return group
+            raise GroupClosed(what, self.generation)
+        return group
 
+    def another_store(self) -> Store:
+        """A place of its own in the store that this group met in, for whatever else its ranks
+        agree on. All ranks ask for it in the same order, between the groups that they make."""
+        return PrefixStore(f"others/{next(self._children_made)}", self._store)
 
-def _lost(
-    error: CollectiveError | StoreTimeout,
-    what: str,
-    parent: Group,
-    members: Sequence[int],
-    timeout_s: float,
-) -> CollectiveError:
-    """Why `members` of `parent` did not meet; the ranks as `parent` counts them."""
-    if isinstance(error, StoreTimeout):
-        late = sorted(members[number] for number in ranks_of_keys(error.keys))
-        return CollectiveTimeout(what, parent.generation, late, timeout_s)
-    ranks = sorted(members[rank] for rank in error.ranks)
-    match error:
-        case CollectiveTimeout():
-            return CollectiveTimeout(what, parent.generation, ranks, timeout_s, error.whereabouts)
-        case PeerLost():
-            return PeerLost(what, parent.generation, ranks, error.detail)
-        case _:
-            return GroupAborted(parent.generation, ranks, f"{what} failed: {error}")
+    def global_rank(self, group_rank: int) -> int:
+        """The root group's number of rank `group_rank` of this group."""
+        if not 0 <= group_rank < self.size:
+            raise ValueError(f"group_rank must be a rank in [0, {self.size}), got {group_rank}")
+        return self.ranks[group_rank]
 
+    def group_rank(self, global_rank: int) -> int:
+        """This group's number of rank `global_rank` of the root group."""
+        if global_rank not in self.ranks:
+            raise ValueError(
+                f"global_rank {global_rank} is not in group {self.name!r}, whose global ranks are "
+                f"{list(self.ranks)}"
+            )
+        return self.ranks.index(global_rank)
 
-def adopt(parent: Group, child: Group, members: Sequence[int]) -> None:
-    """Make `child` one of the family of `parent`, whose ranks `members` it is made of, in order."""
-    child.parent = parent
-    child.ranks = tuple(parent.ranks[rank] for rank in members)
-    child._family.remove(child)
-    child._family = parent._family
-    parent._children.append(child)
-    child._family.add(child)
-    child._communicator.on_wait(
-        lambda ranks, since: parent._communicator.show_waits([members[r] for r in ranks], since)
-    )
+    def _agree(self, mine: Any) -> tuple[int, list[Any]]:
+        """The number of the group to be made, and what all ranks pass."""
+        said = self.all_gather_object(mine).wait()
+        return next(self._children_made), said
+
+    def _make(self, members: Sequence[int], name: str | None, key: str) -> Self | None:
+        """members: ranks of this group, in the order of the new group."""
+        if self.rank not in members:
+            return None
+        return self.connect_child(
+            members,
+            f"children/{key}",
+            name=name or f"{self.name}.{key}",
+            device=self.device,
+            timeout_s=self.timeout_s,
+        )
+
+    def _channel_group(self, operation: Operation) -> tuple[Self, RecorderOnBehalf]:
+        """The group behind the `ObjectChannel`, of the same ranks on their hosts; its recorder.
+
+        operation: the first one that needs it, whose deadline holds.
+        """
+        left_s = operation.issued_at + operation.timeout_s - time.monotonic()
+        group = self.connect_child(
+            range(self.size),
+            "objects",
+            name=f"{self.name}, objects",
+            device=torch.device("cpu"),
+            timeout_s=operation.timeout_s,
+            what=str(operation),
+            limit_s=max(left_s, 0.001),
+        )
+        recorder = RecorderOnBehalf(group.rank, group.size, group.name, group.generation)
+        group._recorder = recorder
+        return group, recorder
+
+    def _meeting_place(self, prefix: str, members: Sequence[int]) -> WatchedStore:
+        """Part of the store that this group met in, for a group of `members` of it to meet.
+
+        A rank that waits there for one that is lost, or while this group ends, raises that at
+        once; the store alone would let it wait for the deadline.
+        """
+
+        def look() -> None:
+            failure = self.failure()
+            if failure is not None:
+                raise fresh_copy(failure)
+            gone = self._communicator.gone()
+            lost = [number for number, rank in enumerate(members) if rank in gone]
+            if lost:
+                how = "; ".join(gone[members[number]] for number in lost)
+                raise PeerLost("rendezvous", self.generation, lost, how)
+
+        return WatchedStore(prefix, self._store, look)
+
+    def _adopt(self, child: Self, members: Sequence[int]) -> None:
+        """Make `child` one of this family; it is made of `members` of this group, in order."""
+        child.parent = self
+        child.ranks = tuple(self.ranks[rank] for rank in members)
+        child._family.remove(child)
+        child._family = self._family
+        self._children.append(child)
+        child._family.add(child)
+        child._communicator.on_wait(
+            lambda ranks, since: self._communicator.show_waits([members[r] for r in ranks], since)
+        )
+
+    def _not_met(
+        self,
+        error: CollectiveError | StoreTimeout,
+        what: str,
+        members: Sequence[int],
+        timeout_s: float,
+    ) -> CollectiveError:
+        """Why `members` of this group did not meet; the ranks as this group counts them."""
+        if isinstance(error, StoreTimeout):
+            late = sorted(members[number] for number in ranks_of_keys(error.keys))
+            return CollectiveTimeout(what, self.generation, late, timeout_s)
+        ranks = sorted(members[rank] for rank in error.ranks)
+        match error:
+            case CollectiveTimeout():
+                return CollectiveTimeout(what, self.generation, ranks, timeout_s, error.whereabouts)
+            case PeerLost():
+                return PeerLost(what, self.generation, ranks, error.detail)
+            case _:
+                return GroupAborted(self.generation, ranks, f"{what} failed: {error}")
+
+    # -- ended -----------------------------------------------------------------------------------
+
+    def abort(self, reason: str | BaseException | CollectiveError) -> None:
+        """End this generation on all ranks; may be called from any thread.
+
+        Every pending and later work raises, everywhere: a CollectiveError as it is, anything else
+        as GroupAborted by this rank, with the reason (of an exception: its traceback as well).
+        Groups made of this one, and the one it was made of, end as well.
+        """
+        if isinstance(reason, CollectiveError):
+            error = reason
+        elif isinstance(reason, BaseException):
+            told = "".join(traceback.format_exception_only(reason)).strip()
+            trace = "".join(traceback.format_exception(reason))
+            error = GroupAborted(self.generation, [self.rank], told, trace)
+        else:
+            error = GroupAborted(self.generation, [self.rank], reason)
+        if os.getpid() != self._pid or self._closed:
+            return
+        self.end_with(error)
+        self._family.end(self, error)
+
+    def end_with(self, error: CollectiveError) -> None:
+        """`abort` of this group alone; its family finds out. For its family, and its channel."""
+        self._communicator.abort(error)
+        if self._channel is not None:
+            self._channel.fail(error)
+
+    def failure(self) -> CollectiveError | None:
+        """The error that ended this generation, as far as this rank knows; None while it lives."""
+        return self._communicator.failure()
+
+    def close(self) -> None:
+        """Give back memory and threads; peers that still wait for this rank raise PeerLost.
+
+        Closes the groups made of this one first.
+        """
+        if self._closed or os.getpid() != self._pid:  # The memory of a fork is that of the rank.
+            return
+        self._closed = True
+        for child in list(self._children):
+            child.close()
+        failure = self._communicator.failure()
+        if failure is not None and not isinstance(failure, GroupClosed):
+            self._family.end(self, failure)  # Nobody looks at a group that has left.
+        self._family.remove(self)
+        if self.parent is not None and self in self.parent._children:
+            self.parent._children.remove(self)
+        if self._channel is not None:
+            self._channel.close(GroupClosed("close", self.generation))
+        self._communicator.close()
+
+    @property
+    def flight_recorder(self) -> FlightRecording:
+        """The last collectives of this rank as they stand now; print it when something hangs."""
+        return self._recorder.read(self.ranks)
+
+    def flight_recorders(self) -> list[FlightRecording]:
+        """Those of this group, of all that were made of it, and of its objects' channel."""
+        return self._family.recordings()
+
+    def as_counted_here(self, error: CollectiveError) -> CollectiveError:
+        """`error`, which a group made of this one may have raised, with the ranks of this one."""
+        return self._family.as_seen_from(self, error)
 
 
 def _whole(number: object, told: str) -> int:

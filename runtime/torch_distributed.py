@@ -7,7 +7,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from collectives import Group, TorchStore
-from collectives.subgroups import another_store
 from collectives.torch_backend import NAME, Options
 
 # One per process, as torch's own default process group is.
@@ -28,7 +27,7 @@ def initialise(group: Group, timeout_s: float | None) -> None:
             f"{dist.get_backend()!r} and not for this run; call "
             "torch.distributed.destroy_process_group() first"
         )
-    store = TorchStore(another_store(group))
+    store = TorchStore(group.another_store())
     seconds = group.timeout_s if timeout_s is None else timeout_s
     try:
         dist.init_process_group(

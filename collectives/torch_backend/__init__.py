@@ -1,7 +1,7 @@
 """Our groups beneath torch.distributed: `dist.init_process_group("chorusline", ...)`.
 
-    registration.py       the name, and how torch makes a process group of it
-    process_group.py      who a process group is, how it is made and ended
+    options.py            its name, and what it may be given
+    process_group.py      how torch learns of it; a process group: who it is, made and ended
     torch_operations.py   the operations, as torch calls them
     translation.py        torch's arguments as ours
     depths.py             which of our groups an operation runs on
@@ -17,6 +17,7 @@ thread runs the callbacks of all process groups, in the order in which they were
 the same on all ranks. Nobody waits for that thread to move data, so a callback may block in it.
 """
 
-from .registration import NAME, Options, register
+from .options import NAME, Options
+from .process_group import register
 
 __all__ = ["NAME", "Options", "register"]

@@ -7,7 +7,6 @@ import threading
 import torch
 
 from ..group import Group
-from ..subgroups import connect_child
 from .ordered_future import current_depth
 
 _CPU = torch.device("cpu")
@@ -62,14 +61,11 @@ class Depths:
     def _made(self, device: torch.device, depth: int) -> Group:
         host = self.host
         name = host.name if depth == 0 else f"{host.name}, callbacks {depth}"
-        return connect_child(
-            host,
+        return host.connect_child(
             range(host.size),
             f"{device.type}/{depth}",
             name=name,
-            what=f"the making of group {name!r} on {device}",
             device=device,
-            backend=host._asked_backend if device.type == "cpu" else None,
-            limit_s=host.timeout_s,
             timeout_s=host.timeout_s,
+            what=f"the making of group {name!r} on {device}",
         )

@@ -1,4 +1,4 @@
-"""A process group of torch's that runs on our groups: who it is, and how it is made and ended.
+"""A process group of torch.distributed on our groups: registered, made, and ended.
 
 Whatever is here of `Backend`'s interface is here because torch asks `_get_backend(device)` for it,
 which gives this object itself.
@@ -16,18 +16,32 @@ from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
 
 from ..errors import UnsupportedOperation
 from ..group import Group
-from ..subgroups import connect_child
 from ..torch_store import StoreFromTorch
 from .depths import Depths
-from .registration import NAME, Options
+from .options import NAME, Options
 from .torch_operations import TorchOperations
 
 
-def create(arguments: Any, options: Options) -> ChoruslineProcessGroup:
-    """The process group that torch asks for in `arguments`, its _DistributedBackendOptions."""
+def register() -> None:
+    """Make the backend known to torch. Harmless when done again."""
+    # Where a script names no backend, torch goes on choosing Gloo and NCCL.
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(arguments: Any, options: Options | None) -> ChoruslineProcessGroup:
+    """What torch calls on every rank of a new process group. Blocks until all have come.
+
+    arguments: torch's _DistributedBackendOptions.
+    """
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(
+            f"pg_options must be chorusline's own Options or None, got {type(options).__name__}; "
+            "options of other backends mean nothing to this one"
+        )
     name = f"torch {arguments.group_id}"
     timeout_s = arguments.timeout.total_seconds()
-    parent, members = options.parent, list(range(arguments.group_size))
+    parent = None if options is None else options.parent
+    members = list(range(arguments.group_size))
     if parent is None and dist.is_initialized():
         world = dist.group.WORLD
         if isinstance(world, ChoruslineProcessGroup):
@@ -38,21 +52,13 @@ def create(arguments: Any, options: Options) -> ChoruslineProcessGroup:
         host = Group.create(store, arguments.group_rank, size, timeout_s=timeout_s, name=name)
     else:
         # In the store that the parent met in: there a rank that is lost is not waited for.
-        host = _child(parent, members, name, timeout_s)
+        host = _on_host(parent, members, name, timeout_s)
     return ChoruslineProcessGroup(host, arguments.store)
 
 
-def _child(parent: Group, members: Sequence[int], name: str, timeout_s: float) -> Group:
-    return connect_child(
-        parent,
-        members,
-        name,
-        name=name,
-        what=f"the making of group {name!r}",
-        device=torch.device("cpu"),
-        backend=parent._asked_backend if parent.device.type == "cpu" else None,
-        limit_s=timeout_s,
-        timeout_s=timeout_s,
+def _on_host(parent: Group, members: Sequence[int], name: str, timeout_s: float) -> Group:
+    return parent.connect_child(
+        members, name, name=name, device=torch.device("cpu"), timeout_s=timeout_s
     )
 
 
@@ -97,7 +103,7 @@ class ChoruslineProcessGroup(TorchOperations, _TorchProcessGroup):
             return None
         name = group_name or f"{self._group_name}:split:{self._splits}"
         # Ranks of one split agree on its name, and no other split has it.
-        host = _child(
+        host = _on_host(
             self.group,
             ranks,
             f"torch {name} of ranks {ranks}",

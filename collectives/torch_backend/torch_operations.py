@@ -20,7 +20,7 @@ from ..work import Work
 from . import sparse
 from .depths import Depths
 from .monitored_barrier import monitored_barrier
-from .registration import NAME
+from .options import NAME
 from .torch_work import TorchWork
 from .translation import all_moved, listed, moved, reduction, seconds
 
