@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -27,16 +26,9 @@ from collectives.errors import (
 from .errors import RankFailed, WorkerLost
 from .messages import Cancellation, Failure, Loss, RunFailed, Success
 
-_OUR_FILES = {
-    str(Path(__file__).resolve().parent.parent / name)
-    for name in (
-        "actors/training_thread.py",
-        "actors/worker.py",
-        "runtime/program.py",
-        "runtime/commands/rank_output.py",
-        "runtime/notebook/remote_cell.py",
-    )
-}
+_MARK = "LEADS_TO_USERS_CODE"
+"""A module that calls the user's code, or what leads there, has a global of this name that is true.
+Its frames are left out of tracebacks, as unittest leaves out those of modules with `__unittest`."""
 
 
 class RemoteTraceback(Exception):
@@ -122,7 +114,7 @@ def _users_part(error: BaseException) -> TracebackType | None:
     Ray's and asyncio's stand before it."""
     users = part = error.__traceback__
     while part is not None:
-        if part.tb_frame.f_code.co_filename in _OUR_FILES:
+        if part.tb_frame.f_globals.get(_MARK):
             users = part.tb_next
         part = part.tb_next
     return users or error.__traceback__

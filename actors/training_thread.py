@@ -18,6 +18,8 @@ from typing import Generic, TypeVar
 
 from .testimony import users_stack
 
+LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
+
 Outcome = TypeVar("Outcome")
 
 

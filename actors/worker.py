@@ -59,6 +59,8 @@ from .versions import versions_here
 if TYPE_CHECKING:
     from collectives.group import Group
 
+LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
+
 COROUTINE_GRACE_S = 1.0
 """Seconds for a function to end by its collectives' error before its coroutine is cancelled as
 well, and as many more before it is interrupted in its Python code: code that sees the error can

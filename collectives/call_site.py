@@ -13,12 +13,22 @@ import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
 
-_HOME = Path(__file__).resolve().parent.parent
+
+def _folders(package: str) -> list[str]:
+    found = importlib.util.find_spec(package)  # Not imported: the driver has no torch.
+    return list((found and found.submodule_search_locations) or ())
+
+
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
-_TORCH = importlib.util.find_spec("torch")  # Found, not imported: the driver has none of it.
 _PASSED_OVER = (
-    *(str(_HOME / package) + os.sep for package in ("collectives", "actors", "runtime")),
-    *(place + os.sep for place in (_TORCH and _TORCH.submodule_search_locations) or ()),
+    # The folders beside this package's own: a user of groups alone may have other packages named
+    # actors and runtime.
+    *(
+        str(Path(folder).parent / package) + os.sep
+        for folder in _folders(__name__.partition(".")[0])
+        for package in ("collectives", "actors", "runtime")
+    ),
+    *(folder + os.sep for folder in _folders("torch")),
     "<frozen ",
 )
 

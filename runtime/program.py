@@ -28,6 +28,8 @@ from .kept import kept
 from .recovery import Recovery
 from .running import running
 
+LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
+
 
 class Program:
     """A train function and its arguments; what `actors.worker.Program` asks for."""

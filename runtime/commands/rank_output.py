@@ -22,6 +22,8 @@ from actors.journal import PRINTED
 
 from ..context import Context
 
+LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
+
 
 def lines_of(text: str, rank: int) -> Iterator[str]:
     """`[rank 0] text`, for each line of it."""

@@ -14,6 +14,8 @@ from ray import cloudpickle
 
 from ..context import Context
 
+LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
+
 _KEPT_CHARACTERS = 100_000
 
 # What every cell finds, besides `ctx`. Run there as a part of the cell, since it stands above us.
