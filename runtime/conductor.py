@@ -21,7 +21,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,8 +28,7 @@ from collectives import Group
 from collectives.neutral import take_part, why_not_without
 from collectives.operation import Kind, describe
 
-if TYPE_CHECKING:
-    from .join import JoinLedger
+from .ledger import JoinLedger
 
 _NUMBERS = 6  # what is announced, and what there is to know of it
 

@@ -17,7 +17,7 @@ from training_reference import (
 
 import chorusline as cl
 from runtime.agreement import Agreement
-from runtime.join import JoinLedger
+from runtime.ledger import JoinLedger
 
 LENGTHS = [(5, 9), (1, 12), (7, 7), (0, 4), (3, 8, 1, 5)]
 
