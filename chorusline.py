@@ -92,8 +92,7 @@ from runtime.context import Context  # noqa: E402
 from runtime.dealing import deal  # noqa: E402
 from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
 from runtime.grad_scaler import GradScaler  # noqa: E402
-from runtime.join import Join  # noqa: E402
-from runtime.joinable import Joinable, JoinHook  # noqa: E402
+from runtime.join import Join, Joinable, JoinHook  # noqa: E402
 from runtime.model_averaging import (  # noqa: E402
     HierarchicalModelAverager,
     ModelAverager,

@@ -25,8 +25,7 @@ from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.saving import Saving
 from .cursor import Cursor
 from .dealer import Dealer
-from .join import active_join
-from .joinable import Joinable
+from .join import Joinable, active_join
 from .kept import Place, kept
 from .recovery import Recovery
 from .registry import Registry, Stateful

@@ -21,8 +21,7 @@ from .agreement import Agreement
 from .boundary import boundary
 from .comm_hooks import CommHook
 from .gradient_bucket import GradientBucket
-from .join import Join
-from .joinable import GroupJoinable, Joinable, JoinHook
+from .join import GroupJoinable, Join, Joinable, JoinHook
 from .kept import kept
 from .reducer import Mode, Reducer, why_not_sharded
 from .replication import broadcast_tensors

@@ -9,7 +9,7 @@ import torch
 
 from collectives import Group
 
-from .joinable import GroupJoinable, Joinable, JoinHook
+from .join import GroupJoinable, Joinable, JoinHook
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 

@@ -18,6 +18,7 @@ by another rule: conductor.py.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -30,8 +31,80 @@ from collectives import Group, Work
 from .agreement import Agreement
 from .boundary import boundary
 from .conductor import Conductor
-from .joinable import Joinable
 from .ledger import JoinLedger
+
+
+class JoinHook:
+    """What a joinable does on a rank that has joined. Both methods do nothing by default."""
+
+    def main_hook(self) -> None:
+        """Shadow one step: take part in its collectives. Called once per step that a rank takes."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Called once, when all ranks have joined. Several ranks may be last joiners."""
+
+
+class Joinable(ABC):
+    """Something whose collectives a joined rank can shadow: list it in `Join([...])`."""
+
+    _join: Join | None = None
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook for one Join. kwargs: those given to Join; every joinable gets the same."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device of the joinable's tensors."""
+
+    @property
+    @abstractmethod
+    def join_group(self) -> Group:
+        """The group of its collectives; one group for all joinables of a Join."""
+
+    def _carries_agreement(self) -> bool:
+        """Whether a step ends with an agreement, its own or that of a joinable beside it."""
+        return False
+
+    def _ends_step(self) -> bool:
+        """Whether it hands that agreement to `Join.record` itself."""
+        return False
+
+    def _begins_passes(self) -> bool:
+        """Whether its `notify_join_context` comes once per batch, before all collectives of it."""
+        return False
+
+    def _announces_hook(self) -> bool:
+        """Whether it says itself when its main hook is due; else it runs behind the one before."""
+        return True
+
+    def _end_shadowed_step(self) -> None:
+        """Called at the end of each step that this rank has shadowed."""
+
+    def _groups_to_follow(self) -> Sequence[Group]:
+        """Groups of its own whose collectives are not the same in each step."""
+        return ()
+
+    def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
+        """Raise ValueError if it cannot be shadowed without another joinable."""
+
+
+class GroupJoinable(Joinable):
+    """A joinable whose collectives run on one group, and whose steps carry an agreement."""
+
+    group: Group
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.group.device
+
+    @property
+    def join_group(self) -> Group:
+        return self.group
+
+    def _carries_agreement(self) -> bool:
+        return True
 
 
 def change_ranks(former_ranks: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .distributed_data_parallel import DistributedDataParallel
-from .joinable import Joinable
+from .join import Joinable
 from .reducer import Mode
 from .registry import Registered, Registry
 

@@ -37,8 +37,7 @@ from .distributed_data_parallel import DistributedDataParallel, names_of, owner_
 from .early_update import EarlyUpdate
 from .gradient_bucket import GradientBucket
 from .held_state import HeldState, Told
-from .join import Join
-from .joinable import GroupJoinable, Joinable, JoinHook
+from .join import GroupJoinable, Join, Joinable, JoinHook
 from .kept import kept
 from .loss_scale import check_scale, given_scale
 from .parameter_bucket import Gather
