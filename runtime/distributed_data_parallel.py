@@ -6,7 +6,6 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -141,11 +140,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             cursors=recovery.cursors if recovery is not None else None,
         )
         if is_informing():
-            self.reducer.clock = StepClock()
-            names = self.reducer.names
-            self.reducer.unused = UnusedParameters(self.group.rank, names)
-            tell_choice(self.reducer, names)
-            self.reducer.on_new_order = partial(tell_choice, self.reducer, names)
+            reducer, names = self.reducer, self.reducer.names
+            reducer.clock = StepClock()
+            reducer.unused = UnusedParameters(self.group.rank, names)
+            reducer.on_new_order = lambda: tell_choice(reducer.buckets, reducer.group.rank, names)
+            reducer.on_new_order()
         for _, parameter in named:
             _owners[parameter] = weakref.ref(self)
         kept().wrap(self)

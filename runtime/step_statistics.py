@@ -10,14 +10,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from collectives.debug import inform
 from collectives.operation import Operation
 
-if TYPE_CHECKING:
-    from .gradient_bucket import GradientBucket
-    from .reducer import Reducer
+from .gradient_bucket import GradientBucket
 
 _STEPS = 100
 
@@ -93,14 +90,14 @@ def bucket_bytes(buckets: Sequence[GradientBucket]) -> tuple[int, ...]:
     return tuple(b.plan.content * b.flat.element_size() for b in buckets)
 
 
-def tell_choice(reducer: Reducer, names: Sequence[str]) -> None:
-    """Log the buckets of a model, once. names: of its parameters, as the reducer numbers them."""
-    nbytes = bucket_bytes(reducer.buckets)
+def tell_choice(buckets: Sequence[GradientBucket], rank: int, names: Sequence[str]) -> None:
+    """Log the buckets of a model. names: of its parameters, by the numbers in the buckets."""
+    nbytes = bucket_bytes(buckets)
     lines = [
-        f"rank {reducer.group.rank}: {len(names)} parameters in {len(nbytes)} buckets of "
+        f"rank {rank}: {len(names)} parameters in {len(nbytes)} buckets of "
         f"{sum(nbytes)} bytes, in the order in which they are sent:"
     ]
-    for number, (bucket, size) in enumerate(zip(reducer.buckets, nbytes, strict=True)):
+    for number, (bucket, size) in enumerate(zip(buckets, nbytes, strict=True)):
         first, last = bucket.plan.spans[0][0], bucket.plan.spans[-1][0]
         lines.append(
             f"  bucket {number}: {size} bytes, {len(bucket.plan.spans)} parameters, from "
