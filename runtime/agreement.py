@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_ITERATIONS = 4
+"""The iterations over shards that a rank can be in at once: the vote of a step whose samples are
+counted has one cursor for each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:

@@ -15,8 +15,7 @@ import torch
 
 from collectives import CollectiveMismatch, Group
 
-from .agreement import Agreement, read_agreement, vote_numel, write_vote
-from .dealer import MAX_ITERATIONS
+from .agreement import MAX_ITERATIONS, Agreement, read_agreement, vote_numel, write_vote
 
 _STEP, _STEP_SQUARED, _SQUARED_NORM, _LOSS_SCALE, _PER_RANK = range(5)
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-MAX_ITERATIONS = 4
-"""That a rank can be in at once: so many places a vote has for what it has taken of them."""
+from .agreement import MAX_ITERATIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,9 @@ from actors.lifeline import ends_a_generation
 from collectives import CollectiveError, Group, Work
 from collectives.buckets import plan_buckets
 
-from .agreement import Agreement, read_agreement, vote_numel, write_vote
+from .agreement import MAX_ITERATIONS, Agreement, read_agreement, vote_numel, write_vote
 from .boundary import boundary
 from .comm_hooks import CommHook, GradBucket
-from .dealer import MAX_ITERATIONS
 from .gradient_bucket import GradientBucket
 from .kept import kept
 from .step_statistics import StepClock, UnusedParameters

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from runtime.agreement import read_agreement, vote_numel, write_vote
-from runtime.dealer import MAX_ITERATIONS, Cut, Dealer, Left
+from runtime.agreement import MAX_ITERATIONS, read_agreement, vote_numel, write_vote
+from runtime.dealer import Cut, Dealer, Left
 from runtime.plain_steps import PlainSteps
 from runtime.registry import Registered
 from runtime.retained import Summary, leader_of, up_to_date
