@@ -16,7 +16,14 @@ Fields are positional and the text is made in `__str__`, as in `collectives.erro
 
 from __future__ import annotations
 
-from collectives.errors import ChoruslineError, PeerLost
+from collectives.errors import (
+    ChoruslineError,
+    CollectiveTimeout,
+    GroupAborted,
+    PeerLost,
+    StoreLost,
+    StoreTimeout,
+)
 
 
 class WorkerLost(PeerLost):
@@ -115,3 +122,11 @@ class StateLost(ChoruslineError):
             f"ZeroRedundancyOptimizer(..., replicas={self.replicas + 1}) one more rank may be lost "
             "at a time"
         )
+
+
+def ends_a_generation(error: BaseException) -> bool:
+    """Whether the run may go on in a new generation after this error.
+
+    A mismatch is not among these errors: it is the program's fault and would come again.
+    """
+    return isinstance(error, PeerLost | CollectiveTimeout | GroupAborted | StoreTimeout | StoreLost)

@@ -11,26 +11,14 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from collectives.errors import (
-    CollectiveError,
-    CollectiveTimeout,
-    GroupAborted,
-    PeerLost,
-    StoreLost,
-    StoreTimeout,
-    fresh_copy,
-)
+from collectives.errors import CollectiveError, GroupAborted, fresh_copy
 
 from .calls import Actor
+from .errors import ends_a_generation
 from .messages import NOWHERE, Assignment, Frozen, Progress, Resumption, RunRequest
 
 if TYPE_CHECKING:
     from collectives.group import Group
-
-
-def ends_a_generation(error: BaseException) -> bool:
-    """Whether a run may go on after it, in a new generation. A mismatch is the program's fault."""
-    return isinstance(error, PeerLost | CollectiveTimeout | GroupAborted | StoreTimeout | StoreLost)
 
 
 class Lifeline:

@@ -35,8 +35,9 @@ from collectives.errors import CollectiveError, CollectiveTimeout, GroupAborted,
 from . import outcomes
 from .actor_store import ActorStore
 from .calls import Actor, actor_class
+from .errors import ends_a_generation
 from .journal import Journal
-from .lifeline import Lifeline, ends_a_generation
+from .lifeline import Lifeline
 from .messages import (
     Assignment,
     Failure,

@@ -12,9 +12,9 @@ from typing import Any
 
 from ray import cloudpickle
 
-from actors.errors import Interrupted, StateLost
+from actors.errors import Interrupted, StateLost, ends_a_generation
 from actors.journal import Journal
-from actors.lifeline import Lifeline, ends_a_generation
+from actors.lifeline import Lifeline
 from actors.messages import NOWHERE, Assignment, Resumption
 from actors.steps import Steps
 from collectives.group import Group

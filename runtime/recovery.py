@@ -33,8 +33,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from actors.errors import StateLost
-from actors.lifeline import Lifeline, ends_a_generation
+from actors.errors import StateLost, ends_a_generation
+from actors.lifeline import Lifeline
 from actors.messages import NOWHERE, Assignment, Progress, Resumption
 from actors.steps import Steps
 from collectives import ChoruslineError, CollectiveError, Group, GroupAborted, GroupClosed

@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from actors.lifeline import ends_a_generation
+from actors.errors import ends_a_generation
 from collectives import CollectiveError, Group, Work
 from collectives.buckets import plan_buckets
 

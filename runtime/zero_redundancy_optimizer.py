@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from actors.lifeline import ends_a_generation
+from actors.errors import ends_a_generation
 from actors.messages import Progress
 from collectives import CollectiveError, CollectiveMismatch, Group
 
