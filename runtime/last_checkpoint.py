@@ -30,14 +30,12 @@ from .checkpoint.config import NEVER, CheckpointConfig
 from .checkpoint.contents import (
     PER_RANK,
     ZERO,
-    Contents,
-    Path,
-    TensorRange,
     collect_own,
     kind_of,
     pickled,
     whole_of,
 )
+from .checkpoint.pieces import Contents, Path, TensorRange
 from .checkpoint.sharded_state import GROUPS, NUM_STEPS, STATE, ShardedState
 from .checkpoint.storage import open_storage
 from .distributed_data_parallel import DistributedDataParallel

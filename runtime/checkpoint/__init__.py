@@ -3,7 +3,8 @@
 checkpoints.py  the checkpoints of a run: when they are made, who tells whom
 saving.py       one on its way
 contents.py sharded_state.py  what a rank has to write, and its copy on the host
-boxes.py shard_file.py manifest.py  the format, torch.distributed.checkpoint's with checksums
+pieces.py boxes.py  ranges of tensors and small objects; ranges as boxes
+shard_file.py manifest.py  the format, torch.distributed.checkpoint's with checksums
 reader.py restore.py  one that is whole, and how objects get their state from it
 catalog.py storage.py  those of one place; folders, and what fsspec knows
 export.py       one file in the plain format

@@ -34,7 +34,6 @@ from .config import AUTO, NEVER, CheckpointConfig
 from .contents import (
     PER_RANK,
     ZERO,
-    Contents,
     HostCopy,
     collect_own,
     collect_replicated,
@@ -47,6 +46,7 @@ from .errors import (
 )
 from .manifest import MANIFEST, Manifest, Part, merged, within, write_manifest
 from .opening import choose, probe
+from .pieces import Contents
 from .reader import CheckpointReader
 from .restore import restore
 from .saving import Saving, SavingTimes

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from ..distributed_data_parallel import DistributedDataParallel
 from ..registry import Registered
 from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .boxes import split_evenly
-
-Path = tuple[str | int, ...]
+from .pieces import Contents, Path, TensorRange
 
 MODEL, ZERO, STATE, PER_RANK = "model", "zero", "state", "per-rank"
 """Kinds of objects: a DistributedDataParallel; a sharded optimizer; anything that is the same on
@@ -35,29 +33,6 @@ def kind_of(entry: Registered) -> str:
     if entry.per_rank:
         return PER_RANK
     return MODEL if isinstance(entry.object, DistributedDataParallel) else STATE
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRange:
-    """Elements [start, stop) of the flattened tensor at `path`, which has `shape`.
-
-    parts: that hold them, flattened, one after the other.
-    """
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    stop: int
-    parts: tuple[torch.Tensor, ...]
-
-
-@dataclass(slots=True)
-class Contents:
-    """leaves: objects by path, as bytes that torch.load reads."""
-
-    ranges: list[TensorRange] = field(default_factory=list)
-    leaves: dict[Path, bytes] = field(default_factory=dict)
 
 
 def is_dense(value: object) -> bool:

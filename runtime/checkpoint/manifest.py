@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from .boxes import boxes_of
-from .contents import Path
 from .errors import CheckpointCorrupted
+from .pieces import Path
 from .storage import Storage
 
 MANIFEST = "chorusline.json"

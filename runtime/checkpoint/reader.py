@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .contents import Path
 from .errors import CheckpointCorrupted
 from .manifest import (
     METADATA,
@@ -21,6 +20,7 @@ from .manifest import (
     read_manifest,
     within,
 )
+from .pieces import Path
 from .storage import Storage
 
 

@@ -11,9 +11,10 @@ from ..distributed_data_parallel import DistributedDataParallel
 from ..optimizer_state import MASTER
 from ..registry import Registered
 from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from .contents import PER_RANK, ZERO, Path, is_dense, leaves_of, tree_of
+from .contents import PER_RANK, ZERO, is_dense, leaves_of, tree_of
 from .errors import CheckpointMismatch
 from .manifest import Entry, dtype_name, name_of
+from .pieces import Path
 from .reader import CheckpointReader
 from .sharded_state import GROUPS, NUM_STEPS, STATE, Run, ShardedState, is_per_element
 

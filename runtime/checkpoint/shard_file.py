@@ -8,8 +8,8 @@ from typing import IO, Any
 import torch
 
 from .boxes import items_of
-from .contents import Path, TensorRange
 from .manifest import Entry, Item, Part, dtype_name, within
+from .pieces import Path, TensorRange
 from .storage import Storage
 
 

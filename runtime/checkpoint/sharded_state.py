@@ -18,7 +18,8 @@ import torch
 from ..optimizer_state import MASTER
 from ..parameter_shard import KeptPiece
 from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from .contents import Contents, Path, TensorRange, pickled, whole_of
+from .contents import pickled, whole_of
+from .pieces import Contents, Path, TensorRange
 
 STATE, GROUPS, NUM_STEPS = "state", "param_groups", "num_steps"
 
