@@ -25,6 +25,7 @@ from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
 import chorusline as cl
+from runtime.context import call_of
 
 NUM_SAMPLES, BATCH, EPOCHS = 157, 4, 3
 
@@ -84,8 +85,8 @@ def _add(ctx: cl.Context, folder: Path) -> None:
 
 
 def _kill_driver(ctx: cl.Context, folder: Path) -> None:
-    assert ctx.recovery is not None
-    ray.kill(ctx.recovery._lifeline._driver)
+    assert call_of(ctx).recovery is not None
+    ray.kill(call_of(ctx).recovery._lifeline._driver)
 
 
 FAULTS: dict[str, Callable[[cl.Context, Path], None]] = {
@@ -132,12 +133,14 @@ PHASES: dict[str, Arm] = {
     "(5)": lambda _, optim, act: around(optim.shard, "start_gather", act, is_after=True),
     "after the step": lambda _, optim, act: around(optim, "_try_step", act, is_after=True),
     "recovery (c)": lambda ctx, _, act: around(
-        ctx.recovery._lifeline, "connect", act, is_after=False
+        call_of(ctx).recovery._lifeline, "connect", act, is_after=False
     ),
     "recovery (d)": lambda _, optim, act: around(optim.shard, "complete", act, is_after=False),
-    "recovery (e)": lambda ctx, _, act: around(ctx.recovery, "_deal", act, is_after=False),
+    "recovery (e)": lambda ctx, _, act: around(call_of(ctx).recovery, "_deal", act, is_after=False),
     "recovery (f)": lambda _, optim, act: around(optim.shard, "gather", act, is_after=True),
-    "after the recovery": lambda ctx, _, act: around(ctx.recovery, "recover", act, is_after=True),
+    "after the recovery": lambda ctx, _, act: around(
+        call_of(ctx).recovery, "recover", act, is_after=True
+    ),
 }
 """Where a fault may strike. Those of a recovery strike in the next one that there is."""
 

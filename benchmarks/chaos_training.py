@@ -25,6 +25,7 @@ import torch
 from ray import cloudpickle
 
 import chorusline as cl
+from runtime.context import call_of
 from runtime.recovery import FunctionLeft
 
 from .chaos_faults import BATCH, EPOCHS, NUM_SAMPLES, Plan, append, entries_of, strike
@@ -101,9 +102,9 @@ def train(ctx: cl.Context, plan: Plan, folder: str) -> Told:
     except FunctionLeft:
         append(path, (-1, optim.progress.ballots, []))  # A batch of that step does not count.
         raise
-    assert ctx.recovery is not None
+    assert call_of(ctx).recovery is not None
     parameters = [p.detach().clone() for p in model.parameters()]
-    recoveries = ctx.recovery.num_recoveries
+    recoveries = call_of(ctx).recovery.num_recoveries
     return Told(seat, os.getpid(), parameters, optim.num_steps, recoveries, tuple(world_sizes))
 
 

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
-from ray import cloudpickle
 
-from actors.journal import Journal
-from actors.messages import Assignment, Report
-from collectives.errors import GroupAborted, fresh_copy
 from collectives.group import Group
-from collectives.objects import broadcast_object
 from collectives.reduce_op import ReduceOp
 
 from . import torch_distributed
 from .batches import Batches
 from .boundary import boundary
-from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.saving import Saving
-from .cursor import Cursor
-from .dealer import Dealer
-from .join import Joinable, active_join
+from .function_call import FunctionCall
 from .kept import Place, kept
-from .recovery import Recovery
-from .registry import Registry, Stateful
+from .registry import Stateful
 from .sharding import MapStyleDataset, Shard
 from .streaming import Stream, StreamShard
 
@@ -62,54 +52,48 @@ class Context:
     without the others anyway.
     """
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        group: Group,
-        journal: Journal,
-        recovery: Recovery | None,
-        before: Context | None = None,
-        *,
-        run_id: str = "",
-    ) -> None:
-        """recovery: where the run goes on after a loss. before: of the function, when it ran last
-        in this run. run_id: tells the run from all others."""
-        self.device = group.device
-        self.dealer = Dealer(
-            assignment.rank, assignment.world_size, (run_id, assignment.generation)
-        )
-        self.recovery = recovery
-        self._journal = journal
-        self._runs_again = before is not None
-        self._num_reports: int = before._num_reports if before is not None else 0
-        self.registry = Registry()
-        self.checkpoints: Checkpoints | None = None  # set by who runs the train function
-        self._cursor = Cursor()
-        self._boundaries = 0
-        self._boundaries_of_step: int | None = None
-        self.enter(assignment, group)
-        if recovery is not None:
-            recovery.attach(self)
+    def __init__(self, call: FunctionCall) -> None:
+        self._call = call
 
-    def enter(self, assignment: Assignment, group: Group) -> None:
-        """Be a rank of another generation; what was made of the former group has ended with it."""
-        self.rank = assignment.rank
-        self.world_size = assignment.world_size
-        self.local_rank = assignment.local_rank
-        self.local_world_size = assignment.local_world_size
-        self.node_rank = assignment.node_rank
-        self.generation = assignment.generation
-        self.group = group
-        kept().follow(group)
-        if (place := boundary().place) is not None:  # Inside a run, so after a loss.
-            place.is_dealt_anew = True
-        if self.checkpoints is not None:
-            self.checkpoints.change_group(group)
+    @property
+    def rank(self) -> int:
+        """This rank, from 0 to world_size - 1."""
+        return self._call.rank
 
-    def finish(self) -> None:
-        """The function has returned: wait for the other ranks, if they may still need this one."""
-        if self.recovery is not None:
-            self.recovery.finish()
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._call.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among the ranks of its node, from 0."""
+        return self._call.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """How many ranks this rank's node has."""
+        return self._call.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """This rank's node among the nodes of the run, from 0."""
+        return self._call.node_rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's tensors."""
+        return self._call.device
+
+    @property
+    def group(self) -> Group:
+        """All ranks, for collectives."""
+        return self._call.group
+
+    @property
+    def generation(self) -> int:
+        """The number of the membership. It is another one after a failure."""
+        return self._call.generation
 
     def epochs(self, num_epochs: int, *, resume: str | None = None) -> Iterator[int]:
         """The numbers of the epochs, 0 to num_epochs - 1; after a resume those not over yet.
@@ -124,7 +108,7 @@ class Context:
         """
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
-        epochs = self._cursor.epochs(num_epochs)
+        epochs = self._call.cursor.epochs(num_epochs)
         return epochs if resume is None else self._resumed(epochs, resume)
 
     def _resumed(self, epochs: Iterator[int], name: str) -> Iterator[int]:
@@ -147,7 +131,7 @@ class Context:
         outer, bound.place = bound.place, place
         place.is_resumed = True
         # The cursor knows what is left, of this run only.
-        place.is_dealt_anew = self._runs_again
+        place.is_dealt_anew = self._call.runs_again
         try:
             for epoch in epochs:
                 if epoch < place.epoch:
@@ -212,18 +196,12 @@ class Context:
     def step(self) -> int:
         """Steps that were applied, over all runs: of the registered ZeroRedundancyOptimizer, or
         else the batches of `ctx.shard`. Equal on all ranks between two steps."""
-        counts = [
-            entry.object.num_steps
-            for entry in self.registry
-            if isinstance(entry.object, Joinable) and hasattr(entry.object, "num_steps")
-        ]
-        return max(counts, default=self._boundaries)
+        return self._call.step
 
     @property
     def resumed_from(self) -> str | None:
         """The path of the checkpoint that this run goes on from, None if it starts afresh."""
-        reader = self.checkpoints.reader if self.checkpoints else None
-        return reader.path if reader else None
+        return self._call.resumed_from
 
     def register(
         self, name: str, stateful: S, *, per_rank: bool = False, required: bool = True
@@ -241,19 +219,8 @@ class Context:
         CheckpointMismatch, naming the first parameters that differ, if the checkpoint is of
         another model.
         """
-        entry = self.registry.add(name, stateful, per_rank=per_rank)
-        if self.recovery is not None:
-            self.recovery.watch_registered(entry)
-            if self.recovery.restore(entry, self.group):
-                return stateful
-        if self.checkpoints is not None:
-            self.checkpoints.restore(entry, required=required)
+        self._call.register(name, stateful, per_rank=per_rank, required=required)
         return stateful
-
-    def has_checkpoint(self, group: Group) -> bool:
-        """Whether there is one to go on from, among those of the session's CheckpointConfig; all
-        ranks of `group` ask."""
-        return self.checkpoints is not None and self.checkpoints.has_any(group)
 
     def save(self, path: str | Path | None = None) -> Saving:
         """Save everything registered, as it is now: call it on all ranks behind `optim.step()`.
@@ -269,54 +236,7 @@ class Context:
         registered, and inside Join when a rank has joined, for it would not take part: there
         `every_n_steps` saves on all ranks.
         """
-        if self.checkpoints is None:
-            raise RuntimeError("this Context was made outside a session, which keeps checkpoints")
-        join = active_join()
-        if join is not None and 0 < len(join.last_step_live) < self.world_size:
-            joined = [r for r in range(self.world_size) if r not in join.last_step_live]
-            raise RuntimeError(
-                f"ctx.save() inside Join, and ranks {joined} have run out of data and are not in "
-                "the loop's body any more; save behind the Join, or let "
-                "CheckpointConfig(every_n_steps=...) do it, which reaches them too"
-            )
-        return self.checkpoints.save(path, self.step, range(self.world_size))
-
-    def resume_data(self, told: Sequence[dict[str, Any]]) -> None:
-        """Go on in the data where a checkpoint was; told: of its ranks, as `told_data` gave it."""
-        self._boundaries = max(part["boundaries"] for part in told)
-        self._cursor.resume([part["data"] for part in told])
-
-    def told_data(self, *, committed: bool = False) -> dict[str, Any]:
-        """Where this rank is in its data, as plain data for a checkpoint. committed: up to the last
-        step that counts, not in the middle of one."""
-        has_recovered = self.recovery is not None and self.recovery.num_recoveries > 0
-        of_step = self._boundaries_of_step if committed else None
-        return {
-            "boundaries": self._boundaries if of_step is None else of_step,
-            "data": self._cursor.told(by_id=committed or has_recovered, committed=committed),
-        }
-
-    def count_step(self) -> None:
-        """A plain optimizer has stepped with the batch of the moment, which is over with that."""
-        self._boundaries_of_step = self._boundaries + 1
-
-    def _without_reader(self, error: Exception) -> Exception:
-        """What to raise where the reader of a Stream is gone: what has all ranks run again from the
-        top, if they can."""
-        if self.recovery is None or not self.recovery.can_begin_again:
-            return error
-        ends = GroupAborted(self.group.generation, [], str(error))
-        self.group.abort(ends)
-        return fresh_copy(ends)
-
-    def _at_boundary(self) -> None:
-        """Between two batches, when the step of the one before is over; on a rank that has joined,
-        behind each step that it shadowed."""
-        self._boundaries += 1
-        if self.recovery is not None:
-            self.recovery.pass_boundary()
-        if self.checkpoints is not None:
-            self.checkpoints.save_if_due(self.step)
+        return self._call.save(path)
 
     # -- Data ----------------------------------------------------------------------------------
 
@@ -380,29 +300,29 @@ class Context:
             return StreamShard(
                 dataset,
                 batch_size,
-                dealer=self.dealer,
+                dealer=self._call.dealer,
                 epoch=epoch,
                 drop_last=drop_last,
                 collate_fn=collate_fn,
-                cursor=self._cursor,
-                at_boundary=self._at_boundary,
-                survives=lambda: self.recovery is not None and self.recovery.counts_samples,
-                without_reader=self._without_reader,
+                cursor=self._call.cursor,
+                at_boundary=self._call.at_boundary,
+                survives=lambda: self._call.counts_samples,
+                without_reader=self._call.without_reader,
             )
         return Shard(
             dataset,
             batch_size,
             rank=self.rank,
             world_size=self.world_size,
-            dealer=self.dealer,
+            dealer=self._call.dealer,
             epoch=epoch,
             seed=seed,
             shuffle=shuffle,
             keep_together=keep_together,
             drop_last=drop_last,
             collate_fn=collate_fn,
-            cursor=self._cursor,
-            at_boundary=self._at_boundary,
+            cursor=self._call.cursor,
+            at_boundary=self._call.at_boundary,
         )
 
     def report(self, **values: float | int | str | torch.Tensor) -> None:
@@ -411,14 +331,7 @@ class Context:
         values: numbers, strings, tensors of one element. A tensor on a GPU is waited for. Reports
         are numbered, one step per call.
         """
-        plain = {name: _plain(name, value) for name, value in values.items()}
-        taken = boundary().steps.taken
-        self._journal.append(Report(self.rank, self._num_reports, time.time(), plain, taken))
-        self._num_reports += 1
-
-    def say(self, values: dict[str, float | int | str]) -> None:
-        """What travels with the reports, in their order, and is not counted as one of them."""
-        self._journal.append(Report(self.rank, self._num_reports, time.time(), values))
+        self._call.report({name: _plain(name, value) for name, value in values.items()})
 
     def barrier(self) -> None:
         """Return on no rank before all ranks have called it."""
@@ -429,8 +342,7 @@ class Context:
 
         The other ranks' `value` is ignored. On the root the very object comes back.
         """
-        received: T = broadcast_object(self.group, value, root, cloudpickle.dumps)
-        return received
+        return self._call.broadcast(value, root)
 
     def reduce(
         self, value: T, op: str = "mean", *, weight: float | None = None
@@ -515,6 +427,11 @@ class Context:
             f"Context(rank={self.rank}, world_size={self.world_size}, "
             f"generation={self.generation}, device={str(self.device)!r})"
         )
+
+
+def call_of(context: Context) -> FunctionCall:
+    """What the runtime asks of the function that was given this context."""
+    return context._call
 
 
 def _plain(name: str, value: Any) -> float | int | str:

@@ -24,6 +24,7 @@ from .boundary import entered
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.config import AUTO, NEVER, CheckpointConfig
 from .context import Context
+from .function_call import FunctionCall
 from .kept import kept
 from .recovery import Recovery
 from .running import running
@@ -85,7 +86,7 @@ class Run:
         self._recovery = Recovery(lifeline) if lifeline.goes_on else None
         if self._recovery is not None and is_newcomer:
             self._recovery.begin_as_newcomer()
-        self._context: Context | None = None
+        self._call: FunctionCall | None = None
         self._goes_back = False  # To the last checkpoint, because memory has lost something.
 
     def begun(self, assignment: Assignment, group: Group, resumption: Resumption | None) -> object:
@@ -97,12 +98,12 @@ class Run:
                     if resumption.gives_up is not None:
                         raise self._last_words(group)
                 self._enter(assignment, group, resumption)
-                with self._scope() as context:
+                with self._scope() as call:
                     try:
-                        result = self._program.train(context, **self._program.kwargs)
+                        result = self._program.train(Context(call), **self._program.kwargs)
                     except Interrupted:
                         result = None
-                    return result if inspect.isawaitable(result) else _ended(context, result)
+                    return result if inspect.isawaitable(result) else _ended(call, result)
             except BaseException as error:
                 assignment, group, resumption = self._again(error)
 
@@ -110,12 +111,12 @@ class Run:
         result: object = coroutine
         while True:
             try:
-                with self._scope() as context:
+                with self._scope() as call:
                     try:
                         value = await result if inspect.isawaitable(result) else result
                     except Interrupted:
                         value = None
-                    return _ended(context, value)
+                    return _ended(call, value)
             except BaseException as error:
                 result = self.begun(*self._again(error))
                 if not inspect.isawaitable(result):
@@ -126,38 +127,38 @@ class Run:
         # What a function that failed, or was left, has made was kept until now: to close it before
         # the peers were told would tell them another story.
         torch_distributed.end()
-        if self._context is not None:
+        if self._call is not None:
             kept().begin_again()
-        context = Context(
+        call = FunctionCall(
             assignment,
             group,
             self._journal,
             self._recovery,
-            self._context,
+            self._call,
             run_id=self._program.run_id,
         )
-        self._context = context
+        self._call = call
         config = self._program.checkpoint
         if config is not None and self._goes_back:
             config = replace(config, resume=AUTO)
         elif config is not None and resumption is not None:
             config = replace(config, resume=NEVER)  # It goes on from memory.
-        checkpoints = context.checkpoints = Checkpoints(group, context.registry, config)
-        checkpoints.tell_progress = context.told_data
-        with running(context), checkpoints:
+        checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
+        checkpoints.tell_progress = call.told_data
+        with running(call), checkpoints:
             if resumption is not None and self._recovery is not None:
                 told = self._recovery.begin_again(resumption, group, self._steps)
-                context.resume_data(told)
+                call.resume_data(told)
             elif checkpoints.reader is not None:
-                context.resume_data(checkpoints.reader.manifest.progress)
+                call.resume_data(checkpoints.reader.manifest.progress)
 
     @contextlib.contextmanager
-    def _scope(self) -> Iterator[Context]:
-        context = self._context
-        assert context is not None and context.checkpoints is not None
+    def _scope(self) -> Iterator[FunctionCall]:
+        call = self._call
+        assert call is not None and call.checkpoints is not None
         # Entered anew for a coroutine, which has not begun when its function returns.
-        with running(context), context.checkpoints, entered(self._steps):
-            yield context
+        with running(call), call.checkpoints, entered(self._steps):
+            yield call
 
     def _again(self, error: BaseException) -> tuple[Assignment, Group, Resumption | None]:
         """How the function, left by `error`, runs again; raises if it does not."""
@@ -165,7 +166,7 @@ class Run:
             raise error
         group = self._lifeline.group
         assert group is not None
-        if isinstance(error, StateLost) and self._context and self._context.has_checkpoint(group):
+        if isinstance(error, StateLost) and self._call and self._call.has_checkpoint(group):
             # All ranks are in the next generation already, and raise this alike.
             self._recovery.forget()
             self._goes_back = True
@@ -194,8 +195,8 @@ def _register_with_lightning() -> None:
             from . import lightning_strategy  # noqa: F401 - registers the strategy's name
 
 
-def _ended(context: Context, result: object) -> object:
-    context.finish()
+def _ended(call: FunctionCall, result: object) -> object:
+    call.finish()
     torch_distributed.end()
     return result
 

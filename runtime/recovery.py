@@ -56,8 +56,8 @@ from .retained import Retained, Summary, leader_of, up_to_date
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
-class RunningFunction(Protocol):
-    """What recovery asks of the context of the train function that runs."""
+class RunningCall(Protocol):
+    """What recovery asks of the call of the train function (function_call.py)."""
 
     dealer: Dealer
     registry: Registry
@@ -136,11 +136,11 @@ class Recovery:
         of the run so far, those from the top as well; parameters, as in (f), left out."""
         self.num_recoveries = 0
 
-    def attach(self, context: RunningFunction) -> None:
-        """The function runs, with this context."""
-        self._context = context
+    def attach(self, call: RunningCall) -> None:
+        """The function runs, in this call."""
+        self._call = call
         self._attached_at = time.time()
-        self.dealer = context.dealer
+        self.dealer = call.dealer
         self._on_the_way = {}
         self._plain.begin()
         self._made.begin()
@@ -186,7 +186,7 @@ class Recovery:
         self._step_counts()
         for model in self._made.models().values():
             model.keep_agreed_buffers()
-        self._context.count_step()
+        self._call.count_step()
 
     def _step_counts(self) -> None:
         """What this rank has is its own again; nothing of before the function was run again is
@@ -280,7 +280,7 @@ class Recovery:
         if optimizers := self._made.optimizers():
             return min(one.shard.replicas - 1 for one in optimizers.values())
         has_all = self._plain.is_watching and not self._is_newcomer
-        return self._context.group.size - 1 if has_all else 0
+        return self._call.group.size - 1 if has_all else 0
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -297,7 +297,7 @@ class Recovery:
         registered. Empty if nothing does, or the function has not come to that yet."""
         if self._retained is not None:
             return ""
-        registered = {id(entry.object) for entry in self._context.registry}
+        registered = {id(entry.object) for entry in self._call.registry}
         optimizers, models = self._made.optimizers().values(), self._made.models().values()
         if not optimizers and not models:
             return (
@@ -306,7 +306,7 @@ class Recovery:
             )
         if any(id(one) not in registered for one in optimizers):
             return "it has not registered its model and its ZeroRedundancyOptimizer (ctx.register)"
-        return self._plain.why_not_again(self._context.registry, models)
+        return self._plain.why_not_again(self._call.registry, models)
 
     def _can_save(self) -> bool:
         """Whether this rank can take part in writing down all that counts. Before its first step a
@@ -322,7 +322,7 @@ class Recovery:
 
     @property
     def _keeps_checkpoints(self) -> bool:
-        checkpoints = self._context.checkpoints
+        checkpoints = self._call.checkpoints
         return checkpoints is not None and checkpoints.config is not None
 
     @property
@@ -338,7 +338,7 @@ class Recovery:
             return True
         return any(
             one.state is State.DONE and one.issued_at >= self._attached_at
-            for recording in self._context.group.flight_recorders()
+            for recording in self._call.group.flight_recorders()
             for one in recording.collectives
         )
 
@@ -356,7 +356,7 @@ class Recovery:
         )
         group.barrier().wait()
         self._enter(self._entry)  # (e)
-        self._context.enter(resumption.assignment, group)
+        self._call.enter(resumption.assignment, group)
         for number in everywhere:
             optimizers[number].change_group(group, held.pop(number))
         for model in models.values():
@@ -488,11 +488,11 @@ class Recovery:
                 return resumption
             self._made.catch_up(resumption.progress)
         if self._retained is None:
-            registry, place = self._context.registry, self._plain.place
+            registry, place = self._call.registry, self._plain.place
             self._retained = Retained.of(registry, place, self._on_the_way)
-            self._data = self._context.told_data(committed=True)
+            self._data = self._call.told_data(committed=True)
             if self._keeps_checkpoints and self._has_stepped:
-                self._saveable = Saveable.of(registry, self._retained, self._context.step)
+                self._saveable = Saveable.of(registry, self._retained, self._call.step)
         return resumption
 
     def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:
@@ -519,7 +519,7 @@ class Recovery:
 
     def _meet_waiting(self, optimizer: ZeroRedundancyOptimizer) -> None:
         """As `meet`, of a rank that waits in a step of this optimizer, which counts."""
-        registry = self._context.registry
+        registry = self._call.registry
         has = whole_parameters.Holdings.of_live(registry, self._on_the_way)
         group = self._lifeline.connect()
         whole_parameters.complete(group, has, registry, optimizer)

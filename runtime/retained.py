@@ -45,7 +45,7 @@ class Summary:
 
     was_there: not a newcomer that has yet to take its first step. place: among the steps of plain
     optimizers. steps_taken: in the run, of all optimizers. data: where it was in its data
-    (Context.told_data).
+    (FunctionCall.told_data).
     """
 
     was_there: bool

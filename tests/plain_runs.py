@@ -27,6 +27,7 @@ from ray import cloudpickle
 from training_to_kill import BATCH_SIZE, Samples, die
 
 import chorusline as cl
+from runtime.context import call_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(killed_runs)
@@ -152,7 +153,7 @@ def train_plain(
 ) -> PlainTold:
     """acts: by recoveries so far, and rank, at which step what befalls it. module: handed in, so
     that the same one is wrapped when the function runs again."""
-    assert ctx.recovery is not None
+    assert call_of(ctx).recovery is not None
     diary, samples = Diary(folder, os.getpid()), Samples(kind.num_samples)
     network = module if module is not None else kind.network()
     if kind.sync_norm:
@@ -199,7 +200,7 @@ def train_plain(
             shard = ctx.shard(stream if stream is not None else samples, BATCH_SIZE, epoch=epoch)
             for numbers, _, _ in shard:
                 time.sleep(step_s)
-                now = ctx.recovery.num_recoveries, ctx.rank
+                now = call_of(ctx).recovery.num_recoveries, ctx.rank
                 pending.append(numbers.tolist())
                 if len(pending) < kind.accumulate:
                     with model.no_sync():
@@ -225,7 +226,7 @@ def train_plain(
         steps_of_run(),
         ctx.step,
         optim.param_groups[0]["lr"],
-        ctx.recovery.num_recoveries,
+        call_of(ctx).recovery.num_recoveries,
     )
 
 

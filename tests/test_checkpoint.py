@@ -26,6 +26,7 @@ from runtime.checkpoint.reader import CheckpointReader
 from runtime.checkpoint.shard_file import write_part
 from runtime.checkpoint.storage import Folder, open_storage
 from runtime.command_line import main
+from runtime.context import call_of
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def _load_some(group: cl.Group, config: cl.CheckpointConfig) -> tuple[int, int]:
     read = []
 
     def train(ctx: cl.Context) -> None:
-        reader = ctx.checkpoints.reader
+        reader = call_of(ctx).checkpoints.reader
         verified = reader.bytes_read
         Parts(ctx, width=40_000)
         read.append((reader.bytes_read - verified, sum(reader.manifest.files.values())))

@@ -18,6 +18,7 @@ from killed_runs import Kind, assert_as_if_nothing_was, die, train, wrap
 
 import chorusline as cl
 from actors.errors import StateLost
+from runtime.context import call_of
 
 
 def slowly(
@@ -79,7 +80,7 @@ def dies_handing_over(is_done: bool) -> Callable[[cl.Context, Any], None]:
     def act(ctx: cl.Context, optim: Any) -> None:
         leaves(ctx, optim)
         wrap(
-            ctx.recovery,
+            call_of(ctx).recovery,
             "_hand_over",
             first=None if is_done else die,
             then=die if is_done else None,

@@ -16,6 +16,7 @@ from plain_runs import MOMENTS, PlainKind, assert_as_one_process, attempts_at, t
 
 import chorusline as cl
 from actors.errors import WorkerLost
+from runtime.context import call_of
 
 DEATHS = [moment for moment in MOMENTS if not moment.startswith(("is ", "when it has asked"))]
 
@@ -177,8 +178,8 @@ async def test_the_same_module_wrapped_again_starts_from_the_furthest_rank(
 def never_returns_alike(ctx: cl.Context, folder: str) -> list[int]:
     """Rank 0 has returned when rank 1 dies, and rank 2 is left in the last step."""
     (Path(folder) / f"{ctx.generation}-{ctx.rank}").touch()
-    assert ctx.recovery is not None
-    is_first = ctx.recovery.num_recoveries == 0
+    assert call_of(ctx).recovery is not None
+    is_first = call_of(ctx).recovery.num_recoveries == 0
     model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False)))
     optim = ctx.register("optim", torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5))
     batches = 0
@@ -210,8 +211,8 @@ def train_a_pair(
 ) -> Any:
     """Two models that step with each batch. victim: dies in what it does with model `which`.
     sharded: the first one's optimizer. together: both backward passes come before both steps."""
-    assert ctx.recovery is not None
-    is_first = ctx.recovery.num_recoveries == 0
+    assert call_of(ctx).recovery is not None
+    is_first = call_of(ctx).recovery.num_recoveries == 0
     torch.manual_seed(0)
     models, optims = [], []
     for name in ("generator", "judge"):

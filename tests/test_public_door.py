@@ -13,6 +13,39 @@ def test_every_public_name_is_there():
         assert getattr(chorusline, name) is not None
 
 
+CONTEXT = [
+    "barrier",
+    "broadcast",
+    "device",
+    "epochs",
+    "forget",
+    "generation",
+    "group",
+    "init_torch_distributed",
+    "keep",
+    "kept",
+    "local_rank",
+    "local_world_size",
+    "node_rank",
+    "rank",
+    "reduce",
+    "register",
+    "report",
+    "resumed_from",
+    "save",
+    "shard",
+    "step",
+    "world_size",
+]
+"""What a person sees who types `ctx.` and Tab. The docs explain each of them."""
+
+
+def test_a_context_shows_the_names_that_users_type_and_no_others():
+    shown = [name for name in dir(chorusline.Context) if not name.startswith("_")]
+    assert shown == CONTEXT
+    assert all(getattr(chorusline.Context, name).__doc__ for name in shown)
+
+
 @pytest.mark.parametrize("name", ["runtime", "actors", "collectives"])
 @pytest.mark.parametrize("kind", ["package", "module", "namespace"])
 def test_a_stranger_of_the_same_name_is_named_with_the_mend(tmp_path, name, kind):

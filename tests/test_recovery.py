@@ -28,6 +28,7 @@ from training_to_kill import (
 
 import chorusline as cl
 from actors.errors import StateLost, WorkerLost
+from runtime.context import call_of
 from runtime.parameter_shard import ParameterShard
 
 cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
@@ -191,7 +192,7 @@ async def test_one_death_after_another_leaves_one_that_has_everything(session: c
 
 
 def dies_before(name: str) -> Callable[[cl.Context], None]:
-    return lambda ctx: before(ctx.recovery, name)
+    return lambda ctx: before(call_of(ctx).recovery, name)
 
 
 def dies_before_it_sends(ctx: cl.Context) -> None:
@@ -199,8 +200,8 @@ def dies_before_it_sends(ctx: cl.Context) -> None:
 
 
 def dies_before_it_connects(ctx: cl.Context) -> None:
-    assert ctx.recovery is not None
-    before(ctx.recovery._lifeline, "connect")
+    assert call_of(ctx).recovery is not None
+    before(call_of(ctx).recovery._lifeline, "connect")
 
 
 IN_RECOVERY = {

@@ -23,6 +23,7 @@ from killed_runs import (
 )
 
 import chorusline as cl
+from runtime.context import call_of
 
 
 def at_step(optim: Any, ballots: int, do: Callable[[], None]) -> None:
@@ -74,7 +75,7 @@ async def test_a_death_before_the_first_step_after_a_death_repeats_no_sample(
     session: cl.Session, tmp_path: Path
 ) -> None:
     victims = {0: (2, "before it votes (3)"), 1: (2, "when it has recovered")}
-    acts = {1: lambda ctx, optim: wrap(ctx.recovery, "recover", then=die)}
+    acts = {1: lambda ctx, optim: wrap(call_of(ctx).recovery, "recover", then=die)}
     told = await session.run(
         train, kind=ONE_BUCKET, folder=str(tmp_path), victims=victims, acts=acts
     )
@@ -103,7 +104,7 @@ async def test_who_has_returned_helps_another_to_end_its_last_step(
         0: is_slow(5),
         1: dies_after(5),
         # What the function had made is garbage then.
-        2: lambda ctx, optim: wrap(ctx.recovery, "finish", first=gc.collect),
+        2: lambda ctx, optim: wrap(call_of(ctx).recovery, "finish", first=gc.collect),
     }
     told = await session.run(
         train, kind=ONE_BUCKET, folder=str(tmp_path), victims=victims, acts=acts

@@ -30,6 +30,7 @@ from training_to_kill import (
 import chorusline as cl
 from actors.errors import WorkerLost
 from actors.messages import Report
+from runtime.context import call_of
 
 cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
@@ -79,7 +80,7 @@ def train(
 ) -> Told:
     """dies_on: rank of the first generation; where: "own collective", or "step"."""
     calls.append(ctx.generation)
-    moved_before = ctx.recovery.bytes_moved if ctx.recovery else 0
+    moved_before = call_of(ctx).recovery.bytes_moved if call_of(ctx).recovery else 0
     model = cl.DistributedDataParallel(network(), bucket_cap_mb=0.001)
     optim = cl.ZeroRedundancyOptimizer(
         model, torch.optim.AdamW, lr=LEARNING_RATE, replicas=replicas
@@ -113,7 +114,7 @@ def train(
                 ctx.report(epoch=epoch)
                 if is_victim and optim.num_steps == dies_at and where == "own collective":
                     die()
-    assert ctx.recovery is not None
+    assert call_of(ctx).recovery is not None
     return Told(
         os.getpid(),
         ctx.rank,
@@ -125,7 +126,7 @@ def train(
         len(calls),
         ledger.epochs,
         world_sizes,
-        ctx.recovery.bytes_moved - moved_before,
+        call_of(ctx).recovery.bytes_moved - moved_before,
         sum(kept.numel for kept in optim.shard.held().ranges),
     )
 

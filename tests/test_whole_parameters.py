@@ -22,6 +22,7 @@ from training_to_kill import NUM_SAMPLES, Samples, die
 
 import chorusline as cl
 from actors.messages import MemberState
+from runtime.context import call_of
 
 cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
@@ -115,8 +116,8 @@ def dies_in(ctx: cl.Context, optim: Any) -> None:
 
 def waits_for_a_newcomer(ctx: cl.Context, optim: Any) -> None:
     """Before it says how far it is, there is one who wants to take part."""
-    assert ctx.recovery is not None
-    lifeline = ctx.recovery._lifeline
+    assert call_of(ctx).recovery is not None
+    lifeline = call_of(ctx).recovery._lifeline
     original = lifeline.regenerate
 
     def regenerate(*arguments: Any, **more: Any) -> Any:

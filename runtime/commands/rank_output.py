@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from actors.journal import PRINTED
 
-from ..context import Context
+from ..context import Context, call_of
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
 
@@ -65,7 +65,7 @@ class _Lines(io.TextIOBase):
     was drawn over and over, the last state is handed on."""
 
     def __init__(self, ctx: Context, log: TextIO) -> None:
-        self._ctx = ctx
+        self._call = call_of(ctx)
         self._log = log
         self._begun = ""
         self._lock = threading.Lock()  # The function may have threads that print.
@@ -101,4 +101,4 @@ class _Lines(io.TextIOBase):
         self._log.flush()
 
     def _hand_on(self, line: str) -> None:
-        self._ctx.say({PRINTED: line.rstrip("\r").rpartition("\r")[2]})
+        self._call.say({PRINTED: line.rstrip("\r").rpartition("\r")[2]})
