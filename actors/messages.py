@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from collectives.debug import DebugLevel
 from collectives.errors import CollectiveError
 
-from .steps import Steps
+from .run_status import Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,7 @@ class RunFailed:
 
     workers: by rank. returned: ranks whose function had returned before that. stuck: ranks that
     did not stop within the grace period; their workers are replaced before the next run.
-    story: where each rank was, if ranks did not meet (testimony.py).
+    story: where each rank was, if ranks did not meet (whereabouts.py).
     nobody_began: workers were lost before the function was called on any rank, so the run may be
     begun once more, with others in their place.
     """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.util.metrics import Counter, Gauge
 
-from .steps import Steps
+from .run_status import Steps
 
 if TYPE_CHECKING:
     from collectives.group import Group

@@ -29,9 +29,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
 from actors.journal import Journal
-from actors.lifeline import Lifeline
 from actors.messages import Assignment, RunRequest
-from actors.steps import Steps
+from actors.run_status import Steps
+from actors.worker.lifeline import Lifeline
 from benchmarks.alternation import finish, parser, spawn, table
 from runtime.program import Program
 

@@ -2,10 +2,10 @@
 
     python benchmarks/scale.py [--json] [--workers 10,100,1000,10000] [--plot docs/images/scale.png]
 
-What is measured is the state machine that the driver actor runs (actors/membership.py and
-actors/regeneration.py), unchanged: events go in, instructions come out, and the simulated workers
-answer each of them as a live one does. Left out is what carries them: Ray's calls, at 0.7 to 1 ms
-each of one caller, which go on side by side.
+What is measured is the state machine that the driver actor runs (actors/driver/membership.py and
+actors/driver/regeneration.py), unchanged: events go in, instructions come out, and the simulated
+workers answer each of them as a live one does. Left out is what carries them: Ray's calls, at 0.7
+to 1 ms each of one caller, which go on side by side.
 
 A *generation change* is the loss of one worker in the middle of a run that goes on: from its death
 until all others were told how to go on. *Messages* are calls between driver and workers.
@@ -29,7 +29,7 @@ sys.path[0] = str(_ROOT)
 
 from ray import cloudpickle
 
-from actors.events import (
+from actors.driver.events import (
     RankEnded,
     RankFinished,
     RankFroze,
@@ -37,8 +37,15 @@ from actors.events import (
     WorkerDied,
     WorkerRegistered,
 )
-from actors.instructions import EndRun, FreezeRank, Instruction, ReleaseRank, ResumeRank, StartRank
-from actors.membership import Membership
+from actors.driver.instructions import (
+    EndRun,
+    FreezeRank,
+    Instruction,
+    ReleaseRank,
+    ResumeRank,
+    StartRank,
+)
+from actors.driver.membership import Membership
 from actors.messages import Frozen, Progress, RunSucceeded, Success, WorkerInfo
 from benchmarks.alternation import finish, parser, table
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from actors.errors import Interrupted
-from actors.steps import Steps
+from actors.run_status import Steps
 from collectives import Group
 
 from .agreement import Agreement

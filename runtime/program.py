@@ -14,9 +14,9 @@ from ray import cloudpickle
 
 from actors.errors import Interrupted, StateLost, ends_a_generation
 from actors.journal import Journal
-from actors.lifeline import Lifeline
 from actors.messages import NOWHERE, Assignment, Resumption
-from actors.steps import Steps
+from actors.run_status import Steps
+from actors.worker.lifeline import Lifeline
 from collectives.group import Group
 
 from . import torch_distributed
@@ -33,7 +33,7 @@ LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (acto
 
 
 class Program:
-    """A train function and its arguments; what `actors.worker.Program` asks for."""
+    """A train function and its arguments; what `actors.worker.worker.Program` asks for."""
 
     def __init__(
         self,

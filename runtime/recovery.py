@@ -3,7 +3,8 @@
 A step of a `ZeroRedundancyOptimizer` that meets with the end of its generation calls `recover`,
 which returns in the next generation, and the step goes on. Nothing of the user's runs meanwhile.
 
-    (a) Freeze, say which ballots this rank has seen, and learn which count (actors/lifeline.py).
+    (a) Freeze, say which ballots this rank has seen, and learn which count
+        (actors/worker/lifeline.py).
     (b) Catch up: apply a step that others have seen and this rank has not. That needs no peer,
         since nobody votes before all gradients are reduced and with their replicas.
     (c) Meet the others in the new generation, and tell them what this rank holds.
@@ -34,9 +35,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from actors.errors import StateLost, ends_a_generation
-from actors.lifeline import Lifeline
 from actors.messages import NOWHERE, Assignment, Progress, Resumption
-from actors.steps import Steps
+from actors.run_status import Steps
+from actors.worker.lifeline import Lifeline
 from collectives import ChoruslineError, CollectiveError, Group, GroupAborted, GroupClosed
 from collectives.objects import all_gather_object
 from collectives.operation import State

@@ -28,7 +28,9 @@ _ASKED_AT_ONCE = 16
 
 
 class Seats:
-    """first: placed. most: how many there may be in all. What `actors.recruiting.Seats` asks for.
+    """first: placed. most: how many there may be in all.
+
+    It is what `actors.crew.recruiting.Seats` asks for.
 
     With STRICT_SPREAD each of the later groups names the nodes that it must not be on. It cannot
     name those of groups that wait like itself, so one waits at a time; and where Ray has moved it,

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from actors.crew import STEP_S, Crew
-from actors.driver import GRACE_S
+from actors.crew.crew import STEP_S, Crew
+from actors.driver.driver import GRACE_S
 from actors.errors import DriverLost
 from actors.journal import JournalReader
 from actors.messages import DriverSnapshot, Report, RunRequest, RunSucceeded, WorkerSnapshot

@@ -1,7 +1,7 @@
 """`Stream`: rows that have no length or cannot be had by number, each exactly once per pass.
 
-One reader, an actor beside the session (actors/row_reader.py), reads the rows, numbers them, and
-hands them to whatever rank asks. It keeps what was handed out until it belongs to a step that
+One reader, an actor beside the session (runtime/data/row_reader.py), reads the rows, numbers them,
+and hands them to whatever rank asks. It keeps what was handed out until it belongs to a step that
 counts. So when a rank is lost, those that go on say how many of its rows do, which they know from
 the votes (dealer.py), and the reader deals the rest again.
 
@@ -27,10 +27,10 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.calls import Actor, why_gone
-from actors.row_reader import PassKey, ReaderDied, Row, row_reader_class
 
 from .batches import Batches
 from .cursor import Cursor
+from .data.row_reader import PassKey, ReaderDied, Row, row_reader_class
 from .dealer import Counted, Cut, Dealer, Left
 
 _SLICE_S = 0.2  # A thread that waits for Ray can be interrupted between two of these.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.messages import WorkerSnapshot
-from actors.testimony import Testimony
+from actors.whereabouts import Testimony
 from collectives import FlightRecording, RecordedCollective
 from collectives.operation import State
 

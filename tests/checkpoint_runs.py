@@ -10,9 +10,9 @@ import torch
 
 import chorusline as cl
 from actors.journal import Journal
-from actors.lifeline import Lifeline
 from actors.messages import Assignment, RunRequest
-from actors.steps import Steps
+from actors.run_status import Steps
+from actors.worker.lifeline import Lifeline
 from runtime.program import Program
 
 GLOBAL_BATCH = 12  # samples of a step, over all ranks; 1, 2, 3 and 4 divide it

@@ -17,7 +17,7 @@ import pytest
 import ray
 from rich.console import Console
 
-from actors.crew import INCARNATION, NAMESPACE
+from actors.crew.crew import INCARNATION, NAMESPACE
 from runtime.command_line import main
 from runtime.commands.bench import Row, bus_factor, nbytes, table
 from runtime.commands.bench import WrongUsage as WrongCase

@@ -102,9 +102,9 @@ def test_every_file_imports_downward_only(layer: str, path: Path) -> None:
 
 
 def test_an_upward_import_is_found_wherever_it_hides() -> None:
-    text = "def f():\n    from actors.worker import Worker\n    import cupy, ray.util\n"
+    text = "def f():\n    from actors.worker.worker import Worker\n    import cupy, ray.util\n"
     assert offences("collectives", Path("work.py"), text) == [
-        "work.py:2 imports actors.worker, which stands above collectives",
+        "work.py:2 imports actors.worker.worker, which stands above collectives",
         "work.py:3 imports cupy: only collectives/nccl.py knows CuPy",
         "work.py:3 imports ray.util: collectives know no Ray",
     ]
@@ -230,6 +230,6 @@ def test_circles_and_upward_imports_are_found_wherever_they_hide() -> None:
 
 def test_the_drivers_process_and_a_readers_do_without_torch() -> None:
     """Ray imports the worker's file there, too, as the driver has handles of workers."""
-    modules = "actors.driver, actors.worker, actors.row_reader"
+    modules = "actors.driver.driver, actors.worker.worker, runtime.data.row_reader"
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.events import (
+from actors.driver.events import (
     Event,
     LastSaveEnded,
     Leaving,
@@ -20,7 +20,7 @@ from actors.events import (
     WorkerDied,
     WorkerRegistered,
 )
-from actors.instructions import (
+from actors.driver.instructions import (
     AbortRank,
     AttachRank,
     EndRun,
@@ -31,7 +31,7 @@ from actors.instructions import (
     StartPause,
     StartRank,
 )
-from actors.membership import MAX_VAIN, Membership
+from actors.driver.membership import MAX_VAIN, Membership
 from actors.messages import (
     NOWHERE,
     Cancellation,

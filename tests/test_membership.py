@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from actors.events import (
+from actors.driver.events import (
     Event,
     GraceEnded,
     RankEnded,
@@ -17,8 +17,8 @@ from actors.events import (
     WorkerDied,
     WorkerRegistered,
 )
-from actors.instructions import AbortRank, EndRun, Instruction, StartGrace, StartRank
-from actors.membership import Membership
+from actors.driver.instructions import AbortRank, EndRun, Instruction, StartGrace, StartRank
+from actors.driver.membership import Membership
 from actors.messages import (
     Assignment,
     Cancellation,

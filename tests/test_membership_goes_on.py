@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.departures import MAX_ATTEMPTS
-from actors.events import (
+from actors.driver.departures import MAX_ATTEMPTS
+from actors.driver.events import (
     Event,
     Leaving,
     PatienceEnded,
@@ -22,7 +22,7 @@ from actors.events import (
     WorkerDied,
     WorkerRegistered,
 )
-from actors.instructions import (
+from actors.driver.instructions import (
     AbortRank,
     AttachRank,
     DismissRank,
@@ -35,7 +35,7 @@ from actors.instructions import (
     StartPause,
     StartRank,
 )
-from actors.membership import MAX_VAIN, Membership
+from actors.driver.membership import MAX_VAIN, Membership
 from actors.messages import (
     Assignment,
     FormerRanks,

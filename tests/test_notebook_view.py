@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.messages import Report, WorkerInfo, WorkerSnapshot, WorkerState
-from actors.steps import Steps
+from actors.run_status import Steps
 from runtime.notebook.history import History
 from runtime.notebook.plots import Line, chart, ticks
 from runtime.notebook.view import ranks_as_html, run_as_html

@@ -21,9 +21,9 @@ import ray
 import torch
 
 from actors.meter import COUNTERS, GAUGES, OF_DRIVER, Look, Meter
-from actors.steps import Steps
-from actors.testimony import Testimony
+from actors.run_status import Steps
 from actors.versions import difference, versions_here
+from actors.whereabouts import Testimony
 from collectives import FlightRecording, Group, HashStore
 from collectives.flight_recorder import CAPACITY
 from runtime.context import Context

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from actors.driver.regeneration import Regeneration, decide
 from actors.messages import Frozen, Progress
-from actors.regeneration import Regeneration, decide
 from collectives.errors import PeerLost
 
 ERROR = PeerLost("all_reduce #1", 0, [0], "gone")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.row_reader import PassKey, ReaderDied, RowReader
+from runtime.data.row_reader import PassKey, ReaderDied, RowReader
 
 FIRST: PassKey = ("run", 3, 1)
 NUM_ROWS = 23

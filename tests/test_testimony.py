@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from actors.events import RankEnded, RanksTold, RunStarted, WorkerRegistered
-from actors.instructions import AbortRank, AskRanks, EndRun, StartGrace
-from actors.membership import Membership
+from actors.driver.events import RankEnded, RanksTold, RunStarted, WorkerRegistered
+from actors.driver.instructions import AbortRank, AskRanks, EndRun, StartGrace
+from actors.driver.membership import Membership
 from actors.messages import Failure, RunFailed, WorkerInfo
-from actors.testimony import Testimony, tell
+from actors.whereabouts import Testimony, tell
 from collectives import (
     CollectiveMismatch,
     CollectiveTimeout,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.training_thread import TrainingThread
+from actors.worker.training_thread import TrainingThread
 
 
 def thread_of(function, conclude=lambda value, error: (value, error)):

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.calls import ActorGone, NoAnswer, answers
-from actors.crew import INCARNATION, NAMESPACE
+from actors.crew.crew import INCARNATION, NAMESPACE
 from actors.messages import DriverSnapshot, MemberState, Report, Survey, WorkerSnapshot
 from collectives.errors import ChoruslineError
 

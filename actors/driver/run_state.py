@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from collectives.errors import CollectiveError, GroupAborted, PeerLost
 
-from . import outcomes
-from .departures import Departures
-from .messages import (
+from .. import outcomes
+from ..messages import (
     Assignment,
     Cancellation,
     Failure,
@@ -19,6 +18,7 @@ from .messages import (
     Success,
     WorkerInfo,
 )
+from .departures import Departures
 from .regeneration import Regeneration
 
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from collectives.errors import CollectiveError
 
-from .messages import Assignment, Resumption, RunFailed, RunSucceeded
+from ..messages import Assignment, Resumption, RunFailed, RunSucceeded
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
 from typing import Generic, TypeVar
 
-from .testimony import users_stack
+from ..whereabouts import users_stack
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
 

@@ -19,8 +19,21 @@ from typing import Any
 
 import ray
 
-from .actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
-from .calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers
+from ..actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
+from ..calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers
+from ..messages import (
+    Cancellation,
+    DriverSnapshot,
+    Frozen,
+    RunFailed,
+    RunRequest,
+    RunSucceeded,
+    Stand,
+    Survey,
+    WorkerState,
+)
+from ..meter import DriverCounters
+from ..versions import difference
 from .events import (
     Event,
     GraceEnded,
@@ -58,19 +71,6 @@ from .instructions import (
     StartRank,
 )
 from .membership import Membership
-from .messages import (
-    Cancellation,
-    DriverSnapshot,
-    Frozen,
-    RunFailed,
-    RunRequest,
-    RunSucceeded,
-    Stand,
-    Survey,
-    WorkerState,
-)
-from .meter import DriverCounters
-from .versions import difference
 
 GRACE_S = 5.0
 """Seconds that ranks have to stop after they were told to; who still runs then is stuck."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from .messages import Frozen, WorkerInfo
+from ..messages import Frozen, WorkerInfo
 
 MAX_ATTEMPTS = 3
 """Rounds that a notice may cost: ranks that were outside of a step cannot hand over."""

@@ -16,15 +16,15 @@ from typing import Any
 
 import ray
 
-from .calls import Actor, ActorGone, NoAnswer, answer, answers
-from .driver import GRACE_S, Unfit, driver_class
-from .errors import DriverLost, StartupError
-from .journal import JournalReader
-from .messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from ..calls import Actor, ActorGone, NoAnswer, answer, answers
+from ..driver.driver import GRACE_S, Unfit, driver_class
+from ..errors import DriverLost, StartupError
+from ..journal import JournalReader
+from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from ..versions import versions_here
+from ..whereabouts import Testimony
+from ..worker.worker import worker_class
 from .recruiting import Recruiter, Seats
-from .testimony import Testimony
-from .versions import versions_here
-from .worker import worker_class
 
 NAMESPACE = "chorusline"
 """Ray's, of the names of driver actors: by them another process finds the sessions of a cluster."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from collectives.errors import CollectiveError, GroupAborted, fresh_copy
 
-from .calls import Actor
-from .errors import ends_a_generation
-from .messages import NOWHERE, Assignment, Frozen, Progress, Resumption, RunRequest
+from ..calls import Actor
+from ..errors import ends_a_generation
+from ..messages import NOWHERE, Assignment, Frozen, Progress, Resumption, RunRequest
 
 if TYPE_CHECKING:
     from collectives.group import Group

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from .calls import Actor, ActorGone, answer, nodes_leaving
-from .messages import RunRequest
-from .versions import versions_here
+from ..calls import Actor, ActorGone, answer, nodes_leaving
+from ..messages import RunRequest
+from ..versions import versions_here
 
 NODE_WATCH_S = 1.0
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from .messages import DROPPED, Frozen, Progress
+from ..messages import DROPPED, Frozen, Progress
 
 
 class Regeneration:

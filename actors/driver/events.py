@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .messages import Failure, Frozen, Stand, Success, WorkerInfo
-from .testimony import Testimony
+from ..messages import Failure, Frozen, Stand, Success, WorkerInfo
+from ..whereabouts import Testimony
 
 
 @dataclass(frozen=True, slots=True)

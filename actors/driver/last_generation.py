@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from .messages import NOWHERE, Failure, Frozen, Loss
+from ..messages import NOWHERE, Failure, Frozen, Loss
 
 
 def may_save(frozen: Mapping[int, Frozen]) -> bool:

@@ -32,13 +32,12 @@ import collectives
 from collectives.debug import get_debug_level, set_debug_level
 from collectives.errors import CollectiveError, CollectiveTimeout, GroupAborted, fresh_copy
 
-from . import outcomes
-from .actor_store import ActorStore
-from .calls import Actor, actor_class
-from .errors import ends_a_generation
-from .journal import Journal
-from .lifeline import Lifeline
-from .messages import (
+from .. import outcomes
+from ..actor_store import ActorStore
+from ..calls import Actor, actor_class
+from ..errors import ends_a_generation
+from ..journal import Journal
+from ..messages import (
     Assignment,
     Failure,
     Report,
@@ -50,12 +49,13 @@ from .messages import (
     WorkerSnapshot,
     WorkerState,
 )
-from .meter import Look, Publisher
-from .notice import hear_sigterm
-from .steps import Steps
-from .testimony import Testimony
+from ..meter import Look, Publisher
+from ..run_status import Steps
+from ..versions import versions_here
+from ..whereabouts import Testimony
+from .lifeline import Lifeline
+from .sigterm import hear_sigterm
 from .training_thread import TrainingThread
-from .versions import versions_here
 
 if TYPE_CHECKING:
     from collectives.group import Group

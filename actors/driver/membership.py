@@ -34,6 +34,23 @@ from dataclasses import replace
 
 from collectives.errors import CollectiveError, CollectiveTimeout, GroupAborted
 
+from ..messages import (
+    Cancellation,
+    DriverSnapshot,
+    Failure,
+    FormerRanks,
+    Frozen,
+    Loss,
+    MemberState,
+    Progress,
+    Resumption,
+    RunFailed,
+    RunSucceeded,
+    Stand,
+    Success,
+    WorkerInfo,
+)
+from ..whereabouts import Testimony, tell
 from . import last_generation
 from .events import (
     Event,
@@ -71,22 +88,6 @@ from .instructions import (
     StartPause,
     StartRank,
 )
-from .messages import (
-    Cancellation,
-    DriverSnapshot,
-    Failure,
-    FormerRanks,
-    Frozen,
-    Loss,
-    MemberState,
-    Progress,
-    Resumption,
-    RunFailed,
-    RunSucceeded,
-    Stand,
-    Success,
-    WorkerInfo,
-)
 from .regeneration import Regeneration, decide
 from .run_state import (
     Member,
@@ -98,7 +99,6 @@ from .run_state import (
     missing_in,
     stop_error,
 )
-from .testimony import Testimony, tell
 
 MAX_VAIN = 3
 """Generations in which ranks did not meet, one after another, before the run is given up."""
