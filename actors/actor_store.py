@@ -15,8 +15,16 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from collectives.errors import CollectiveError, StoreLost, fresh_copy
-from collectives.store import Data, HashStore, Store, encoded, encoded_keys, paired, timed_out
+from collectives.contract.errors import CollectiveError, StoreLost, fresh_copy
+from collectives.stores.store import (
+    Data,
+    HashStore,
+    Store,
+    encoded,
+    encoded_keys,
+    paired,
+    timed_out,
+)
 
 from .calls import Actor, why_gone
 

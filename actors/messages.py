@@ -19,8 +19,8 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from collectives.debug import DebugLevel
-from collectives.errors import CollectiveError
+from collectives.contract.errors import CollectiveError
+from collectives.diagnosis.debug import DebugLevel
 
 from .run_status import Steps
 

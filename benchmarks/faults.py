@@ -49,10 +49,12 @@ from collectives import (
     StoreTimeout,
     Work,
 )
-from collectives.errors import fresh_copy
+from collectives.contract.errors import fresh_copy
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "collectives.gloo", "collectives.shared_memory"])
+FORKS.set_forkserver_preload(
+    ["torch", "collectives.transports.gloo", "collectives.shared_memory.algorithms"]
+)
 
 FAULTS = ("kill", "stop", "raise", "cancel", "abort", "none")
 TIMEOUT_S = {"stop": 1.0}  # short where it is what ends the generation

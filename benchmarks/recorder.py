@@ -21,9 +21,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.alternation import alternate, finish, parser, spawn, table
 from collectives import DebugLevel, FileStore, Group, set_debug_level
-from collectives.call_site import padded_site
-from collectives.flight_recorder import FlightRecorder
-from collectives.operation import Kind, Operation
+from collectives.contract.call_site import padded_site
+from collectives.contract.operation import Kind, Operation
+from collectives.diagnosis.flight_recorder import FlightRecorder
 
 
 class _NoRecorder(FlightRecorder):

@@ -38,8 +38,8 @@ def put_ours_in_the_place_of_gloo() -> None:
     from torch.distributed import distributed_c10d
 
     from collectives.group import Group
+    from collectives.stores.torch_store import StoreFromTorch
     from collectives.torch_backend.process_group import ChoruslineProcessGroup
-    from collectives.torch_store import StoreFromTorch
 
     class InPlaceOfGloo(ChoruslineProcessGroup):
         profiling_name = "gloo"  # The suite looks for ranges of this name.

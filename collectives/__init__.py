@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from .debug import DebugLevel, get_debug_level, set_debug_level, set_debug_level_from_env
-from .errors import (
+from .contract.errors import (
     ChoruslineError,
     CollectiveError,
     CollectiveMismatch,
@@ -24,30 +23,31 @@ from .errors import (
     StoreTimeout,
     UnsupportedOperation,
 )
-from .file_store import FileStore
-from .flight_recorder import FlightRecording, RecordedCollective
-from .reduce_op import ReduceOp
-from .statistics import Statistics
-from .store import HashStore, PrefixStore, Store
+from .contract.reduce_op import ReduceOp
+from .diagnosis.debug import DebugLevel, get_debug_level, set_debug_level, set_debug_level_from_env
+from .diagnosis.flight_recorder import FlightRecording, RecordedCollective
+from .diagnosis.statistics import Statistics
+from .stores.file_store import FileStore
+from .stores.store import HashStore, PrefixStore, Store
 
 if TYPE_CHECKING:
-    from .backends import register_backend
-    from .communicator import Communicator
+    from .contract.communicator import Communicator
+    from .contract.work import Work
     from .group import Group, GroupDescription
-    from .rendezvous import Rendezvous, store_from_url
-    from .torch_store import StoreFromTorch, TorchStore
-    from .work import Work
+    from .stores.rendezvous import Rendezvous, store_from_url
+    from .stores.torch_store import StoreFromTorch, TorchStore
+    from .transports.backends import register_backend
 
 _WITH_TORCH = {
-    "register_backend": "backends",
-    "Communicator": "communicator",
+    "register_backend": "transports.backends",
+    "Communicator": "contract.communicator",
     "Group": "group",
     "GroupDescription": "group",
-    "Rendezvous": "rendezvous",
-    "store_from_url": "rendezvous",
-    "StoreFromTorch": "torch_store",
-    "TorchStore": "torch_store",
-    "Work": "work",
+    "Rendezvous": "stores.rendezvous",
+    "store_from_url": "stores.rendezvous",
+    "StoreFromTorch": "stores.torch_store",
+    "TorchStore": "stores.torch_store",
+    "Work": "contract.work",
 }
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from .errors import CollectiveError, CollectiveTimeout, GroupAborted, GroupClosed, PeerLost
-from .flight_recorder import FlightRecording
+from .contract.errors import CollectiveError, CollectiveTimeout, GroupAborted, GroupClosed, PeerLost
+from .diagnosis.flight_recorder import FlightRecording
 
 _LOOK_S = 0.05
 

@@ -1,7 +1,7 @@
 """`Group`: the ranks of one generation, how they meet, and how it numbers what they issue.
 
-What they can do together is in operations.py and object_collectives.py; the groups that are made of
-a group, and how all of them end, in subgroups.py.
+What they can do together is in operations.py and objects/collectives.py; the groups that are made
+of a group, and how all of them end, in subgroups.py.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Any, Self
 import torch
 from torch.autograd import profiler
 
-from .backends import backend_for
-from .coalesce import Coalesced
-from .communicator import Communicator
-from .debug import DebugLevel, get_debug_level
-from .errors import GroupClosed
+from .contract.communicator import Communicator
+from .contract.errors import GroupClosed
+from .contract.inference import outside_inference_mode
+from .contract.operation import Kind, Operation
+from .contract.work import Work
+from .diagnosis.debug import DebugLevel, get_debug_level
+from .diagnosis.flight_recorder import Activity, FlightRecorder
+from .diagnosis.profiling import begin_span
+from .diagnosis.statistics import Statistics
 from .family import Family
-from .flight_recorder import Activity, FlightRecorder
-from .inference import outside_inference_mode
-from .interfaces import network_of
 from .meeting import meet
-from .monitored_barrier import MonitoredBarrier
-from .object_channel import ObjectChannel
-from .object_collectives import ObjectCollectives
-from .object_messages import ObjectMessages
-from .operation import Kind, Operation
-from .operations import Operations
-from .profiling import begin_span
-from .rendezvous import store_from_url
-from .statistics import Statistics
-from .store import Store
+from .objects.channel import ObjectChannel
+from .objects.collectives import ObjectCollectives
+from .objects.messages import ObjectMessages
+from .operations.coalesce import Coalesced
+from .operations.monitored_barrier import MonitoredBarrier
+from .operations.operations import Operations
+from .stores.rendezvous import store_from_url
+from .stores.store import Store
 from .subgroups import Subgroups
-from .work import Work
+from .transports.backends import backend_for
+from .transports.interfaces import network_of
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -173,7 +173,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
             name=name,
         )
         if get_debug_level() >= DebugLevel.DETAIL:
-            from .comparison import comparing
+            from .transports.comparing import comparing
 
             communicator = comparing(communicator, rendezvous, generation, name)
         return cls(

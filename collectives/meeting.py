@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import torch
 
-from .backends import Backend
-from .communicator import Communicator
-from .errors import StoreTimeout
-from .store import Data, PrefixStore, Store
+from .contract.communicator import Communicator
+from .contract.errors import StoreTimeout
+from .stores.store import Data, PrefixStore, Store
+from .transports.backends import Backend
 
 _SLICE_S = 0.2  # of a wait in the store, between two looks at what may have made it pointless
 

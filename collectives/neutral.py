@@ -11,10 +11,10 @@ from collections.abc import Collection
 
 import torch
 
-from .dtypes import DTYPES
+from .contract.dtypes import DTYPES
+from .contract.operation import UNEVEN, Kind
+from .contract.reduce_op import ReduceOp
 from .group import Group
-from .operation import UNEVEN, Kind
-from .reduce_op import ReduceOp
 
 _ROOTED = (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)
 

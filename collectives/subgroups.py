@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import torch
 
-from .communicator import Communicator
-from .errors import (
+from .contract.communicator import Communicator
+from .contract.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
@@ -26,14 +26,14 @@ from .errors import (
     StoreTimeout,
     fresh_copy,
 )
+from .contract.inference import outside_inference_mode
+from .contract.operation import Operation
+from .contract.work import Work
+from .diagnosis.flight_recorder import FlightRecorder, FlightRecording
 from .family import Family
-from .flight_recorder import FlightRecorder, FlightRecording
-from .inference import outside_inference_mode
 from .meeting import WatchedStore, ranks_of_keys
-from .object_channel import ObjectChannel, RecorderOnBehalf
-from .operation import Operation
-from .store import PrefixStore, Store
-from .work import Work
+from .objects.channel import ObjectChannel, RecorderOnBehalf
+from .stores.store import PrefixStore, Store
 
 
 class Subgroups(ABC):

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from collectives import CollectiveMismatch, Group
-from collectives.objects import all_gather_object
+from collectives.objects.blocking import all_gather_object
 
 
 class GradBucket:

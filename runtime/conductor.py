@@ -25,8 +25,8 @@ from functools import partial
 import torch
 
 from collectives import Group
+from collectives.contract.operation import Kind, describe
 from collectives.neutral import take_part, why_not_without
-from collectives.operation import Kind, describe
 
 from .ledger import JoinLedger
 

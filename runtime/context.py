@@ -9,8 +9,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from collectives.contract.reduce_op import ReduceOp
 from collectives.group import Group
-from collectives.reduce_op import ReduceOp
 
 from . import torch_distributed
 from .batches import Batches

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import Group
-from collectives.debug import is_informing
+from collectives.diagnosis.debug import is_informing
 
 from .agreement import Agreement
 from .boundary import boundary

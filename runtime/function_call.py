@@ -17,9 +17,9 @@ from ray import cloudpickle
 
 from actors.journal import Journal
 from actors.messages import Assignment, Report
-from collectives.errors import GroupAborted, fresh_copy
+from collectives.contract.errors import GroupAborted, fresh_copy
 from collectives.group import Group
-from collectives.objects import broadcast_object
+from collectives.objects.blocking import broadcast_object
 
 from .boundary import boundary
 from .checkpoint.checkpoints import Checkpoints

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from collectives import Group, Work
-from collectives.buckets import BucketPlan
-from collectives.shards import padded_numel, room_for, shard_numel
+
+from .partition.buckets import BucketPlan
+from .partition.shards import padded_numel, room_for, shard_numel
 
 
 class GradientBucket:

@@ -15,7 +15,8 @@ import torch
 
 from actors.errors import StateLost
 from collectives import Group
-from collectives.resharding import Range, RangesLost, Transfer, overlap, plan_transfers
+
+from .partition.resharding import Range, RangesLost, Transfer, overlap, plan_transfers
 
 VALUES = "values"
 """Beside the optimizer's own names: the numbers that are stepped, parameters or their masters."""

@@ -21,8 +21,7 @@ import torch
 
 from actors.errors import StateLost
 from collectives import Group
-from collectives.objects import all_gather_object
-from collectives.resharding import Range, RangesLost, by_holders, merged, overlap
+from collectives.objects.blocking import all_gather_object
 
 from .checkpoint import catalog
 from .checkpoint.checkpoints import Checkpoints
@@ -41,6 +40,7 @@ from .checkpoint.storage import open_storage
 from .distributed_data_parallel import DistributedDataParallel
 from .held_state import VALUES, HeldState
 from .optimizer_state import MASTER
+from .partition.resharding import Range, RangesLost, by_holders, merged, overlap
 from .registry import Registry
 from .retained import Retained, Summary, leader_of, up_to_date
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
 
-from collectives.objects import all_gather_object
+from collectives.objects.blocking import all_gather_object
 
 from .distributed_data_parallel import DistributedDataParallel
 from .join import Join

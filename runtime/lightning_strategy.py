@@ -29,7 +29,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler
 
 from collectives import Group, ReduceOp
-from collectives.objects import all_gather_object
+from collectives.objects.blocking import all_gather_object
 
 from .distributed_data_parallel import DistributedDataParallel
 from .lightning_epochs import Epochs

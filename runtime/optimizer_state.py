@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from collectives import Group
-from collectives.objects import all_gather_object
-from collectives.shards import Piece, shard_numel
+from collectives.objects.blocking import all_gather_object
+
+from .partition.shards import Piece, shard_numel
 
 CHUNK_BYTES = 4 << 20
 """Of all ranks together, while state is gathered."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from collectives import Group, Work
-from collectives.buckets import BucketPlan
-from collectives.resharding import guarded_ranks
-from collectives.shards import padded_numel, room_for, shard_numel
+
+from .partition.buckets import BucketPlan
+from .partition.resharding import guarded_ranks
+from .partition.shards import padded_numel, room_for, shard_numel
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from collectives import Group, Work
-from collectives.buckets import BucketPlan, plan_buckets
-from collectives.resharding import Range
-from collectives.shards import (
-    Piece,
-    pieces_of,
-    shard_numel,
-    whole_parameter_spans,
-)
 
 from .gradient_bucket import GradientBucket
 from .held_state import VALUES, Description, HeldState, Part, Told, complete
 from .optimizer_state import MASTER, BucketLayout, PieceState, check_fits, gather_state, slice_state
 from .parameter_bucket import Gather, ParameterBucket, ShardRange
+from .partition.buckets import BucketPlan, plan_buckets
+from .partition.resharding import Range
+from .partition.shards import (
+    Piece,
+    pieces_of,
+    shard_numel,
+    whole_parameter_spans,
+)
 from .shardable_optimizers import ELEMENTWISE
 
 _BUCKET_BYTES = 25 << 20

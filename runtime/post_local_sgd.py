@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from collectives import Group, ReduceOp
-from collectives.host import host_identity
-from collectives.objects import all_gather_object
+from collectives.objects.blocking import all_gather_object
+from collectives.transports.host import host_identity
 
 from .comm_hooks import GradBucket
 from .model_averaging import ModelAverager

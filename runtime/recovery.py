@@ -8,7 +8,7 @@ which returns in the next generation, and the step goes on. Nothing of the user'
     (b) Catch up: apply a step that others have seen and this rank has not. That needs no peer,
         since nobody votes before all gradients are reduced and with their replicas.
     (c) Meet the others in the new generation, and tell them what this rank holds.
-    (d) Send and receive what the new shard map wants moved (collectives/resharding.py).
+    (d) Send and receive what the new shard map wants moved (runtime/partition/resharding.py).
     (e) When all have what they need, and not before, *enter* the generation: cut the shards, deal
         the samples, and drop what is not kept any more. Until then all have what they had.
     (f) Gather the parameters and the buffers: the end of a step that somebody may have missed.
@@ -39,9 +39,8 @@ from actors.messages import NOWHERE, Assignment, Progress, Resumption
 from actors.run_status import Steps
 from actors.worker.lifeline import Lifeline
 from collectives import ChoruslineError, CollectiveError, Group, GroupAborted, GroupClosed
-from collectives.objects import all_gather_object
-from collectives.operation import State
-from collectives.resharding import Range
+from collectives.contract.operation import State
+from collectives.objects.blocking import all_gather_object
 
 from . import join, last_checkpoint, whole_parameters
 from .checkpoint.checkpoints import Checkpoints
@@ -51,6 +50,7 @@ from .distributed_data_parallel import DistributedDataParallel
 from .held_state import Description, HeldState
 from .last_checkpoint import Saveable
 from .made import Made
+from .partition.resharding import Range
 from .plain_steps import PlainSteps
 from .registry import Registered, Registry
 from .retained import Retained, Summary, leader_of, up_to_date

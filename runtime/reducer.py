@@ -31,13 +31,13 @@ from torch.utils.hooks import RemovableHandle
 
 from actors.errors import ends_a_generation
 from collectives import CollectiveError, Group, Work
-from collectives.buckets import plan_buckets
 
 from .agreement import MAX_ITERATIONS, Agreement, read_agreement, vote_numel, write_vote
 from .boundary import boundary
 from .comm_hooks import CommHook, GradBucket
 from .gradient_bucket import GradientBucket
 from .kept import kept
+from .partition.buckets import plan_buckets
 from .step_statistics import StepClock, UnusedParameters
 
 FIRST_BUCKET_BYTES = 1 << 20

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from collectives import Group
-from collectives.dtypes import DTYPES
+from collectives.contract.dtypes import DTYPES
 
 
 @torch.no_grad()

@@ -18,11 +18,11 @@ import torch
 
 from actors.messages import Progress
 from collectives import Group
-from collectives.objects import broadcast_object
-from collectives.resharding import Range
+from collectives.objects.blocking import broadcast_object
 
 from .distributed_data_parallel import DistributedDataParallel
 from .held_state import Description, HeldState
+from .partition.resharding import Range
 from .plain_steps import Place
 from .registry import Registered, Registry
 from .replication import broadcast_tensors

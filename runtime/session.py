@@ -21,7 +21,7 @@ from actors.errors import DriverLost
 from actors.journal import JournalReader
 from actors.messages import DriverSnapshot, Report, RunRequest, RunSucceeded, WorkerSnapshot
 from actors.outcomes import raise_failure
-from collectives.debug import get_debug_level
+from collectives.diagnosis.debug import get_debug_level
 
 from . import notebook, placement
 from .checkpoint.config import CheckpointConfig

@@ -23,7 +23,7 @@ from typing import Any
 from actors.messages import WorkerSnapshot
 from actors.whereabouts import Testimony
 from collectives import FlightRecording, RecordedCollective
-from collectives.operation import State
+from collectives.contract.operation import State
 
 _FEWEST_ENDS = 3  # to tell a clock by
 _SYNCHRONIZING = ("barrier", "all_reduce", "all_gather")

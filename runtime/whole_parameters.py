@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 import torch
 
 from collectives import Group
-from collectives.objects import all_gather_object, broadcast_object
-from collectives.resharding import Range, Transfer, by_holders
+from collectives.objects.blocking import all_gather_object, broadcast_object
 
 from .distributed_data_parallel import DistributedDataParallel
 from .held_state import VALUES, HeldState, exchange
+from .partition.resharding import Range, Transfer, by_holders
 from .registry import Registry
 from .retained import Retained
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer

@@ -20,12 +20,12 @@ from handle_contract import *  # noqa: F403  # Ranks look checks up by name, in 
 from handle_contract import HANDLE_CONTRACT, check_many_objects_between_two
 from numpy.typing import NDArray
 
-from collectives.dtypes import DTYPES
-from collectives.errors import UnsupportedOperation
+from collectives.contract.dtypes import DTYPES
+from collectives.contract.errors import UnsupportedOperation
+from collectives.contract.operation import Kind
+from collectives.contract.reduce_op import ReduceOp
+from collectives.contract.work import Work
 from collectives.group import Group
-from collectives.operation import Kind
-from collectives.reduce_op import ReduceOp
-from collectives.work import Work
 
 SMALL_SIZES = (0, 1, 10)
 LARGE_SIZE = 600_007

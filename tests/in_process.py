@@ -14,20 +14,20 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.arithmetic import reduce_into
-from collectives.communicator import Communicator
-from collectives.errors import (
+from collectives.contract.arithmetic import reduce_into
+from collectives.contract.communicator import Communicator
+from collectives.contract.errors import (
     CollectiveError,
     CollectiveTimeout,
     GroupClosed,
     PeerLost,
 )
-from collectives.in_flight import InFlight, PendingWork
-from collectives.operation import ANY_RANK, Operation
-from collectives.reduce_op import ReduceOp
-from collectives.signature import Signature, message_mismatch, mismatch, pair_mismatch
-from collectives.store import Store
-from collectives.work import Work
+from collectives.contract.in_flight import InFlight, PendingWork
+from collectives.contract.operation import ANY_RANK, Operation
+from collectives.contract.reduce_op import ReduceOp
+from collectives.contract.signature import Signature, message_mismatch, mismatch, pair_mismatch
+from collectives.contract.work import Work
+from collectives.stores.store import Store
 
 IN_PROCESS = "in-process"
 

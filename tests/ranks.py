@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.file_store import FileStore
 from collectives.group import Group
-from collectives.nccl import load_nccl
+from collectives.stores.file_store import FileStore
+from collectives.transports.nccl import load_nccl
 
 SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
 
@@ -35,8 +35,8 @@ FORKS.set_forkserver_preload(
         "torch.distributed.checkpoint",  # A second or more, paid once instead of by each rank.
         "numpy",
         "pytest",
-        "collectives.gloo",
-        "collectives.shared_memory",
+        "collectives.transports.gloo",
+        "collectives.shared_memory.algorithms",
     ]
 )
 

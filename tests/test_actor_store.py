@@ -15,8 +15,14 @@ from test_store import StoreContract
 from actors import errors
 from actors.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
 from actors.calls import actor_class
-from collectives.errors import ChoruslineError, GroupAborted, PeerLost, StoreLost, StoreTimeout
-from collectives.store import HashStore, PrefixStore, Store
+from collectives.contract.errors import (
+    ChoruslineError,
+    GroupAborted,
+    PeerLost,
+    StoreLost,
+    StoreTimeout,
+)
+from collectives.stores.store import HashStore, PrefixStore, Store
 
 
 class StoreActorToEmpty(StoreActor):

@@ -24,7 +24,7 @@ from collectives import (
     UnsupportedOperation,
     register_backend,
 )
-from collectives.object_messages import Script, ScriptedWork
+from collectives.objects.messages import Script, ScriptedWork
 
 register_backend(IN_PROCESS, connect, ["cpu"])
 register_backend("without-tags", connect_without_tags, ["cpu"])

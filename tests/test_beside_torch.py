@@ -27,7 +27,7 @@ from training_reference import (
 )
 
 import chorusline as cl
-from collectives.objects import broadcast_object
+from collectives.objects.blocking import broadcast_object
 
 
 def with_torch(group, body, *args, timeout_s=60.0):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
 
-from collectives.blame import tell_waits, to_blame
-from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.contract.errors import CollectiveError, CollectiveTimeout
+from collectives.diagnosis.blame import tell_waits, to_blame
 from collectives.group import Group
 
 MORE_THAN_A_RING = 1_000_000

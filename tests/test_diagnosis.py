@@ -26,11 +26,16 @@ from collectives import (
     set_debug_level,
     set_debug_level_from_env,
 )
-from collectives.debug import inform
-from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, StoreTimeout
-from collectives.flight_recorder import CAPACITY, tell_positions
-from collectives.operation import State
-from collectives.roll_call import Position, culprits
+from collectives.contract.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    StoreTimeout,
+)
+from collectives.contract.operation import State
+from collectives.diagnosis.debug import inform
+from collectives.diagnosis.flight_recorder import CAPACITY, tell_positions
+from collectives.transports.roll_call import Position, culprits
 
 transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
 
@@ -93,7 +98,7 @@ def test_a_level_that_does_not_exist_is_refused_with_the_choices(
 
 
 def test_what_is_told_at_info_is_seen_where_nobody_set_up_logging() -> None:
-    program = "from collectives.debug import inform; inform('%d buckets', 3)"
+    program = "from collectives.diagnosis.debug import inform; inform('%d buckets', 3)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.stderr == "3 buckets\n"
 

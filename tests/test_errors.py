@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from collectives.errors import (
+from collectives.contract.errors import (
     ChoruslineError,
     CollectiveError,
     CollectiveMismatch,
@@ -24,7 +24,7 @@ from collectives.errors import (
     fresh_copy,
 )
 from collectives.group import Group
-from collectives.store import HashStore
+from collectives.stores.store import HashStore
 
 COLLECTIVE_ERRORS: list[CollectiveError] = [
     CollectiveTimeout("all_reduce #118 (4 float32)", 3, [2], 30.0, "rank 2 is at barrier #7"),
@@ -70,7 +70,9 @@ def test_every_error_is_there_to_be_tested() -> None:
         found = set(root.__subclasses__())
         return found.union(*map(kinds, found)) if found else found
 
-    ours = {kind for kind in kinds(ChoruslineError) if kind.__module__ == "collectives.errors"}
+    ours = {
+        kind for kind in kinds(ChoruslineError) if kind.__module__ == "collectives.contract.errors"
+    }
     assert ours - {type(error) for error in ERRORS} == {CollectiveError}
 
 

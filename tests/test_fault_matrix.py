@@ -25,9 +25,9 @@ import pytest
 import torch
 from ranks import GLOO, SHARED_MEMORY, Rank, Ranks, run_ranks
 
-from collectives.errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost
+from collectives.contract.errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost
+from collectives.contract.work import Work
 from collectives.group import Group
-from collectives.work import Work
 
 VICTIM = 1
 TIMEOUT_S = 0.7

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import Outcome, Plan, Report, draw, judge
-from collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
+from collectives.contract.errors import CollectiveTimeout, GroupAborted, PeerLost
 
 ROOT = Path(__file__).resolve().parents[1]
 

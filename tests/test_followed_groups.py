@@ -9,9 +9,9 @@ from test_user_joinables import CountingJoinable
 from training_reference import batches_of, loss_of, make_model
 
 import chorusline as cl
-from collectives.dtypes import DTYPES
+from collectives.contract.dtypes import DTYPES
+from collectives.contract.operation import Kind
 from collectives.neutral import neutral_element, take_part, why_not_without
-from collectives.operation import Kind
 
 _REDUCTIONS = [op for op in cl.ReduceOp if op is not cl.ReduceOp.AVG]
 _BITS = (cl.ReduceOp.BAND, cl.ReduceOp.BOR, cl.ReduceOp.BXOR)

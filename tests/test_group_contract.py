@@ -15,7 +15,7 @@ from ranks import GLOO, NCCL, SHARED_MEMORY, Rank, on_gpus, run_ranks
 from standing_ranks import StandingRanks
 
 from collectives.group import Group
-from collectives.store import HashStore
+from collectives.stores.store import HashStore
 
 Check = Callable[[Group], Any]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ranks import GLOO, SHARED_MEMORY, Rank, Ranks, run_ranks
 
-from collectives.errors import (
+from collectives.contract.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
@@ -25,10 +25,10 @@ from collectives.errors import (
     StoreTimeout,
     UnsupportedOperation,
 )
+from collectives.contract.reduce_op import ReduceOp
+from collectives.contract.work import Work
 from collectives.group import Group
-from collectives.reduce_op import ReduceOp
-from collectives.store import HashStore
-from collectives.work import Work
+from collectives.stores.store import HashStore
 
 transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
 

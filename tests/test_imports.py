@@ -92,7 +92,7 @@ def offences(layer: str, path: Path, text: str) -> list[str]:
         if top == "ray" and layer == "collectives":
             found.append(f"{where}: collectives know no Ray")
         if top == "cupy" and path.name != "nccl.py":
-            found.append(f"{where}: only collectives/nccl.py knows CuPy")
+            found.append(f"{where}: only collectives/transports/nccl.py knows CuPy")
     return found
 
 
@@ -105,7 +105,7 @@ def test_an_upward_import_is_found_wherever_it_hides() -> None:
     text = "def f():\n    from actors.worker.worker import Worker\n    import cupy, ray.util\n"
     assert offences("collectives", Path("work.py"), text) == [
         "work.py:2 imports actors.worker.worker, which stands above collectives",
-        "work.py:3 imports cupy: only collectives/nccl.py knows CuPy",
+        "work.py:3 imports cupy: only collectives/transports/nccl.py knows CuPy",
         "work.py:3 imports ray.util: collectives know no Ray",
     ]
     assert offences("runtime", Path("join.py"), "from .session import Session\n") == []

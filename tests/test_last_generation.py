@@ -45,7 +45,7 @@ from actors.messages import (
     Success,
     WorkerInfo,
 )
-from collectives.errors import GroupAborted, PeerLost
+from collectives.contract.errors import GroupAborted, PeerLost
 
 GONE = PeerLost("all_reduce #7", 0, [1], "gone")
 SAVED = GroupAborted(1, [], "it is saved")

@@ -31,7 +31,7 @@ from actors.messages import (
     Success,
     WorkerInfo,
 )
-from collectives.errors import GroupAborted, PeerLost
+from collectives.contract.errors import GroupAborted, PeerLost
 
 
 def worker(seat: int, node: str = "node-a", incarnation: int = 0) -> WorkerInfo:

@@ -49,7 +49,7 @@ from actors.messages import (
     Success,
     WorkerInfo,
 )
-from collectives.errors import CollectiveTimeout, PeerLost
+from collectives.contract.errors import CollectiveTimeout, PeerLost
 
 GONE = PeerLost("all_reduce #7", 0, [1], "gone")
 

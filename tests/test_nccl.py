@@ -15,21 +15,21 @@ import torch
 from group_contract import assert_equal, finish
 from ranks import NCCL, Body, Rank, on_gpus, run_ranks
 
-from collectives.arguments import travelling_dtype
-from collectives.debug import DebugLevel, set_debug_level
-from collectives.dtypes import DTYPES
-from collectives.errors import (
+from collectives.contract.dtypes import DTYPES
+from collectives.contract.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
 )
+from collectives.contract.reduce_op import ReduceOp
+from collectives.contract.work import Work
+from collectives.diagnosis.debug import DebugLevel, set_debug_level
 from collectives.group import Group
-from collectives.nccl import connect, load_nccl
-from collectives.nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
-from collectives.reduce_op import ReduceOp
-from collectives.store import HashStore
-from collectives.work import Work
+from collectives.operations.arguments import travelling_dtype
+from collectives.stores.store import HashStore
+from collectives.transports.nccl import connect, load_nccl
+from collectives.transports.nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
 

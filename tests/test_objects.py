@@ -14,7 +14,7 @@ import torch
 from ranks import GLOO, SHARED_MEMORY, Rank, Ranks, run_ranks
 from test_subgroups import error_of
 
-from collectives.errors import (
+from collectives.contract.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
@@ -22,8 +22,8 @@ from collectives.errors import (
     PeerLost,
 )
 from collectives.group import Group
-from collectives.objects import all_gather_object
-from collectives.store import HashStore
+from collectives.objects.blocking import all_gather_object
+from collectives.stores.store import HashStore
 
 transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
 

@@ -25,7 +25,7 @@ from actors.run_status import Steps
 from actors.versions import difference, versions_here
 from actors.whereabouts import Testimony
 from collectives import FlightRecording, Group, HashStore
-from collectives.flight_recorder import CAPACITY
+from collectives.diagnosis.flight_recorder import CAPACITY
 from runtime.context import Context
 from runtime.distributed_data_parallel import DistributedDataParallel
 from runtime.session import Session

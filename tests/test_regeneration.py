@@ -22,7 +22,7 @@ import pytest
 
 from actors.driver.regeneration import Regeneration, decide
 from actors.messages import Frozen, Progress
-from collectives.errors import PeerLost
+from collectives.contract.errors import PeerLost
 
 ERROR = PeerLost("all_reduce #1", 0, [0], "gone")
 

@@ -19,7 +19,7 @@ import torch
 from ranks import FORKS
 
 from collectives import Group, StaleStore, StoreLost, StoreTimeout, store_from_url
-from collectives.file_store import FileStore
+from collectives.stores.file_store import FileStore
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.resharding import (
+from runtime.partition.resharding import (
     Range,
     RangesLost,
     guarded_ranks,

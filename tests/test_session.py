@@ -23,7 +23,7 @@ from ray import cloudpickle
 
 from actors.errors import RankFailed, StartupError, WorkerLost
 from actors.messages import Report, WorkerSnapshot
-from collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
+from collectives.contract.errors import CollectiveTimeout, GroupAborted, PeerLost
 from runtime.context import Context
 from runtime.running import current, current_group
 from runtime.session import Session, SessionState, run

@@ -2,8 +2,8 @@
 
 import pytest
 
-from collectives.buckets import plan_buckets
-from collectives.shards import (
+from runtime.partition.buckets import plan_buckets
+from runtime.partition.shards import (
     ALIGNMENT,
     padded_numel,
     pieces_of,

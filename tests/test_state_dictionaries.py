@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_reference import batches_of, loss_of, make_model
 
 import chorusline as cl
-from collectives.objects import broadcast_object
+from collectives.objects.blocking import broadcast_object
 from runtime import optimizer_state
 
 

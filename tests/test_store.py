@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from ranks import FORKS, Rank, Ranks, run_ranks
 
-from collectives.errors import StaleStore, StoreLost, StoreTimeout
-from collectives.file_store import _TURN, FileStore, _lock, _turn
-from collectives.store import HashStore, PrefixStore, Store
-from collectives.torch_store import Caller, NoAnswer, StoreFromTorch, TorchStore
+from collectives.contract.errors import StaleStore, StoreLost, StoreTimeout
+from collectives.stores.file_store import _TURN, FileStore, _lock, _turn
+from collectives.stores.store import HashStore, PrefixStore, Store
+from collectives.stores.torch_store import Caller, NoAnswer, StoreFromTorch, TorchStore
 
 
 def tcp_store() -> dist.TCPStore:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import GLOO, SHARED_MEMORY, Rank, Ranks, run_ranks
 
-from collectives.errors import (
+from collectives.contract.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
@@ -22,7 +22,7 @@ from collectives.errors import (
     PeerLost,
 )
 from collectives.group import Group
-from collectives.store import HashStore
+from collectives.stores.store import HashStore
 
 transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
 

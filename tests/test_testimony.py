@@ -27,8 +27,8 @@ from collectives import (
     get_debug_level,
     set_debug_level,
 )
+from collectives.contract.operation import State
 from collectives.group import Group
-from collectives.operation import State
 from runtime.context import Context
 from runtime.session import Session
 

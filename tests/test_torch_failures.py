@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training_reference import batches_of, loss_of, make_model
 
 import chorusline as cl
-from collectives.torch_store import TorchStore
+from collectives.stores.torch_store import TorchStore
 
 VICTIM = 1
 

@@ -14,9 +14,9 @@ import torch
 from ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
 from test_subgroups import error_of
 
-from collectives.errors import CollectiveTimeout, GroupAborted, GroupClosed
+from collectives.contract.errors import CollectiveTimeout, GroupAborted, GroupClosed
 from collectives.group import Group
-from collectives.store import HashStore
+from collectives.stores.store import HashStore
 
 transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from collectives import Group
-from collectives.objects import broadcast_object
+from collectives.objects.blocking import broadcast_object
 
 
 def with_torch(group: Group, backend: str, body: Callable[..., Any], *args: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from collectives.errors import CollectiveError
+from collectives.contract.errors import CollectiveError
 
 from ..messages import Assignment, Resumption, RunFailed, RunSucceeded
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from collectives.errors import CollectiveError, CollectiveTimeout, GroupAborted
+from collectives.contract.errors import CollectiveError, CollectiveTimeout, GroupAborted
 
 from ..messages import (
     Cancellation,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from collectives.errors import CollectiveError, GroupAborted, PeerLost
+from collectives.contract.errors import CollectiveError, GroupAborted, PeerLost
 
 from .. import outcomes
 from ..messages import (

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from collectives.errors import CollectiveError, GroupAborted, fresh_copy
+from collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
 
 from ..calls import Actor
 from ..errors import ends_a_generation

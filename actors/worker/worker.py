@@ -29,8 +29,8 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 
 import collectives
-from collectives.debug import get_debug_level, set_debug_level
-from collectives.errors import CollectiveError, CollectiveTimeout, GroupAborted, fresh_copy
+from collectives.contract.errors import CollectiveError, CollectiveTimeout, GroupAborted, fresh_copy
+from collectives.diagnosis.debug import get_debug_level, set_debug_level
 
 from .. import outcomes
 from ..actor_store import ActorStore

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ..errors import CollectiveError, CollectiveTimeout
+from ..contract.errors import CollectiveError, CollectiveTimeout
 from ..group import Group
 
 _TAG = (1 << 29) - 1  # the last one that a group takes; those of programs begin at 0

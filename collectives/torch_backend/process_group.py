@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
 
-from ..errors import UnsupportedOperation
+from ..contract.errors import UnsupportedOperation
 from ..group import Group
-from ..torch_store import StoreFromTorch
+from ..stores.torch_store import StoreFromTorch
 from .depths import Depths
 from .options import NAME, Options
 from .torch_operations import TorchOperations

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from ..contract.reduce_op import ReduceOp
+from ..contract.work import Work
 from ..group import Group
-from ..reduce_op import ReduceOp
-from ..work import Work
 
 
 def all_reduce(

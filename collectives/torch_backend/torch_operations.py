@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from ..contract.work import Work
 from ..group import Group
-from ..work import Work
 from . import sparse
 from .depths import Depths
 from .monitored_barrier import monitored_barrier

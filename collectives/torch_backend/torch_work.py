@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from ..coalesce import Coalesced
-from ..work import Work
+from ..contract.work import Work
+from ..operations.coalesce import Coalesced
 from .ordered_future import OrderedFuture, callback_thread, current_depth
 from .translation import seconds
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..dtypes import DTYPE_INDEX
-from ..reduce_op import ReduceOp
+from ..contract.dtypes import DTYPE_INDEX
+from ..contract.reduce_op import ReduceOp
 
 _TORCH = dist.ReduceOp
 _OPS = {

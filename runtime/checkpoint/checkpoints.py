@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from collectives import ChoruslineError, CollectiveError, Group, PeerLost, StoreTimeout
-from collectives.objects import broadcast_object
-from collectives.store import PrefixStore
+from collectives.objects.blocking import broadcast_object
+from collectives.stores.store import PrefixStore
 
 from ..join import active_join
 from ..registry import Registered, Registry

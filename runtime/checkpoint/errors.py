@@ -8,12 +8,12 @@
         ├── CheckpointCorrupted      one is there, and torn or changed: no byte of it is used
         └── CheckpointMismatch       one is whole, and of another model, optimizer or object
 
-Fields are positional and the text is made in `__str__`, as in `collectives.errors`.
+Fields are positional and the text is made in `__str__`, as in `collectives.contract.errors`.
 """
 
 from __future__ import annotations
 
-from collectives.errors import ChoruslineError
+from collectives.contract.errors import ChoruslineError
 
 
 class CheckpointError(ChoruslineError):

@@ -7,7 +7,7 @@ import socket
 import warnings
 
 from collectives import Group
-from collectives.objects import all_gather_object, broadcast_object
+from collectives.objects.blocking import all_gather_object, broadcast_object
 
 from . import catalog
 from .errors import CheckpointCorrupted, CheckpointNotFound, CheckpointPlaceUnusable

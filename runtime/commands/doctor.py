@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
-from collectives.interfaces import GLOO_VARIABLE, NCCL_VARIABLE, check_gloo_interfaces
-from collectives.nccl import load_nccl
-from collectives.shared_layout import make_memory
+from collectives.shared_memory.layout import make_memory
+from collectives.transports.interfaces import GLOO_VARIABLE, NCCL_VARIABLE, check_gloo_interfaces
+from collectives.transports.nccl import load_nccl
 
 _FEWEST_FILES = 4096
 _LEAST_SHM_BYTES = 1 << 30

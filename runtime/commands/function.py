@@ -17,7 +17,7 @@ from ray import cloudpickle
 
 from actors.journal import PRINTED
 from actors.messages import Report
-from collectives.errors import ChoruslineError
+from collectives.contract.errors import ChoruslineError
 
 from ..progress import Progress
 from ..session import Session

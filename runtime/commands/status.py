@@ -23,7 +23,7 @@ from rich.text import Text
 from actors.calls import ActorGone, NoAnswer, answers
 from actors.crew.crew import INCARNATION, NAMESPACE
 from actors.messages import DriverSnapshot, MemberState, Report, Survey, WorkerSnapshot
-from collectives.errors import ChoruslineError
+from collectives.contract.errors import ChoruslineError
 
 from .. import placement
 

@@ -1,0 +1,188 @@
+"""The last collectives of one group on one rank, for the moment when something hangs.
+
+Always on. Recording is one append to a ring of operations, which the transports then keep up to
+date themselves; lines, words and wall-clock times are made only when somebody looks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from ..contract.call_site import is_users_file, line_of, users_frame
+from ..contract.operation import DTYPE_BYTES, Operation, State, named
+
+CAPACITY = 512
+_ITEM_BYTES = list(DTYPE_BYTES.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCollective:
+    """One collective as it stood when the recorder was read.
+
+    told: operation, sequence, size, dtype, and reduce op or root. place: `all_gather #117,
+    train.py:41`. file, line: the caller's, outside of our packages and torch. issued_at, ended_at:
+    seconds since the epoch, by this rank's clock; ended_at is None while it is in flight.
+    """
+
+    sequence: int
+    told: str
+    place: str
+    file: str
+    line: int
+    state: State
+    issued_at: float
+    ended_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FlightRecording:
+    """What a group's flight recorder held at `read_at` (seconds since the epoch).
+
+    collectives: the last ones, oldest first. num_issued: all that the group has issued.
+    ranks: the root group's number of each rank.
+    """
+
+    rank: int
+    size: int
+    name: str
+    generation: int
+    read_at: float
+    num_issued: int
+    collectives: tuple[RecordedCollective, ...]
+    ranks: tuple[int, ...]
+
+    def position(self, before: float | None = None) -> RecordedCollective | None:
+        """The first collective that is not done, else the last one; None before the first.
+
+        before: seconds since the epoch; what was issued later does not count.
+        """
+        last = None
+        for recorded in self.collectives:
+            if before is not None and recorded.issued_at > before:
+                break
+            last = recorded
+            if recorded.state is not State.DONE:
+                break
+        return last
+
+    def __str__(self) -> str:
+        lines = [
+            f"flight recorder of group {self.name!r}, generation {self.generation}, rank "
+            f"{self.rank} of {self.size}: the last {len(self.collectives)} of "
+            f"{self.num_issued} collectives"
+        ]
+        for c in self.collectives:
+            if c.ended_at is None:
+                took = f"for {self.read_at - c.issued_at:.1f} s"
+            else:
+                took = f"{(c.ended_at - c.issued_at) * 1e3:.2f} ms"
+            lines.append(f"  {c.told:<56} {c.state.value:<8}{took:>12}  {c.file}:{c.line}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """in_flight_s: seconds in which at least one collective was in flight. bytes_per_element: of
+    what was issued, on average."""
+
+    in_flight_s: float
+    bytes_per_element: float
+
+
+class FlightRecorder:
+    """The ring itself. One thread at a time issues in a group, so nothing is locked."""
+
+    def __init__(self, rank: int, size: int, name: str, generation: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._name = name
+        self._generation = generation
+        self._operations: deque[Operation] = deque(maxlen=CAPACITY)
+
+    def record(self, operation: Operation, frame: FrameType) -> None:
+        """operation: just issued. frame: whose caller is looked for, from there outwards."""
+        if not is_users_file[frame.f_code.co_filename]:
+            frame = users_frame(frame)
+        operation.caller = frame.f_code
+        operation.caller_at = frame.f_lasti
+        self._operations.append(operation)
+
+    def activity(self, since: float, until: float) -> Activity:
+        """What happened between two times of time.monotonic(); from any thread.
+
+        Of more operations than are held, those that are held stand for the others.
+        """
+        operations = self._operations.copy()
+        held_since = since
+        if len(operations) == CAPACITY:
+            held_since = min(max(since, operations[0].issued_at), until)
+        in_flight_s, reached, nbytes, numel = 0.0, held_since, 0, 0
+        for operation in operations:
+            if operation.issued_at >= since and operation.dtype >= 0 and operation.numel > 0:
+                numel += operation.numel
+                nbytes += operation.numel * _ITEM_BYTES[operation.dtype]
+            ended_at = until if operation.ended_at is None else min(operation.ended_at, until)
+            if ended_at > reached:
+                in_flight_s += ended_at - min(max(reached, operation.issued_at), ended_at)
+                reached = ended_at
+        if until > held_since:
+            in_flight_s *= (until - since) / (until - held_since)
+        return Activity(in_flight_s, nbytes / numel if numel else 4.0)
+
+    def read(self, ranks: tuple[int, ...]) -> FlightRecording:
+        """From any thread. ranks: of the group, as its root counts them."""
+        operations = self._operations.copy()
+        now = time.time()
+        epoch = now - time.monotonic()
+        return FlightRecording(
+            self._rank,
+            self._size,
+            self._name,
+            self._generation,
+            now,
+            operations[-1].sequence + 1 if operations else 0,
+            tuple(_recorded(operation, epoch) for operation in operations),
+            ranks,
+        )
+
+
+def _recorded(operation: Operation, epoch: float) -> RecordedCollective:
+    caller = operation.caller
+    return RecordedCollective(
+        sequence=operation.sequence,
+        told=named(operation),
+        place=operation.place(),
+        file=caller.co_filename if caller else "",
+        line=line_of(caller, operation.caller_at) if caller else 0,
+        state=operation.state,
+        issued_at=operation.issued_at + epoch,
+        ended_at=None if operation.ended_at is None else operation.ended_at + epoch,
+    )
+
+
+def tell_positions(places: Mapping[int, str], late: Sequence[int]) -> str:
+    """`rank 2 is at all_gather #117, train.py:41, the others at all_reduce #118, train.py:57`
+
+    places: by rank, `is at` not included; all ranks. late: those to name first.
+    """
+    ranks_at: dict[str, list[int]] = {}
+    for rank in (*late, *(r for r in places if r not in late)):
+        ranks_at.setdefault(places[rank], []).append(rank)
+    told = []
+    left = len(places)
+    for number, (place, ranks) in enumerate(ranks_at.items()):
+        left -= len(ranks)
+        last = number > 0 and left == 0
+        if len(ranks) == 1:
+            who = "the other" if last and len(places) == 2 else f"rank {ranks[0]}"
+        elif len(ranks) == len(places):
+            who = "all ranks"
+        else:
+            who = "the others" if last else f"ranks {ranks}"
+        verb = "" if number else " is" if len(ranks) == 1 else " are"
+        told.append(f"{who}{verb} at {place}")
+    return ", ".join(told)

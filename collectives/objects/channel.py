@@ -1,0 +1,293 @@
+"""How objects travel between the ranks of a group, beside its tensors.
+
+An object takes several collectives, since the ranks must learn its length first. So that objects
+and tensors may be in flight together, in an order that differs from rank to rank, objects have a
+channel: a group of the same ranks on the host, made when the first object travels, and one thread
+that runs the object collectives in the order of issue. Each one is
+
+1. a header by all ranks (what, which root, how many, how long): whoever disagrees is named;
+2. the payloads, as int64, the widest dtype that every backend copies as bits;
+3. unpickling, and whether it went well, from all ranks: if it did not on one, all ranks raise
+   PayloadUnreadable. The group stays usable.
+
+The tensors of a group on GPUs stay out of it: pickles are made and read by the host.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from ..contract.call_site import users_frame
+from ..contract.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    GroupClosed,
+    PayloadUnreadable,
+    PeerLost,
+)
+from ..contract.in_flight import InFlight, PendingWork
+from ..contract.operation import Kind, Operation
+from ..diagnosis.flight_recorder import FlightRecorder
+from ..operations.operations import Operations
+from .payloads import MapLocation, bytes_of, loads, words_of
+
+
+class Owner(Protocol):
+    """The group whose objects travel through a channel."""
+
+    rank: int
+    generation: int
+
+    def abort(self, reason: CollectiveError) -> None: ...
+    def end_with(self, error: CollectiveError) -> None: ...
+
+
+class ObjectWork(PendingWork):
+    """A collective of objects. `wait()`, `await` and `result()` give the objects.
+
+    body: (the channel's group) -> payloads by sending rank, of those that this rank reads.
+    read: payloads -> what the work gives.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        in_flight: InFlight[ObjectWork],
+        body: Callable[[Operations], dict[int, bytes]],
+        read: Callable[[dict[int, Any]], Any],
+        map_location: MapLocation,
+    ) -> None:
+        super().__init__(operation, in_flight)
+        self.body = body
+        self.read = read
+        self.map_location = map_location
+
+
+class RecorderOnBehalf(FlightRecorder):
+    """Of the channel's group: its collectives stand at the line of the objects they carry."""
+
+    on_behalf_of: Operation
+
+    def record(self, operation: Operation, frame: FrameType) -> None:
+        super().record(operation, frame)
+        operation.caller = self.on_behalf_of.caller
+        operation.caller_at = self.on_behalf_of.caller_at
+
+
+class ObjectChannel:
+    """One rank's end of it.
+
+    connect: makes the channel's group, and that group's recorder, for the first operation. Blocks.
+    """
+
+    def __init__(
+        self, owner: Owner, connect: Callable[[Operation], tuple[Operations, RecorderOnBehalf]]
+    ) -> None:
+        self._owner = owner
+        self._connect = connect
+        self._in_flight: InFlight[ObjectWork] = InFlight(owner.rank, owner.abort)
+        self._next_sequence = 0
+        self._group: Operations | None = None  # the thread's, which makes it
+        self._recorder: RecorderOnBehalf
+        self._thread = threading.Thread(target=self._run, name="chorusline-objects", daemon=True)
+        self._in_flight.worker = self._thread
+        self._thread.start()
+
+    def issue(
+        self,
+        kind: Kind,
+        root: int,
+        count: int,
+        payload: bytes,
+        timeout_s: float,
+        body: Callable[[Operations, list[int]], dict[int, bytes]],
+        read: Callable[[dict[int, Any]], Any],
+        map_location: MapLocation,
+    ) -> ObjectWork:
+        """root: -1 without. count: of objects; must agree, as kind and root must.
+
+        body: (channel's group, lengths by rank) -> payloads by sending rank.
+        """
+        sequence = self._next_sequence
+        self._next_sequence = sequence + 1
+        generation = self._owner.generation
+        operation = Operation(kind, sequence, generation, 0, -1, root, timeout_s)
+        caller = users_frame(sys._getframe(1))
+        operation.caller, operation.caller_at = caller.f_code, caller.f_lasti
+        header = (int(kind), root, count, len(payload))
+
+        def exchange(group: Operations) -> dict[int, bytes]:
+            table = _all_gather_row(group, header)
+            self._compare(operation, [tuple(row[:3]) for row in table])
+            return body(group, [row[3] for row in table])
+
+        work = ObjectWork(operation, self._in_flight, exchange, read, map_location)
+        self._in_flight.add(work)
+        return work
+
+    def fail(self, error: CollectiveError) -> None:
+        """The generation has ended."""
+        self._in_flight.fail(error)
+
+    def close(self, error: CollectiveError) -> None:
+        self._in_flight.fail(error)
+        if self._thread is not threading.current_thread():
+            self._thread.join(1)
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (work := self._next()) is not None:
+                self._perform(work)
+                del work  # Nothing here keeps its objects alive.
+        except GroupClosed as error:
+            self._in_flight.fail(error)
+        except CollectiveError as error:
+            self._owner.end_with(error)
+            self._in_flight.fail(error)
+        except Exception as error:
+            told = f"the objects' channel failed: {type(error).__name__}: {error}"
+            trace = traceback.format_exc()
+            self._owner.abort(GroupAborted(self._owner.generation, [self._owner.rank], told, trace))
+
+    def _next(self) -> ObjectWork | None:
+        in_flight = self._in_flight
+        with in_flight.changed:
+            while not in_flight.works and in_flight.failure is None:
+                in_flight.changed.wait()
+            return None if in_flight.failure is not None else in_flight.works[0]
+
+    def _perform(self, work: ObjectWork) -> None:
+        operation = work.operation
+        if self._group is None:
+            self._group, self._recorder = self._connect(operation)
+        group = self._group
+        self._recorder.on_behalf_of = operation
+        left_s = operation.issued_at + operation.timeout_s - time.monotonic()
+        group.timeout_s = max(left_s, 0.001)
+        try:
+            payloads = work.body(group)  # 1, 2
+        except (CollectiveTimeout, PeerLost) as error:
+            _, _, ranks, *rest = error.args  # Told of what the caller issued, not of its parts.
+            raise type(error)(str(operation), operation.generation, ranks, *rest) from error
+        values: dict[int, Any] = {}
+        told = trace = ""
+        for rank, payload in payloads.items():  # 3
+            try:
+                values[rank] = loads(payload, work.map_location)
+            except Exception as error:
+                told = (
+                    f"rank {group.rank} cannot unpickle what rank {rank} sent: "
+                    f"{type(error).__name__}: {error}"
+                )
+                trace = traceback.format_exc()
+                break
+        failure = self._unreadable(operation, group, told, trace)
+        output = None
+        if failure is None:
+            output = work.read(values)
+        with self._in_flight.changed:
+            if self._in_flight.failure is not None:
+                raise self._in_flight.failure
+            self._in_flight.works.popleft()
+            work.failure, work._output = failure, output
+            work.done = True
+            self._in_flight.changed.notify_all()
+        work.call_back()
+
+    def _compare(self, operation: Operation, said: list[tuple[int, ...]]) -> None:
+        if len(set(said)) == 1:
+            return
+        usual = max(said, key=said.count)
+        majority = 2 * said.count(usual) > len(said)
+        blamed = [r for r, what in enumerate(said) if not majority or what != usual]
+        told = ", ".join(
+            f"ranks {[r for r, other in enumerate(said) if other == what]} issued {_told(what)}"
+            for what in dict.fromkeys(said)
+        )
+        raise CollectiveMismatch(str(operation), operation.generation, blamed, told)
+
+    def _unreadable(
+        self, operation: Operation, group: Operations, told: str, trace: str
+    ) -> PayloadUnreadable | None:
+        """Equal on all ranks: the first rank's story."""
+        lengths = [row[0] for row in _all_gather_row(group, (len(told.encode()),))]
+        ranks = [rank for rank, length in enumerate(lengths) if length]
+        if not ranks:
+            return None
+        first = ranks[0]
+        story = pickle.dumps((told, trace)) if group.rank == first else b""
+        detail, where = pickle.loads(broadcast_bytes(group, story, first))
+        return PayloadUnreadable(str(operation), operation.generation, ranks, detail, where)
+
+
+# -- bytes of all ranks ----------------------------------------------------------------------------
+
+
+def broadcast_bytes(
+    group: Operations, payload: bytes, root: int, length: int | None = None
+) -> bytes:
+    """length: of the payload, in bytes, where all ranks know it."""
+    if length is None:
+        size = torch.tensor([len(payload)], dtype=torch.int64)
+        group.broadcast(size, root).wait()
+        length = int(size)
+    words = words_of(payload, length)
+    group.broadcast(words, root).wait()
+    return bytes_of(words, length)
+
+
+def all_gather_bytes(group: Operations, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """lengths: by rank, in bytes."""
+    words = words_of(payload, max(lengths))
+    everybody = words.new_empty(group.size * len(words))
+    group.all_gather(everybody, words).wait()
+    rows = everybody.view(group.size, -1)
+    return [bytes_of(row, length) for row, length in zip(rows, lengths, strict=True)]
+
+
+def gather_bytes(
+    group: Operations, payload: bytes, root: int, lengths: Sequence[int]
+) -> list[bytes] | None:
+    """lengths: by rank, in bytes. None but on `root`."""
+    into = [words_of(b"", length) for length in lengths] if group.rank == root else None
+    group.gather(words_of(payload, len(payload)), into, root).wait()
+    if into is None:
+        return None
+    return [bytes_of(words, length) for words, length in zip(into, lengths, strict=True)]
+
+
+def scatter_bytes(group: Operations, payloads: Sequence[bytes] | None, root: int) -> bytes:
+    """payloads: one for each rank, on `root`. Their lengths go first."""
+    length = torch.zeros(1, dtype=torch.int64)
+    lengths = None if payloads is None else torch.tensor([len(one) for one in payloads])
+    group.scatter(length, lengths, root).wait()
+    words = words_of(b"", int(length))
+    parts = None if payloads is None else [words_of(one, len(one)) for one in payloads]
+    group.scatter(words, parts, root).wait()
+    return bytes_of(words, int(length))
+
+
+def _all_gather_row(group: Operations, row: Sequence[int]) -> list[list[int]]:
+    mine = torch.tensor(row, dtype=torch.int64)
+    table = mine.new_empty(group.size * len(row))
+    group.all_gather(table, mine).wait()
+    return table.view(group.size, -1).tolist()
+
+
+def _told(what: tuple[int, ...]) -> str:
+    kind, root, count = what
+    of = f" of {count} objects" if count >= 0 else ""
+    return f"{Kind(kind).name.lower()}{of}" + (f" with root {root}" if root >= 0 else "")

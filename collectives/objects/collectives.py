@@ -1,0 +1,239 @@
+"""The half of `Group` that moves Python objects.
+
+How they travel: objects/channel.py between all ranks, objects/messages.py between two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from ..contract.operation import Kind, Operation
+from ..operations.operations import Operations
+from .channel import (
+    ObjectChannel,
+    ObjectWork,
+    all_gather_bytes,
+    broadcast_bytes,
+    gather_bytes,
+    scatter_bytes,
+)
+from .messages import ObjectMessages, ScriptedWork
+from .payloads import MapLocation, dumps
+
+
+class ObjectCollectives(ABC):
+    """Collectives of anything that pickles, each as a `Work` whose result are the objects.
+
+    They may be in flight together with the group's tensor collectives; among each other all ranks
+    issue them in the same order. The first one connects the channel that they use.
+
+    They unpickle what ranks of this group sent, and unpickling runs code that the sender chooses:
+    use them among processes of one user, as all ranks of a group are.
+
+    map_location: where tensors inside the objects go, as in torch.load; by default to the device
+    they came from, by its number. timeout_s: of the group unless given.
+
+    Raise TypeError if an object cannot be pickled, before anything is sent. The works raise
+    PayloadUnreadable, on all ranks, if a rank cannot unpickle (the group stays usable), and what
+    works of tensors raise.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def _objects(self) -> ObjectChannel: ...
+
+    @abstractmethod
+    def _count_objects(self, kind: Kind, timeout_s: float | None) -> float:
+        """Check that the group is open, count, and give the seconds until the deadline."""
+
+    @abstractmethod
+    def _check_rank(self, rank: int, name: str) -> None: ...
+
+    @abstractmethod
+    def _check_peer(self, rank: int, name: str) -> None: ...
+
+    @abstractmethod
+    def _check_source(self, src: int | None) -> int: ...
+
+    @abstractmethod
+    def _begin_between_two(
+        self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: float | None
+    ) -> Operation: ...
+
+    @abstractmethod
+    def _object_messages(self, operation: str) -> ObjectMessages: ...
+
+    def broadcast_object_list(
+        self,
+        objects: list[Any],
+        root: int = 0,
+        *,
+        map_location: MapLocation = None,
+        timeout_s: float | None = None,
+    ) -> ObjectWork:
+        """Replace the elements of `objects` by those of rank `root`. Gives `objects`.
+
+        objects: a list of the same length on all ranks; on `root` it is left as it is.
+        Unpickles what rank `root` sent.
+        """
+        self._check_rank(root, "root")
+        if not isinstance(objects, list):
+            raise TypeError(f"objects must be a list, got {type(objects).__name__}")
+        is_root = self.rank == root
+        payload = dumps(objects, "objects") if is_root else b""
+
+        def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
+            received = broadcast_bytes(group, payload, root, lengths[root])
+            return {} if is_root else {root: received}
+
+        def read(values: dict[int, Any]) -> list[Any]:
+            if not is_root:
+                objects[:] = values[root]
+            return objects
+
+        timeout_s = self._count_objects(Kind.BROADCAST_OBJECT_LIST, timeout_s)
+        return self._objects().issue(
+            Kind.BROADCAST_OBJECT_LIST,
+            root,
+            len(objects),
+            payload,
+            timeout_s,
+            body,
+            read,
+            map_location,
+        )
+
+    def all_gather_object(
+        self, value: Any, *, map_location: MapLocation = None, timeout_s: float | None = None
+    ) -> ObjectWork:
+        """Gives the values of all ranks, in rank order, on every rank: copies, also of its own.
+
+        Unpickles what all ranks sent.
+        """
+        payload = dumps(value, "value")
+
+        def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
+            return dict(enumerate(all_gather_bytes(group, payload, lengths)))
+
+        timeout_s = self._count_objects(Kind.ALL_GATHER_OBJECT, timeout_s)
+        return self._objects().issue(
+            Kind.ALL_GATHER_OBJECT, -1, -1, payload, timeout_s, body, _in_order, map_location
+        )
+
+    def gather_object(
+        self,
+        value: Any,
+        root: int = 0,
+        *,
+        map_location: MapLocation = None,
+        timeout_s: float | None = None,
+    ) -> ObjectWork:
+        """Gives the values of all ranks, in rank order, on rank `root`; None elsewhere.
+
+        Rank `root` unpickles what all ranks sent.
+        """
+        self._check_rank(root, "root")
+        payload = dumps(value, "value")
+        is_root = self.rank == root
+
+        def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
+            return dict(enumerate(gather_bytes(group, payload, root, lengths) or ()))
+
+        def read(values: dict[int, Any]) -> list[Any] | None:
+            return _in_order(values) if is_root else None
+
+        timeout_s = self._count_objects(Kind.GATHER_OBJECT, timeout_s)
+        return self._objects().issue(
+            Kind.GATHER_OBJECT, root, -1, payload, timeout_s, body, read, map_location
+        )
+
+    def scatter_object_list(
+        self,
+        objects: Sequence[Any] | None = None,
+        root: int = 0,
+        *,
+        map_location: MapLocation = None,
+        timeout_s: float | None = None,
+    ) -> ObjectWork:
+        """Gives `objects[rank]` of rank `root` on each rank; a copy, also on `root`.
+
+        objects: one per rank on `root`; ignored elsewhere.
+        Unpickles what rank `root` sent to this rank.
+        """
+        self._check_rank(root, "root")
+        parts: list[bytes] | None = None
+        if self.rank == root:
+            if objects is None or len(objects) != self.size:
+                got = "None" if objects is None else f"{len(objects)} objects"
+                raise ValueError(
+                    f"scatter_object_list: rank {root} is the root and must pass one object for "
+                    f"each of the {self.size} ranks, got {got}"
+                )
+            parts = [dumps(value, f"objects[{i}]") for i, value in enumerate(objects)]
+
+        def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
+            return {root: scatter_bytes(group, parts, root)}
+
+        timeout_s = self._count_objects(Kind.SCATTER_OBJECT_LIST, timeout_s)
+        return self._objects().issue(
+            Kind.SCATTER_OBJECT_LIST,
+            root,
+            -1,
+            b"",
+            timeout_s,
+            body,
+            lambda values: values[root],
+            map_location,
+        )
+
+    def send_object_list(
+        self, objects: Sequence[Any], dst: int, *, timeout_s: float | None = None
+    ) -> ScriptedWork:
+        """Send `objects` to rank `dst`, which takes as many with `recv_object_list`.
+
+        They are pickled at once, and may be changed afterwards. As with `send`: done when all is
+        on its way; lists between two ranks arrive in the order of sending; no other rank takes
+        part, and nothing else is held up, but on NCCL, where all operations run in the order of
+        issue. A list that `dst` cannot unpickle is an error there, and no error here.
+        """
+        self._check_peer(dst, "dst")
+        payload = dumps(list(objects), "objects")
+        messages = self._object_messages("send_object_list")
+        operation = self._begin_between_two(
+            Kind.SEND_OBJECT_LIST, len(objects), -1, dst, 0, timeout_s
+        )
+        return messages.send(operation, payload)
+
+    def recv_object_list(
+        self,
+        objects: list[Any],
+        src: int | None = None,
+        *,
+        map_location: MapLocation = None,
+        timeout_s: float | None = None,
+    ) -> ScriptedWork:
+        """Replace the elements of `objects` by those that rank `src` sends; None: any rank, on CPU.
+
+        objects: a list of the length that was sent; another one ends the group with
+        CollectiveMismatch. The work gives `objects`; its `source_rank` is the rank that sent them.
+        Unpickles what that rank sent, in whichever thread first sees that it has arrived. What
+        cannot be unpickled raises PayloadUnreadable here; the group stays usable.
+
+        On NCCL the call blocks until the length has arrived.
+        """
+        if not isinstance(objects, list):
+            raise TypeError(f"objects must be a list, got {type(objects).__name__}")
+        peer = self._check_source(src)
+        messages = self._object_messages("recv_object_list")
+        operation = self._begin_between_two(
+            Kind.RECV_OBJECT_LIST, len(objects), -1, peer, 0, timeout_s
+        )
+        return messages.recv(operation, objects, map_location)
+
+
+def _in_order(values: dict[int, Any]) -> list[Any]:
+    return [values[rank] for rank in sorted(values)]

@@ -1,0 +1,270 @@
+"""Python objects from one rank to another: the two messages that each list takes, as one work.
+
+The receiver cannot know how long a pickle is. So there is a header of three numbers, and the
+payload. They travel as tensors do (`Communicator.send`), not on the objects' channel: making that
+takes all ranks, and only two know of a message.
+
+Many lists may be under way between two ranks. Where messages have tags, every payload has one of
+its own, which its header tells, so it does not matter who asks for it first. Where they have none
+(NCCL), messages are matched in the order of issue, and `recv` blocks until it has issued both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+
+from ..contract.communicator import Communicator
+from ..contract.dtypes import DTYPE_INDEX
+from ..contract.errors import CollectiveError, CollectiveMismatch, GroupAborted, PayloadUnreadable
+from ..contract.inference import outside_inference_mode
+from ..contract.operation import FIRST_OBJECT_TAG, STARTED, Kind, OnBehalf, Operation
+from ..contract.work import Work
+from .payloads import MapLocation, bytes_of, loads, words_of
+
+_HEADER_TAG = FIRST_OBJECT_TAG
+_NUM_PAYLOAD_TAGS = 1 << 20  # behind it; used in turn
+_INT64 = DTYPE_INDEX[torch.int64]
+
+Script = Generator[Work, None, Any]
+"""Yields each work that it waits for; returns what the whole gives."""
+
+
+class ScriptedWork(Work):
+    """Works that are issued one after the other, each when those before it have ended well.
+
+    The script runs in whichever thread sees that it can go on; never in two at once.
+
+    abort: ends the generation on all ranks.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        communicator: Communicator,
+        abort: Callable[[CollectiveError], None],
+        script: Script,
+    ) -> None:
+        super().__init__(operation)
+        self._rank = communicator.rank
+        self._device = communicator.device
+        self._abort = abort
+        self._script = script
+        self._changed = threading.Condition()
+        self._awaited: Work | None = None  # None while the script runs, and when it is over
+        self._done = False
+        self._failure: CollectiveError | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        operation.state = STARTED
+        self._resume()
+
+    def step(self) -> bool:
+        """Block until the work that is awaited now has ended and the one behind it, if there is
+        one, has been issued; False if all was over."""
+        awaited = self._next_awaited()
+        if awaited is None:
+            return False
+        with contextlib.suppress(CollectiveError):  # It is found again below.
+            awaited.wait()
+        self._go_on()
+        self._next_awaited()  # Another thread may be the one that goes on.
+        return True
+
+    def _next_awaited(self) -> Work | None:
+        """Block while the script runs; None if it is over."""
+        try:
+            with self._changed:
+                while self._awaited is None and not self._done:
+                    self._changed.wait()
+                return self._awaited
+        except BaseException as error:  # An interrupt: the other rank waits for us.
+            self._end_generation(f"{type(error).__name__} during {self.operation}")
+            raise
+
+    def _go_on(self) -> None:
+        awaited = self._awaited
+        if awaited is None or not awaited.is_completed():
+            return
+        with self._changed:
+            if self._awaited is not awaited:
+                return  # Another thread has seen it, too.
+            self._awaited = None
+        error = awaited.error()
+        if isinstance(error, CollectiveError):
+            self._script.close()
+            self._end(error)
+        else:
+            self._resume()
+
+    @outside_inference_mode
+    def _resume(self) -> None:
+        try:
+            following = next(self._script)
+        except StopIteration as ended:
+            self._giving(ended.value)
+            self._end(None)
+            return
+        except CollectiveError as error:
+            self._end(error)
+            return
+        except BaseException as error:
+            reason = f"{type(error).__name__} during {self.operation}: {error}"
+            failure = GroupAborted(self.operation.generation, [self._rank], reason)
+            self._abort(failure)
+            self._end(failure)
+            if not isinstance(error, Exception):
+                raise
+            return
+        if self._device.type == "cuda":
+            following.get_future()  # From here on, who waits for it may read what it brought.
+        with self._changed:
+            self._awaited = following
+            self._changed.notify_all()
+        following.add_done_callback(self._go_on)
+
+    def _end(self, failure: CollectiveError | None) -> None:
+        self.operation.end(failure)
+        with self._changed:
+            self._failure = failure
+            self._done = True
+            self._changed.notify_all()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    # -- a work ------------------------------------------------------------------------------------
+
+    def _block(self) -> None:
+        while self.step():
+            pass
+        if self._failure is not None:
+            raise self._fresh_failure()
+
+    def is_completed(self) -> bool:
+        self._go_on()
+        return self._done
+
+    def error(self) -> BaseException | None:
+        return None if self._failure is None else self._fresh_failure()
+
+    def _fresh_failure(self) -> CollectiveError:
+        assert self._failure is not None
+        return type(self._failure)(*self._failure.args)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        with self._changed:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def _end_generation(self, reason: str) -> None:
+        self._abort(GroupAborted(self.operation.generation, [self._rank], reason))
+
+
+class ObjectMessages:
+    """The messages of one rank of a group. communicator: the group's. abort: ends the group."""
+
+    def __init__(
+        self, communicator: Communicator, abort: Callable[[CollectiveError], None]
+    ) -> None:
+        self._communicator = communicator
+        self._abort = abort
+        self._sent: Counter[int] = Counter()  # lists, by receiver
+
+    @outside_inference_mode
+    def send(self, operation: Operation, payload: bytes) -> ScriptedWork:
+        number = self._sent[operation.peer]
+        self._sent[operation.peer] += 1
+        header = torch.tensor([len(payload), operation.numel, number % _NUM_PAYLOAD_TAGS])
+        words = words_of(payload, len(payload))
+        device = self._communicator.device
+
+        def script() -> Script:
+            # Both at once: lists of one order must not be interleaved where there are no tags.
+            parts = [
+                self._send(operation, header.to(device), _HEADER_TAG),
+                self._send(operation, words.to(device), _HEADER_TAG + 1 + int(header[2])),
+            ]
+            yield from parts
+
+        return ScriptedWork(operation, self._communicator, self._abort, script())
+
+    def recv(
+        self, operation: Operation, objects: list[Any], map_location: MapLocation
+    ) -> ScriptedWork:
+        rank, device = self._communicator.rank, self._communicator.device
+
+        def script() -> Script:
+            header = torch.zeros(3, dtype=torch.int64, device=device)
+            work = self._recv(operation, header, operation.peer, _HEADER_TAG)
+            yield work
+            source = operation.peer = work.operation.peer
+            length, count, number = header.tolist()
+            if count != len(objects):
+                raise self._mismatch(operation, count)
+            words = words_of(b"", length).to(device)
+            yield self._recv(operation, words, source, _HEADER_TAG + 1 + number)
+            try:
+                received = loads(bytes_of(words.cpu(), length), map_location)
+            except Exception as error:
+                told = (
+                    f"rank {rank} cannot unpickle what rank {source} sent: "
+                    f"{type(error).__name__}: {error}"
+                )
+                raise PayloadUnreadable(
+                    str(operation), operation.generation, [rank], told, traceback.format_exc()
+                ) from error
+            objects[:] = received
+            return objects
+
+        work = ScriptedWork(operation, self._communicator, self._abort, script())
+        if not self._communicator.has_tags:
+            work.step()
+        return work
+
+    def _send(self, whole: Operation, tensor: torch.Tensor, tag: int) -> Work:
+        part = self._part(whole, Kind.SEND, tensor, whole.peer, tag)
+        return self._communicator.send(part, tensor)
+
+    def _recv(self, whole: Operation, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        part = self._part(whole, Kind.RECV, tensor, peer, tag)
+        return self._communicator.recv(part, tensor)
+
+    def _part(
+        self, whole: Operation, kind: Kind, tensor: torch.Tensor, peer: int, tag: int
+    ) -> Operation:
+        part = OnBehalf(
+            kind,
+            whole.sequence,
+            whole.generation,
+            tensor.numel(),
+            _INT64,
+            -1,
+            whole.timeout_s,
+            whole.issued_at,
+            caller=whole.caller,
+            caller_at=whole.caller_at,
+            peer=peer,
+            tag=tag if self._communicator.has_tags else 0,
+        )
+        part.whole = whole
+        return part
+
+    def _mismatch(self, operation: Operation, count: int) -> CollectiveMismatch:
+        rank, source = self._communicator.rank, operation.peer
+        told = (
+            f"rank {source} sent {count} objects and rank {rank} expects {operation.numel}: the "
+            "lists must be of one length"
+        )
+        error = CollectiveMismatch(
+            str(operation), operation.generation, sorted({rank, source}), told
+        )
+        self._abort(error)
+        return error

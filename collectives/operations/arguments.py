@@ -1,0 +1,237 @@
+"""What callers hand in, and the form in which it travels.
+
+A transport moves contiguous flat tensors of plain numbers. Whatever a caller has is brought into
+that form here, without a copy where possible:
+
+- numpy arrays, CuPy arrays and anything with DLPack become tensors that share their memory;
+- complex numbers travel as pairs of reals, bool as uint8;
+- what is not contiguous is copied, and copied back (`Operation.finish`) where it is written; so
+  are numpy arrays with negative strides.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ..contract.dtypes import DTYPE_INDEX, DTYPES
+from ..contract.errors import UnsupportedOperation
+from ..contract.inference import alias
+from ..contract.reduce_op import ReduceOp
+from .several_devices import not_a_tensor
+
+Finisher = Callable[[], object]
+
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_FOR_COMPLEX = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
+_OF_BOOL = {  # as uint8 of 0 and 1
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.PRODUCT: ReduceOp.MIN,
+    ReduceOp.MIN: ReduceOp.MIN,
+    ReduceOp.MAX: ReduceOp.MAX,
+    ReduceOp.BAND: ReduceOp.MIN,
+    ReduceOp.BOR: ReduceOp.MAX,
+    ReduceOp.BXOR: ReduceOp.BXOR,
+}
+
+
+def checked(
+    value: Any, name: str, device: torch.device, backend: str, written: bool
+) -> torch.Tensor:
+    """`value` as a tensor without autograd, in the same memory; a sentence where it is unfit."""
+    tensor = value if isinstance(value, torch.Tensor) else _foreign(value, name, written)
+    if tensor.is_inference():
+        tensor = alias(tensor)
+    elif tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype not in DTYPE_INDEX:
+        raise UnsupportedOperation(
+            f"{name} of dtype {tensor.dtype}", backend, f"use one of {', '.join(map(str, DTYPES))}"
+        )
+    if tensor.device != device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, but this group moves tensors on {device}; "
+            f"call .to({str(device)!r}) first"
+        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {tensor.layout}; pass .to_dense()")
+    if written and not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} has several "
+            "elements in one place, so results cannot be written into it; pass .clone()"
+        )
+    return tensor
+
+
+def checked_list(
+    values: Sequence[Any],
+    name: str,
+    size: int,
+    device: torch.device,
+    backend: str,
+    *,
+    written: bool,
+) -> list[torch.Tensor]:
+    """One tensor per rank, all of one dtype."""
+    if len(values) != size:
+        raise ValueError(
+            f"{name} has {len(values)} tensors; a group of {size} ranks needs one per rank, {size}"
+        )
+    tensors = [
+        checked(value, f"{name}[{i}]", device, backend, written) for i, value in enumerate(values)
+    ]
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(
+                f"{name}[{i}] is {tensor.dtype} but {name}[0] is {tensors[0].dtype}; all tensors "
+                "of one operation have one dtype"
+            )
+    return tensors
+
+
+def same_dtype(operation: str, name: str, a: torch.Tensor, other: str, b: torch.Tensor) -> None:
+    if a.dtype != b.dtype:
+        raise ValueError(f"{operation}: {name} is {a.dtype} but {other} is {b.dtype}; convert one")
+
+
+def _foreign(value: Any, name: str, written: bool) -> torch.Tensor:
+    numpy = sys.modules.get("numpy")  # Who has an array has imported it.
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        if not value.flags.writeable:
+            if written:
+                raise ValueError(f"{name} is a read-only numpy array; pass one that can be written")
+            value = value.copy()
+        if any(stride < 0 for stride in value.strides):
+            return _running_backwards(value)
+        try:
+            return torch.from_numpy(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+    if hasattr(value, "__dlpack__"):
+        try:
+            return from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise TypeError(
+                f"{name}, a {type(value).__name__}, cannot be shared through DLPack: {error}"
+            ) from error
+    raise not_a_tensor(value, name)
+
+
+def _running_backwards(array: Any) -> torch.Tensor:
+    """A numpy array with negative strides, which no tensor can have, as a copy that knows its home.
+
+    It is strided, so that `written` looks for that.
+    """
+    for axis in range(array.ndim):
+        if array.strides[axis] < 0 and array.shape[axis] <= 1:
+            array = array[(slice(None),) * axis + (slice(None, None, -1),)]  # the same elements
+    if array.size == 0 or all(stride >= 0 for stride in array.strides):
+        return torch.from_numpy(array if array.size else array.copy())
+    source = torch.from_numpy(array.copy())
+    copy = source.new_empty(*array.shape, 2)[..., 0].copy_(source)
+    copy._home = array  # type: ignore[attr-defined]
+    return copy
+
+
+# -- how tensors travel --------------------------------------------------------------------------
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of `tensor` holds its elements, in order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a plain tensor as (n,) plain numbers."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor).view(-1)
+    flat = tensor.view(-1)
+    if flat.stride(0) != 1:  # Of one element, it may be anything.
+        flat = flat.as_strided((flat.numel(),), (1,))
+    return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+
+
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    """(n,) for a transport to read: `tensor` itself if it is plain, else a copy."""
+    if not is_plain(tensor):
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return _flat(tensor)
+
+
+def written(
+    tensor: torch.Tensor, finishers: list[Finisher], *, also_read: bool = False
+) -> torch.Tensor:
+    """(n,) for a transport to write; what copies it into `tensor` is added to `finishers`."""
+    if is_plain(tensor):
+        return _flat(tensor)
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if also_read:
+        staged.copy_(tensor)
+    finishers.append(lambda: tensor.copy_(staged))
+    home = getattr(tensor, "_home", None)
+    if home is not None:
+        finishers.append(lambda: home.__setitem__(..., tensor.numpy()))
+    return _flat(staged)
+
+
+def finisher(finishers: list[Finisher]) -> Callable[[], None] | None:
+    """All of them as one; None for none."""
+    if not finishers:
+        return None
+
+    def finish() -> None:
+        for one in finishers:
+            one()
+
+    return finish
+
+
+def share_memory(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """Whether some tensor of `a` may overlap one of `b`."""
+    places = {t.untyped_storage().data_ptr() for t in a if t.numel()}
+    return any(t.untyped_storage().data_ptr() in places for t in b if t.numel())
+
+
+# -- reductions ----------------------------------------------------------------------------------
+
+
+def checked_op(
+    name: str, op: ReduceOp, factor: complex | None, dtype: torch.dtype, backend: str
+) -> ReduceOp:
+    """The reduction of the plain numbers that travel; PREMUL_SUM becomes SUM of `scaled` ones."""
+    try:
+        op = ReduceOp(op)
+    except ValueError:
+        raise TypeError(f"op must be a ReduceOp, got {op!r}") from None
+    if (factor is not None) != (op is ReduceOp.PREMUL_SUM):
+        raise ValueError(
+            f"factor belongs to ReduceOp.PREMUL_SUM, which needs one; got op {op.name} and factor "
+            f"{factor!r}"
+        )
+    what = f"{name} of {dtype} with {op.name}"
+    if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        raise UnsupportedOperation(what, backend, "bitwise operations are for integers and bool")
+    if dtype.is_complex and op not in _FOR_COMPLEX:
+        raise UnsupportedOperation(what, backend, "complex numbers have SUM, AVG and PREMUL_SUM")
+    if dtype is torch.bool:
+        if op not in _OF_BOOL:
+            raise UnsupportedOperation(what, backend, "convert to an integer or a float first")
+        return _OF_BOOL[op]
+    if factor is None:
+        return op
+    if isinstance(factor, complex) and not dtype.is_complex:
+        raise ValueError(f"factor {factor!r} is complex, but the tensor is {dtype}")
+    integer = not (dtype.is_floating_point or dtype.is_complex)
+    if integer and not isinstance(factor, int):
+        raise ValueError(f"factor {factor!r} must be an int, for the tensor is {dtype}")
+    return ReduceOp.SUM
+
+
+def travelling_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype is torch.bool:
+        return torch.uint8
+    return dtype.to_real() if dtype.is_complex else dtype

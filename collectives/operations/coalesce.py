@@ -1,0 +1,95 @@
+"""Several operations as one work: `Group.coalesce`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from ..contract.operation import Operation
+from ..contract.work import Work
+
+
+class Coalesced(Work):
+    """The work of all operations issued inside its block; each of them returns it, too.
+
+    NCCL launches them together, as one group call, when the block ends, so a send and a recv that
+    wait for each other may stand in any order. Between CPUs each starts when it is issued. Waiting
+    for it inside the block is an error. After an error in the body, what was issued before is under
+    way all the same: the other ranks count on it.
+    """
+
+    def __init__(self, operation: Operation, end: Callable[[], None]) -> None:
+        super().__init__(operation)
+        self._end = end
+        self._works: list[Work] = []
+        self.is_open = True  # operations are still being added
+
+    def add(self, work: Work) -> None:
+        if not any(work is other for other in self._works):
+            self._works.append(work)
+
+    def _block(self) -> None:
+        """Block until all are done; raises the first error of them."""
+        self._check_ended()
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return not self.is_open and all(work.is_completed() for work in self._works)
+
+    def error(self) -> BaseException | None:
+        return next((e for e in (work.error() for work in self._works) if e is not None), None)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._check_ended()
+        if not self._works:
+            callback()
+            return
+        lock = threading.Lock()
+        left = len(self._works)
+
+        def count() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                is_last = left == 0
+            if is_last:
+                callback()
+
+        for work in self._works:
+            work.add_done_callback(count)
+
+    def _end_generation(self, reason: str) -> None:
+        for work in self._works:
+            if not work.is_completed():
+                work._end_generation(reason)
+
+    def _check_ended(self) -> None:
+        if self.is_open:
+            raise RuntimeError(
+                "the coalesced operations are launched when their block ends; wait after it"
+            )
+
+    def _close(self) -> None:
+        self.is_open = False
+        self._end()
+
+    def __enter__(self) -> Coalesced:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    async def __aenter__(self) -> Coalesced:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close()
+        if error is None:
+            await self

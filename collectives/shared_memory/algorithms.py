@@ -1,0 +1,321 @@
+"""Collectives of ranks on one host, through memory that they share.
+
+Each body below is one algorithm, read from top to bottom: write into the own slot, `publish`,
+`yield` until all have published, read the others' slots. The rule that makes it safe is at the top
+of shared_memory/segment.py, the waiting in lane.py. Sums are taken in rank order on every rank, so
+all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..contract.arithmetic import reduce_into
+from ..contract.communicator import Communicator
+from ..contract.errors import CollectiveError, GroupClosed, PeerLost
+from ..contract.operation import Operation
+from ..contract.reduce_op import ReduceOp
+from ..contract.signature import pair_mismatch
+from ..contract.work import Work
+from .lane import Body, Lane, LaneWork
+from .messages import Messages
+from .segment import SharedSegment
+
+SLOT_BYTES = 2 << 20
+"""Two slots of this size per rank. Pages that no operation has needed take no memory."""
+
+_DIRECT_BYTES = 512 << 10
+"""Up to here every rank sums everything itself: one tick, N times the additions."""
+
+_ALIGNMENT = 64  # elements; parts that start at whole cache lines are added and copied faster
+
+
+class SharedMemoryCommunicator(Communicator):
+    """Ranks that map one `SharedSegment`. `connect` of host.py makes it."""
+
+    backend = "shared-memory"
+
+    def __init__(self, segment: SharedSegment, timeout_s: float) -> None:
+        """Blocks until all ranks have come. Raises CollectiveError, and `segment` is given back."""
+        self.rank = segment.rank
+        self.size = segment.size
+        self.device = torch.device("cpu")
+        self._segment = segment
+        try:
+            segment.meet(timeout_s)
+        except BaseException:
+            segment.leave()
+            raise
+        self._lane = Lane(segment)
+        self._messages = Messages(segment)
+        self._closed = False
+
+    # -- the contract --------------------------------------------------------------------------
+
+    def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: ReduceOp) -> Work:
+        if tensor.nbytes <= _DIRECT_BYTES:
+            return self._issue(operation, 1, self._all_reduce_directly, tensor, op)
+        part = self._chunk_elements(tensor, self._segment.slot_bytes // 2 // self.size)
+        chunks = -(-tensor.numel() // (part * self.size))
+        return self._issue(operation, chunks + 1, self._all_reduce_in_parts, tensor, op, part)
+
+    def reduce_scatter(
+        self, operation: Operation, output: torch.Tensor, input: torch.Tensor, op: ReduceOp
+    ) -> Work:
+        chunk = self._chunk_elements(input, self._segment.slot_bytes // self.size)
+        chunks = max(1, -(-output.numel() // chunk))
+        rows = input.view(self.size, -1)
+        return self._issue(operation, chunks, self._reduce_scatter, output, rows, op, chunk)
+
+    def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
+        chunk = self._chunk_elements(input, self._segment.slot_bytes)
+        chunks = max(1, -(-input.numel() // chunk))
+        rows = output.view(self.size, -1)
+        return self._issue(operation, chunks, self._all_gather, rows, input, chunk)
+
+    def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
+        chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
+        chunks = max(1, -(-tensor.numel() // chunk))
+        return self._issue(operation, chunks, self._broadcast, tensor, root, chunk)
+
+    def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
+        chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
+        chunks = max(1, -(-tensor.numel() // chunk))
+        return self._issue(operation, chunks, self._reduce, tensor, root, op, chunk)
+
+    def exchange(
+        self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> Work:
+        return self._issue(operation, 0, self._exchange, operation, outputs, inputs)
+
+    def barrier(self, operation: Operation) -> Work:
+        return self._issue(operation, 1, self._barrier)
+
+    def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        return self._messages.send(operation, tensor)
+
+    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        return self._messages.recv(operation, tensor)
+
+    def abort(self, error: CollectiveError) -> None:
+        if not self._closed:
+            self._lane.abort(error)
+            self._messages.end(self._segment.failure() or error)
+
+    def show_waits(self, ranks: Sequence[int], since: float) -> None:
+        self._segment.show_waits_elsewhere(ranks, since)
+
+    def on_wait(self, told: Callable[[Sequence[int], float], None]) -> None:
+        self._segment.on_wait = told
+
+    def failure(self) -> CollectiveError | None:
+        return None if self._closed else self._segment.failure()
+
+    def gone(self) -> dict[int, str]:
+        return {} if self._closed else self._segment.gone()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        generation = self._segment.generation
+
+        def lost(operation: Operation) -> PeerLost:
+            how = "closed the group with this operation still to do"
+            return PeerLost(str(operation), generation, [self.rank], how)
+
+        self._messages.close(GroupClosed("close", generation))
+        self._lane.close(GroupClosed("close", generation), lost)
+        self._segment.leave()
+
+    # -- the algorithms ------------------------------------------------------------------------
+
+    def _barrier(self, tick: int) -> Body:
+        self._segment.publish(tick)
+        yield tick
+
+    def _all_reduce_directly(self, tick: int, flat: torch.Tensor, op: ReduceOp) -> Body:
+        parts = self._segment.slots(tick, 0, flat.numel(), flat.dtype)
+        parts[self.rank].copy_(flat)
+        self._segment.publish(tick)
+        yield tick
+        reduce_into(flat, parts, op)
+
+    def _all_reduce_in_parts(self, tick: int, flat: torch.Tensor, op: ReduceOp, part: int) -> Body:
+        """Chunk by chunk of (size * part,); a tick works on two chunks at once:
+
+        1. copy the other ranks' parts of chunk i into the own slot;
+        2. reduce the own part of chunk i-1 into the slot's second half, and copy it home;
+        3. publish, wait for all;
+        4. copy the other ranks' parts of chunk i-1 out of their slots.
+        """
+        segment, rank = self._segment, self.rank
+        half = segment.slot_bytes // 2
+        part_bytes = part * flat.element_size()
+        previous: tuple[torch.Tensor, ...] = ()  # the parts of chunk i-1, by rank
+        for chunk in (*flat.split(part * self.size), None):
+            pieces = () if chunk is None else chunk.split(part)
+            for r, piece in enumerate(pieces):  # 1
+                if r != rank:
+                    at = r * part_bytes
+                    segment.slots(tick, at, piece.numel(), flat.dtype)[rank].copy_(piece)
+            if rank < len(previous):  # 2
+                own = previous[rank]
+                addends = list(segment.slots(tick - 1, rank * part_bytes, len(own), flat.dtype))
+                addends[rank] = own
+                reduced = segment.slots(tick, half, len(own), flat.dtype)[rank]
+                reduce_into(reduced, addends, op)
+                own.copy_(reduced)
+            segment.publish(tick)  # 3
+            yield tick
+            for r, piece in enumerate(previous):  # 4
+                if r != rank:
+                    piece.copy_(segment.slots(tick, half, len(piece), flat.dtype)[r])
+            previous = pieces
+            tick += 1
+
+    def _reduce_scatter(
+        self, tick: int, output: torch.Tensor, rows: torch.Tensor, op: ReduceOp, chunk: int
+    ) -> Body:
+        """rows: (size, n). Each rank lays out the other ranks' columns, then adds its own."""
+        segment, rank = self._segment, self.rank
+        for start in range(0, max(1, rows.shape[1]), chunk):
+            columns = rows[:, start : start + chunk]
+            width = columns.shape[1]
+            stride = -(-width // _ALIGNMENT) * _ALIGNMENT * rows.element_size()
+            for r in range(self.size):
+                if r != rank:
+                    segment.slots(tick, r * stride, width, rows.dtype)[rank].copy_(columns[r])
+            segment.publish(tick)
+            yield tick
+            if width:
+                parts = list(segment.slots(tick, rank * stride, width, rows.dtype))
+                parts[rank] = columns[rank]
+                reduce_into(output[start : start + chunk], parts, op)
+            tick += 1
+
+    def _all_gather(self, tick: int, rows: torch.Tensor, input: torch.Tensor, chunk: int) -> Body:
+        """rows: (size, n), the output by rank; this rank's row may be `input` itself."""
+        segment, rank = self._segment, self.rank
+        for start in range(0, max(1, input.numel()), chunk):
+            piece = input[start : start + chunk]
+            slots = segment.slots(tick, 0, piece.numel(), input.dtype)
+            slots[rank].copy_(piece)
+            segment.publish(tick)
+            yield tick
+            for r, slot in enumerate(slots):
+                if r != rank:
+                    rows[r, start : start + chunk].copy_(slot)
+            tick += 1
+        if rows[rank].data_ptr() != input.data_ptr():
+            rows[rank].copy_(input)
+
+    def _broadcast(self, tick: int, flat: torch.Tensor, root: int, chunk: int) -> Body:
+        segment = self._segment
+        for start in range(0, max(1, flat.numel()), chunk):
+            piece = flat[start : start + chunk]
+            slot = segment.slots(tick, 0, piece.numel(), flat.dtype)[root]
+            if self.rank == root:
+                slot.copy_(piece)
+            segment.publish(tick)
+            yield tick
+            if self.rank != root:
+                piece.copy_(slot)
+            tick += 1
+
+    def _reduce(self, tick: int, flat: torch.Tensor, root: int, op: ReduceOp, chunk: int) -> Body:
+        """All lay out a chunk; the root adds."""
+        segment = self._segment
+        for start in range(0, max(1, flat.numel()), chunk):
+            piece = flat[start : start + chunk]
+            slots = segment.slots(tick, 0, piece.numel(), flat.dtype)
+            slots[self.rank].copy_(piece)
+            segment.publish(tick)
+            yield tick
+            if self.rank == root:
+                reduce_into(piece, slots, op)
+            tick += 1
+
+    def _exchange(
+        self,
+        tick: int,
+        operation: Operation,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+    ) -> Body:
+        """A slot holds a table, and a region for each rank. Chunk by chunk:
+
+        1. copy a piece for each other rank into its region, the first time also the own table:
+           what goes to each rank, and what is expected of each;
+        2. publish, wait for all; the first time compare the tables, which also say how many
+           chunks there are;
+        3. copy the pieces for this rank out of the others' slots.
+        """
+        segment, rank, size = self._segment, self.rank, self.size
+        dtype = outputs[rank].dtype
+        table = [part.numel() for part in (*inputs, *outputs)]
+        table_bytes = -(-8 * len(table) // _ALIGNMENT) * _ALIGNMENT
+        chunk = self._chunk_elements(outputs[rank], (segment.slot_bytes - table_bytes) // size)
+        at = [table_bytes + r * chunk * dtype.itemsize for r in range(size)]
+        # In bytes, not as tensors: of small parts, the table would cost more than they do.
+        segment.write_numbers(tick, table)
+        start = longest = 0
+        while start == 0 or start < longest:
+            for r, part in enumerate(inputs):  # 1
+                count = min(table[r] - start, chunk)
+                if r != rank and count > 0:
+                    piece = part if count == table[r] else part[start : start + count]
+                    segment.slots(tick, at[r], count, dtype)[rank].copy_(piece)
+            segment.publish(tick)  # 2
+            yield tick
+            if start == 0:
+                tables = [segment.read_numbers(tick, r, len(table)) for r in range(size)]
+                error = pair_mismatch(operation, segment.generation, tables)
+                if error is not None:
+                    raise segment.abort(error)
+                longest = max(max(sent[:size]) for sent in tables)
+            for r, part in enumerate(outputs):  # 3
+                count = min(table[size + r] - start, chunk)
+                if r != rank and count > 0:
+                    piece = part if count == table[size + r] else part[start : start + count]
+                    piece.copy_(segment.slots(tick, at[rank], count, dtype)[r])
+            start += chunk
+            tick += 1
+        if outputs[rank].data_ptr() != inputs[rank].data_ptr():
+            outputs[rank].copy_(inputs[rank])
+
+    # ------------------------------------------------------------------------------------------
+
+    def _issue(
+        self, operation: Operation, num_ticks: int, body: Callable[..., Body], *args: Any
+    ) -> Work:
+        finish = operation.finish
+
+        def make(first_tick: int) -> Body:
+            if finish is None:
+                return body(first_tick, *args)
+            return _and_then(body(first_tick, *args), finish)
+
+        work = LaneWork(self._lane, operation, make, num_ticks)
+        self._lane.submit(work)
+        return work
+
+    def _chunk_elements(self, tensor: torch.Tensor, nbytes: int) -> int:
+        """Elements that fit into `nbytes`, a whole number of cache lines."""
+        return max(1, nbytes // tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _and_then(body: Body, finish: Callable[[], None]) -> Body:
+    yield from body
+    finish()
+
+
+def connect_shared_memory(
+    descriptor: int, pids: list[int], rank: int, generation: int, timeout_s: float
+) -> SharedMemoryCommunicator:
+    """Join the segment behind `descriptor` together with the processes `pids`, by rank."""
+    segment = SharedSegment(descriptor, pids, rank, generation, SLOT_BYTES)
+    return SharedMemoryCommunicator(segment, timeout_s)

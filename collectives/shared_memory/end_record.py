@@ -1,0 +1,91 @@
+"""The error that ended a generation, in the memory that its ranks share. The first one stands."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import time
+
+from ..contract.errors import CollectiveError, error_from_json, error_to_json
+from .futex import WEAKLY_ORDERED, fence
+from .layout import ABORT_WORD, RECORD_BYTES
+
+_LOCK_S = 1.0  # it is held for microseconds
+
+
+class EndRecord:
+    """Its length in 8 bytes, and JSON; behind the abort word, which says that it is there.
+
+    descriptor: of the memory, owned from here on. Who writes holds a lock on the file, which the
+    kernel releases if its holder dies.
+    """
+
+    def __init__(self, memory: mmap.mmap, words: memoryview, at: int, descriptor: int) -> None:
+        self._memory = memory
+        self._words = words
+        self._at = at
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def read(self) -> CollectiveError:
+        """The error, once the abort word is set."""
+        if WEAKLY_ORDERED:
+            fence()
+        at = self._at
+        length = int.from_bytes(self._memory[at : at + 8], "little")
+        return error_from_json(self._memory[at + 8 : at + 8 + length].decode())
+
+    def write(self, error: CollectiveError) -> bool:
+        """Unless there is one already. False after `close`."""
+        with self._lock:
+            if self._descriptor < 0:
+                return False
+            self._exclude_others()
+            try:
+                if not self._words[ABORT_WORD]:
+                    record = fitting_record(error)
+                    at = self._at
+                    self._memory[at + 8 : at + 8 + len(record)] = record
+                    self._memory[at : at + 8] = len(record).to_bytes(8, "little")
+                    if WEAKLY_ORDERED:
+                        fence()
+                    self._words[ABORT_WORD] = 1
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return True
+
+    def close(self) -> None:
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _exclude_others(self) -> None:
+        """But for a rank that was stopped while it excluded us."""
+        give_up_at = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > give_up_at:
+                    return None
+            time.sleep(0.001)
+
+
+def fitting_record(error: CollectiveError) -> bytes:
+    """The error as JSON; its longest text is cut in the middle if it does not fit."""
+    record = error_to_json(error).encode()
+    while len(record) > RECORD_BYTES - 8:
+        fields = list(error.args)
+        longest = max(
+            (i for i, field in enumerate(fields) if isinstance(field, str)),
+            key=lambda i: len(fields[i]),
+        )
+        text = fields[longest]
+        keep = len(text) // 4
+        fields[longest] = f"{text[:keep]}\n[... cut ...]\n{text[-keep:]}"
+        error = type(error)(*fields)
+        record = error_to_json(error).encode()
+    return record

@@ -1,0 +1,96 @@
+"""What lies where in the memory that the ranks of one host share, and how it is made and found.
+
+    header     magic, and the abort word
+    ranks      one block each: tick, whom it sleeps on, state, what it is doing (twice), bell
+    channels   one per ordered pair of ranks, for messages: words of the sender, of the receiver
+    sites      the lines of users' code that began that, as text (two per rank)
+    record     the error that ended the generation, as JSON
+    slots      two per rank, for data; which one a tick uses is the tick's parity
+    rings      one per ordered pair, for messages
+
+The file has no name and lives as long as the processes that map it; only this user may open it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from ..contract.call_site import SITE_BYTES
+
+MAGIC = 0x43484F5255534C31  # "CHORUSL1"
+HEADER_WORDS = 8
+ABORT_WORD = 1
+BLOCK_WORDS = 48  # 384 bytes: words that different ranks write never share a cache line
+TICK, SLEEPS_ON, STATE, SIGNATURE = 0, 8, 16, 24  # words from the start of a rank's block
+BELL, ASLEEP = 32, 40
+CHANNEL_WORDS = 16
+HEAD, SENDER_WAITS, ELSEWHERE = 0, 1, 2  # words of a channel; these the sender writes
+TAIL, RECEIVER_WAITS = 8, 9  # and these the receiver
+RECORD_BYTES = 64 * 1024
+RING_BYTES = 256 * 1024  # of which no page takes memory before a message needs it
+
+
+def block_at(rank: int) -> int:
+    """The first word of a rank's block."""
+    return HEADER_WORDS + BLOCK_WORDS * rank
+
+
+def channel_at(size: int, sender: int, receiver: int) -> int:
+    """The first word of a channel."""
+    return HEADER_WORDS + BLOCK_WORDS * size + CHANNEL_WORDS * (sender * size + receiver)
+
+
+def sites_start(size: int) -> int:
+    """The byte behind all words."""
+    return 8 * (HEADER_WORDS + BLOCK_WORDS * size + CHANNEL_WORDS * size * size)
+
+
+def record_start(size: int) -> int:
+    return _page_aligned(sites_start(size) + 2 * SITE_BYTES * size)
+
+
+def slots_start(size: int) -> int:
+    return record_start(size) + RECORD_BYTES
+
+
+def rings_start(size: int, slot_bytes: int) -> int:
+    return slots_start(size) + size * 2 * slot_bytes
+
+
+def bytes_needed(size: int, slot_bytes: int) -> int:
+    return rings_start(size, slot_bytes) + size * size * RING_BYTES
+
+
+def make_memory(size: int, slot_bytes: int) -> int:
+    """A new, zeroed, nameless file for `size` ranks; its descriptor."""
+    nbytes = bytes_needed(size, slot_bytes)
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("chorusline", os.MFD_CLOEXEC)
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, nbytes)
+        os.pwrite(descriptor, MAGIC.to_bytes(8, "little"), 0)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise OSError(
+            error.errno,
+            f"no memory of {nbytes} bytes to share between the {size} ranks of this host: "
+            f"{error.strerror}. See the limits on the size of files and on their number "
+            "(ulimit -f, ulimit -n), and on this container's memory",
+        ) from error
+    return descriptor
+
+
+def open_memory(pid: int, descriptor: int) -> int:
+    """The memory that process `pid` of this user made; a descriptor of our own."""
+    ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    if os.pread(ours, 8, 0) != MAGIC.to_bytes(8, "little"):
+        os.close(ours)
+        raise OSError(errno.EINVAL, f"descriptor {descriptor} of process {pid} is not ours")
+    return ours
+
+
+def _page_aligned(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096

@@ -1,0 +1,441 @@
+"""Messages between two ranks of one host: send and recv, beside the ticks of the collectives.
+
+Each ordered pair of ranks has a ring of bytes (shared_memory/ring.py). A send is done when all is
+in the ring; a small one is therefore done at once, and outlives its sender.
+
+Messages of a pair leave the ring in the order in which they were sent. One whose tag nobody waits
+for stays in it, and holds up its sender, unless somebody waits for another tag from that rank: then
+it is put aside in memory of the receiver's own.
+
+Who puts something into a ring, or takes something out, rings the other side's bell, a word on which
+that sleeps (futex, in slices, as with ticks). Between slices a sleeper looks at the abort word, at
+the other processes and at the deadlines. Who drives is decided as in lane.py: issuing does what can
+be done at once, whoever waits drives, and a background thread, woken late, does the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..contract.errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost
+from ..contract.inference import outside_inference_mode
+from ..contract.operation import ANY_RANK, Operation
+from ..contract.signature import message_mismatch
+from ..contract.work import Work
+from ..diagnosis.blame import tell_waits, to_blame
+from .driving import DrivenWork, call_back
+from .ring import HEADER, UNIT, Channel
+from .segment import SharedSegment
+from .wake_timer import WakeTimer
+
+_WAKE_DELAY_S = 0.0001
+_SLICES_S = (0.002, 0.005, 0.02)
+
+
+class MessageWork(DrivenWork):
+    """A send or recv. content: (nbytes,) uint8, the caller's memory. moved: bytes of it so far."""
+
+    def __init__(self, messages: Messages, operation: Operation, tensor: torch.Tensor) -> None:
+        super().__init__(operation, messages)
+        self.messages = messages
+        self.content = tensor.view(torch.uint8)
+        self.moved = -1  # the header is still to be written
+
+    def _end_generation(self, reason: str) -> None:
+        self.messages.abort(self.operation, reason)
+
+
+@dataclass
+class _Arriving:
+    """A message that has begun to leave its ring. work: who gets it; None while put aside."""
+
+    source: int
+    tag: int
+    numel: int
+    dtype: int
+    content: torch.Tensor
+    work: MessageWork | None
+    moved: int = 0
+
+    def has_arrived(self) -> bool:
+        return self.moved == len(self.content)
+
+
+class Messages:
+    """All messages to and from this rank. The lock guards everything; it is not held in sleep."""
+
+    def __init__(self, segment: SharedSegment) -> None:
+        self.segment = segment
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)  # a work ended, or nobody drives
+        self._sending: dict[int, deque[MessageWork]] = {}  # by peer, in the order of issue
+        self._receiving: list[MessageWork] = []  # without a message yet, in the order of issue
+        self._arriving: dict[int, _Arriving] = {}  # by source
+        self._aside: list[_Arriving] = []
+        self._out: dict[int, Channel] = {}
+        self._in: dict[int, Channel] = {}
+        self._ended: list[MessageWork] = []  # whose callbacks are due
+        self._shown: set[int] = set()  # words that say for whom this rank waits
+        self._driven = False
+        self._thread: threading.Thread | None = None
+        self._wake_up: WakeTimer | None = None
+        self._end: CollectiveError | None = None
+
+    def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        work = MessageWork(self, operation, tensor)
+        with self._lock:
+            self._sending.setdefault(operation.peer, deque()).append(work)
+        return self._begin(work)
+
+    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        work = MessageWork(self, operation, tensor)
+        with self._lock:
+            self._receiving.append(work)
+        return self._begin(work)
+
+    def run_until(self, work: MessageWork) -> None:
+        """Block until `work` is done, driving if no other thread does."""
+        while True:
+            mine = False
+            try:
+                with self._lock:
+                    while self._driven and not work.done:
+                        self._turn.wait()
+                    if work.done:
+                        return
+                    mine = self._driven = True
+                    if self._wake_up is not None:
+                        self._wake_up.cancel()
+                self._drive(work)
+            except BaseException as error:
+                self.abort(work.operation, f"{type(error).__name__} during {work.operation}")
+                raise
+            finally:
+                if mine:
+                    self._release()
+
+    def poll(self, work: MessageWork) -> None:
+        self._run_what_can()
+        if not work.done:
+            with self._lock:
+                self._call_background()
+
+    def call_when_done(self, work: MessageWork, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not work.done:
+                work.callbacks.append(callback)
+                self._call_background(0)
+                return
+        callback()
+
+    def abort(self, operation: Operation, reason: str) -> None:
+        error = GroupAborted(operation.generation, [self.segment.rank], reason)
+        self.end(self.segment.abort(error))
+
+    def end(self, error: CollectiveError) -> None:
+        """Nothing moves any more; all that has not ended raises `error`."""
+        with self._lock:
+            self._finish_all(error)
+        self._call_back()
+
+    def close(self, error: CollectiveError) -> None:
+        self._run_what_can()
+        self.end(error)
+        self.segment.ring_bell(self.segment.rank)
+        with self._lock:
+            while self._driven:
+                self._turn.wait()
+        thread, wake_up = self._thread, self._wake_up
+        if thread is not None and wake_up is not None:
+            if thread is not threading.current_thread():
+                wake_up.set(0)
+                thread.join()
+            wake_up.close()
+
+    # -- moving bytes, with the lock -------------------------------------------------------------
+
+    @outside_inference_mode
+    def _advance(self) -> None:
+        """Do all that can be done without waiting."""
+        if self._end is not None:
+            self._finish_all(self._end)
+            return
+        failure = self.segment.failure()
+        if failure is not None:
+            self._finish_all(failure)
+            return
+        try:
+            for peer, queue in self._sending.items():
+                self._push(peer, queue)
+            if self._receiving or self._arriving:
+                self._take_aside()
+                for source in range(self.segment.size):
+                    if source != self.segment.rank:
+                        self._pull(source)
+        except CollectiveError as error:
+            self._finish_all(self.segment.abort(error))
+
+    def _push(self, peer: int, queue: deque[MessageWork]) -> None:
+        while queue:
+            channel = self._channel_to(peer)
+            work = queue[0]
+            free = channel.free()
+            if work.moved < 0:
+                if not free:
+                    return
+                o = work.operation
+                header = HEADER.pack(o.tag, o.numel, o.dtype, len(work.content), 0, 0, 0, 0)
+                channel.put(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+                work.moved = 0
+                free -= UNIT
+            piece = work.content[work.moved : work.moved + free]
+            if len(piece):
+                channel.put(piece)
+                work.moved += len(piece)
+            self.segment.ring_bell(peer)
+            if work.moved < len(work.content):
+                return
+            queue.popleft()
+            self._finish(work, None)
+
+    def _pull(self, source: int) -> None:
+        while True:
+            channel = self._channel_from(source)
+            arriving = self._arriving.get(source)
+            if arriving is None:
+                arriving = self._next_from(source, channel)
+                if arriving is None:
+                    return
+                self._arriving[source] = arriving
+            left = arriving.content[arriving.moved :]
+            piece = left[: channel.filled()]
+            if len(piece):
+                channel.take(piece)
+                arriving.moved += len(piece)
+                self.segment.ring_bell(source)
+            if not arriving.has_arrived():
+                return
+            del self._arriving[source]
+            self._arrived(arriving)
+
+    def _next_from(self, source: int, channel: Channel) -> _Arriving | None:
+        """The next message in the ring, if there is one and it has somewhere to go."""
+        if not channel.filled():
+            return None
+        tag, numel, dtype, nbytes = channel.header()
+        wanting = [w for w in self._receiving if w.operation.peer in (source, ANY_RANK)]
+        if not wanting:
+            return None
+        work = next((w for w in wanting if w.operation.tag == tag), None)
+        channel.skip_header()
+        self.segment.ring_bell(source)
+        if work is None:
+            aside = torch.empty(nbytes, dtype=torch.uint8)
+            arriving = _Arriving(source, tag, numel, dtype, aside, None)
+            self._aside.append(arriving)
+            return arriving
+        self._match(work, source, numel, dtype)
+        return _Arriving(source, tag, numel, dtype, work.content, work)
+
+    def _take_aside(self) -> None:
+        """Match what was put aside with the works that want it."""
+        for arriving in list(self._aside):
+            for work in self._receiving if arriving.work is None else ():
+                o = work.operation
+                if o.tag == arriving.tag and o.peer in (arriving.source, ANY_RANK):
+                    self._match(work, arriving.source, arriving.numel, arriving.dtype)
+                    arriving.work = work
+                    if arriving.has_arrived():
+                        self._arrived(arriving)
+                    break
+
+    def _match(self, work: MessageWork, source: int, numel: int, dtype: int) -> None:
+        operation = work.operation
+        operation.peer = source
+        error = message_mismatch(
+            operation, self.segment.generation, self.segment.rank, numel, dtype
+        )
+        if error is not None:
+            raise error
+        self._receiving.remove(work)
+        work.moved = 0
+
+    def _arrived(self, arriving: _Arriving) -> None:
+        work = arriving.work
+        if work is None:
+            return  # It stays aside.
+        if arriving.content is not work.content:
+            self._aside.remove(arriving)
+            work.content.copy_(arriving.content)
+        if work.operation.finish is not None:
+            work.operation.finish()
+        self._finish(work, None)
+
+    def _channel_to(self, peer: int) -> Channel:
+        channel = self._out.get(peer)
+        if channel is None:
+            channel = self._out[peer] = Channel(self.segment, self.segment.rank, peer)
+        return channel
+
+    def _channel_from(self, source: int) -> Channel:
+        channel = self._in.get(source)
+        if channel is None:
+            channel = self._in[source] = Channel(self.segment, source, self.segment.rank)
+        return channel
+
+    def _pending(self) -> list[MessageWork]:
+        found = [work for queue in self._sending.values() for work in queue]
+        found += self._receiving
+        arriving = {id(a): a for a in (*self._arriving.values(), *self._aside)}
+        return found + [a.work for a in arriving.values() if a.work is not None]
+
+    def _finish(self, work: MessageWork, failure: CollectiveError | None) -> None:
+        work.failure = failure
+        work.operation.end(failure)
+        work.done = True
+        if self._shown:
+            self._hide_waits()  # Shown again for what is left, if it has to be waited for.
+        self._ended.append(work)
+        self._turn.notify_all()
+
+    def _finish_all(self, error: CollectiveError) -> None:
+        if self._end is None:
+            self._end = error
+        for work in self._pending():
+            self._finish(work, self._end)
+        self._sending.clear()
+        self._receiving.clear()
+        self._arriving.clear()
+        self._aside.clear()
+        self._turn.notify_all()
+
+    def _call_background(self, delay_s: float = _WAKE_DELAY_S) -> None:
+        if self._end is not None:
+            return
+        if self._thread is None or self._wake_up is None:
+            self._wake_up = WakeTimer()
+            self._thread = threading.Thread(
+                target=self._background_loop,
+                args=(self._wake_up,),
+                name="chorusline-messages",
+                daemon=True,
+            )
+            self._thread.start()
+        self._wake_up.set(delay_s)
+
+    # -- driving ---------------------------------------------------------------------------------
+
+    def _begin(self, work: MessageWork) -> Work:
+        self._run_what_can()
+        if not work.done:
+            with self._lock:
+                if not self._driven:
+                    self._call_background()
+        return work
+
+    def _run_what_can(self) -> None:
+        with self._lock:
+            self._advance()
+        self._call_back()
+
+    def _call_back(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, []
+        call_back(ended)
+
+    def _drive(self, until: MessageWork | None) -> None:
+        """Until `until` is done; for None, until nothing is left to do."""
+        segment = self.segment
+        spins = segment.spins if until is not None else 1
+        slices = iter(_SLICES_S)
+        slice_s = 0.0
+        while True:
+            seen = segment.bell()
+            self._run_what_can()
+            if until.done if until is not None else not self._has_pending():
+                return
+            for _ in range(spins):
+                os.sched_yield()
+                if segment.bell() != seen:
+                    break
+            else:
+                slice_s = next(slices, slice_s)
+                segment.sleep_on_bell(seen, slice_s)
+                if segment.bell() == seen:
+                    self._look()
+                    continue
+            slices = iter(_SLICES_S)
+
+    def _has_pending(self) -> bool:
+        with self._lock:
+            return bool(self._pending())
+
+    def _look(self) -> None:
+        """End the generation if something cannot end well any more."""
+        gone = self.segment.gone()
+        others = set(range(self.segment.size)) - {self.segment.rank}
+        now = time.monotonic()
+        with self._lock:
+            self._advance()  # What they put into the ring before they went is still good.
+            for work in self._pending():
+                o = work.operation
+                peers = others if o.peer == ANY_RANK else {o.peer}
+                error: CollectiveError
+                if peers <= gone.keys():
+                    how = "; ".join(sorted({gone[peer] for peer in peers}))
+                    error = PeerLost(str(o), o.generation, sorted(peers), how)
+                elif now >= o.issued_at + o.timeout_s:
+                    waits_for = self.segment.waits_for(o.timeout_s)
+                    blamed = to_blame(peers, waits_for, [self.segment.rank])
+                    told = sorted(peers.union(blamed))
+                    where = "; ".join(self.segment.whereabouts(rank) for rank in told)
+                    where += tell_waits(waits_for, waits_for.keys() - {self.segment.rank})
+                    error = CollectiveTimeout(str(o), o.generation, blamed, o.timeout_s, where)
+                else:
+                    continue
+                self._finish_all(self.segment.abort(error))
+                break
+            self._show_waits()
+        self._call_back()
+
+    def _show_waits(self) -> None:
+        """So that whoever waits for this rank learns who is behind it."""
+        for work in self._pending():
+            o = work.operation
+            if o.peer == ANY_RANK:
+                continue
+            channel = self._channel_from(o.peer) if o.receives else self._channel_to(o.peer)
+            if channel.waits_at not in self._shown:
+                self._shown.add(channel.waits_at)
+                self.segment.show_wait(channel.waits_at, o.issued_at)
+
+    def _hide_waits(self) -> None:
+        for at in self._shown:
+            self.segment.hide_wait(at)
+        self._shown.clear()
+
+    def _release(self) -> None:
+        with self._lock:
+            self._driven = False
+            self._turn.notify_all()
+            if self._thread is not None and self._pending():
+                self._call_background()
+
+    def _background_loop(self, wake_up: WakeTimer) -> None:
+        while self._end is None:
+            wake_up.wait()
+            with self._lock:
+                if self._driven or not self._pending():
+                    continue
+                self._driven = True
+            try:
+                self._drive(None)
+            finally:
+                self._release()

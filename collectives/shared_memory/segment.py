@@ -1,0 +1,452 @@
+"""The memory that the ranks of one host share, and how they wait in it.
+
+One rank makes a nameless file in memory (memfd); the others open it through /proc, map it, and
+from then on it lives exactly as long as the processes that map it: nothing is left behind, not
+even when all of them are killed. shared_memory/layout.py says what lies where in it.
+
+**Ticks.** Every collective is a sequence of ticks, counted alike on all ranks. A rank *publishes*
+tick t by storing t in its block. One rule makes all of it safe:
+
+    Data of tick t is written after all ranks have published t-1, and before the own publication
+    of t. It is read after all have published t, and before the own publication of t+1.
+
+So a slot is free again two ticks later, and no further locks are needed.
+
+**Waiting** is a short spin that yields the core, then sleep on the tick of the rank that is late
+(futex). A publisher makes the system call that wakes only if somebody says that it sleeps on it.
+Sleep comes in slices (futex.py says why); between slices a waiter looks at the abort word, at the
+other processes (pidfd) and at the deadline.
+
+Publishing relies on stores becoming visible in program order. x86 promises that; elsewhere
+`fence` orders them by the acquire-release pair of a lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..contract.call_site import SITE_BYTES
+from ..contract.errors import CollectiveError, CollectiveTimeout, PeerLost
+from ..contract.operation import Kind, Operation
+from ..contract.signature import Signature, mismatch
+from ..diagnosis.blame import tell_waits, to_blame
+from ..diagnosis.flight_recorder import tell_positions
+from .end_record import EndRecord
+from .futex import WEAKLY_ORDERED, fence, sleep_on, wake
+from .layout import (
+    ABORT_WORD,
+    ASLEEP,
+    BELL,
+    ELSEWHERE,
+    RECEIVER_WAITS,
+    RING_BYTES,
+    SENDER_WAITS,
+    SIGNATURE,
+    SLEEPS_ON,
+    STATE,
+    TICK,
+    block_at,
+    bytes_needed,
+    channel_at,
+    record_start,
+    rings_start,
+    sites_start,
+    slots_start,
+)
+
+_ABSENT, _OPEN, _CLOSED = 0, 1, 2
+
+_SPINS_WITH_CORES = 200  # sched_yield is about 0.4 us on an idle core
+_SPINS_OVERCOMMITTED = 50  # more ranks than cores: somebody else needs the core to arrive
+# On a busy core each yield lasts a time slice of somebody else's: 200 of them took two seconds, in
+# which nobody looked whether the generation had ended.
+_SPIN_S = 0.0003
+_SLICES_S = (0.002, 0.005, 0.02)
+
+
+class SharedSegment:
+    """This rank's view of the memory that it shares with the other ranks of its host.
+
+    rank, size: as in the group; all of its ranks map the segment. generation: for errors.
+    slot_bytes: bytes of one slot.
+    """
+
+    def __init__(
+        self, descriptor: int, pids: list[int], rank: int, generation: int, slot_bytes: int
+    ) -> None:
+        """descriptor: of the memory, owned by the segment from here on. pids: one per rank."""
+        self.rank = rank
+        self.size = len(pids)
+        self.generation = generation
+        self.slot_bytes = slot_bytes
+        self._pids = pids
+        self._map = mmap.mmap(descriptor, bytes_needed(self.size, slot_bytes))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._sites_at = sites_start(self.size)
+        self._words = memoryview(self._map)[: self._sites_at].cast("Q")
+        self._record = EndRecord(self._map, self._words, record_start(self.size), descriptor)
+        self._slots_at = slots_start(self.size)
+        self._rings_at = rings_start(self.size, slot_bytes)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+        blocks = [block_at(r) for r in range(self.size)]
+        self._block = blocks[rank]
+        self._tick_at = blocks[rank] + TICK
+        self._tick_addresses = [self._address + 8 * (b + TICK) for b in blocks]
+        self._peers = tuple((r, b + TICK) for r, b in enumerate(blocks) if r != rank)
+        self._peer_ticks = tuple(at for _, at in self._peers)
+        self._peer_sleeps = tuple(b + SLEEPS_ON for r, b in enumerate(blocks) if r != rank)
+        self._blocks = blocks
+        self._bells_rung = 0
+        self.spins = (
+            _SPINS_WITH_CORES if self.size <= (os.cpu_count() or 1) else _SPINS_OVERCOMMITTED
+        )
+        self._views: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, ...]] = {}
+        self._exits = select.poll()
+        self._rank_of_pidfd: dict[int, int] = {}
+        self._meet_timeout_s = 0.0
+        # Of a group made of another one: tells that one whom this rank waits for, or no more.
+        self.on_wait: Callable[[Sequence[int], float], None] | None = None
+        try:
+            self._watch_peers()
+        except PeerLost:
+            self.leave()
+            raise
+
+    def _watch_peers(self) -> None:
+        for peer, pid in enumerate(self._pids):
+            if peer == self.rank or pid == os.getpid():
+                continue
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError as error:
+                raise PeerLost(
+                    "rendezvous", self.generation, [peer], f"process {pid} ended"
+                ) from error
+            self._rank_of_pidfd[pidfd] = peer
+            self._exits.register(pidfd, select.POLLIN)
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def slots(self, tick: int, offset: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor]:
+        """Every rank's slot of `tick` from byte `offset` on, as tensors of (count,), by rank."""
+        key = (tick & 1, offset, count, dtype)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) > 512:  # Odd sizes without end must not pile up.
+                self._views.clear()
+            nbytes = count * dtype.itemsize
+            at = [
+                self._slots_at + (2 * r + (tick & 1)) * self.slot_bytes + offset
+                for r in range(self.size)
+            ]
+            views = tuple(self._bytes[a : a + nbytes].view(dtype) for a in at)
+            self._views[key] = views
+        return views  # type: ignore[return-value]
+
+    def write_numbers(self, tick: int, numbers: Sequence[int]) -> None:
+        """Into the own slot of `tick`, from its start, 8 bytes each."""
+        at = self._slots_at + (2 * self.rank + (tick & 1)) * self.slot_bytes
+        struct.pack_into(f"={len(numbers)}q", self._map, at, *numbers)
+
+    def read_numbers(self, tick: int, rank: int, count: int) -> tuple[int, ...]:
+        """What `rank` wrote so."""
+        at = self._slots_at + (2 * rank + (tick & 1)) * self.slot_bytes
+        return struct.unpack_from(f"={count}q", self._map, at)
+
+    # -- ticks ---------------------------------------------------------------------------------
+
+    def publish(self, tick: int) -> None:
+        """Show what was written for `tick` to all ranks."""
+        words = self._words
+        if WEAKLY_ORDERED:
+            fence()
+        words[self._tick_at] = tick
+        me = self.rank + 1
+        for at in self._peer_sleeps:
+            if words[at] == me:
+                self._wake(self.rank)
+                return
+
+    def reached(self, tick: int) -> bool:
+        """Whether all ranks have published `tick`."""
+        words = self._words
+        for at in self._peer_ticks:
+            if words[at] < tick:
+                return False
+        if WEAKLY_ORDERED:
+            fence()
+        return True
+
+    def wait(self, tick: int, operation: Operation | str, give_up_at: float, spin: bool) -> None:
+        """Return when all ranks have published `tick`; spin first if the core is ours to spend.
+
+        give_up_at: time.monotonic() in seconds. Raises the error that ends the generation,
+        after telling it to all ranks.
+        """
+        words = self._words
+        spins = self.spins if spin else 1
+        for peer, at in self._peers:
+            if words[at] >= tick:
+                continue
+            spin_until = time.monotonic() + _SPIN_S
+            for _ in range(spins):
+                os.sched_yield()
+                if words[at] >= tick or time.monotonic() > spin_until:
+                    break
+            if words[at] < tick:
+                self._sleep(peer, at, tick, operation, give_up_at)
+        if WEAKLY_ORDERED:
+            fence()
+
+    def _sleep(
+        self, peer: int, at: int, tick: int, operation: Operation | str, give_up_at: float
+    ) -> None:
+        words = self._words
+        address = self._tick_addresses[peer]
+        mine = self._block + SLEEPS_ON
+        slices = iter(_SLICES_S)
+        slice_s = 0.0
+        has_told = False
+        try:
+            while True:
+                words[mine] = peer + 1
+                seen = words[at]
+                if seen >= tick:
+                    return
+                slice_s = next(slices, slice_s)
+                sleep_on(address, seen, slice_s)
+                if words[at] >= tick:
+                    return
+                late = self._check(tick, operation, give_up_at)
+                if self.on_wait is not None and isinstance(operation, Operation):
+                    has_told = True
+                    self.on_wait(late, operation.issued_at)
+        finally:
+            words[mine] = 0
+            if has_told and self.on_wait is not None:
+                self.on_wait((), 0.0)
+
+    def _wake(self, rank: int) -> None:
+        wake(self._tick_addresses[rank])
+
+    def _check(self, tick: int, operation: Operation | str, give_up_at: float) -> list[int]:
+        """The ranks that are late. Raises if waiting for `tick` has become pointless."""
+        failure = self.failure()
+        if failure is not None:
+            raise failure
+        late = [peer for peer, at in self._peers if self._words[at] < tick]
+        if not late:
+            return late
+        dead = [rank for rank in self._dead_ranks() if rank in late]
+        if dead:
+            pids = ", ".join(f"process {self._pids[rank]} ended" for rank in dead)
+            raise self.abort(PeerLost(str(operation), self.generation, dead, pids))
+        closed = [r for r in late if self._words[self._blocks[r] + STATE] == _CLOSED]
+        if closed:
+            detail = "closed the group while others still used it"
+            raise self.abort(PeerLost(str(operation), self.generation, closed, detail))
+        now = time.monotonic()
+        if now >= give_up_at:
+            timeout_s = self._meet_timeout_s
+            if isinstance(operation, Operation):
+                timeout_s = operation.timeout_s
+            waits_for = self.waits_for(timeout_s)
+            here = [rank for rank in range(self.size) if rank not in late]
+            raise self.abort(
+                CollectiveTimeout(
+                    str(operation),
+                    self.generation,
+                    to_blame(late, waits_for, here),
+                    timeout_s,
+                    self._whereabouts(late) + tell_waits(waits_for, late),
+                )
+            )
+        return late
+
+    def _dead_ranks(self) -> list[int]:
+        return [self._rank_of_pidfd[descriptor] for descriptor, _ in self._exits.poll(0)]
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def channel(self, sender: int, receiver: int) -> tuple[memoryview, int, torch.Tensor]:
+        """The words of all channels, the first one of this, and its ring, (RING_BYTES,) uint8."""
+        at = self._rings_at + (sender * self.size + receiver) * RING_BYTES
+        word = channel_at(self.size, sender, receiver)
+        return self._words, word, self._bytes[at : at + RING_BYTES]
+
+    def fence(self) -> None:
+        """Order what was written before it, or read, against what comes after."""
+        if WEAKLY_ORDERED:
+            fence()
+
+    def ring_bell(self, rank: int) -> None:
+        """Wake `rank` if it sleeps on its bell. All ranks write it; no two write equal values, so
+        whoever has seen an older one does not fall asleep."""
+        self._bells_rung += 1
+        at = self._blocks[rank]
+        self._words[at + BELL] = (self._bells_rung * self.size + self.rank) & 0xFFFFFFFF
+        if self._words[at + ASLEEP]:
+            wake(self._address + 8 * (at + BELL))
+
+    def bell(self) -> int:
+        return self._words[self._block + BELL]
+
+    def sleep_on_bell(self, seen: int, slice_s: float) -> None:
+        """Return when the bell is not `seen` any more, or after `slice_s` seconds."""
+        words = self._words
+        words[self._block + ASLEEP] = 1
+        try:
+            if words[self._block + BELL] != seen:
+                return
+            sleep_on(self._address + 8 * (self._block + BELL), seen, slice_s)
+        finally:
+            words[self._block + ASLEEP] = 0
+
+    def waits_for(self, timeout_s: float) -> dict[int, list[int]]:
+        """Whom each rank has been waiting for, apart from the ticks: in messages, and in groups
+        of some of these ranks. timeout_s: of who asks; what began in its second half is no news.
+        """
+        until = _milliseconds(time.monotonic() - timeout_s / 2)
+        found: dict[int, list[int]] = {}
+        for rank in range(self.size):
+            for other in range(self.size):
+                out = channel_at(self.size, rank, other)
+                back = channel_at(self.size, other, rank)
+                for at in (out + SENDER_WAITS, out + ELSEWHERE, back + RECEIVER_WAITS):
+                    if 0 < self._words[at] <= until and other not in found.get(rank, ()):
+                        found.setdefault(rank, []).append(other)
+        return found
+
+    def show_wait(self, at: int, since: float) -> None:
+        """Say in word `at` of a channel since when this rank waits for the other."""
+        self._words[at] = _milliseconds(since)
+
+    def hide_wait(self, at: int) -> None:
+        self._words[at] = 0
+
+    def show_waits_elsewhere(self, ranks: Sequence[int], since: float) -> None:
+        """This rank waits for `ranks` in a group of some of these; for none: no more."""
+        for other, _ in self._peers:
+            at = channel_at(self.size, self.rank, other) + ELSEWHERE
+            self._words[at] = _milliseconds(since) if other in ranks else 0
+        if self.on_wait is not None:
+            self.on_wait(ranks, since)
+
+    def gone(self) -> dict[int, str]:
+        """The ranks that will not come again, and how they went."""
+        how = {
+            rank: "closed the group while others still used it"
+            for rank, _ in self._peers
+            if self._words[self._blocks[rank] + STATE] == _CLOSED
+        }
+        for rank in self._dead_ranks():
+            how[rank] = f"process {self._pids[rank]} ended"
+        return how
+
+    # -- who does what -------------------------------------------------------------------------
+
+    def sign(self, operation: Operation) -> None:
+        """Say what this rank is about to do; compared by `check_signatures` of the others."""
+        at = self._block + SIGNATURE + 4 * (operation.sequence & 1)
+        words = self._words
+        words[at] = operation.sequence
+        words[at + 1] = operation.kind | (operation.dtype + 1) << 8 | (operation.detail + 1) << 16
+        words[at + 2] = operation.numel + 1  # Unsigned words; numel may be -1.
+        site = self._sites_at + (2 * self.rank + (operation.sequence & 1)) * SITE_BYTES
+        self._map[site : site + SITE_BYTES] = operation.padded_site()
+
+    def check_signatures(self, operation: Operation) -> None:
+        """Raise CollectiveMismatch, on all ranks, unless all do the same.
+
+        Called before anything of the caller's is written. Two copies by parity suffice: nobody
+        can be two operations ahead of this rank.
+        """
+        words = self._words
+        offset = SIGNATURE + 4 * (operation.sequence & 1) + 1
+        mine = self._block + offset
+        what, numel = words[mine], words[mine + 1]
+        for block in self._blocks:
+            at = block + offset
+            if words[at] != what or words[at + 1] != numel:
+                break
+        else:
+            return
+        signed = [self._signature(r, operation.sequence & 1) for r in range(self.size)]
+        error = mismatch(self.generation, signed)
+        assert error is not None
+        raise self.abort(error)
+
+    def _signature(self, rank: int, parity: int) -> Signature:
+        at = self._blocks[rank] + SIGNATURE + 4 * parity
+        sequence, what, numel = self._words[at], self._words[at + 1], self._words[at + 2]
+        return Signature(sequence, what & 0xFF, (what >> 8 & 0xFF) - 1, (what >> 16) - 1, numel - 1)
+
+    def whereabouts(self, rank: int) -> str:
+        """What a rank that is late did last, in words."""
+        return f"rank {rank} is at {self._place(rank)}"
+
+    def _whereabouts(self, late: list[int]) -> str:
+        """What every rank did last, in words; those that are late first."""
+        return tell_positions({rank: self._place(rank) for rank in range(self.size)}, late)
+
+    def _place(self, rank: int) -> str:
+        last = max(self._signature(rank, parity) for parity in range(2))
+        if not last.kind:
+            return "nothing yet"
+        at = self._sites_at + (2 * rank + (last.sequence & 1)) * SITE_BYTES
+        site = self._map[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace")
+        if last.kind == Kind.COMPARISON:
+            return site  # It stands for another operation, which is told there.
+        name = f"{Kind(last.kind).name.lower()} #{last.sequence}"
+        return f"{name}, {site}" if site else name
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def failure(self) -> CollectiveError | None:
+        """The error that ended the generation, if one did."""
+        return self._record.read() if self._words[ABORT_WORD] else None
+
+    def abort(self, error: CollectiveError) -> CollectiveError:
+        """End the generation for all ranks; the error that did, which may be an earlier one."""
+        if not self._record.write(error):
+            return error  # This rank has left.
+        for rank in range(self.size):
+            self._wake(rank)
+            self.ring_bell(rank)
+        failure = self.failure()
+        assert failure is not None
+        return failure
+
+    def meet(self, timeout_s: float) -> None:
+        """Return when all ranks have mapped the segment. Uses tick 1."""
+        self._meet_timeout_s = timeout_s
+        self._words[self._block + STATE] = _OPEN
+        self.publish(1)
+        self.wait(1, "rendezvous", time.monotonic() + timeout_s, spin=True)
+
+    def leave(self) -> None:
+        """Tell the others that this rank will not come again, and give back what is ours.
+
+        The mapping itself goes with the last tensor that looks into it.
+        """
+        self._words[self._block + STATE] = _CLOSED
+        self._wake(self.rank)
+        for pidfd in self._rank_of_pidfd:
+            self._exits.unregister(pidfd)
+            os.close(pidfd)
+        self._rank_of_pidfd.clear()
+        self._record.close()
+
+
+def _milliseconds(monotonic_s: float) -> int:
+    """Never 0, which stands for nothing; the clock is one for all processes of a host."""
+    return max(1, int(monotonic_s * 1000))

@@ -1,0 +1,215 @@
+"""A store in a file: for processes of one host that have nothing else in common yet."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import struct
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..contract.errors import StaleStore, StoreLost
+from .store import DictStore, Polling
+
+_TURN_S = 10.0  # A write takes microseconds; this is for a process that is stopped amid one.
+_LIFE, _TURN = 0, 1  # the bytes that are locked
+_LOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, bytes, pid (0 here)
+
+
+class FileStore(DictStore):
+    """A store in a file, for processes of one host. No server is needed.
+
+    The file is a log of writes. It lives as long as somebody has it open: whoever closes it last
+    (`close`, a with-block, the ordinary end of the process) removes it. A file whose users are all
+    gone and that is still there is of a run that was killed: opening it raises StaleStore, at once.
+    Every process makes its own; one that was inherited by fork refuses to work.
+
+    Two locks of the kernel, on bytes of the file, belong to each open store:
+    - _LIFE, shared, for as long as it is open. The kernel lets go of it when the process ends,
+      however it ends. So nobody compares pids, which return after a while, after a reboot, and in
+      another container.
+    - _TURN, exclusive, for one write.
+    """
+
+    _MAGIC = b"chorusline store 1 "  # and JSON that says who made it, up to the end of the line
+    _HEADER_BYTES = 4096  # at most
+    _ENTRY = struct.Struct("<Iq")  # bytes of key, bytes of value (-1: deleted)
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = Path(path).absolute()
+        self._pid = os.getpid()
+        self._seen = 0  # bytes of the log that are in the dictionary
+        self._file = self._open()
+        self._closing = weakref.finalize(self, _close, self._file, self.path, self._pid)
+        self._closing.atexit = False  # _close_all does that, after those who say good-bye in it.
+        _open_files.add(self)
+
+    def close(self) -> None:
+        """Let go of the file, and remove it if nobody else has it open."""
+        with self._changed:
+            self._closing()
+
+    def __enter__(self) -> FileStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> int:
+        while True:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                with _turn(file, self.path):
+                    if _is_at(file, self.path):  # or its last user has removed it since
+                        self._join(file)
+                        return file
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)
+
+    def _join(self, file: int) -> None:
+        """Become a user of the file, if it is of this run."""
+        start = os.pread(file, self._HEADER_BYTES, 0)
+        header, newline, entries = start.partition(b"\n")
+        if not header.startswith(self._MAGIC) and not self._MAGIC.startswith(start):
+            raise ValueError(
+                f"path {str(self.path)!r} is a file of another kind (it begins with "
+                f"{start[:20]!r}); a FileStore needs a path of its own"
+            )
+        is_alone = _lock(file, _LIFE, fcntl.F_WRLCK)
+        if is_alone and entries:
+            # Before the turn ends: the next one must not take us for a user.
+            _lock(file, _LIFE, fcntl.F_UNLCK)
+            raise StaleStore(str(self.path), json.loads(header.removeprefix(self._MAGIC)))
+        _lock(file, _LIFE, fcntl.F_RDLCK)
+        if is_alone:
+            os.ftruncate(file, 0)  # Perhaps a header of somebody who then wrote nothing.
+            header, newline = self._MAGIC + json.dumps(_this_process()).encode(), b"\n"
+            _write_whole(file, header + newline)
+        self._seen = len(header + newline)
+        self._made_by = json.loads(header.removeprefix(self._MAGIC))
+
+    def _check_usable(self) -> None:
+        if not self._closing.alive:
+            raise ValueError(f"this FileStore of {self.path} is closed; make a new one")
+        if os.getpid() != self._pid:
+            raise ValueError(
+                f"this FileStore of {self.path} belongs to process {self._pid}; a forked process "
+                "must make its own"
+            )
+
+    def _hint(self) -> str:
+        if os.fstat(self._file).st_nlink == 0:
+            return f"{self.path} was removed meanwhile, and who opens it now makes another store"
+        return f"the store is {self.path}, made by {self._made_by}"
+
+    def _refresh(self) -> None:
+        self._check_usable()
+        end = os.fstat(self._file).st_size
+        if end == self._seen:
+            return
+        log = os.pread(self._file, end - self._seen, self._seen)
+        at = 0
+        while at + self._ENTRY.size <= len(log):
+            key_bytes, value_bytes = self._ENTRY.unpack_from(log, at)
+            key_at = at + self._ENTRY.size
+            value_at = key_at + key_bytes
+            next_at = value_at + max(value_bytes, 0)
+            if next_at > len(log):
+                break  # Its writer is not done yet, or was killed.
+            key = log[key_at:value_at]
+            if value_bytes < 0:
+                self._data.pop(key, None)
+            else:
+                self._data[key] = log[value_at:next_at]
+            at = next_at
+        self._seen += at
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        self._check_usable()
+        with _turn(self._file, self.path):
+            self._refresh()
+            if os.fstat(self._file).st_size > self._seen:
+                os.ftruncate(self._file, self._seen)  # Half an entry: its writer was killed.
+            yield
+
+    def _write(self, key: bytes, value: bytes | None) -> None:
+        size = -1 if value is None else len(value)
+        _write_whole(self._file, self._ENTRY.pack(len(key), size) + key + (value or b""))
+        self._refresh()
+        self._changed.notify_all()
+
+
+def _lock(file: int, byte: int, kind: int) -> bool:
+    """Change our lock on a byte of the file, if others allow it now.
+
+    Locks of the open file, not of the process: closing another one of the same file keeps them.
+    """
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _turn(file: int, path: Path, patience_s: float = _TURN_S) -> Iterator[None]:
+    polling = Polling(patience_s)
+    while not _lock(file, _TURN, fcntl.F_WRLCK):
+        pause_s = polling.next_pause_s()
+        if pause_s is None:
+            raise StoreLost(
+                "write",
+                f"another process has kept the lock of {path} for {patience_s:g} s, so it must "
+                f"have been stopped amid a write. `fuser {path}` tells who has it open",
+            )
+        time.sleep(pause_s)
+    try:
+        yield
+    finally:
+        _lock(file, _TURN, fcntl.F_UNLCK)
+
+
+def _close(file: int, path: Path, pid: int) -> None:
+    if os.getpid() == pid:  # In a forked process all locks are those of its parent.
+        with contextlib.suppress(OSError, StoreLost), _turn(file, path, 1.0):
+            if _lock(file, _LIFE, fcntl.F_WRLCK) and _is_at(file, path):
+                path.unlink()
+            _lock(file, _LIFE, fcntl.F_UNLCK)  # In our turn: the next one to close may be the last.
+    os.close(file)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _write_whole(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]  # On a full disk, the second one says so.
+
+
+def _this_process() -> str:
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} ({program}) on {os.uname().nodename} at {now}"
+
+
+_open_files: weakref.WeakSet[FileStore] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for store in list(_open_files):
+        store.close()

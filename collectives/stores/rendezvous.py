@@ -1,0 +1,204 @@
+"""Where processes that nobody introduces to each other meet: a store, found by its URL.
+
+A session needs none of this: its ranks meet in the driver. This is for ranks that are not our
+actors: a launcher's, torchrun's, two shells'. The URLs are torch's.
+
+    tcp://host:port?rank=0&world_size=2    rank 0 hosts torch's TCPStore there
+    file:///path?rank=0&world_size=2       a FileStore: ranks of one host, no port
+    env://                                 tcp, of MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE
+
+With tcp and env, rank 0 opens a port: the only one of ours, and only for this explicit request.
+torch's server listens on every interface of the host, without a password, and whoever reaches the
+port can read and write the keys: use networks you trust. Under torchrun the agent hosts it already.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from datetime import timedelta
+from typing import NamedTuple
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ..contract.errors import StoreLost
+from .file_store import FileStore
+from .store import PrefixStore, Store
+from .torch_store import Caller, NoAnswer, StoreFromTorch
+
+DEFAULT_TIMEOUT_S = 60.0
+
+_FORMS = "tcp://host:port, file:///absolute/path or env://"
+_GRACE_S = 3.0  # torch stops trying to connect somewhat later than it is told
+
+
+class Rendezvous(NamedTuple):
+    """What a URL says: the store, who this process is, and of how many."""
+
+    store: Store
+    rank: int
+    size: int
+
+
+def store_from_url(
+    url: str,
+    rank: int | None = None,
+    size: int | None = None,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Rendezvous:
+    """The store at `url`, and this process's rank and the number of ranks.
+
+    rank, size: what the URL (its parameters are `rank` and `world_size`) or the environment does
+    not say. timeout_s: seconds that rank 0 may be late, and the timeout of the store.
+
+    The store lives as long as the object on rank 0: keep it while ranks meet in it. Several groups
+    and generations share one store: `Group.create(store, rank, size, generation=1)`.
+
+    Raises ValueError for what the URL lacks; StoreLost if its host cannot be reached in time, or
+    the port is taken; StaleStore for the file of an earlier run. Does not wait for the other ranks.
+    """
+    if not isinstance(url, str):
+        raise TypeError(f"url must be a string, got {type(url).__name__}; write {_FORMS}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"url {url!r} cannot be read: {error}; write {_FORMS}") from None
+    if parts.scheme not in ("tcp", "file", "env"):
+        raise ValueError(f"url {url!r} is of no kind that we know; write {_FORMS}")
+    said = _parameters(url, parts)
+    if parts.scheme == "env":
+        said = _environment(url) | said
+    rank = _settled("rank", rank, "rank", said, url)
+    size = _settled("size", size, "world_size", said, url)
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size} for url {url!r}")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be in [0, {size}), got {rank} for url {url!r}")
+    store: Store
+    if parts.scheme == "file":
+        store = _file_store(url, parts)
+    elif parts.scheme == "env":
+        master_port = _number("MASTER_PORT", said["MASTER_PORT"], url)
+        store = _tcp_store(url, said["MASTER_ADDR"], master_port, rank, timeout_s)
+    else:
+        if not parts.hostname or port is None:
+            raise ValueError(f"url {url!r} lacks a host or a port; write tcp://host:port")
+        store = _tcp_store(url, parts.hostname, port, rank, timeout_s)
+    store.set_timeout(timeout_s)
+    return Rendezvous(store, rank, size)
+
+
+def _parameters(url: str, parts: SplitResult) -> dict[str, str]:
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    for name, _ in pairs:
+        if name not in ("rank", "world_size"):
+            raise ValueError(f"url {url!r} has the parameter {name!r}; known: rank, world_size")
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"url {url!r} names a parameter twice; leave one")
+    return dict(pairs)
+
+
+def _environment(url: str) -> dict[str, str]:
+    """What env:// reads, named as a URL names it. The caller may give rank and size instead."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ValueError(
+                f"url {url!r} needs the environment variable {name}, which is not set. Set "
+                "MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE as torchrun does, or write "
+                "tcp://host:port"
+            )
+    names = {"RANK": "rank", "WORLD_SIZE": "world_size"}
+    return {
+        names.get(name, name): os.environ[name]
+        for name in ("MASTER_ADDR", "MASTER_PORT", *names)
+        if os.environ.get(name)
+    }
+
+
+def _settled(
+    argument: str, given: int | None, parameter: str, said: dict[str, str], url: str
+) -> int:
+    """The number that the caller gives, or else the URL or the environment."""
+    if parameter not in said:
+        if given is None:
+            place = f"the parameter {parameter} of url {url!r}"
+            if url.startswith("env:"):
+                place = f"the environment variable {parameter.upper()}"
+            raise ValueError(f"{argument} is missing: pass {argument}=..., or set {place}")
+        return operator.index(given)
+    number = _number(argument, said[parameter], url)
+    if given is not None and given != number:
+        raise ValueError(
+            f"{argument}={given!r} is given, but url {url!r} says {number}; leave one of the two"
+        )
+    return number
+
+
+def _number(name: str, text: str, url: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, got {text!r} for url {url!r}") from None
+
+
+def _file_store(url: str, parts: SplitResult) -> Store:
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise ValueError(f"url {url!r} has no absolute path; write file:///absolute/path")
+    try:
+        return FileStore(unquote(parts.path))
+    except OSError as error:
+        raise ValueError(
+            f"url {url!r} cannot be opened: {error.strerror}; name a file in a folder that exists "
+            "and that this user may write to"
+        ) from error
+
+
+def _tcp_store(url: str, host: str, port: int, rank: int, timeout_s: float) -> Store:
+    if not 0 < port < 2**16:
+        raise ValueError(
+            f"url {url!r}: port must be in [1, 65535], got {port}; all ranks need the same one, so "
+            "it cannot be left to the system"
+        )
+    # torchrun's agent hosts the store itself.
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = rank == 0 and not agent_hosts
+
+    def connect() -> StoreFromTorch:
+        return StoreFromTorch(
+            TCPStore(
+                host,
+                port,
+                is_master=hosts,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,  # Group.create waits for them, and names who is missing.
+                multi_tenant=True,  # A second URL of the same port in this process finds it hosted.
+            )
+        )
+
+    try:
+        # A server of another kind would hold torch for ever.
+        store = Caller().call(timeout_s + _GRACE_S, connect)
+    except NoAnswer:
+        reason = f"it did not answer within {timeout_s + _GRACE_S:g} s"
+    except (dist.DistError, StoreLost) as error:
+        reason = str(error).splitlines()[0]
+    else:
+        # The port may be the one at which torch itself meets; and torchrun's store outlives the
+        # ranks of an attempt, whose keys would mislead the next.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_hosts else "0"
+        return PrefixStore(f"chorusline/{attempt}", store)
+    if hosts:
+        mend = "Choose a port that is free on this host, and a host name that means this host"
+    else:
+        host_is = "torchrun's agent" if agent_hosts else "rank 0"
+        mend = (
+            f"{host_is} hosts it: check that it runs, that {host!r} is its host as seen from here, "
+            "and that no firewall is between"
+        )
+    raise StoreLost("rendezvous", f"rank {rank} has no store at {host}:{port}: {reason}. {mend}")

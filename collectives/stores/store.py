@@ -1,0 +1,324 @@
+"""Key-value stores through which ranks find each other before they can move tensors.
+
+The names and meanings are those of torch.distributed's Store. Keys and values are bytes, any bytes;
+a string stands for its UTF-8. `get` and `wait` block until the keys exist or the timeout is over.
+A store carries a few small messages per generation, never tensors.
+
+file_store.py has the one for processes of one host; torch_store.py hands any of these to torch, and
+takes torch's; rendezvous.py finds one by its URL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from ..contract.errors import StoreTimeout
+
+Data = bytes | str
+"""A key or a value; a string stands for its UTF-8."""
+
+DEFAULT_TIMEOUT_S = 300.0
+
+_NUMBERS = range(-(2**63), 2**63)  # what `add` can count, as in torch
+
+
+def encoded(data: object, argument: str) -> bytes:
+    """The bytes of a key or a value, however it was given."""
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, str):
+        try:
+            return data.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{argument} {data!r} has no UTF-8 form; pass bytes") from None
+    if isinstance(data, (bytearray, memoryview)):
+        return bytes(data)
+    # Of a number, bytes() would make so many zeros.
+    raise TypeError(f"{argument} must be bytes or str, got {type(data).__name__}")
+
+
+def encoded_keys(keys: Sequence[Data]) -> list[bytes]:
+    if isinstance(keys, (bytes, str)):
+        raise TypeError(f"keys must be a list of keys, got one key; write [{keys!r}]")
+    return [encoded(key, "key") for key in keys]
+
+
+def as_number(key: bytes, value: bytes) -> int:
+    """The number that `add` finds under `key`."""
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(
+            f"add: under the key {readable(key)!r} stands {value[:40]!r}, which is no decimal "
+            "number; delete_key first, or count under another key"
+        ) from None
+
+
+def checked_amount(amount: int) -> int:
+    amount = operator.index(amount)
+    if amount not in _NUMBERS:
+        raise ValueError(f"add: amount must fit 64 bits, got {amount}")
+    return amount
+
+
+def readable(key: bytes) -> str:
+    """A key as people read it."""
+    return key.decode(errors="backslashreplace")
+
+
+def timed_out(missing: Sequence[bytes], waited_s: float, detail: str = "") -> StoreTimeout:
+    return StoreTimeout([readable(key) for key in missing], waited_s, detail)
+
+
+class Store(ABC):
+    """What ranks need to agree on names and addresses. All methods may be called by any thread."""
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Seconds that `get` and `wait` wait when the call itself says nothing."""
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        self.timeout_s = timeout_s
+
+    @abstractmethod
+    def set(self, key: Data, value: Data) -> None:
+        """Write, over whatever is there."""
+
+    @abstractmethod
+    def check(self, keys: Sequence[Data]) -> bool:
+        """Whether all keys exist now."""
+
+    @abstractmethod
+    def add(self, key: Data, amount: int) -> int:
+        """Add to the decimal number under `key` (absent: 0), in one step; the new number."""
+
+    @abstractmethod
+    def compare_set(self, key: Data, expected: Data, desired: Data) -> bytes:
+        """Write `desired` if the value is `expected`, or if absent and `expected` is empty.
+
+        Returns the value that stands afterwards (`expected` if the key is absent still).
+        """
+
+    @abstractmethod
+    def append(self, key: Data, value: Data) -> None:
+        """Write `value` behind what is there, in one step."""
+
+    @abstractmethod
+    def delete_key(self, key: Data) -> bool:
+        """Remove; whether it was there."""
+
+    @abstractmethod
+    def num_keys(self) -> int: ...
+
+    @abstractmethod
+    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+        """Block until all keys exist. Raises StoreTimeout with the missing ones."""
+
+    @abstractmethod
+    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+        """Block until all keys exist; their values, in one round trip. Raises StoreTimeout."""
+
+    def get(self, key: Data, timeout_s: float | None = None) -> bytes:
+        """Block until the key exists; its value. Raises StoreTimeout."""
+        return self.multi_get([key], timeout_s)[0]
+
+    def multi_set(self, keys: Sequence[Data], values: Sequence[Data]) -> None:
+        """Write several; in a store that others can reach, not necessarily in one step."""
+        for key, value in paired(keys, values):
+            self.set(key, value)
+
+    def _seconds(self, timeout_s: float | None) -> float:
+        """How long a call may wait. Zero looks once."""
+        if timeout_s is None:
+            return self.timeout_s
+        if not timeout_s >= 0:
+            raise ValueError(f"timeout_s must not be negative, got {timeout_s}")
+        return timeout_s
+
+
+def paired(keys: Sequence[Data], values: Sequence[Data]) -> list[tuple[bytes, bytes]]:
+    """What `multi_set` writes."""
+    if len(keys) != len(values):
+        raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values")
+    return list(zip(encoded_keys(keys), (encoded(value, "value") for value in values), strict=True))
+
+
+class Polling:
+    """Pauses between looks at what cannot wake us: short at first, then ever longer."""
+
+    LONGEST_S = 0.02
+
+    def __init__(self, timeout_s: float) -> None:
+        self._give_up_at = time.monotonic() + timeout_s
+        self._pause_s = 0.0005
+
+    def next_pause_s(self) -> float | None:
+        """Seconds to pause before the next look; None when the time is over."""
+        left_s = self._give_up_at - time.monotonic()
+        if left_s <= 0:
+            return None
+        pause_s = min(self._pause_s, left_s)
+        self._pause_s = min(self._pause_s * 2, self.LONGEST_S)
+        return pause_s
+
+
+class DictStore(Store):
+    """The rules of a store over a dictionary in this process; subclasses say how it is shared."""
+
+    def __init__(self) -> None:
+        self._data: dict[bytes, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: Data, value: Data) -> None:
+        key, value = encoded(key, "key"), encoded(value, "value")
+        with self._changed, self._exclusive():
+            self._write(key, value)
+
+    def check(self, keys: Sequence[Data]) -> bool:
+        wanted = encoded_keys(keys)
+        with self._changed:
+            self._refresh()
+            return all(key in self._data for key in wanted)
+
+    def add(self, key: Data, amount: int) -> int:
+        key, amount = encoded(key, "key"), checked_amount(amount)
+        with self._changed, self._exclusive():
+            total = checked_amount(as_number(key, self._data.get(key, b"0")) + amount)
+            self._write(key, str(total).encode())
+            return total
+
+    def compare_set(self, key: Data, expected: Data, desired: Data) -> bytes:
+        key, expected = encoded(key, "key"), encoded(expected, "expected")
+        desired = encoded(desired, "desired")
+        with self._changed, self._exclusive():
+            current = self._data.get(key)
+            if current == expected or (current is None and not expected):
+                self._write(key, desired)
+            return self._data.get(key, expected)
+
+    def append(self, key: Data, value: Data) -> None:
+        key, value = encoded(key, "key"), encoded(value, "value")
+        with self._changed, self._exclusive():
+            self._write(key, self._data.get(key, b"") + value)
+
+    def delete_key(self, key: Data) -> bool:
+        key = encoded(key, "key")
+        with self._changed, self._exclusive():
+            existed = key in self._data
+            if existed:
+                self._write(key, None)
+            return existed
+
+    def num_keys(self) -> int:
+        with self._changed:
+            self._refresh()
+            return len(self._data)
+
+    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+        with self._changed:
+            self._await(encoded_keys(keys), self._seconds(timeout_s))
+
+    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+        wanted = encoded_keys(keys)
+        with self._changed:
+            self._await(wanted, self._seconds(timeout_s))
+            return [self._data[key] for key in wanted]
+
+    def multi_set(self, keys: Sequence[Data], values: Sequence[Data]) -> None:
+        pairs = paired(keys, values)
+        with self._changed, self._exclusive():
+            for key, value in pairs:
+                self._write(key, value)
+
+    def _await(self, keys: Sequence[bytes], timeout_s: float) -> None:
+        """Return, with the condition held, when all keys are in the dictionary."""
+        polling = Polling(timeout_s)
+        while True:
+            self._refresh()
+            missing = [key for key in keys if key not in self._data]
+            if not missing:
+                return
+            pause_s = polling.next_pause_s()
+            if pause_s is None:
+                raise timed_out(missing, timeout_s, self._hint())
+            self._changed.wait(pause_s)  # Other processes cannot notify this condition.
+
+    def _hint(self) -> str:
+        """What a person whose keys do not come should know about this store."""
+        return ""
+
+    def _refresh(self) -> None:
+        """Take in what other processes wrote."""
+
+    def _exclusive(self) -> AbstractContextManager[None]:
+        """Nobody else writes until it is over; the dictionary is fresh."""
+        return contextlib.nullcontext()
+
+    def _write(self, key: bytes, value: bytes | None) -> None:
+        """Make a change (None deletes) and show it to everybody."""
+        if value is None:
+            del self._data[key]
+        else:
+            self._data[key] = value
+        self._changed.notify_all()
+
+
+class HashStore(DictStore):
+    """A store for the threads of one process."""
+
+
+class PrefixStore(Store):
+    """Another store with a prefix before every key, so that users of one store cannot collide.
+
+    Each call is one call of the store below.
+    """
+
+    def __init__(self, prefix: Data, store: Store) -> None:
+        self.prefix = prefix
+        self.store = store
+        self.timeout_s = store.timeout_s
+        self._start = encoded(prefix, "prefix") + b"/"
+
+    def _key(self, key: Data) -> bytes:
+        return self._start + encoded(key, "key")
+
+    def _keys(self, keys: Sequence[Data]) -> list[bytes]:
+        return [self._start + key for key in encoded_keys(keys)]
+
+    def set(self, key: Data, value: Data) -> None:
+        self.store.set(self._key(key), value)
+
+    def check(self, keys: Sequence[Data]) -> bool:
+        return self.store.check(self._keys(keys))
+
+    def add(self, key: Data, amount: int) -> int:
+        return self.store.add(self._key(key), amount)
+
+    def compare_set(self, key: Data, expected: Data, desired: Data) -> bytes:
+        return self.store.compare_set(self._key(key), expected, desired)
+
+    def append(self, key: Data, value: Data) -> None:
+        self.store.append(self._key(key), value)
+
+    def delete_key(self, key: Data) -> bool:
+        return self.store.delete_key(self._key(key))
+
+    def num_keys(self) -> int:
+        """Keys of the whole store below, as in torch."""
+        return self.store.num_keys()
+
+    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+        self.store.wait(self._keys(keys), self._seconds(timeout_s))
+
+    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+        return self.store.multi_get(self._keys(keys), self._seconds(timeout_s))
+
+    def multi_set(self, keys: Sequence[Data], values: Sequence[Data]) -> None:
+        self.store.multi_set(self._keys(keys), values)

@@ -1,0 +1,261 @@
+"""Between our stores and torch's: ours handed to torch, and torch's used as ours.
+
+TorchStore(store)              for torch: dist.init_process_group(store=...), dist.PrefixStore
+StoreFromTorch(torch_store)    for us: Group.create(...) through a TCPStore that is there already
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, ClassVar, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store as AnyTorchStore
+
+from ..contract.errors import StoreLost, StoreTimeout
+from .store import (
+    Data,
+    Polling,
+    Store,
+    as_number,
+    checked_amount,
+    encoded,
+    encoded_keys,
+    paired,
+    timed_out,
+)
+
+_ANSWER_S = 10.0  # A live server answers in a millisecond; this is for a machine that swaps.
+
+T = TypeVar("T")
+
+
+class TorchStore(AnyTorchStore):
+    """One of our stores as a torch.distributed.Store, for Python and for torch's C++.
+
+    Timeouts are torch's DistStoreError. What travels is any bytes, but torch hands keys to Python
+    as text, so keys that are not UTF-8 are refused on the way here.
+
+    Instances stay until `release`: C++ keeps its own half of a store only, and calls into the void
+    once the half that is ours is collected.
+    """
+
+    _kept: ClassVar[set[TorchStore]] = set()
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+        # torch keeps the timeout in its half, where dist.PrefixStore changes it past us.
+        self.set_timeout(timedelta(seconds=store.timeout_s))
+        TorchStore._kept.add(self)
+
+    def release(self) -> None:
+        """Let this instance go, after all of torch that was given it."""
+        TorchStore._kept.discard(self)
+
+    def clone(self) -> TorchStore:
+        """Another of the same store; ours may be used by many threads anyway."""
+        clone = TorchStore(self.store)
+        clone.set_timeout(timedelta(seconds=_seconds(self)))
+        return clone
+
+    def set(self, key: str, value: Data) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def add(self, key: str, value: int) -> int:
+        return self.store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit_s = _seconds(self) if timeout is None else timeout.total_seconds()
+        try:
+            self.store.wait(keys, limit_s)
+        except StoreTimeout as error:
+            raise dist.DistStoreError(f"wait timeout: {error}") from error
+
+    def compare_set(self, key: str, expected_value: Data, desired_value: Data) -> bytes:
+        return self.store.compare_set(key, expected_value, desired_value)
+
+    def append(self, key: str, value: Data) -> None:
+        self.store.append(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        try:
+            return self.store.multi_get(keys, _seconds(self))
+        except StoreTimeout as error:
+            raise dist.DistStoreError(f"wait timeout: {error}") from error
+
+    def multi_set(self, keys: list[str], values: Sequence[Data]) -> None:
+        self.store.multi_set(keys, values)
+
+    def has_extended_api(self) -> bool:
+        """append, multi_get and multi_set are there."""
+        return True
+
+    def delete_key(self, key: str) -> bool:
+        return self.store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self.store.num_keys()
+
+    # The names under which C++ looks for the last two.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+
+class StoreFromTorch(Store):
+    """Any store of torch's (TCPStore, FileStore, HashStore, PrefixStore) as one of ours.
+
+    torch_store is kept: a TCPStore that hosts goes on doing so. A store that can be cloned is, so
+    that nobody who blocks in `torch_store` blocks us. torch's waits cannot be interrupted, know
+    whole seconds only (FileStore), and hold up the other threads (TCPStore), so we look ever again;
+    and a server that is stopped keeps its clients waiting for ever, so every call is made in a
+    thread of our own: no answer for 10 s, or a broken connection, is a StoreLost.
+    """
+
+    def __init__(self, torch_store: Any) -> None:
+        self.torch_store: Any = torch_store
+        if not isinstance(torch_store, AnyTorchStore):
+            raise TypeError(
+                f"torch_store must be a torch.distributed.Store, got {type(torch_store).__name__}"
+            )
+        self.timeout_s = _seconds(torch_store)
+        self._caller = Caller()
+        self._appending = threading.Lock()
+        self._lost: StoreLost | None = None
+        self._clone: Any = self._call("clone", self.torch_store.clone)
+
+    def set(self, key: Data, value: Data) -> None:
+        self._call("set", self._clone.set, encoded(key, "key"), encoded(value, "value"))
+
+    def check(self, keys: Sequence[Data]) -> bool:
+        return bool(self._call("check", self._clone.check, encoded_keys(keys)))
+
+    def add(self, key: Data, amount: int) -> int:
+        key, amount = encoded(key, "key"), checked_amount(amount)
+        if self.check([key]):  # A TCPStore closes the connection where there is no number.
+            as_number(key, self.get(key))
+        return int(self._call("add", self._clone.add, key, amount))
+
+    def compare_set(self, key: Data, expected: Data, desired: Data) -> bytes:
+        expected, desired = encoded(expected, "expected"), encoded(desired, "desired")
+        function = self._clone.compare_set
+        return bytes(self._call("compare_set", function, encoded(key, "key"), expected, desired))
+
+    def append(self, key: Data, value: Data) -> None:
+        key, value = encoded(key, "key"), encoded(value, "value")
+        if self._clone.has_extended_api():
+            self._call("append", self._clone.append, key, value)
+            return
+        # FileStore. torch's own fallback loses a value that equals the whole of what is there.
+        # Here, of equal values appended at one instant by two processes, one is lost still.
+        with self._appending:
+            stands = self.get(key, 0) if self.check([key]) else b""
+            while (found := self.compare_set(key, stands, stands + value)) != stands + value:
+                stands = found
+
+    def delete_key(self, key: Data) -> bool:
+        key = encoded(key, "key")  # torch's FileStore deletes what is not there, with success.
+        return self.check([key]) and bool(self._call("delete_key", self._clone.delete_key, key))
+
+    def num_keys(self) -> int:
+        """May count a key or two of torch's own."""
+        return int(self._call("num_keys", self._clone.num_keys))
+
+    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+        waited_s = self._seconds(timeout_s)
+        missing = encoded_keys(keys)
+        polling = Polling(waited_s)
+        while not self.check(missing):
+            pause_s = polling.next_pause_s()
+            if pause_s is None:
+                missing = [key for key in missing if not self.check([key])]
+                if not missing:
+                    return
+                raise timed_out(missing, waited_s)
+            time.sleep(pause_s)
+
+    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+        wanted = encoded_keys(keys)
+        self.wait(wanted, timeout_s)
+        return list(self._call("multi_get", self._clone.multi_get, wanted)) if wanted else []
+
+    def multi_set(self, keys: Sequence[Data], values: Sequence[Data]) -> None:
+        pairs = paired(keys, values)
+        names, contents = [key for key, _ in pairs], [value for _, value in pairs]
+        self._call("multi_set", self._clone.multi_set, names, contents)
+
+    def _call(self, operation: str, function: Callable[..., T], *arguments: object) -> T:
+        if self._lost is not None:
+            raise StoreLost(operation, self._lost.detail)
+        kind = type(self.torch_store).__name__
+        try:
+            return self._caller.call(_ANSWER_S, function, *arguments)
+        except NoAnswer:
+            detail = f"torch's {kind} did not answer within {_ANSWER_S:g} s"
+        except dist.DistNetworkError as error:
+            reason = str(error).splitlines()[0]
+            detail = f"the server of torch's {kind} cannot be reached any more: {reason}"
+        self._lost = StoreLost(
+            operation, f"{detail}. Check that the process that hosts it, mostly rank 0, still runs"
+        )
+        raise self._lost
+
+
+def _seconds(torch_store: Any) -> float:
+    """The timeout of any of torch's stores."""
+    return float(torch_store.timeout.total_seconds())
+
+
+class NoAnswer(Exception):
+    """A call of a Caller is not over in time, and may never be."""
+
+
+class Caller:
+    """Makes calls that cannot be interrupted, in a thread of its own, so that one can give up.
+
+    After NoAnswer the thread is still in that call, and later ones stand behind it.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        serving = threading.Thread(
+            target=_serve, args=(self._calls,), name="chorusline-torch-store", daemon=True
+        )
+        serving.start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def call(self, limit_s: float, function: Callable[..., T], *arguments: object) -> T:
+        """function(*arguments). Raises what it raises, or NoAnswer."""
+        answer: Future[T] = Future()
+        self._calls.put((answer, function, arguments))
+        try:
+            return answer.result(limit_s)
+        except TimeoutError:
+            if answer.done():
+                raise
+            raise NoAnswer from None
+
+
+_Call = tuple[Future[Any], Callable[..., Any], tuple[object, ...]]
+
+
+def _serve(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        answer, function, arguments = call
+        try:
+            answer.set_result(function(*arguments))
+        except BaseException as error:
+            answer.set_exception(error)
+        del call, answer, function, arguments  # Hold nothing alive while there is nothing to do.

@@ -1,0 +1,118 @@
+"""The transports by name, ours and those of third parties, and which one a device gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..contract.communicator import Communicator
+from ..stores.store import Store
+
+Factory = Callable[[Store, int, int, torch.device, int], Communicator]
+"""factory(store, rank, size, device, generation): meet the other ranks in `store` and connect.
+
+Blocks until all have come; `store` is this group's alone, and its timeout is the group's. A key
+that a rank must write ends in `/<rank>`, so that a StoreTimeout tells who did not come."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """name: what `Group.create(backend=...)` says. devices: types of torch.device it serves."""
+
+    name: str
+    factory: Factory
+    devices: tuple[str, ...]
+
+
+_backends: dict[str, Backend] = {}
+
+
+def register_backend(name: str, factory: Factory, devices: Sequence[str]) -> None:
+    """Make a transport available to `Group.create(..., backend=name)`, in this process.
+
+    factory: called as factory(store, rank, size, device, generation) on every rank; returns a
+    `Communicator` of collectives/contract/communicator.py, whose contract it keeps.
+    devices: the types of devices that it moves tensors of, such as ("cpu",). It is the default for
+    a type that no backend was registered for before it.
+
+    Every rank's process registers it. Raises ValueError if the name is taken by another factory.
+    """
+    if isinstance(devices, str) or not devices:
+        raise ValueError(
+            f"devices must be a sequence of device types such as ('cpu',), got {devices!r}"
+        )
+    if not callable(factory):
+        raise TypeError(f"factory must be callable, got {type(factory).__name__}")
+    types = tuple(torch.device(device).type for device in devices)
+    backend = Backend(name, factory, types)
+    if _backends.setdefault(name, backend) != backend:
+        raise ValueError(
+            f"backend {name!r} is registered already, with {_backends[name].factory}; "
+            "choose another name"
+        )
+
+
+def backend_for(name: str | None, device: torch.device) -> Backend:
+    """The backend of that name, or the first one for the device's type."""
+    able = [backend for backend in _backends.values() if device.type in backend.devices]
+    if name is None:
+        if able:
+            return able[0]
+        raise ValueError(
+            f"device must be a cpu or cuda device, got {device}; no backend is registered for "
+            f"{device.type!r}, register_backend adds one"
+        )
+    if name not in _backends:
+        raise ValueError(
+            f"backend must be one of {', '.join(map(repr, _backends))}, got {name!r}; "
+            "register_backend adds one, in every rank's process"
+        )
+    if _backends[name] not in able:
+        raise ValueError(
+            f"backend {name!r} moves tensors on {', '.join(_backends[name].devices)}, but the "
+            f"device of this group is {device}; choose backend=None, or another device"
+        )
+    return _backends[name]
+
+
+# Each imports its transport when it is chosen: CuPy need not be there, and Gloo takes a second.
+
+
+def _host(
+    store: Store, rank: int, size: int, device: torch.device, generation: int
+) -> Communicator:
+    from .host import connect
+
+    return connect(store, rank, size, device, generation)
+
+
+def _shared_memory(
+    store: Store, rank: int, size: int, device: torch.device, generation: int
+) -> Communicator:
+    from .host import connect
+
+    return connect(store, rank, size, device, generation, between_hosts=False)
+
+
+def _gloo(
+    store: Store, rank: int, size: int, device: torch.device, generation: int
+) -> Communicator:
+    from .gloo import GlooCommunicator
+
+    return GlooCommunicator(store, rank, size, generation)
+
+
+def _nccl(
+    store: Store, rank: int, size: int, device: torch.device, generation: int
+) -> Communicator:
+    from .nccl import connect
+
+    return connect(store, rank, size, device, generation)
+
+
+register_backend("host", _host, ["cpu"])  # shared memory on one host, else Gloo
+register_backend("shared-memory", _shared_memory, ["cpu"])
+register_backend("gloo", _gloo, ["cpu"])
+register_backend("nccl", _nccl, ["cuda"])

@@ -1,0 +1,256 @@
+"""At debug level DETAIL: all ranks compare each collective in full before it begins.
+
+A communicator around the group's own. It sends descriptions through a second one between CPUs,
+so that what goes wrong in the first cannot hide it, and a GPU's stream is not held up. Issuing a
+collective then blocks until all ranks have issued one.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..contract.call_site import SITE_BYTES
+from ..contract.communicator import Communicator
+from ..contract.dtypes import DTYPE_INDEX
+from ..contract.errors import CollectiveError, CollectiveMismatch, GroupAborted, StoreTimeout
+from ..contract.operation import Kind, OnBehalf, Operation, named
+from ..contract.signature import pair_mismatch
+from ..contract.work import Work
+from ..stores.store import PrefixStore, Store
+from .host import connect
+
+_WORDS = 128  # int64 that a description fills; a longer one is cut
+_BETWEEN_TWO = {"send", "recv"}
+"""Not compared: the other ranks have no part in them."""
+
+_SAME_SHAPES = {"broadcast", "all_reduce", "reduce", "reduce_scatter", "all_gather"}
+"""In the others ranks may bring tensors of different shapes, or none. Of those each pair of ranks
+compares what one sends with what the other expects."""
+
+
+class ComparingCommunicator(Communicator):
+    """inner: moves the tensors. Takes every collective that `Communicator` declares."""
+
+    def __init__(self, inner: Communicator, store: Store, generation: int, name: str) -> None:
+        """Blocks until all ranks have come; `inner` is given back if one does not."""
+        self.inner = inner
+        for name_, value in vars(Communicator).items():  # What a transport can and cannot do.
+            if not name_.startswith("_") and not callable(value):
+                setattr(self, name_, getattr(inner, name_))
+        self.compares = True
+        self.rank = inner.rank
+        self.size = inner.size
+        self.device = inner.device
+        self.backend = inner.backend
+        self._generation = generation
+        self._name = name
+        self._num_compared = 0
+        try:
+            self._side = connect(
+                PrefixStore("detail", store),
+                inner.rank,
+                inner.size,
+                torch.device("cpu"),
+                generation,
+            )
+        except StoreTimeout as error:
+            inner.close()
+            absent = sorted({int(key.rsplit("/", 1)[-1]) for key in error.keys})
+            detail = (
+                f"ranks {absent} of {self.size} did not come to compare operations. Is the debug "
+                "level DETAIL there, too? It must be on all ranks or on none"
+            )
+            raise StoreTimeout(error.keys, error.waited_s, detail) from error
+        except BaseException:
+            inner.close()
+            raise
+
+    def abort(self, error: CollectiveError) -> None:
+        self.inner.abort(error)
+        self._side.abort(error)
+
+    def close(self) -> None:
+        self.inner.close()
+        self._side.close()
+
+    def _compare(
+        self, operation: Operation, has_same_shapes: bool, table: Sequence[int] = ()
+    ) -> None:
+        """Return when all ranks do the same; else end the generation, so that the work that is
+        issued next raises the error.
+
+        table: of an exchange, elements to each rank, then from each; pairs of ranks must agree.
+        """
+        shapes = [list(shape) for shape in operation.shapes] if has_same_shapes else None
+        mine = Description(
+            named(operation),
+            shapes,
+            self.device.type,
+            self._name,
+            operation.site(),
+        )
+        error: CollectiveError | None
+        try:
+            said = [_unpacked(row) for row in self._rows_of_all(operation, _packed(mine))]
+            error = mismatch(operation, said)
+            if error is None and table:
+                tables = self._rows_of_all(operation, torch.tensor(table)).tolist()
+                error = pair_mismatch(operation, self._generation, tables)
+                if error is not None:
+                    error = _with_sites(error, said)
+        except CollectiveError as failure:
+            error = failure
+        except BaseException as interrupt:
+            what = f"{type(interrupt).__name__} during {operation}"
+            self.abort(GroupAborted(self._generation, [self.rank], what))
+            raise
+        if error is not None:
+            self.abort(error)
+
+    def _rows_of_all(self, operation: Operation, row: torch.Tensor) -> torch.Tensor:
+        """row: (n,) int64. Returns (size, n)."""
+        everybody = row.new_empty(self.size, len(row))
+        comparing = _Comparing(
+            Kind.COMPARISON,
+            self._num_compared,
+            operation.generation,
+            everybody.numel(),
+            DTYPE_INDEX[torch.int64],
+            -1,
+            operation.timeout_s,
+        )
+        comparing.whole = operation
+        self._num_compared += 1
+        self._side.all_gather(comparing, everybody.view(-1), row).wait()
+        return everybody
+
+
+def _compared(name: str) -> Callable[..., Work]:
+    def issue(
+        self: ComparingCommunicator, operation: Operation, *arguments: Any, **named_: Any
+    ) -> Work:
+        if name == "exchange":
+            outputs, inputs = arguments
+            self._compare(operation, False, [part.numel() for part in (*inputs, *outputs)])
+        else:
+            self._compare(operation, name in _SAME_SHAPES)
+        work: Work = getattr(self.inner, name)(operation, *arguments, **named_)
+        return work
+
+    issue.__name__ = name
+    return issue
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def issue(self: ComparingCommunicator, *arguments: Any, **named_: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **named_)
+
+    issue.__name__ = name
+    return issue
+
+
+for _name, _method in inspect.getmembers(Communicator, inspect.isfunction):
+    if not _name.startswith("_") and _name not in vars(ComparingCommunicator):
+        _is_collective = (
+            "operation" in inspect.signature(_method).parameters and _name not in _BETWEEN_TWO
+        )
+        setattr(ComparingCommunicator, _name, (_compared if _is_collective else _passed_on)(_name))
+abc.update_abstractmethods(ComparingCommunicator)  # type: ignore[type-abstract]
+
+
+def comparing(inner: Communicator, store: Store, generation: int, name: str) -> Communicator:
+    """`inner`, and the comparison before it. name: of the group."""
+    return ComparingCommunicator(inner, store, generation, name)  # type: ignore[abstract]
+
+
+class _Comparing(OnBehalf):
+    """The exchange of descriptions. The others see its place, since they see nothing else of it."""
+
+    def padded_site(self) -> bytes:
+        return self.place().encode()[:SITE_BYTES].ljust(SITE_BYTES, b"\0")
+
+
+# -- what is compared: pure ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What one rank is about to do. told: with sequence, size, dtype, and reduce op or root.
+
+    shapes: of the tensors, where they must be equal. site: `train.py:41`, never compared.
+    """
+
+    told: str
+    shapes: list[list[int]] | None
+    device: str
+    group: str
+    site: str
+
+    def compared(self) -> tuple[object, ...]:
+        return self.told, json.dumps(self.shapes), self.device, self.group
+
+    def __str__(self) -> str:
+        words = [self.told]
+        if self.shapes:
+            words.append("of shape " + ", ".join(str(tuple(shape)) for shape in self.shapes))
+        words.append(f"on {self.device} in group {self.group!r}")
+        if self.site:
+            words.append(f"at {self.site}")
+        return " ".join(words)
+
+
+def mismatch(
+    operation: Operation, descriptions: Sequence[Description]
+) -> CollectiveMismatch | None:
+    """The error if the ranks do not all do the same; equal on whichever rank makes it.
+
+    descriptions: one per rank. As in signature.py: where more than half agree, the others are to
+    blame; without such a majority, all are.
+    """
+    ranks_of: dict[tuple[object, ...], list[int]] = {}
+    for rank, description in enumerate(descriptions):
+        ranks_of.setdefault(description.compared(), []).append(rank)
+    if len(ranks_of) == 1:
+        return None
+    usual = max(ranks_of.values(), key=len)
+    majority = 2 * len(usual) > len(descriptions)
+    blamed = [r for r in range(len(descriptions)) if not majority or r not in usual]
+    # Ranks that do the same may stand at different lines; then each line is told.
+    told = []
+    for ranks in ranks_of.values():
+        at: dict[str, list[int]] = {}
+        for rank in ranks:
+            at.setdefault(str(descriptions[rank]), []).append(rank)
+        told += [f"ranks {some} issued {text}" for text, some in at.items()]
+    usual_told = re.split(" (?:with|from|to|in) ", descriptions[usual[0]].told)[0]
+    return CollectiveMismatch(usual_told, operation.generation, blamed, ", ".join(told))
+
+
+def _with_sites(error: CollectiveMismatch, said: Sequence[Description]) -> CollectiveMismatch:
+    """The same, with the lines of the ranks that it blames."""
+    at = ", ".join(f"rank {r} is at {said[r].site}" for r in error.ranks if said[r].site)
+    told = f"{error.detail}; {at}" if at else error.detail
+    return CollectiveMismatch(error.operation, error.generation, error.ranks, told)
+
+
+def _packed(description: Description) -> torch.Tensor:
+    """(_WORDS,) int64. A description that is too long loses the ends of its texts."""
+    d = description
+    fields: list[Any] = [d.told, d.shapes, d.device, d.group[:100], d.site[-100:]]
+    data = json.dumps(fields).encode()
+    if len(data) > 8 * _WORDS:
+        fields[1] = None  # Shapes of more than a hundred numbers.
+        data = json.dumps(fields).encode()[: 8 * _WORDS]
+    return torch.frombuffer(bytearray(data.ljust(8 * _WORDS)), dtype=torch.int64)
+
+
+def _unpacked(words: torch.Tensor) -> Description:
+    return Description(*json.loads(words.numpy().tobytes().decode()))

@@ -1,0 +1,483 @@
+"""Collectives of CPU ranks on different hosts, through Gloo.
+
+torch.distributed's ProcessGroupGloo is made directly, without torch's global groups. It moves
+bytes between ranks and does nothing else: reductions are ours (arithmetic.py), in rank order, so
+the results are bit-equal to those of shared memory, for every dtype of the contract. Nearly all of
+it is one call, alltoall: Gloo's own allgather took two to five times as long, its reduce_scatter is
+an allreduce.
+
+Gloo trusts its callers, so each operation starts with an exchange of signatures: where ranks
+disagree, Gloo leaves wrong data in silence, or kills the process. And Gloo cannot be aborted.
+Therefore three threads, besides those of gloo_messages.py:
+
+- Whoever waits, waits for the verdict on a work and never for Gloo.
+- The **runner**, one daemon thread, runs the operations in order and waits for Gloo. After an abort
+  it may stay stuck with it until Gloo's own timeout, a few seconds after the operation's; only then
+  are the connections given back. It works on buffers of its own and touches the tensors of callers
+  only under a lock that the end of the generation takes first: once a work has ended, its tensors
+  belong to the caller again.
+- The **watcher** holds the deadlines and, where an operation takes long, looks into the store at
+  what the other ranks do (roll_call.py). It also answers when the roll is called. The connections
+  that break when a rank dies do not say which rank died: a Gloo that fails closes all of its own,
+  and the next one sees that. Who lives is asked through the store.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
+
+from ..contract.arithmetic import reduce_into
+from ..contract.communicator import Communicator
+from ..contract.errors import CollectiveError, GroupClosed, StoreTimeout
+from ..contract.in_flight import InFlight, PendingWork
+from ..contract.operation import STARTED, Operation
+from ..contract.reduce_op import ReduceOp
+from ..contract.signature import Signature, mismatch, pair_mismatch
+from ..contract.work import Work
+from ..stores.store import PrefixStore, Store
+from ..stores.torch_store import TorchStore
+from .gloo_messages import GlooMessages
+from .interfaces import GLOO_VARIABLE, check_gloo_interfaces
+from .roll_call import RollCall, look_s, position_after, position_in
+
+_TICK_S = 0.1  # between two turns of the watcher, most of which look at nothing
+_IDLE_LOOK_S = 0.5  # between two looks into the store, with nothing in flight
+_ANSWER_S = 2.5  # for a rank that lives to answer the roll call: several looks
+_GRACE_S = 5.0  # by which Gloo's own deadlines are later than ours
+_CLOSE_S = 0.3  # for the threads to end, unless the runner is stuck
+_SLICE = timedelta(seconds=0.1)  # of a wait in Gloo
+_DIRECT_BYTES = 32 << 10  # up to here all_reduce sends everything to everybody: half the rounds
+
+
+class _Over(Exception):
+    """The generation has ended; what the runner does is of no interest any more."""
+
+
+class GlooWork(PendingWork):
+    """body: moves the data, in the runner; None where the signatures are all there is to it.
+    counts: of an exchange, elements to each rank, then from each rank."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        in_flight: InFlight[GlooWork],
+        body: Callable[[], None] | None,
+        counts: Sequence[int] = (),
+    ) -> None:
+        super().__init__(operation, in_flight)
+        self.body = body
+        self.counts = counts
+
+
+class GlooCommunicator(Communicator):
+    """One rank's end of a ProcessGroupGloo. `connect` of host.py makes it."""
+
+    backend = "gloo"
+
+    def __init__(self, store: Store, rank: int, size: int, generation: int) -> None:
+        """Blocks until all ranks are connected. Raises CollectiveError, or StoreTimeout."""
+        check_gloo_interfaces()
+        self.rank = rank
+        self.size = size
+        self.device = torch.device("cpu")
+        self.generation = generation
+        self._roll_call = RollCall(store, rank, size, generation)
+        self._in_flight: InFlight[GlooWork] = InFlight(rank, self.abort)
+        self._tensors = threading.RLock()  # held while tensors of callers are read or written
+        self._over = threading.Event()
+        self._gloo: Any = None  # None once it was given back; the runner's
+        self._torch_store = TorchStore(PrefixStore("gloo", store))
+        name = f"chorusline-gloo-{generation}-{rank}"
+        self._messages: GlooMessages | None = None
+        self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
+        self._runner = threading.Thread(target=self._run, name=name, daemon=True)
+        self._in_flight.worker = self._runner
+        self._watcher.start()
+        try:
+            self._connect(store)
+        except BaseException:
+            self._end(GroupClosed("rendezvous", generation))
+            self._torch_store.release()
+            raise
+        self._runner.start()
+        _open.add(self)
+
+    def _connect(self, store: Store) -> None:
+        broken = ""
+        try:
+            self._gloo = dist.ProcessGroupGloo(
+                self._torch_store, self.rank, self.size, timedelta(seconds=store.timeout_s)
+            )
+        except Exception as error:
+            if isinstance(error.__cause__, StoreTimeout):  # Late, and for all we know not lost.
+                raise error.__cause__ from None
+            broken = (
+                f"{error}. Gloo listens at the address of this host's name; the environment "
+                f"variable {GLOO_VARIABLE} names another network interface"
+            )
+        if broken:
+            raise self._end_broken("rendezvous", broken)
+        self._messages = GlooMessages(
+            self._gloo,
+            self.rank,
+            self.size,
+            InFlight(self.rank, self.abort),
+            self._message_failed,
+            self._give,
+        )
+        store.set(f"connected/{self.rank}", "1")
+        store.wait([f"connected/{rank}" for rank in range(self.size)])
+
+    # -- the contract ----------------------------------------------------------------------------
+
+    def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: ReduceOp) -> Work:
+        flat = tensor.view(-1)
+
+        def directly() -> None:
+            parts = self._exchange(operation, self._taken(flat).expand(self.size, -1))
+            self._give(lambda: reduce_into(flat, parts.unbind(), op))
+
+        def in_parts() -> None:
+            """Each rank reduces one part, padded so that all are of one length."""
+            count = -(-flat.numel() // self.size)
+            rows = flat.new_zeros(self.size * count)
+            rows[: flat.numel()] = self._taken(flat)
+            parts = self._exchange(operation, rows.view(self.size, count))
+            reduced = flat.new_empty(count)
+            reduce_into(reduced, parts.unbind(), op)
+            whole = self._exchange(operation, reduced.expand(self.size, -1)).view(-1)
+            self._give(lambda: flat.copy_(whole[: flat.numel()]))
+
+        return self._issue(operation, flat, directly if flat.nbytes <= _DIRECT_BYTES else in_parts)
+
+    def reduce_scatter(
+        self, operation: Operation, output: torch.Tensor, input: torch.Tensor, op: ReduceOp
+    ) -> Work:
+        output, rows = output.view(-1), input.view(self.size, -1)
+
+        def body() -> None:
+            parts = self._exchange(operation, self._taken(rows))
+            self._give(lambda: reduce_into(output, parts.unbind(), op))
+
+        return self._issue(operation, input, body)
+
+    def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
+        rows, flat = output.view(self.size, -1), input.view(-1)
+
+        def body() -> None:
+            gathered = self._exchange(operation, self._taken(flat).expand(self.size, -1))
+            self._give(lambda: rows.copy_(gathered))
+
+        return self._issue(operation, input, body)
+
+    def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
+        flat = tensor.view(-1)
+
+        def body() -> None:
+            staged = self._taken(flat) if self.rank == root else flat.new_empty(flat.numel())
+            options = BroadcastOptions()
+            options.rootRank = root
+            options.timeout = _gloo_timeout(operation)
+            moved = staged.view(torch.uint8)
+            self._see_through(self._gloo.broadcast([moved], options), moved)
+            if self.rank != root:
+                self._give(lambda: flat.copy_(staged))
+
+        return self._issue(operation, flat, body)
+
+    def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
+        def body() -> None:
+            nothing = tensor.new_empty(0)
+            sent = [nothing] * self.size
+            sent[root] = self._taken(tensor)
+            count = len(tensor) if self.rank == root else 0
+            parts = self._exchange_parts(operation, sent, [count] * self.size)
+            if self.rank == root:
+                self._give(lambda: reduce_into(tensor, parts, op))
+
+        return self._issue(operation, tensor, body)
+
+    def exchange(
+        self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> Work:
+        def body() -> None:
+            sent = [self._taken(part) for part in inputs]
+            parts = self._exchange_parts(operation, sent, [len(part) for part in outputs])
+
+            def write() -> None:
+                for output, part in zip(outputs, parts, strict=True):
+                    output.copy_(part)
+
+            self._give(write)
+
+        counts = [len(part) for part in (*inputs, *outputs)]
+        work = GlooWork(operation, self._in_flight, body, counts)
+        self._in_flight.add(work)
+        return work
+
+    def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        assert self._messages is not None
+        return self._messages.send(operation, tensor)
+
+    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        assert self._messages is not None
+        return self._messages.recv(operation, tensor)
+
+    def barrier(self, operation: Operation) -> Work:
+        return self._issue(operation, None, None)  # The exchange of signatures is a barrier.
+
+    def watching(
+        self, ranks: Sequence[int], what: str, limit_s: float
+    ) -> contextlib.AbstractContextManager[None]:
+        assert self._messages is not None
+        last = self._in_flight.last_done
+        sequence = -1 if last is None else last.sequence
+        return self._messages.watching(ranks, what, self.generation, sequence, limit_s)
+
+    def abort(self, error: CollectiveError) -> None:
+        """End the generation with `error`. Returns at once; the others are told meanwhile."""
+        with self._tensors:
+            if self._in_flight.failure is None:
+                # First: who is freed by the end may leave the process, and this thread with it.
+                self._roll_call.publish_meanwhile(error)
+            self._end(error)
+
+    def failure(self) -> CollectiveError | None:
+        return self._in_flight.failure
+
+    def close(self) -> None:
+        """Give the connections and the threads back. A runner stuck in Gloo does so later."""
+        if self._end(GroupClosed("close", self.generation)):
+            self._roll_call.tell_closed(self._in_flight.operations_done())
+        for thread in (self._watcher, self._runner):
+            if thread is not threading.current_thread():
+                thread.join(_CLOSE_S)
+        _open.discard(self)
+
+    def _issue(
+        self,
+        operation: Operation,
+        tensor: torch.Tensor | None,
+        body: Callable[[], None] | None,
+    ) -> Work:
+        has_data = tensor is not None and tensor.numel() > 0
+        work = GlooWork(operation, self._in_flight, body if has_data else None)
+        self._in_flight.add(work)
+        return work
+
+    def _end(self, error: CollectiveError) -> bool:
+        """Settle everything with `error` if nothing has ended the generation before."""
+        with self._tensors:
+            self._over.set()
+            first = self._in_flight.fail(error)
+            if self._messages is not None:
+                self._messages.in_flight.fail(error)
+            return first
+
+    def _message_failed(self, operation: Operation, error: Exception) -> None:
+        """End the generation from a thread of the messages."""
+        if isinstance(error, CollectiveError):
+            self._end(self._roll_call.publish(error))
+        else:
+            self._end_broken(operation, f"{type(error).__name__}: {error}")
+
+    def _end_broken(self, operation: Operation | str, reason: str) -> CollectiveError:
+        """End the generation after Gloo failed. Returns why it did."""
+        error = self._roll_call.why_broken(operation, reason, _ANSWER_S)
+        error = self._roll_call.publish(error)
+        self._end(error)
+        return error
+
+    # -- the runner ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        broken = ""
+        try:
+            while (work := self._next()) is not None:
+                self._perform(work)
+                del work  # While there is nothing to do, nothing keeps its tensors alive.
+        except _Over:
+            pass
+        except Exception as error:
+            broken = f"{type(error).__name__}: {error}"
+        self._gloo = None  # Closes the connections, which frees the peers that wait in Gloo.
+        self._torch_store.release()
+        head = self._in_flight.head()
+        if broken and head is not None:
+            self._end_broken(head.operation, broken)
+
+    def _next(self) -> GlooWork | None:
+        """The work to do, when there is one; None when the generation has ended."""
+        in_flight = self._in_flight
+        with in_flight.changed:
+            while not in_flight.works and in_flight.failure is None:
+                in_flight.changed.wait()
+            return in_flight.works[0] if in_flight.works else None
+
+    def _perform(self, work: GlooWork) -> None:
+        if time.monotonic() - self._in_flight.settled_at >= _IDLE_LOOK_S:
+            # Runners that an abort left in Gloo wait for us, and must not let this one succeed.
+            error = self._roll_call.the_end(work.operation)
+            if error is not None:
+                self._end(error)
+                raise _Over
+        work.operation.state = STARTED
+        self._compare_signatures(work)
+        if work.body is not None:
+            work.body()
+        if work.operation.finish is not None:
+            self._give(work.operation.finish)
+        with self._in_flight.changed:
+            if self._in_flight.failure is not None:
+                raise _Over
+            self._in_flight.settle_head()
+        work.call_back()
+
+    def _compare_signatures(self, work: GlooWork) -> None:
+        """Return when all ranks are here and do the same; else end the generation."""
+        operation, size = work.operation, self.size
+        counts = list(work.counts) or [0] * 2 * size
+        signature = Signature.of(operation)
+        mine = torch.tensor([[*signature, counts[r], counts[size + r]] for r in range(size)])
+        rows = self._exchange(operation, mine).tolist()
+        error = mismatch(self.generation, [Signature(*row[:-2]) for row in rows])
+        if error is None and work.counts:
+            # Of the others, this rank knows only what is between them and itself.
+            tables = [[0] * 2 * size for _ in range(size)]
+            for r, row in enumerate(rows):
+                tables[r][self.rank], tables[r][size + self.rank] = row[-2:]
+            tables[self.rank] = counts
+            error = pair_mismatch(operation, self.generation, tables)
+        if error is not None:
+            self._end(self._roll_call.publish(error))
+            raise _Over
+
+    def _exchange(self, operation: Operation, rows: torch.Tensor) -> torch.Tensor:
+        """Send row r to rank r. rows: (size, n). Returns (size, n): what each rank sent here."""
+        received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        options = AllToAllOptions()
+        options.timeout = _gloo_timeout(operation)
+        sent = rows.contiguous().view(-1).view(torch.uint8)
+        into = received.view(-1).view(torch.uint8)
+        work = self._gloo.alltoall_base(into, sent, [], [], options)
+        self._see_through(work, sent, into)
+        return received
+
+    def _exchange_parts(
+        self, operation: Operation, parts: list[torch.Tensor], counts: list[int]
+    ) -> list[torch.Tensor]:
+        """Send part r to rank r. counts: elements that each rank sends here. Returns those."""
+        width = parts[0].element_size()
+        sent = torch.cat(parts)
+        received = sent.new_empty(sum(counts))
+        options = AllToAllOptions()
+        options.timeout = _gloo_timeout(operation)
+        out_bytes, in_bytes = sent.view(torch.uint8), received.view(torch.uint8)
+        work = self._gloo.alltoall_base(
+            in_bytes,
+            out_bytes,
+            [count * width for count in counts],
+            [len(part) * width for part in parts],
+            options,
+        )
+        self._see_through(work, out_bytes, in_bytes)
+        return list(received.split(counts))
+
+    def _see_through(self, work: Any, *tensors: torch.Tensor) -> None:
+        """Return when Gloo is done with `work`. If the generation ends first, _Over, but later.
+
+        The process may end meanwhile, and must not be killed for it. A thread that comes back from
+        C++ into an interpreter that is gone does that: so this one waits in slices, and in Python
+        alone once it is over. A thread of Gloo's that drops the last reference to a tensor that
+        Python knows does that, too: so `tensors` are held here until Gloo has let go of them.
+        """
+        while not self._over.is_set():
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # Raises, unless it ended well just now.
+                    return
+        while not work.is_completed():
+            time.sleep(0.02)
+        raise _Over
+
+    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a caller's tensor; of one element, the stride may be anything, here it is 1."""
+        with self._tensors:
+            if self._over.is_set():
+                raise _Over
+            return tensor.clone(memory_format=torch.contiguous_format)
+
+    def _give(self, write: Callable[[], object]) -> None:
+        """Let `write` change callers' tensors."""
+        with self._tensors:
+            if self._over.is_set():
+                raise _Over
+            write()
+
+    # -- the watcher -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        looked_at = time.monotonic()
+        while not self._over.wait(_TICK_S):
+            head: PendingWork | None = self._in_flight.head()
+            if head is None and self._messages is not None:
+                head = self._messages.in_flight.head()
+            if head is None:
+                since, pause_s = self._in_flight.settled_at, _IDLE_LOOK_S
+            else:
+                since, pause_s = head.operation.issued_at, look_s(head.operation)
+            if time.monotonic() - max(looked_at, since) >= pause_s:
+                looked_at = time.monotonic()
+                error = self._look(None if head is None else head.operation)
+                if error is not None:
+                    self._end(error)
+        if self._messages is not None:
+            self._messages.free(_CLOSE_S)
+
+    def _look(self, head: Operation | None) -> CollectiveError | None:
+        """Say where this rank is; the error if it is over elsewhere, or overdue here."""
+        position = position_in(head) if head else position_after(self._in_flight.last_done)
+        self._roll_call.tell(position)
+        self._roll_call.answer()
+        error = self._roll_call.the_end(head)
+        overdue = self._in_flight.overdue(look_s) if error is None else None
+        if error is None and overdue is None and self._messages is not None:
+            overdue = self._messages.in_flight.overdue(look_s)
+            head = overdue or head
+        if head is not None and overdue is not None:
+            # A look later than the deadline: who arrived in time has said so by then.
+            error = self._roll_call.timeout(overdue, head, position)
+        return None if error is None else self._roll_call.publish(error)
+
+
+def _gloo_timeout(operation: Operation) -> timedelta:
+    left_s = operation.issued_at + operation.timeout_s - time.monotonic()
+    return timedelta(seconds=max(left_s, 0.0) + _GRACE_S)
+
+
+# A process that ends while Gloo's threads hold tensors of Python may be killed by them: they want
+# the interpreter when it is gone already.
+_open: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
+_pid = os.getpid()
+
+
+@atexit.register
+def _close_all() -> None:
+    if os.getpid() == _pid:  # A fork must not say that the rank it came from has closed.
+        for communicator in list(_open):
+            communicator.close()

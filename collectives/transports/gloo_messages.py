@@ -1,0 +1,227 @@
+"""Messages between two ranks through Gloo: send and recv, beside the runner of the collectives.
+
+A send waits in Gloo until it is received, so messages must not hold each other up: there is a
+thread for each peer, tag and direction that is in use. A header (elements, dtype) goes before each
+message, because Gloo kills the process that gets more than it expects. A recv from any rank asks
+all of them for headers; those that do not come in time serve a later recv.
+
+Gloo has no way to end a wait. But a wait that runs into its own deadline closes all connections of
+this rank, and so ends all the others: `free` does that, once the generation is over. Therefore no
+thread is left in Gloo when the process ends, which could kill it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..contract.dtypes import DTYPE_INDEX
+from ..contract.in_flight import InFlight, PendingWork
+from ..contract.operation import ANY_RANK, WATCHING_TAG, Kind, OnBehalf, Operation
+from ..contract.signature import message_mismatch
+from ..contract.work import Work
+
+_FOREVER = timedelta(days=1)  # The watcher holds the deadlines.
+_UINT8 = DTYPE_INDEX[torch.uint8]
+_FREEING_TAG = (1 << 31) - 1  # odd, and above that of any message
+
+
+class GlooMessageWork(PendingWork):
+    """content: of a send, a copy of what is sent; of a recv, the caller's tensor."""
+
+    def __init__(
+        self, operation: Operation, in_flight: InFlight[GlooMessageWork], content: torch.Tensor
+    ) -> None:
+        super().__init__(operation, in_flight)
+        self.content = content
+
+
+class GlooMessages:
+    """This rank's messages. failed: told the operation and the error where Gloo breaks, or ranks
+    differ. give: calls a function that writes callers' tensors, unless the generation is over."""
+
+    def __init__(
+        self,
+        gloo: Any,
+        rank: int,
+        size: int,
+        in_flight: InFlight[GlooMessageWork],
+        failed: Callable[[Operation, Exception], None],
+        give: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.in_flight = in_flight
+        self._gloo = gloo
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
+        self._failed = failed
+        self._give = give
+        self._changed = threading.Condition()
+        self._sending: dict[tuple[int, int], deque[GlooMessageWork]] = {}  # by peer and tag
+        self._wanted: list[GlooMessageWork] = []  # receives without a header, in order of issue
+        self._asking: set[tuple[int, int]] = set()  # peer and tag of the threads that receive
+        self._threads: set[threading.Thread] = set()
+        self._over = threading.Event()
+
+    def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        work = GlooMessageWork(operation, self.in_flight, tensor.clone())
+        self.in_flight.add(work)
+        key = (operation.peer, operation.tag)
+        with self._changed:
+            if not work.done:
+                queue = self._sending.get(key)
+                if queue is not None:
+                    queue.append(work)
+                else:
+                    self._sending[key] = deque([work])
+                    self._start(self._send_all, key)
+        return work
+
+    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        work = GlooMessageWork(operation, self.in_flight, tensor)
+        self.in_flight.add(work)
+        peers = self._others if operation.peer == ANY_RANK else [operation.peer]
+        with self._changed:
+            if not work.done:
+                self._wanted.append(work)
+                for peer in peers:
+                    key = (peer, operation.tag)
+                    if key not in self._asking:
+                        self._asking.add(key)
+                        self._start(self._receive_all, key)
+                self._changed.notify_all()
+        return work
+
+    @contextlib.contextmanager
+    def watching(
+        self, ranks: Sequence[int], what: str, generation: int, sequence: int, timeout_s: float
+    ) -> Iterator[None]:
+        """`Communicator.watching`, by a receive from each of `ranks`, which breaks when that dies.
+        What comes is a word that its block has ended."""
+        others = [rank for rank in ranks if rank != self._rank]
+
+        def message(kind: Kind, peer: int) -> Operation:
+            part = OnBehalf(kind, sequence, generation, 1, _UINT8, -1, timeout_s)
+            part.whole, part.peer, part.tag = what, peer, WATCHING_TAG
+            return part
+
+        words = torch.zeros(len(others), 1, dtype=torch.uint8)
+        for other, word in zip(others, words, strict=True):
+            self.recv(message(Kind.RECV, other), word)
+        yield
+        # All are waited for already. The others' words are not waited for: a rank that stops when
+        # it has sent some of them would hold up only some of the others.
+        for work in [self.send(message(Kind.SEND, other), words.new_ones(1)) for other in others]:
+            work.wait()
+
+    def free(self, patience_s: float) -> None:
+        """The generation is over: get the threads out of Gloo, and let go of it."""
+        with self._changed:
+            self._over.set()
+            self._changed.notify_all()
+            threads = list(self._threads)
+        gloo, self._gloo = self._gloo, None
+        # Of a rank that has closed its connections already, it ends at once, and nothing is closed.
+        for other in self._others if threads and gloo is not None else ():
+            with contextlib.suppress(Exception):
+                nothing = torch.empty(1, dtype=torch.uint8)
+                gloo.recv([nothing], other, _FREEING_TAG).wait(timedelta(milliseconds=1))
+        for thread in threads:
+            thread.join(patience_s)
+
+    # -- the threads -----------------------------------------------------------------------------
+
+    def _start(self, target: Callable[[int, int], None], key: tuple[int, int]) -> None:
+        def run() -> None:
+            try:
+                target(*key)
+            finally:
+                with self._changed:
+                    self._threads.discard(threading.current_thread())
+
+        if self._over.is_set():
+            return
+        thread = threading.Thread(
+            target=run, name=f"chorusline-gloo-{target.__name__}-{key[0]}", daemon=True
+        )
+        self._threads.add(thread)
+        thread.start()
+
+    def _send_all(self, peer: int, tag: int) -> None:
+        while True:
+            with self._changed:
+                queue = self._sending[peer, tag]
+                if not queue or self._over.is_set():
+                    del self._sending[peer, tag]
+                    return
+                work = queue.popleft()
+            operation = work.operation
+            try:
+                header = torch.tensor([operation.numel, operation.dtype])
+                self._wait(self._gloo.send([header], peer, 2 * tag))
+                if operation.numel:
+                    content = work.content.view(torch.uint8)
+                    self._wait(self._gloo.send([content], peer, 2 * tag + 1))
+                self.in_flight.settle(work)
+            except Exception as error:
+                if not self._over.is_set():
+                    self._failed(operation, error)
+                return
+
+    def _receive_all(self, peer: int, tag: int) -> None:
+        while True:
+            with self._changed:
+                asked = self._who_wants(peer, tag)
+                if asked is None or self._over.is_set():
+                    self._asking.discard((peer, tag))
+                    return
+            operation = asked.operation
+            try:
+                header = torch.zeros(2, dtype=torch.int64)
+                self._wait(self._gloo.recv([header], peer, 2 * tag))
+                with self._changed:
+                    while (work := self._who_wants(peer, tag)) is None and not self._over.is_set():
+                        self._changed.wait()
+                    if work is None:
+                        return
+                    self._wanted.remove(work)
+                operation = work.operation
+                operation.peer = peer
+                self._receive(work, *map(int, header))
+            except Exception as error:
+                if not self._over.is_set():
+                    self._failed(operation, error)
+                return
+
+    def _receive(self, work: GlooMessageWork, numel: int, dtype: int) -> None:
+        operation = work.operation
+        error = message_mismatch(operation, operation.generation, self._rank, numel, dtype)
+        if error is not None:
+            raise error
+        received = torch.empty_like(work.content)
+        if numel:
+            content = received.view(torch.uint8)
+            self._wait(self._gloo.recv([content], operation.peer, 2 * operation.tag + 1))
+
+        def write() -> None:
+            work.content.copy_(received)
+            if operation.finish is not None:
+                operation.finish()
+
+        self._give(write)
+        self.in_flight.settle(work)
+
+    def _who_wants(self, peer: int, tag: int) -> GlooMessageWork | None:
+        for work in self._wanted:
+            if work.operation.tag == tag and work.operation.peer in (peer, ANY_RANK):
+                return work
+        return None
+
+    @staticmethod
+    def _wait(work: Any) -> None:
+        work.wait(_FOREVER)
