@@ -76,6 +76,16 @@ from collectives import (  # noqa: E402
     set_debug_level_from_env,
     store_from_url,
 )
+from runtime.averaging.model_averaging import (  # noqa: E402
+    HierarchicalModelAverager,
+    ModelAverager,
+    PeriodicModelAverager,
+)
+from runtime.averaging.post_local_sgd import (  # noqa: E402
+    PostLocalSGDOptimizer,
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from runtime.checkpoint import (  # noqa: E402
     CheckpointConfig,
     CheckpointCorrupted,
@@ -87,40 +97,32 @@ from runtime.checkpoint import (  # noqa: E402
     Saving,
     SavingTimes,
 )
-from runtime.comm_hooks import GradBucket  # noqa: E402
-from runtime.context import Context  # noqa: E402
-from runtime.dealing import deal  # noqa: E402
-from runtime.distributed_data_parallel import DistributedDataParallel  # noqa: E402
-from runtime.grad_scaler import GradScaler  # noqa: E402
-from runtime.join import Join, Joinable, JoinHook  # noqa: E402
-from runtime.model_averaging import (  # noqa: E402
-    HierarchicalModelAverager,
-    ModelAverager,
-    PeriodicModelAverager,
+from runtime.data.dataset_batches import Shard  # noqa: E402
+from runtime.data.dealing import deal  # noqa: E402
+from runtime.data.streaming import Stream  # noqa: E402
+from runtime.data_parallel.comm_hooks import GradBucket  # noqa: E402
+from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel  # noqa: E402
+from runtime.data_parallel.pure_distributed_data_parallel import (  # noqa: E402
+    PureDistributedDataParallel,
 )
+from runtime.data_parallel.sync_batch_norm import SyncBatchNorm  # noqa: E402
+from runtime.join.join import Join, Joinable, JoinHook  # noqa: E402
 from runtime.notebook import load_ipython_extension, unload_ipython_extension  # noqa: E402, F401
-from runtime.post_local_sgd import (  # noqa: E402
-    PostLocalSGDOptimizer,
-    PostLocalSGDState,
-    post_localSGD_hook,
-)
-from runtime.progress import Progress  # noqa: E402
-from runtime.pure_distributed_data_parallel import PureDistributedDataParallel  # noqa: E402
-from runtime.random_state import RandomState  # noqa: E402
-from runtime.session import Session, SessionSnapshot, run  # noqa: E402
-from runtime.sharding import Shard  # noqa: E402
-from runtime.streaming import Stream  # noqa: E402
-from runtime.sync_batch_norm import SyncBatchNorm  # noqa: E402
-from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
+from runtime.process.random_state import RandomState  # noqa: E402
+from runtime.program.context import Context  # noqa: E402
+from runtime.session.progress import Progress  # noqa: E402
+from runtime.session.session import Session, SessionSnapshot, run  # noqa: E402
+from runtime.zero.grad_scaler import GradScaler  # noqa: E402
+from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
 
 if _typing.TYPE_CHECKING:
-    from runtime.lightning_strategy import ChoruslineStrategy  # noqa: F401
+    from runtime.lightning.strategy import ChoruslineStrategy  # noqa: F401
 
 
 def __getattr__(name: str) -> object:
     # Of the extra `lightning`, and seconds to import.
     if name == "ChoruslineStrategy":
-        from runtime.lightning_strategy import ChoruslineStrategy
+        from runtime.lightning.strategy import ChoruslineStrategy
 
         return ChoruslineStrategy
     raise AttributeError(f"module 'chorusline' has no attribute {name!r}")

@@ -25,7 +25,7 @@ from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
 import chorusline as cl
-from runtime.context import call_of
+from runtime.program.context import call_of
 
 NUM_SAMPLES, BATCH, EPOCHS = 157, 4, 3
 

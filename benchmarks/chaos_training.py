@@ -25,8 +25,8 @@ import torch
 from ray import cloudpickle
 
 import chorusline as cl
-from runtime.context import call_of
-from runtime.recovery import FunctionLeft
+from runtime.program.context import call_of
+from runtime.recovery.recovery import FunctionLeft
 
 from .chaos_faults import BATCH, EPOCHS, NUM_SAMPLES, Plan, append, entries_of, strike
 

@@ -33,7 +33,7 @@ from actors.messages import Assignment, RunRequest
 from actors.run_status import Steps
 from actors.worker.lifeline import Lifeline
 from benchmarks.alternation import finish, parser, spawn, table
-from runtime.program import Program
+from runtime.program.program import Program
 
 _WARM_UP = 2
 _WIDTH = 1024

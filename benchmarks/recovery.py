@@ -39,7 +39,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
 from benchmarks.alternation import finish, parser, table
-from runtime.context import call_of
+from runtime.program.context import call_of
 
 NUM_WORKERS, WIDTH, BATCH = 4, 256, 16
 _STEP_S = 0.02
@@ -106,7 +106,7 @@ def train(ctx: cl.Context, folder: str) -> int:
 
 
 def time_phases(ctx: cl.Context, log: Log) -> None:
-    """Note when this rank begins and ends the phases of runtime/recovery.py."""
+    """Note when this rank begins and ends the phases of runtime/recovery/recovery.py."""
     recovery = call_of(ctx).recovery
     assert recovery is not None
     for owner, name in (

@@ -13,7 +13,7 @@ from actors.journal import Journal
 from actors.messages import Assignment, RunRequest
 from actors.run_status import Steps
 from actors.worker.lifeline import Lifeline
-from runtime.program import Program
+from runtime.program.program import Program
 
 GLOBAL_BATCH = 12  # samples of a step, over all ranks; 1, 2, 3 and 4 divide it
 

@@ -27,7 +27,7 @@ from ray import cloudpickle
 from training_to_kill import BATCH_SIZE, Samples, die
 
 import chorusline as cl
-from runtime.context import call_of
+from runtime.program.context import call_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(killed_runs)
@@ -231,7 +231,7 @@ def train_plain(
 
 
 def steps_of_run() -> int:
-    from runtime.boundary import boundary
+    from runtime.process.step_boundary import boundary
 
     return boundary().steps.taken
 

@@ -18,15 +18,15 @@ from ranks import NCCL, Rank, on_gpus, run_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chorusline as cl
-from runtime.checkpoint.boxes import boxes_of, split_evenly
-from runtime.checkpoint.catalog import newest_whole
 from runtime.checkpoint.contents import STATE, whole_of
-from runtime.checkpoint.manifest import Manifest, merged, write_manifest
-from runtime.checkpoint.reader import CheckpointReader
-from runtime.checkpoint.shard_file import write_part
-from runtime.checkpoint.storage import Folder, open_storage
-from runtime.command_line import main
-from runtime.context import call_of
+from runtime.checkpoint.format.boxes import boxes_of, split_evenly
+from runtime.checkpoint.format.catalog import newest_whole
+from runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
+from runtime.checkpoint.format.reader import CheckpointReader
+from runtime.checkpoint.format.shard_file import write_part
+from runtime.checkpoint.format.storage import Folder, open_storage
+from runtime.commands.command_line import main
+from runtime.program.context import call_of
 
 
 @pytest.mark.parametrize(

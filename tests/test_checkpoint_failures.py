@@ -17,8 +17,8 @@ from checkpoint_runs import Parts, in_run, make_model, run_train
 from ranks import Rank, Ranks
 
 import chorusline as cl
-from runtime.checkpoint.catalog import newest_whole
-from runtime.checkpoint.storage import open_storage
+from runtime.checkpoint.format.catalog import newest_whole
+from runtime.checkpoint.format.storage import open_storage
 
 
 def _steps(place: Path) -> list[int]:

@@ -17,9 +17,9 @@ import torch
 from checkpoint_runs import Parts, in_run, make_model, run_train, same
 
 import chorusline as cl
-from runtime.checkpoint.manifest import MANIFEST
-from runtime.cursor import Cursor, Rest
-from runtime.dealing import deal
+from runtime.checkpoint.format.manifest import MANIFEST
+from runtime.data.cursor import Cursor, Rest
+from runtime.data.dealing import deal
 
 
 class Ballast:

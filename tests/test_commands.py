@@ -18,13 +18,13 @@ import ray
 from rich.console import Console
 
 from actors.crew.crew import INCARNATION, NAMESPACE
-from runtime.command_line import main
 from runtime.commands.bench import Row, bus_factor, nbytes, table
 from runtime.commands.bench import WrongUsage as WrongCase
+from runtime.commands.command_line import main
 from runtime.commands.status import _show, survey
 from runtime.commands.words import keywords, script_and_function, workers
 
-CHORUSLINE = [sys.executable, "-m", "runtime.command_line"]
+CHORUSLINE = [sys.executable, "-m", "runtime.commands.command_line"]
 SCRIPT = """
 import sys, time
 from typing import NoReturn
@@ -258,7 +258,7 @@ def test_a_cluster_of_another_version_is_told_with_the_mend(cluster: None) -> No
     """Ray compares what a process says of itself with what the cluster was started with."""
     program = (
         "import sys, ray; ray.__version__ = '1.0.0'\n"
-        "from runtime.command_line import main\n"
+        "from runtime.commands.command_line import main\n"
         f"sys.exit(main(['status', '--address', {address()!r}]))"
     )
     done = subprocess.run(

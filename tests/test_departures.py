@@ -18,7 +18,7 @@ from killed_runs import Kind, assert_as_if_nothing_was, die, train, wrap
 
 import chorusline as cl
 from actors.errors import StateLost
-from runtime.context import call_of
+from runtime.program.context import call_of
 
 
 def slowly(

@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from runtime.agreement import MAX_ITERATIONS, read_agreement, vote_numel, write_vote
-from runtime.dealer import Cut, Dealer, Left
-from runtime.plain_steps import PlainSteps
-from runtime.registry import Registered
-from runtime.retained import Summary, leader_of, up_to_date
+from runtime.data.dealer import Cut, Dealer, Left
+from runtime.process.agreement import MAX_ITERATIONS, read_agreement, vote_numel, write_vote
+from runtime.process.registry import Registered
+from runtime.recovery.plain_optimizer_steps import PlainSteps
+from runtime.recovery.restart import Summary, leader_of, up_to_date
 
 PLACES = [(0, 0), (1, 0), (1, 1), (2, 1), (2, 2)]
 

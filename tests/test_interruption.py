@@ -14,7 +14,7 @@ import torch
 
 import chorusline as cl
 from actors.messages import WorkerSnapshot
-from runtime.kept import Kept
+from runtime.process.between_runs import Kept
 
 SIZES = (60, 24)  # Samples by rank, as the epoch deals them: 15 and 6 batches of 4.
 EPOCHS = 3

@@ -16,8 +16,8 @@ from training_reference import (
 )
 
 import chorusline as cl
-from runtime.agreement import Agreement
-from runtime.ledger import JoinLedger
+from runtime.join.ledger import JoinLedger
+from runtime.process.agreement import Agreement
 
 LENGTHS = [(5, 9), (1, 12), (7, 7), (0, 4), (3, 8, 1, 5)]
 

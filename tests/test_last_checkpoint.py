@@ -144,7 +144,9 @@ def reference(notes: list[Note]) -> list[torch.Tensor]:
 @pytest.fixture
 def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker starts in so short a time."""
-    monkeypatch.setattr("runtime.session.RunRequest", functools.partial(RunRequest, pause_s=0.1))
+    monkeypatch.setattr(
+        "runtime.session.session.RunRequest", functools.partial(RunRequest, pause_s=0.1)
+    )
 
 
 def session_of(

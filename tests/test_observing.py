@@ -26,11 +26,11 @@ from actors.versions import difference, versions_here
 from actors.whereabouts import Testimony
 from collectives import FlightRecording, Group, HashStore
 from collectives.diagnosis.flight_recorder import CAPACITY
-from runtime.context import Context
-from runtime.distributed_data_parallel import DistributedDataParallel
-from runtime.session import Session
-from runtime.trace import RankTraced, clock_offsets, events
-from runtime.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+from runtime.program.context import Context
+from runtime.session.session import Session
+from runtime.session.trace import RankTraced, clock_offsets, events
+from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 

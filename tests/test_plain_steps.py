@@ -16,7 +16,7 @@ from plain_runs import MOMENTS, PlainKind, assert_as_one_process, attempts_at, t
 
 import chorusline as cl
 from actors.errors import WorkerLost
-from runtime.context import call_of
+from runtime.program.context import call_of
 
 DEATHS = [moment for moment in MOMENTS if not moment.startswith(("is ", "when it has asked"))]
 

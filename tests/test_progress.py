@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from actors.messages import Report
-from runtime.progress import Progress, Seen, batches_left
+from runtime.session.progress import Progress, Seen, batches_left
 
 
 def report(rank, number, num_batches, *, epoch=0, time=0.0):

@@ -28,8 +28,8 @@ from training_to_kill import (
 
 import chorusline as cl
 from actors.errors import StateLost, WorkerLost
-from runtime.context import call_of
-from runtime.parameter_shard import ParameterShard
+from runtime.program.context import call_of
+from runtime.zero.parameter_shard import ParameterShard
 
 cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 

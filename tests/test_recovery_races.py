@@ -23,7 +23,7 @@ from killed_runs import (
 )
 
 import chorusline as cl
-from runtime.context import call_of
+from runtime.program.context import call_of
 
 
 def at_step(optim: Any, ballots: int, do: Callable[[], None]) -> None:

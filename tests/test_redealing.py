@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from runtime.dealer import Dealer, Left
-from runtime.dealing import redeal
-from runtime.sharding import Shard
+from runtime.data.dataset_batches import Shard
+from runtime.data.dealer import Dealer, Left
+from runtime.data.dealing import redeal
 
 NUM_SAMPLES = 24
 

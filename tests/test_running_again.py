@@ -30,7 +30,7 @@ from training_to_kill import (
 import chorusline as cl
 from actors.errors import WorkerLost
 from actors.messages import Report
-from runtime.context import call_of
+from runtime.program.context import call_of
 
 cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 

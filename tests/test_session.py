@@ -24,9 +24,9 @@ from ray import cloudpickle
 from actors.errors import RankFailed, StartupError, WorkerLost
 from actors.messages import Report, WorkerSnapshot
 from collectives.contract.errors import CollectiveTimeout, GroupAborted, PeerLost
-from runtime.context import Context
-from runtime.running import current, current_group
-from runtime.session import Session, SessionState, run
+from runtime.process.running import current, current_group
+from runtime.program.context import Context
+from runtime.session.session import Session, SessionState, run
 
 cloudpickle.register_pickle_by_value(open_sockets)  # Workers cannot import what tests share.
 

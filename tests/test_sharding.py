@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from runtime.dealing import deal
-from runtime.sharding import Shard
+from runtime.data.dataset_batches import Shard
+from runtime.data.dealing import deal
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

@@ -20,7 +20,7 @@ from training_reference import batches_of, loss_of, make_model
 
 import chorusline as cl
 from collectives.objects.blocking import broadcast_object
-from runtime import optimizer_state
+from runtime.zero import optimizer_state
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw_fused"])

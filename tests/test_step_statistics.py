@@ -12,7 +12,7 @@ import torch
 from standing_ranks import StandingRanks
 
 from collectives import DebugLevel, Group, HashStore, set_debug_level
-from runtime.distributed_data_parallel import DistributedDataParallel
+from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
 
 
 class TwoHeads(torch.nn.Module):

@@ -29,8 +29,8 @@ from collectives import (
 )
 from collectives.contract.operation import State
 from collectives.group import Group
-from runtime.context import Context
-from runtime.session import Session
+from runtime.program.context import Context
+from runtime.session.session import Session
 
 DONE, FAILED, STARTED = State.DONE, State.FAILED, State.STARTED
 

@@ -22,7 +22,7 @@ from training_to_kill import NUM_SAMPLES, Samples, die
 
 import chorusline as cl
 from actors.messages import MemberState
-from runtime.context import call_of
+from runtime.program.context import call_of
 
 cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
@@ -227,7 +227,7 @@ async def test_an_average_is_whole_while_another_rank_is_in_a_collective_of_its_
 
 
 def dies_when_they_meet(ctx: cl.Context, optim: Any) -> None:
-    from runtime import whole_parameters
+    from runtime.recovery import waiting_steps as whole_parameters
 
     whole_parameters.complete = lambda *arguments: die()
 

@@ -3,9 +3,9 @@
 A run is given up for want of workers, for more losses than it may have, or because its ranks do not
 meet. If the session keeps checkpoints, its ranks first form one more generation, the last. Its
 `Resumption` says what the run will end with (`gives_up`): so they leave their functions as for
-running them again from the top, write a checkpoint instead (runtime/last_checkpoint.py), and freeze
-once more. What they say then (`Frozen.saved`) goes into the text of the end, whatever it is: nobody
-forms another generation, nobody is taken in, and a deadline ends the run in any case.
+running them again from the top, write a checkpoint instead (runtime/recovery/last_checkpoint.py),
+and freeze once more. What they say then (`Frozen.saved`) goes into the text of the end, whatever it
+is: nobody forms another generation, nobody is taken in, and a deadline ends the run in any case.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ config.py errors.py  what a user says, and what a user is told
 """
 
 from .config import CheckpointConfig
-from .errors import (
+from .format.errors import (
     CheckpointCorrupted,
     CheckpointError,
     CheckpointMismatch,

@@ -26,10 +26,9 @@ from collectives import ChoruslineError, CollectiveError, Group, PeerLost, Store
 from collectives.objects.blocking import broadcast_object
 from collectives.stores.store import PrefixStore
 
-from ..join import active_join
-from ..registry import Registered, Registry
-from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from . import catalog
+from ..join.join import active_join
+from ..process.registry import Registered, Registry
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .config import AUTO, NEVER, CheckpointConfig
 from .contents import (
     PER_RANK,
@@ -40,19 +39,20 @@ from .contents import (
     kind_of,
     state_of,
 )
-from .errors import (
+from .format import catalog
+from .format.errors import (
     CheckpointError,
     CheckpointWriteFailed,
 )
-from .manifest import MANIFEST, Manifest, Part, merged, within, write_manifest
+from .format.manifest import MANIFEST, Manifest, Part, merged, within, write_manifest
+from .format.pieces import Contents
+from .format.reader import CheckpointReader
+from .format.shard_file import write_part
+from .format.storage import Storage, open_storage
 from .opening import choose, probe
-from .pieces import Contents
-from .reader import CheckpointReader
 from .restore import restore
 from .saving import Saving, SavingTimes
-from .shard_file import write_part
 from .sharded_state import ShardedState
-from .storage import Storage, open_storage
 
 _LOOK_S = 0.5
 """Seconds between two looks at whether the group has ended while other ranks' words are awaited."""

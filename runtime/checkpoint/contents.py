@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ..distributed_data_parallel import DistributedDataParallel
-from ..registry import Registered
-from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from .boxes import split_evenly
-from .pieces import Contents, Path, TensorRange
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..process.registry import Registered
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from .format.boxes import split_evenly
+from .format.pieces import Contents, Path, TensorRange
 
 MODEL, ZERO, STATE, PER_RANK = "model", "zero", "state", "per-rank"
 """Kinds of objects: a DistributedDataParallel; a sharded optimizer; anything that is the same on

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from .catalog import candidates, newest_whole
 from .contents import PER_RANK, ZERO
-from .errors import CheckpointCorrupted
-from .reader import CheckpointReader
+from .format.catalog import candidates, newest_whole
+from .format.errors import CheckpointCorrupted
+from .format.reader import CheckpointReader
+from .format.storage import Folder, open_storage
 from .restore import plain_optimizer_state, read_tree
-from .storage import Folder, open_storage
 
 
 def export(source: str | Path, target: str | Path) -> CheckpointReader:

@@ -9,10 +9,10 @@ import warnings
 from collectives import Group
 from collectives.objects.blocking import all_gather_object, broadcast_object
 
-from . import catalog
-from .errors import CheckpointCorrupted, CheckpointNotFound, CheckpointPlaceUnusable
-from .reader import CheckpointReader
-from .storage import Storage
+from .format import catalog
+from .format.errors import CheckpointCorrupted, CheckpointNotFound, CheckpointPlaceUnusable
+from .format.reader import CheckpointReader
+from .format.storage import Storage
 
 
 def probe(storage: Storage, group: Group, run: str) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from ..distributed_data_parallel import DistributedDataParallel
-from ..optimizer_state import MASTER
-from ..registry import Registered
-from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..process.registry import Registered
+from ..zero.optimizer_state import MASTER
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .contents import PER_RANK, ZERO, is_dense, leaves_of, tree_of
-from .errors import CheckpointMismatch
-from .manifest import Entry, dtype_name, name_of
-from .pieces import Path
-from .reader import CheckpointReader
+from .format.errors import CheckpointMismatch
+from .format.manifest import Entry, dtype_name, name_of
+from .format.pieces import Path
+from .format.reader import CheckpointReader
 from .sharded_state import GROUPS, NUM_STEPS, STATE, Run, ShardedState, is_per_element
 
 _NAMED = 3

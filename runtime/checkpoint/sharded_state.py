@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ..optimizer_state import MASTER
-from ..parameter_shard import KeptPiece
-from ..zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..zero.optimizer_state import MASTER
+from ..zero.parameter_shard import KeptPiece
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .contents import pickled, whole_of
-from .pieces import Contents, Path, TensorRange
+from .format.pieces import Contents, Path, TensorRange
 
 STATE, GROUPS, NUM_STEPS = "state", "param_groups", "num_steps"
 

@@ -19,8 +19,8 @@ from actors.journal import PRINTED
 from actors.messages import Report
 from collectives.contract.errors import ChoruslineError
 
-from ..progress import Progress
-from ..session import Session
+from ..session.progress import Progress
+from ..session.session import Session
 from .rank_output import ByRank, lines_of
 from .script import INTERRUPTED, below
 from .words import keywords

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from actors.journal import PRINTED
 
-from ..context import Context, call_of
+from ..program.context import Context, call_of
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
 

@@ -25,7 +25,7 @@ from actors.crew.crew import INCARNATION, NAMESPACE
 from actors.messages import DriverSnapshot, MemberState, Report, Survey, WorkerSnapshot
 from collectives.contract.errors import ChoruslineError
 
-from .. import placement
+from ..session import placement
 
 _REFRESH_S = 1.0
 _ANSWER_S = 3.0

@@ -19,7 +19,7 @@ from typing import Any
 from actors.calls import ActorGone, NoAnswer
 from collectives import ChoruslineError
 
-from ..program import pickled
+from ..program.program import pickled
 from .cells import latest_session
 from .interrupt import shell
 from .remote_cell import check_source, run_cell, take_printed

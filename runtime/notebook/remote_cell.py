@@ -12,7 +12,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from ..context import Context
+from ..program.context import Context
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
 

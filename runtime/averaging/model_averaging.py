@@ -1,0 +1,199 @@
+"""Ranks that train apart for some steps, and then take the mean of their parameters.
+
+The names and the arguments are those of torch.distributed.algorithms.model_averaging; groups are
+ours. Between two averages the parameters of the ranks differ, so what relies on equal ones is
+refused: Join (a rank without data would draw the mean towards old parameters), and a
+ZeroRedundancyOptimizer over the very ranks that average (post_local_sgd.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from collectives import Group, ReduceOp
+
+from ..join.join import active_join
+from ..process.running import current_group
+
+
+class ModelAverager(ABC):
+    """Counts the steps of a training loop, and averages after some of them.
+
+    process_group: the ranks that average, the session's group by default. step: calls so far; it
+    belongs into a checkpoint (`PostLocalSGDOptimizer.state_dict` has it).
+    """
+
+    def __init__(self, process_group: Group | None = None) -> None:
+        self.process_group = process_group if process_group is not None else current_group()
+        self.step = 0
+
+    @abstractmethod
+    def average_parameters(
+        self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+    ) -> None:
+        """Called once after each step of the optimizer, on all ranks; counts, and may average.
+
+        params: of a model, or the parameter groups of an optimizer; the same on all ranks. Those
+        that ask for no gradient stay as they are. (torch leaves out those without one, and so
+        averages nothing after `zero_grad()`.)
+
+        Raises RuntimeError inside Join.
+        """
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """All groups in which this rank ever averages."""
+        return [self.process_group]
+
+
+class PeriodicModelAverager(ModelAverager):
+    """Averages over all ranks of `process_group` every `period` steps.
+
+    warmup_steps: steps at the start in which nothing is averaged: those in which gradients still
+    are. Steps are counted from 0, and averaged are those that `period` divides.
+
+    Raises torch's ValueErrors for a period below 1 and for negative warmup_steps.
+    Source: Lin et al., Don't Use Large Mini-Batches, Use Local SGD, arXiv:1808.07217.
+    """
+
+    def __init__(
+        self, period: int, warmup_steps: int = 0, process_group: Group | None = None
+    ) -> None:
+        super().__init__(process_group)
+        if period < 1:
+            raise ValueError(f"period must be a positive number of steps, got {period}")
+        _check_warmup(warmup_steps)
+        if period == 1:
+            _warn_of_every_step("period")
+        self.period = period
+        self.warmup_steps = warmup_steps
+
+    def average_parameters(
+        self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+    ) -> None:
+        _refuse_join()
+        if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
+            average(params, self.process_group)
+        self.step += 1
+
+
+class HierarchicalModelAverager(ModelAverager):
+    """Averages in small groups often, and in larger ones seldom.
+
+    period_group_size_dict: by period, in steps, how many ranks average; both ascending. Groups are
+    made of ranks in a row, 0 to size - 1 and so on, so each size divides that of `process_group`,
+    and the last is that size. A step that several periods divide averages once, in the largest
+    group. warmup_steps: as in PeriodicModelAverager; steps are counted from 0, warm-up included.
+
+    Collective over process_group: the groups are made here.
+
+    Raises ValueError for sizes and periods that do not fit together.
+    Source: hierarchical SGD, arXiv:2010.12998.
+    """
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int],
+        warmup_steps: int = 0,
+        process_group: Group | None = None,
+    ) -> None:
+        super().__init__(process_group)
+        whole = self.process_group
+        _check_hierarchy(period_group_size_dict, whole.size)
+        _check_warmup(warmup_steps)
+        if max(period_group_size_dict) == 1:
+            _warn_of_every_step("the largest period in period_group_size_dict")
+        self.warmup_steps = warmup_steps
+        self.period_process_group_dict: dict[int, Group] = {}
+        """By period, the group in which this rank averages."""
+        for period, size in period_group_size_dict.items():
+            group = whole if size == whole.size else whole.split(whole.rank // size)
+            assert group is not None
+            self.period_process_group_dict[period] = group
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        return list(self.period_process_group_dict.values())
+
+    def average_parameters(
+        self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+    ) -> None:
+        _refuse_join()
+        due = [period for period in self.period_process_group_dict if self.step % period == 0]
+        if self.step >= self.warmup_steps and due:
+            average(params, self.period_process_group_dict[max(due)])
+        self.step += 1
+
+
+@torch.no_grad()
+def average(params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], group: Group) -> None:
+    """Replace parameters by their mean over the ranks of `group`: one all-reduce per dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for parameter in _parameters(params):
+        if parameter.requires_grad:
+            by_dtype[parameter.dtype].append(parameter)
+    for same in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in same]).to(group.device)
+        group.all_reduce(flat, ReduceOp.AVG).wait()
+        for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _parameters(
+    params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
+) -> Iterable[torch.nn.Parameter]:
+    for entry in params:
+        if isinstance(entry, dict):
+            yield from entry["params"]
+        else:
+            yield entry
+
+
+def _check_warmup(warmup_steps: int) -> None:
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be a number of at least 0, got {warmup_steps}")
+
+
+def _check_hierarchy(sizes: Mapping[int, int], num_ranks: int) -> None:
+    if not sizes:
+        raise ValueError("period_group_size_dict must not be empty")
+    if min(sizes) < 1:
+        raise ValueError(f"periods must be positive numbers of steps, got {list(sizes)}")
+    for lower, upper in itertools.pairwise(sizes.items()):
+        if not (lower[0] < upper[0] and lower[1] < upper[1]):
+            raise ValueError(
+                "periods and group sizes must ascend together, since a larger group averages what "
+                f"smaller ones have; got {dict(sizes)}"
+            )
+    last = list(sizes.values())[-1]
+    if last != num_ranks:
+        raise ValueError(
+            f"the last group size must be that of process_group, {num_ranks} ranks, got {last}"
+        )
+    for size in sizes.values():
+        if size < 1 or num_ranks % size:
+            raise ValueError(f"{num_ranks} ranks cannot be cut into groups of {size}")
+
+
+def _warn_of_every_step(what: str) -> None:
+    warnings.warn(
+        f"{what} is 1: parameters are averaged after every step, which costs no less than "
+        "averaging gradients, as DistributedDataParallel does",
+        stacklevel=3,
+    )
+
+
+def _refuse_join() -> None:
+    if active_join() is not None:
+        raise RuntimeError(
+            "model averaging inside Join: between two averages each rank has parameters of its "
+            "own, and a rank without data would draw the mean towards old ones. Give all ranks the "
+            "same number of batches, without Join, or average gradients instead"
+        )

@@ -1,0 +1,171 @@
+"""Post-local SGD: gradients of all ranks at first, later of a few, and an average now and then.
+
+The communication hook reduces gradients, over all ranks for the first steps and within a subgroup
+from then on; the optimizer steps them, and lets an averager (model_averaging.py) bring the
+parameters together. Both are told the same number of steps.
+
+With a ZeroRedundancyOptimizer the ranks that share its shards are the subgroup: it keeps their
+parameters equal, and the averager brings those of different subgroups together.
+
+Source: Lin et al., Don't Use Large Mini-Batches, Use Local SGD, arXiv:1808.07217.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from collectives import Group, ReduceOp
+from collectives.objects.blocking import all_gather_object
+from collectives.transports.host import host_identity
+
+from ..data_parallel.comm_hooks import GradBucket
+from ..process.running import current_group
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from .model_averaging import ModelAverager
+
+
+class PostLocalSGDState:
+    """What `post_localSGD_hook` knows; as torch's, over our groups.
+
+    process_group: all ranks, by default the session's. subgroup: those whose gradients are reduced
+    together later, by default the ranks of one host; made here, a collective over process_group.
+    start_localSGD_iter: steps in which the gradients of all ranks are. False for
+    post_local_gradient_allreduce: afterwards each rank takes its own. iter: steps so far, up to
+    start_localSGD_iter.
+    """
+
+    def __init__(
+        self,
+        process_group: Group | None,
+        subgroup: Group | None,
+        start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        self.process_group = process_group if process_group is not None else current_group()
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.subgroup = subgroup
+        if subgroup is None and post_local_gradient_allreduce:
+            hosts = all_gather_object(self.process_group, host_identity())
+            self.subgroup = self.process_group.split(hosts.index(host_identity()))
+        self.iter = 0
+
+
+def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[Any]:
+    """The mean over all ranks for start_localSGD_iter steps, then over the subgroup.
+
+    For `DistributedDataParallel.register_comm_hook(state, post_localSGD_hook)`.
+    """
+    gradients = bucket.buffer()
+    if state.iter < state.start_localSGD_iter:
+        if bucket.is_last():
+            state.iter += 1
+        return state.process_group.all_reduce(gradients, ReduceOp.AVG).get_future()
+    if not state.post_local_gradient_allreduce:
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+    assert state.subgroup is not None
+    return state.subgroup.all_reduce(gradients, ReduceOp.AVG).get_future()
+
+
+class PostLocalSGDOptimizer(torch.optim.Optimizer):
+    """An optimizer that averages the parameters of ranks after some of its steps.
+
+    optim: a torch optimizer, which steps this rank's parameters, or a ZeroRedundancyOptimizer over
+    a subgroup. averager: says when, and over which ranks.
+
+    Its state dictionary is that of `optim` with the averager's `step`, as torch has it. The state
+    of `optim` (momentum and so on) is not averaged.
+
+    Raises ValueError, on all ranks of its group, for a ZeroRedundancyOptimizer whose ranks would
+    not have equal parameters after an average, or for which it would change nothing.
+    """
+
+    _step_supports_amp_scaling = True  # So that a scaler comes to `step`, which refuses it.
+
+    # Not torch's constructor: the parameter groups are those of `optim`, and its hooks run.
+    def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
+        self.optim = optim
+        self.averager = averager
+        self.defaults = optim.defaults
+        if isinstance(optim, ZeroRedundancyOptimizer):
+            _check_shards(optim, averager)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optim.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """One step of `optim`, then what the averager has to do.
+
+        Raises RuntimeError inside Join, and under a GradScaler.
+        """
+        if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "a GradScaler leaves out the steps in which gradients overflow, and while each "
+                "rank has its own, ranks would miss the averages of the others; train in bfloat16, "
+                "which needs no scaler"
+            )
+        loss = self.optim.step(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.optim.state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Without `step`, of an optimizer that averaged nothing, the averager begins anew; warned
+        of, as in torch."""
+        state = dict(state_dict)
+        step = state.pop("step", None)
+        self.optim.load_state_dict(state)
+        self.averager.step = step or 0
+        if step is None:
+            warnings.warn(
+                "the loaded state has no step of an averager: its steps, and the warm-up, are "
+                "counted from 0",
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        return f"PostLocalSGDOptimizer({self.optim!r})"
+
+
+def _check_shards(optim: ZeroRedundancyOptimizer, averager: ModelAverager) -> None:
+    """All ranks that share shards must come out of an average alike: with the same part of each
+    subgroup in it."""
+    subgroup = min(optim.group.ranks)
+    mine: list[dict[int, Fraction]] = []
+    for group in averager.groups:
+        counts = Counter(all_gather_object(group, subgroup))
+        mine.append({number: Fraction(n, group.size) for number, n in counts.items()})
+    everybody = all_gather_object(optim.group, mine)
+    if any(theirs != mine for theirs in everybody):
+        raise ValueError(
+            f"a ZeroRedundancyOptimizer keeps the parameters of ranks {list(optim.group.ranks)} "
+            "equal, but the averager mixes different ones into them; average over groups that "
+            "have equally many ranks of each subgroup"
+        )
+    if all(len(shares) == 1 for shares in mine):
+        raise ValueError(
+            f"a ZeroRedundancyOptimizer keeps the parameters of ranks {list(optim.group.ranks)} "
+            "equal, so an average over them changes nothing. Give the model and the optimizer a "
+            "subgroup (group=…, of the ranks of one host, say), and the averager all ranks"
+        )

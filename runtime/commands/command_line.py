@@ -1,0 +1,162 @@
+"""The `chorusline` program: its words and their flags. What they do is in `runtime/commands/`.
+
+run script.py …              a script, as `python` would
+run script.py:function …     a function of it, on ranks
+status, doctor, bench        what runs; what is wrong here; how fast ranks are
+checkpoint                   what checkpoints there are
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import words
+from .script import run_script
+
+FAILED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 1 for what failed, 2 for wrong usage, 130 for an interrupt, 143 for SIGTERM.
+
+    A script that exits by itself keeps its own code.
+    """
+    parser = argparse.ArgumentParser(
+        prog="chorusline", description="Data-parallel training on Ray that keeps going."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    run = commands.add_parser(
+        "run",
+        help="run a training script, or a function of it on ranks",
+        usage="%(prog)s script.py …\n       %(prog)s script.py:function [--workers N|A..B] [--gpu] "
+        "[--timeout S] [--startup-timeout S] [--address A] [-- --name value …]",
+        description="Runs a script as python would, with all that follows as its arguments; or "
+        "calls function(ctx, name=value, …) on every rank of a session. It joins the Ray cluster "
+        "of RAY_ADDRESS, or starts one of its own on this machine.",
+    )
+    run.add_argument(
+        "script",
+        help="a Python file that makes a Session, or file:function of one that does not",
+    )
+    run.add_argument(
+        "args", nargs=argparse.REMAINDER, metavar="…", help="flags of ours, --, the function's own"
+    )
+    status = commands.add_parser(
+        "status",
+        help="what a running session does, from another terminal",
+        description="A table of the sessions of a cluster, which on a terminal goes on until "
+        "Ctrl-C.",
+    )
+    status.add_argument("session", nargs="?", help="the name of one session; all without it")
+    status.add_argument("--address", default=None, help="of the cluster; RAY_ADDRESS, or the local")
+    status.add_argument("--once", action="store_true", help="one table, also on a terminal")
+    commands.add_parser(
+        "doctor",
+        help="what this machine has, what is wrong with it, and the mend",
+        description="Exit code 1 if something prevents running here.",
+    )
+    bench = commands.add_parser(
+        "bench",
+        help="how fast the collectives are between ranks of this machine",
+        description="A table for each operation, with the columns of nccl-tests.",
+    )
+    bench.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    bench.add_argument("--op", default="all_reduce", help="one, several with commas, or all")
+    bench.add_argument("--sizes", default="4,64K,1M,16M", help="bytes, as in 4,64K,1M,16M")
+    bench.add_argument(
+        "--backend", choices=["shared-memory", "gloo", "nccl"], default="shared-memory"
+    )
+    bench.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        help="look at checkpoints, and make plain files of them",
+        description="A place is a folder or a URL with checkpoints in it, or one checkpoint.",
+    )
+    actions = checkpoint.add_subparsers(dest="action", required=True, metavar="action")
+    listed = actions.add_parser("list", help="the checkpoints of a place, each read and checked")
+    listed.add_argument("place")
+    exported = actions.add_parser("export", help="the newest whole one as one file of torch.save")
+    exported.add_argument("place")
+    exported.add_argument("file", type=Path, help="to write; torch.load reads it without us")
+    given = list(sys.argv[1:] if argv is None else argv)
+    # argparse loses a -- that comes first among the rest.
+    is_function = given[:1] == ["run"] and words.names_function(given[1:2])
+    end = given.index("--") if is_function and "--" in given else len(given)
+    options = parser.parse_args(given[:end])
+
+    match options.command:
+        case "run":
+            return _run(run, options, given[end + 1 :])
+        case "status":
+            from .status import show_status
+
+            return show_status(options.session, options.address, options.once)
+        case "doctor":
+            from .doctor import show_doctor
+
+            return show_doctor()
+        case "bench":
+            from .bench import WrongUsage as WrongCase
+            from .bench import show_bench
+
+            try:
+                return show_bench(options)
+            except WrongCase as error:
+                bench.error(str(error))
+    return look_at_checkpoints(options)
+
+
+def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list[str]) -> int:
+    script, function = words.script_and_function(options.script)
+    if not script.exists():
+        run.error(f"argument script: there is no file {str(script)!r} in {Path.cwd()}")
+    if not script.is_file():
+        run.error(f"argument script: {str(script)!r} is no file; name a Python script")
+    if function is None:
+        return run_script(script, options.args)
+    flags = argparse.ArgumentParser(prog=run.prog, usage=run.usage)
+    flags.add_argument("--workers", type=words.workers, default=1, help="4, or 2..8")
+    flags.add_argument("--gpu", action="store_true", help="a GPU for each")
+    flags.add_argument("--timeout", type=float, default=60.0, help="of a collective, in seconds")
+    flags.add_argument(
+        "--startup-timeout", type=float, default=60.0, help="for the workers to come, in seconds"
+    )
+    flags.add_argument("--address", default=None, help="of a running cluster")
+    given, strangers = flags.parse_known_args(options.args)
+    if strangers:
+        flags.error(
+            f"unrecognized arguments: {' '.join(strangers)}; the function's own stand after --"
+        )
+    from .function import WrongUsage, run_function
+
+    try:
+        return run_function(script, function, given, theirs)
+    except WrongUsage as error:
+        flags.error(str(error))
+
+
+def look_at_checkpoints(options: argparse.Namespace) -> int:
+    from ..checkpoint.export import described, export
+    from ..checkpoint.format.errors import CheckpointError
+
+    try:
+        if options.action == "export":
+            taken = export(options.place, options.file)
+            print(f"{options.file}: step {taken.manifest.step} of {taken.path}")
+            return 0
+        lines = 0
+        for lines, line in enumerate(described(options.place), 1):  # noqa: B007
+            print(line)
+    except (CheckpointError, OSError, ValueError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    if lines == 0:
+        print(f"there is no checkpoint in {options.place}", file=sys.stderr)
+    return 0 if lines else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

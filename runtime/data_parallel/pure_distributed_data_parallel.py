@@ -1,0 +1,74 @@
+"""`PureDistributedDataParallel`: data parallelism in a few lines, to read and to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from collectives import Group, ReduceOp
+
+from ..process.running import current_group
+from .distributed_data_parallel import check_devices
+from .replication import broadcast_tensors
+from .same_model import check_same_parameters
+
+
+class PureDistributedDataParallel(torch.nn.Module):
+    """A module whose gradients are the mean over all ranks: one all-reduce for each gradient.
+
+    No buckets, no overlap, nothing to agree on: as soon as a parameter's gradient is accumulated,
+    it is reduced and waited for. Slow, and simple enough to be sure of; a debugger stands still in
+    the all-reduce of the parameter in question.
+
+    module: the same on all ranks; it starts from rank 0's parameters and buffers. group: the
+    session's by default.
+
+    All ranks must use the same parameters in each backward pass: one that is left out on one rank
+    is a CollectiveMismatch, or a CollectiveTimeout, where `DistributedDataParallel` copes. Buffers
+    stay each rank's own after the start. Not for Join.
+
+    Raises what `DistributedDataParallel` raises for a module without trainable parameters, on
+    another device, or unequal on the ranks.
+    """
+
+    def __init__(self, module: torch.nn.Module, group: Group | None = None) -> None:
+        super().__init__()
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError(
+                "PureDistributedDataParallel is not needed when a module doesn't have any "
+                "parameter that requires a gradient."
+            )
+        self.module = module
+        self.group = group if group is not None else current_group()
+        self.is_syncing = True
+        check_devices(named, self.group)
+        check_same_parameters(
+            "PureDistributedDataParallel",
+            [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
+            self.group,
+        )
+        state = [*module.parameters(), *module.buffers()]
+        broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
+        for _, parameter in named:
+            parameter.register_post_accumulate_grad_hook(self._reduce)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; the next one outside reduces the sum."""
+        before, self.is_syncing = self.is_syncing, False
+        try:
+            yield
+        finally:
+            self.is_syncing = before
+
+    def _reduce(self, parameter: torch.Tensor) -> None:
+        if self.is_syncing:
+            assert parameter.grad is not None
+            self.group.all_reduce(parameter.grad, ReduceOp.AVG).wait()

@@ -1,0 +1,238 @@
+"""`SyncBatchNorm`: batch normalisation by the statistics of all ranks' samples.
+
+Every rank gives the mean of its samples, the sum of their squared deviations, and their number; all
+ranks combine them in rank order, so they get the same bits. A rank without samples gives zeros, and
+changes nothing: an empty batch, or a rank that has run out of data inside Join.
+
+Sources: Ioffe and Szegedy, arXiv:1502.03167, for the layer and its gradient; Chan, Golub and
+LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979, for
+combining statistics without the cancellation of sums of squares.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from collectives import Group
+
+from ..process.running import current_group
+
+# Weak on both sides: a group holds those that were made of it, and they hold it.
+_beside: weakref.WeakKeyDictionary[Group, weakref.ref[Group]] = weakref.WeakKeyDictionary()
+
+
+def group_beside(group: Group) -> Group:
+    """A group of the same ranks for collectives between those of `group`; made on first use.
+
+    Collective, blocking, then. Buckets of gradients are launched whenever they are complete, so on
+    one group their order among the statistics would differ by rank.
+    """
+    reference = _beside.get(group)
+    beside = reference() if reference else None
+    if beside is None:
+        beside = group.new_group(range(group.size), name=f"{group.name}, statistics")
+        assert beside is not None
+        _beside[group] = weakref.ref(beside)
+    return beside
+
+
+class SyncBatchNorm(_BatchNorm):
+    """torch.nn.SyncBatchNorm over a Group, on any device; also with uneven inputs inside Join.
+
+    Input: (samples, num_features, …), any number of dimensions from 2, also of no samples. In
+    training the mean and variance are those of the samples of all ranks, weighed by their number,
+    and the running ones follow them; in evaluation it is plain batch normalisation.
+
+    num_features, eps, momentum, affine, track_running_stats: as in torch. process_group: a Group;
+    None, or the model's own, takes one beside that of the DistributedDataParallel it is in, or
+    without one beside the session's.
+
+    It sends 2·C+1 numbers per rank in forward and 2·C in backward (C features).
+
+    Raises ValueError, on all ranks, in training if all of them have one value per channel or none.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Group | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        if process_group is not None and not isinstance(process_group, Group):
+            raise TypeError(
+                f"process_group must be a chorusline Group or None, got "
+                f"{type(process_group).__name__}"
+            )
+        self.process_group = process_group
+        self._group: Group | None = None
+
+    @property
+    def group(self) -> Group | None:
+        """Where the statistics are shared; None before a model or a forward has found it."""
+        return self._group
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_group: Group | None = None
+    ) -> torch.nn.Module:
+        """`module` with each BatchNorm layer in it, torch's SyncBatchNorm as well, replaced by one
+        of these, with its parameters and buffers. To be called before DistributedDataParallel."""
+        converted = module
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+            converted = cls(
+                module.num_features,
+                module.eps,
+                module.momentum,
+                module.affine,
+                module.track_running_stats,
+                process_group,
+            )
+            for name in ("weight", "bias"):
+                setattr(converted, name, getattr(module, name))
+            for name in ("running_mean", "running_var", "num_batches_tracked"):
+                setattr(converted, name, getattr(module, name))
+            converted.training = module.training
+        for name, child in module.named_children():
+            setattr(converted, name, cls.convert_sync_batchnorm(child, process_group))
+        return converted
+
+    def bind(self, group: Group) -> None:
+        """Take the group beside `group` unless another one was given. For the model around it."""
+        given = self.process_group
+        self._group = group_beside(group) if given is None or given is group else given
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        if not self.training:
+            return super().forward(input)
+        if self._group is None:
+            self._group = self.process_group or group_beside(current_group())
+        if self._group.size == 1:
+            return super().forward(input)
+        output, mean, variance, count = _Normalise.apply(
+            input, self.weight, self.bias, self.eps, self._group
+        )
+        self._track(mean, variance, count)
+        normalised: torch.Tensor = output
+        return normalised
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        factor = self.momentum
+        if factor is None:
+            factor = 1.0 / self.num_batches_tracked.item()
+        unbiased = variance * (count / (count - 1))
+        for running, newest in ((self.running_mean, mean), (self.running_var, unbiased)):
+            # In the precision of the statistics: running ones in bfloat16 are rounded once.
+            running.copy_(running.to(newest.dtype).lerp(newest, factor))
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        if input.size(1) != self.num_features:
+            raise ValueError(
+                f"expected {self.num_features} channels in dimension 1, got an input of shape "
+                f"{tuple(input.shape)}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to no group until a model takes it."""
+        return {**self.__dict__, "process_group": None, "_group": None}
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(var + eps) * weight + bias; mean and variance are over all ranks' samples.
+
+    Statistics are in float32, or float64 where the input is. The gradients of weight and bias are
+    the rank's own, as those of all parameters are before they are reduced.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        group: Group,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        x = input.to(_precise(input.dtype))
+        channels = x.size(1)
+        mine = x.new_zeros(2 * channels + 1)  # mean, squared deviations, count
+        own_count = x.numel() // channels
+        if own_count:
+            var, mean = torch.var_mean(x, _not_channels(x), correction=0)
+            mine[:channels] = mean
+            mine[channels : 2 * channels] = var * own_count
+            mine[-1] = own_count
+        everybody = mine.new_empty(group.size, len(mine))
+        group.all_gather(everybody, mine).wait()
+        means, deviations = everybody[:, :channels], everybody[:, channels : 2 * channels]
+        counts = everybody[:, -1:]
+        count = counts.sum()
+        if not count > 1:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{tuple(input.shape)} on rank {group.rank}, and {count:g} over all ranks"
+            )
+        mean = (means * counts).sum(0) / count
+        squares = (deviations + counts * (means - mean).square()).sum(0)
+        variance = squares / count
+        inverse = torch.rsqrt(variance + eps)
+        scale = inverse if weight is None else inverse * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        output = torch.addcmul(_shaped(shift, x), x, _shaped(scale, x)).to(input.dtype)
+        ctx.save_for_backward(input, weight, mean, inverse, count)
+        ctx.group = group
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        input, weight, mean, inverse, count = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        x, dy = input.to(mean.dtype), gradient.to(mean.dtype)
+        centred = (x - _shaped(mean, x)) * _shaped(inverse, x)
+        channels = x.size(1)
+        sums = torch.cat([dy.sum(_not_channels(x)), (dy * centred).sum(_not_channels(x))])
+        grad_bias = sums[:channels].to(weight.dtype) if needs_bias else None
+        grad_weight = sums[channels:].to(weight.dtype) if needs_weight else None
+        grad_input = None
+        if needs_input:
+            totals = sums.clone()
+            ctx.group.all_reduce(totals).wait()
+            totals /= count
+            scale = inverse if weight is None else inverse * weight
+            inner = dy - _shaped(totals[:channels], x) - centred * _shaped(totals[channels:], x)
+            grad_input = (inner * _shaped(scale, x)).to(input.dtype)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _not_channels(x: torch.Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _shaped(of_channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return of_channels.view(1, -1, *[1] * (x.dim() - 2))

@@ -1,0 +1,457 @@
+"""`Join`: ranks may run out of data at different steps, and nothing hangs or goes wrong.
+
+A rank that is out of data (it has *joined*) goes on taking part in the collectives of the steps
+that others still take: it *shadows* them, with neutral elements, until nobody takes any. Which
+steps those are is known without any collective of Join's own. Every step of ours carries an
+agreement (agreement.py): who took it, and who may take another one.
+
+- `ctx.shard` looks one batch ahead, so the agreement of a step says exactly who takes the next.
+- Any other iterable cannot say so. Then the last step shadows blindly: all ranks take part, the
+  agreement says that nobody was live, nothing is applied, and that is how everybody knows.
+- Joinables of the user's own carry no agreement. Then a small all-reduce goes first in each step,
+  started by `notify_join_context` of the first joinable, as in torch.
+
+Collectives that are not the same in each step, of SyncBatchNorm and of the user's own, are followed
+by another rule: conductor.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from actors.errors import Interrupted
+from collectives import Group, Work
+
+from ..process.agreement import Agreement
+from ..process.step_boundary import boundary
+from .conductor import Conductor
+from .ledger import JoinLedger
+
+
+class JoinHook:
+    """What a joinable does on a rank that has joined. Both methods do nothing by default."""
+
+    def main_hook(self) -> None:
+        """Shadow one step: take part in its collectives. Called once per step that a rank takes."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Called once, when all ranks have joined. Several ranks may be last joiners."""
+
+
+class Joinable(ABC):
+    """Something whose collectives a joined rank can shadow: list it in `Join([...])`."""
+
+    _join: Join | None = None
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook for one Join. kwargs: those given to Join; every joinable gets the same."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device of the joinable's tensors."""
+
+    @property
+    @abstractmethod
+    def join_group(self) -> Group:
+        """The group of its collectives; one group for all joinables of a Join."""
+
+    def _carries_agreement(self) -> bool:
+        """Whether a step ends with an agreement, its own or that of a joinable beside it."""
+        return False
+
+    def _ends_step(self) -> bool:
+        """Whether it hands that agreement to `Join.record` itself."""
+        return False
+
+    def _begins_passes(self) -> bool:
+        """Whether its `notify_join_context` comes once per batch, before all collectives of it."""
+        return False
+
+    def _announces_hook(self) -> bool:
+        """Whether it says itself when its main hook is due; else it runs behind the one before."""
+        return True
+
+    def _end_shadowed_step(self) -> None:
+        """Called at the end of each step that this rank has shadowed."""
+
+    def _groups_to_follow(self) -> Sequence[Group]:
+        """Groups of its own whose collectives are not the same in each step."""
+        return ()
+
+    def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
+        """Raise ValueError if it cannot be shadowed without another joinable."""
+
+
+class GroupJoinable(Joinable):
+    """A joinable whose collectives run on one group, and whose steps carry an agreement."""
+
+    group: Group
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.group.device
+
+    @property
+    def join_group(self) -> Group:
+        return self.group
+
+    def _carries_agreement(self) -> bool:
+        return True
+
+
+def change_ranks(former_ranks: Sequence[int]) -> None:
+    """The ranks of every Join that this process is in are numbered anew. former_ranks: by new rank
+    its rank so far."""
+    for join in _active:
+        join.ledger.change_ranks(former_ranks)
+
+
+def follows_groups() -> bool:
+    """Whether this process is in a Join that follows groups. Those end with the generation, and
+    what is issued on them has no place in a step: so its loop cannot go on in the next one, and the
+    function has to run again from the top."""
+    return any(join.is_following for join in _active)
+
+
+def change_group(group: Group) -> None:
+    """Every Join that this process is in goes on in another group; none of them follows groups."""
+    for join in _active:
+        assert not join.is_following
+        join._group = group
+        join._groups = [group] * len(join._groups)
+
+
+class _Stepping(Protocol):
+    def step(self) -> object: ...
+
+
+_active: list[Join] = []
+
+
+def active_join() -> Join | None:
+    """The innermost Join that this process is in, if it is enabled."""
+    return _active[-1] if _active else None
+
+
+class Join:
+    """`with Join([model, optimizer]):` around a training loop over uneven inputs.
+
+    joinables: in the order in which their hooks run. enable=False makes it do nothing.
+    throw_on_early_termination: instead of shadowing, raise RuntimeError on every rank at the first
+    step that some rank cannot take.
+    step_along: what the body calls `.step()` on once per step besides the joinables: learning-rate
+    schedules, and a plain optimizer of a model that is not sharded. A joined rank calls it in the
+    steps that it shadows, in this order, so that their state stays equal on all ranks.
+    groups: groups of the same ranks whose collectives the body issues as it likes, in forward, in
+    backward and between. A joined rank takes part in them with the neutral element (0, 1, the
+    largest or smallest number; in an all_gather zeros, elsewhere nothing). Those of a model's
+    SyncBatchNorm are found by themselves. They are other groups than the joinables' own:
+    `group.new_group(range(group.size))` makes one.
+    skew_warning: warn on exit, with the numbers of all ranks, if the shortest rank missed more
+    than this share of the longest one's steps. None: never.
+    kwargs: handed to every joinable's `join_hook`; ours know `divide_by_initial_world_size`
+    (True: the sum over live ranks is divided by the number of all ranks; False: of live ones;
+    neither where losses are weighed, see `DistributedDataParallel.weigh`).
+
+    When the body raises, or a hook, the peers are released at once with this exception and its
+    traceback; the group's generation ends with it. An exception leaves the joinables as they are,
+    and every exit takes this Join off them.
+
+    Raises ValueError for no joinables, for different groups, and for joinables that need another.
+    Source: torch.distributed.algorithms.Join.
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        step_along: Sequence[_Stepping] = (),
+        groups: Sequence[Group] = (),
+        skew_warning: float | None = 0.5,
+        **kwargs: Any,
+    ) -> None:
+        if len(joinables) == 0:
+            raise ValueError("The join context manager requires at least one joinable")
+        for joinable in joinables:
+            joinable._check_joined_with(joinables)
+        self._joinables = list(joinables)
+        self._groups = [joinable.join_group for joinable in joinables]
+        self._group = self._groups[0]
+        followed = [*groups, *(g for j in joinables for g in j._groups_to_follow())]
+        self._check_groups(followed)
+        self._followed = list(dict.fromkeys(followed))
+        self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
+        self._device = joinables[0].join_device
+        self._enable = enable
+        self._throws = throw_on_early_termination
+        self._is_exhausted = False  # and every rank raises it
+        self._step_along = list(step_along)
+        self._skew_warning = skew_warning
+        carries = [joinable._carries_agreement() for joinable in joinables]
+        self._needs_header = not followed and not all(carries)
+        # With a header, that counts the steps; else the first that knows of each.
+        self._counts_steps = next(
+            (j for j in joinables if j._ends_step() and not self._needs_header), None
+        )
+        # Who begins a pass: the model, whose forward comes first, or as in torch the first of all.
+        self._pacemaker = next((j for j in joinables if j._begins_passes()), joinables[0])
+        self.last_step_live: tuple[int, ...] = ()
+        """Ranks that took the last step; empty for the one that all ranks shadow at the end."""
+        self.at_boundary: Callable[[], None] | None = None
+        """Called after each step that this rank shadows, as `ctx.shard` does between batches."""
+        self.ledger = JoinLedger(
+            self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
+        )
+        self._conductor = Conductor(self._followed, self.ledger, self._begun) if followed else None
+        self._follows_evaluation = bool(groups)
+
+    def _check_groups(self, followed: Sequence[Group]) -> None:
+        first = self._group
+        for group in (*self._groups, *followed):
+            if group.ranks != first.ranks or group.rank != first.rank:
+                raise ValueError(
+                    "Using join context manager with multiple process groups of different ranks: "
+                    f"{group} has {list(group.ranks)}, {first} has {list(first.ranks)}. A rank "
+                    "joins in all of them or in none; give each set of ranks a Join of its own"
+                )
+        for group in followed:
+            if group in self._groups:
+                raise ValueError(
+                    f"{group} is that of a joinable, which issues collectives of its own on it in "
+                    "between. Pass a group beside it: group.new_group(range(group.size))"
+                )
+
+    @property
+    def live_ranks(self) -> tuple[int, ...]:
+        """Ranks that have data for the current batch, where Join follows groups; else those that
+        took the last step."""
+        return self._conductor.live if self._conductor else self.last_step_live
+
+    def __enter__(self) -> Self:
+        if self._enable:
+            for joinable in self._joinables:
+                joinable._join = self
+            if self._conductor:
+                self._conductor.attach()
+                boundary().before_stop.append(self._conductor.stop)
+            _active.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._enable:
+            return
+        try:
+            if isinstance(error, Interrupted):
+                return  # All ranks are here: the generation goes on.
+            if error is not None:
+                self._release_peers(error)
+                return
+            try:
+                self.shadow()
+                is_last_joiner = self._group.rank in self.ledger.last_live
+                for hook in self._hooks:
+                    hook.post_hook(is_last_joiner)
+            except BaseException as mine:
+                if not self._is_exhausted:  # Which all ranks raise: nobody waits for this one.
+                    self._release_peers(mine)
+                raise
+            self._warn_of_skew()
+        finally:
+            _active.remove(self)
+            if self._conductor:
+                self._conductor.detach()
+                boundary().before_stop.remove(self._conductor.stop)
+            for joinable in self._joinables:
+                joinable._join = None
+
+    def _release_peers(self, error: BaseException) -> None:
+        for group in dict.fromkeys([*self._groups, *self._followed]):
+            group.abort(error)
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    def shadow(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Take part in the steps that other ranks still take, until nobody takes any, or `until`:
+        a rank that is lost leaves its samples to those that wait."""
+        ledger, bound = self.ledger, boundary()
+        ledger.live = False
+        ledger.has_next = False
+        bound.pass_()
+        if self._conductor:
+            self._conductor.follow(ledger.batch, self._run_announced_hooks)
+            bound.pass_()
+        while self._header() if self._needs_header else ledger.somebody_may_continue():
+            bound.steps.has_joined = True
+            for hook in self._hooks:
+                hook.main_hook()
+            self._follow_step()
+            bound.pass_()
+            if until():
+                break
+        bound.steps.has_joined = False
+        ledger.batch = None
+        ledger.live = True
+        ledger.has_next = True
+
+    def _run_announced_hooks(self, number: int) -> None:
+        """Joinable `number` has begun its part of a step; run its hook, and those behind it of
+        joinables that announce nothing."""
+        boundary().steps.has_joined = True
+        self._hooks[number].main_hook()
+        for behind in range(number + 1, len(self._hooks)):
+            if self._joinables[behind]._announces_hook():
+                return
+            self._hooks[behind].main_hook()
+        self._follow_step()
+
+    def _follow_step(self) -> None:
+        if self.last_step_live:
+            for follower in self._step_along:
+                follower.step()
+            for joinable in self._joinables:
+                joinable._end_shadowed_step()
+            if self.at_boundary is not None:
+                self.at_boundary()
+
+    @property
+    def takes_forward_for_step(self) -> bool:
+        """Whether a joined rank shadows a whole step whenever the first joinable notifies."""
+        return self._needs_header
+
+    @property
+    def is_following(self) -> bool:
+        """Whether joined ranks follow collectives that are announced to them."""
+        return self._conductor is not None
+
+    def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
+        """An iteration over a shard begins, which knows how many batches every rank has.
+
+        One that was stopped inside its epoch knows only how many are left to this rank: then, and
+        only then, one all-gather tells.
+        """
+        place = boundary().place
+        if place is None or not place.is_resumed:
+            self.ledger.begin_epoch(batches_per_rank)
+            return
+        left = torch.tensor([boundary().steps.batches_left or 0], device=self._device)
+        everybody = left.new_empty(self._group.size)
+        self._group.all_gather(everybody, left).wait()
+        self.ledger.begin_epoch(everybody.tolist())
+        self.ledger.resume(place.last_live)
+
+    def begin_batch(self, number: int, *, is_last: bool) -> None:
+        """An iterator that knows how many batches all ranks have gives its next one."""
+        self.ledger.batch = number
+        self.ledger.has_next = not is_last
+        if self._conductor:
+            self._conductor.begin_pass(number)
+
+    def begin_hook(self, joinable: Joinable) -> None:
+        """`joinable` begins its collectives of a step, unless they are followed."""
+        if self._conductor:
+            self._conductor.begin_hook(self._joinables.index(joinable))
+
+    def newest_rank(self, live: tuple[int, ...]) -> int:
+        """Whose state all ranks take after a step of these: it saw the last batch of the step, not
+        only handed in what it had left."""
+        return max(self._conductor.last_live if self._conductor else live)
+
+    def _begun(self, live: tuple[int, ...]) -> None:
+        """A pass begins, which these ranks take."""
+        if self._counts_steps is None:
+            self.last_step_live = live
+            self.ledger.record(Agreement(live, live, ()))
+        self._raise_if_exhausted(live)
+
+    def record(self, joinable: Joinable, agreement: Agreement) -> None:
+        """A step of a joinable ended with this agreement."""
+        self.last_step_live = agreement.live
+        self.ledger.record(agreement, is_step=joinable is self._counts_steps)
+        self._raise_if_exhausted(agreement.live)
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Work | None:
+        """To be called by a joinable of your own before its collectives of a step.
+
+        Only the first joinable of a Join that needs it sends anything: a vector of one int32 per
+        rank. Returns the finished work in that case.
+        """
+        join = joinable._join
+        if join is None:
+            return None
+        if join._conductor is not None:
+            join._notified(joinable, join._conductor)
+            return None
+        if not join._needs_header or joinable is not join._joinables[0]:
+            return None
+        return join._exchange_header()[1]
+
+    def _notified(self, joinable: Joinable, conductor: Conductor) -> None:
+        # A model in evaluation has no statistics to share.
+        counts = self._follows_evaluation or getattr(joinable, "training", True)
+        if joinable is self._pacemaker and self.ledger.batch is None and counts:
+            conductor.begin_pass()
+        if joinable._announces_hook() and not joinable._begins_passes():
+            self.begin_hook(joinable)
+
+    def _header(self) -> bool:
+        """Whether anybody takes the coming step."""
+        live, _ = self._exchange_header()
+        return bool(live)
+
+    def _exchange_header(self) -> tuple[tuple[int, ...], Work]:
+        header = torch.zeros(self._group.size, dtype=torch.int32, device=self._device)
+        if self.ledger.live:
+            header[self._group.rank] = 1
+        work = self._group.all_reduce(header)
+        work.wait()
+        live = tuple(rank for rank, flag in enumerate(header.tolist()) if flag)
+        self.last_step_live = live
+        self.ledger.record(Agreement(live, live, ()))
+        self._raise_if_exhausted(live)
+        return live, work
+
+    def _raise_if_exhausted(self, live: tuple[int, ...]) -> None:
+        if self._throws and 0 < len(live) < self._group.size:
+            self._is_exhausted = True
+            exhausted = [rank for rank in range(self._group.size) if rank not in live]
+            raise RuntimeError(
+                f"Detected at least one rank that exhausted inputs: ranks {exhausted}. Every rank "
+                "raises this at the same step, because throw_on_early_termination is set"
+            )
+
+    def _warn_of_skew(self) -> None:
+        ledger = self.ledger
+        if self._skew_warning is None or ledger.skew() <= self._skew_warning:
+            return
+        by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(ledger.steps_taken))
+        warnings.warn(
+            f"uneven inputs: a rank had no data for {ledger.skew():.0%} of the steps inside Join "
+            f"({by_rank}). Training is exact, but that rank only waited; deal the data out more "
+            "evenly, or raise skew_warning",
+            stacklevel=4,
+        )

@@ -1,0 +1,83 @@
+"""What one rank knows of the steps inside one Join. Nothing in here runs a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..process.agreement import Agreement
+
+
+class JoinLedger:
+    """Which ranks take steps inside one Join, and how many steps each rank has taken.
+
+    live: this rank has data for the step it is in. has_next: it may take another one.
+    """
+
+    def __init__(self, num_ranks: int, divide_by_initial_world_size: bool) -> None:
+        self.num_ranks = num_ranks
+        self.divide_by_initial_world_size = divide_by_initial_world_size
+        self.live = True
+        self.has_next = True
+        self.last_live: tuple[int, ...] = tuple(range(num_ranks))
+        self.steps_taken = [0] * num_ranks
+        self._began_earlier = False
+        # Before the first agreement any rank may have data.
+        self._may_continue = tuple(range(num_ranks))
+        self._batches_per_rank: Sequence[int] = ()
+        self.batch: int | None = None
+        """Number of this rank's batch, or of the one it would have next; None: not known."""
+
+    def change_ranks(self, former_ranks: Sequence[int]) -> None:
+        """former_ranks: for each new rank its rank so far, -1 for a newcomer."""
+        new = {old: rank for rank, old in enumerate(former_ranks) if old >= 0}
+        self.num_ranks = len(former_ranks)
+        self.last_live = tuple(new[rank] for rank in self.last_live if rank in new)
+        self._may_continue = tuple(new[rank] for rank in self._may_continue if rank in new)
+        self.steps_taken = [self.steps_taken[old] if old >= 0 else 0 for old in former_ranks]
+
+    def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
+        """The iterator knows how many batches each rank starts with."""
+        self._batches_per_rank = batches_per_rank
+        self._may_continue = self.ranks_with_batch(0)
+        self.batch = 0
+
+    def ranks_with_batch(self, number: int) -> tuple[int, ...]:
+        return tuple(rank for rank, n in enumerate(self._batches_per_rank) if n > number)
+
+    def resume(self, last_live: tuple[int, ...]) -> None:
+        """Steps of this epoch were taken in an earlier Join; these ranks took the last one."""
+        self._began_earlier = True
+        self.last_live = last_live or self.last_live
+
+    def record(self, agreement: Agreement, *, is_step: bool = True) -> None:
+        """is_step: a step ended with this agreement. A second agreement on one step ends none."""
+        self._may_continue = agreement.may_continue
+        if agreement.live:
+            self.last_live = agreement.live
+            for rank in agreement.live if is_step else ():
+                self.steps_taken[rank] += 1
+
+    @property
+    def somebody_missed_a_step(self) -> bool:
+        return self._began_earlier or min(self.steps_taken) < max(self.steps_taken)
+
+    def skew(self) -> float:
+        """The share of the longest rank's steps that the shortest one did not take, in [0, 1]."""
+        longest = max(self.steps_taken)
+        return 1 - min(self.steps_taken) / longest if longest else 0.0
+
+    def somebody_may_continue(self) -> bool:
+        return bool(self._may_continue)
+
+    @property
+    def speaker(self) -> int | None:
+        """A rank that is expected to take the coming step, the same one on all ranks."""
+        return max(self._may_continue, default=None)
+
+    def divisor(self, agreement: Agreement) -> float:
+        """The number that divides the summed gradients of a step; 0: nothing is to be applied."""
+        if not agreement.live:
+            return 0
+        if agreement.weight:
+            return agreement.weight
+        return self.num_ranks if self.divide_by_initial_world_size else len(agreement.live)

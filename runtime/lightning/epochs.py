@@ -1,0 +1,147 @@
+"""Epochs of Lightning's fit in which ranks have different numbers of batches.
+
+Such an epoch runs inside a Join. It begins with the epoch, and ends on each rank behind the last
+batch: after the learning rates of that batch, before those of the epoch, before validation and
+checkpoints. There the rank shadows the steps of the others, and comes out together with them. What
+Lightning does with an optimizer step (clipping, counting, schedules per step) is done with the
+shadowed ones too, so all ranks have the same global step, the same learning rates, and with a plain
+optimizer the same state.
+
+Callbacks and hooks of the module are not called for shadowed steps, and nothing is logged in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer import call
+
+from collectives.objects.blocking import all_gather_object
+
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..join.join import Join
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+
+class Epochs(Callback):
+    """The Joins of one `fit` on one rank. It stands before the user's callbacks until `close`."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        model: DistributedDataParallel,
+        sharded: Sequence[ZeroRedundancyOptimizer],
+        *,
+        divide_by_initial_world_size: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._model = model
+        self._sharded = list(sharded)
+        self._divides_by_all = divide_by_initial_world_size
+        self._join: Join | None = None
+        trainer.callbacks.insert(0, self)
+        self._loop = trainer.fit_loop.epoch_loop
+        # No hook stands between the two updates of learning rates.
+        self._update_of_loop = self._loop.update_lr_schedulers
+        self._loop.update_lr_schedulers = self._update_lr_schedulers
+
+    def close(self) -> None:
+        self._trainer.callbacks.remove(self)
+        del self._loop.update_lr_schedulers
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        batches = all_gather_object(self._model.group, trainer.num_training_batches)
+        # Without a length nobody knows, and it costs one empty step at the end.
+        if len(set(batches)) == 1 and batches[0] != float("inf"):
+            return
+        self._check()
+        self._join = Join(
+            [self._model, *self._sharded],
+            step_along=[self],
+            skew_warning=None,
+            divide_by_initial_world_size=self._divides_by_all,
+        )
+        self._join.__enter__()
+
+    def _check(self) -> None:
+        trainer = self._trainer
+        reason = None
+        if not trainer.lightning_module.automatic_optimization:
+            reason = "manual optimization, whose steps a rank without data cannot know"
+        elif torch.distributed.is_initialized():
+            reason = (
+                "torch.distributed initialised, on which Lightning sends something before every "
+                "batch; do not call init_torch_distributed()"
+            )
+        elif getattr(trainer.precision_plugin, "scaler", None) is not None:
+            reason = 'a GradScaler, which would decide differently; use precision="bf16-mixed"'
+        elif trainer.check_val_every_n_epoch is None or (
+            trainer.val_check_batch not in (None, float("inf"))
+            and trainer.val_check_batch < trainer.num_training_batches
+        ):
+            reason = (
+                "validation inside the epoch, which ranks without data would miss; leave "
+                "val_check_interval and check_val_every_n_epoch as they are by default"
+            )
+        elif any(config.interval == "step" and config.frequency != 1 for config in self._schedules):
+            reason = "a schedule of every n-th step: give it interval step and frequency 1"
+        if reason is not None:
+            raise ValueError(
+                "ranks have different numbers of batches in this epoch of fit, and this does not "
+                f"go with {reason}"
+            )
+
+    @property
+    def _schedules(self) -> Sequence[Any]:
+        schedules: Sequence[Any] = self._trainer.lr_scheduler_configs
+        return schedules
+
+    def _update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        self._update_of_loop(interval, update_plateau_schedulers=update_plateau_schedulers)
+        if interval == "step" and not update_plateau_schedulers and self._loop._is_training_done:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._join is not None:
+            join, self._join = self._join, None
+            if join.ledger.batch is not None:  # Of a Shard, which nobody asks for one more.
+                join.ledger.batch += 1
+            join.__exit__(None, None, None)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._leave()  # An epoch that a hook has cut short.
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self._join is not None:
+            join, self._join = self._join, None
+            join.__exit__(type(exception), exception, exception.__traceback__)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Behind a step that this rank has shadowed: what Lightning does with one of its own."""
+        trainer = self._trainer
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, ZeroRedundancyOptimizer):
+                continue  # It has stepped its shard.
+            call._call_lightning_module_hook(
+                trainer,
+                "configure_gradient_clipping",
+                optimizer,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
+            optimizer.step()
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+        progress = self._loop.automatic_optimization.optim_progress.optimizer.step
+        progress.increment_ready()
+        progress.increment_completed()
+        self._loop._batches_that_stepped += 1
+        for config in self._schedules:
+            if config.interval == "step" and not config.reduce_on_plateau:
+                call._call_lightning_module_hook(
+                    trainer, "lr_scheduler_step", config.scheduler, None
+                )

@@ -1,0 +1,312 @@
+"""Lightning's Trainer inside a session: each rank runs it in its train function.
+
+    def train(ctx):
+        trainer = Trainer(strategy="chorusline", accelerator="cpu", devices=1, max_epochs=3)
+        trainer.fit(module, loader)
+
+The session is the cluster environment: it has started the processes and numbered them. Gradients go
+through our DistributedDataParallel, and a `ZeroRedundancyOptimizer` from `configure_optimizers`
+shards its step. Everything else that Lightning asks of a strategy runs on the session's group,
+not on torch.distributed, on which Lightning would send something before every batch.
+
+Importing this file registers the name; a train function finds it registered if Lightning has been
+imported before it starts (program.py), and `chorusline.ChoruslineStrategy` imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torchmetrics
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader, DistributedSampler
+
+from collectives import Group, ReduceOp
+from collectives.objects.blocking import all_gather_object
+
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..data_parallel.replication import broadcast_tensors
+from ..data_parallel.sync_batch_norm import SyncBatchNorm
+from ..process.running import Running, current
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from .epochs import Epochs
+
+NAME = "chorusline"
+
+
+class ChoruslineEnvironment(ClusterEnvironment):
+    """The ranks of a running train function, for Lightning."""
+
+    def __init__(self, context: Running) -> None:
+        self._context = context
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return ""  # Ranks have met already; nobody listens anywhere.
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False  # It comes with the strategy, and never by itself.
+
+    def world_size(self) -> int:
+        return self._context.world_size
+
+    def global_rank(self) -> int:
+        return self._context.rank
+
+    def local_rank(self) -> int:
+        return self._context.local_rank
+
+    def node_rank(self) -> int:
+        return self._context.node_rank
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+
+class ChoruslineStrategy(ParallelStrategy):
+    """`Trainer(strategy="chorusline")`, or an instance of this with options, in a train function.
+
+    bucket_cap_mb, broadcast_buffers, static_graph: of `DistributedDataParallel`. comm_hook,
+    comm_state: registered on it. divide_by_initial_world_size: as in `Join`, for epochs in which
+    ranks have different numbers of batches.
+
+    `devices` and `num_nodes` of the Trainer mean nothing: a rank has the device of its context.
+    Samplers that Lightning puts in, and DistributedSamplers, repeat no sample to fill up: each
+    counts once in an epoch of `fit`, `validate` and `test`, and ranks may get different numbers of
+    batches (lightning/epochs.py says what that asks for).
+
+    Raises RuntimeError outside a train function; ValueError for gradient_clip_val with a
+    ZeroRedundancyOptimizer.
+    """
+
+    def __init__(
+        self,
+        *,
+        bucket_cap_mb: float = 25.0,
+        broadcast_buffers: bool = True,
+        static_graph: bool = False,
+        comm_hook: Callable[[Any, Any], torch.futures.Future[Any]] | None = None,
+        comm_state: object = None,
+        divide_by_initial_world_size: bool = True,
+        **plugins: Any,
+    ) -> None:
+        self.context = current()
+        super().__init__(cluster_environment=ChoruslineEnvironment(self.context), **plugins)
+        self._options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "broadcast_buffers": broadcast_buffers,
+            "static_graph": static_graph,
+        }
+        self._comm_hook = comm_hook
+        self._comm_state = comm_state
+        self._divides_by_all = divide_by_initial_world_size
+        self._epochs: Epochs | None = None
+
+    @property
+    def group(self) -> Group:
+        return self.context.group
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.context.device
+
+    @property
+    def is_distributed(self) -> bool:
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    # -- the model -------------------------------------------------------------------------------
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def setup(self, trainer: Any) -> None:
+        _synchronise_metrics(self.lightning_module)
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        sharded = [one for one in self.optimizers if isinstance(one, ZeroRedundancyOptimizer)]
+        if sharded and trainer.gradient_clip_val:
+            raise ValueError(
+                "gradient_clip_val clips the gradients of one rank, which under a "
+                "ZeroRedundancyOptimizer are not the mean yet; give the optimizer max_norm="
+                f"{trainer.gradient_clip_val} instead"
+            )
+        self._epochs = Epochs(
+            trainer, self.model, sharded, divide_by_initial_world_size=self._divides_by_all
+        )
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        module = self.lightning_module
+        assert module is not None
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            state = [*model.parameters(), *model.buffers()]
+            broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
+            return model
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
+            model = SyncBatchNorm.convert_sync_batchnorm(model)
+        wrapped = DistributedDataParallel(model, self.group, **self._options)
+        if self._comm_hook is not None:
+            wrapped.register_comm_hook(self._comm_state, self._comm_hook)
+        return wrapped
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert isinstance(self.model, DistributedDataParallel)
+        with self.model.no_sync():
+            yield
+
+    def teardown(self) -> None:
+        if self._epochs is not None:
+            self._epochs.close()
+            self._epochs = None
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.release()
+            self.model = self.lightning_module
+        super().teardown()
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let no sampler repeat samples so that all ranks get as many."""
+        sampler = getattr(dataloader, "sampler", None)
+        if isinstance(dataloader, DataLoader) and isinstance(sampler, DistributedSampler):
+            total = len(sampler.dataset)  # type: ignore[arg-type]
+            if not sampler.drop_last:
+                sampler.total_size = total
+                sampler.num_samples = len(range(sampler.rank, total, sampler.num_replicas))
+        return dataloader
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        self.group.barrier().wait()
+
+    # Lightning evaluates in inference mode. What is made there cannot be written to by a thread
+    # that runs an operation outside of it.
+
+    @torch.inference_mode(False)
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.context.broadcast(obj, src)
+
+    @torch.inference_mode(False)
+    def reduce(self, tensor: Any, group: Group | None = None, reduce_op: Any = "mean") -> Any:
+        """reduce_op: "mean", "sum" and so on, or torch's or our ReduceOp."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        group = group or self.group
+        op = _op(reduce_op)
+        if op is ReduceOp.AVG and not tensor.is_floating_point():
+            # The mean of the ranks' sample counts divides the mean of their sums: not truncated.
+            tensor = tensor.to(torch.float64)
+        total = tensor.detach().to(self.root_device, copy=True).contiguous()
+        group.all_reduce(total, op).wait()
+        return total.to(tensor.device)
+
+    @torch.inference_mode(False)
+    def all_gather(
+        self, tensor: torch.Tensor, group: Group | None = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """(world_size, *shape); with sync_grads, gradients flow back to the ranks."""
+        group = group or self.group
+        if sync_grads:
+            gathered: torch.Tensor = _AllGather.apply(tensor, group)
+            return gathered
+        return _gathered(tensor.detach(), group)
+
+
+class _AllGather(torch.autograd.Function):
+    """all_gather whose backward pass sums what all ranks have for a rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _gathered(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        ctx.group.all_reduce(total).wait()
+        return total[ctx.group.rank], None
+
+
+def _gathered(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    mine = tensor.to(group.device).contiguous()
+    everybody = mine.new_empty(group.size * mine.numel())
+    group.all_gather(everybody, mine.view(-1)).wait()
+    return everybody.view(group.size, *mine.shape).to(tensor.device)
+
+
+def _op(name: Any) -> ReduceOp:
+    if name is None:
+        return ReduceOp.AVG
+    if isinstance(name, ReduceOp):
+        return name
+    if not isinstance(name, str):
+        name = str(name)  # torch's, "RedOpType.SUM"
+    word = name.rpartition(".")[2].upper()
+    return ReduceOp.AVG if word == "MEAN" else ReduceOp[word]
+
+
+# -- metrics of torchmetrics ---------------------------------------------------------------------
+
+
+def _synchronise_metrics(module: torch.nn.Module | None) -> None:
+    """They look for torch.distributed unless they are told of something else. Metrics that have a
+    function of their own keep it."""
+    for metric in module.modules() if module is not None else ():
+        if isinstance(metric, torchmetrics.Metric) and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = _gather_from_all
+            metric.distributed_available_fn = _in_a_session
+
+
+def _in_a_session() -> bool:
+    try:
+        return current().world_size > 1
+    except RuntimeError:
+        return False  # The module has left the session, and computes by itself.
+
+
+@torch.inference_mode(False)
+def _gather_from_all(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """The tensors of all ranks, by rank; shapes may differ."""
+    everybody = current().group
+    shapes = all_gather_object(everybody, tuple(tensor.shape))
+    sizes = [math.prod(shape) for shape in shapes]
+    padded = tensor.new_zeros(max(*sizes, 1))
+    padded[: tensor.numel()] = tensor.reshape(-1)
+    rows = _gathered(padded, everybody)
+    return [row[:size].view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
+
+
+if NAME not in StrategyRegistry:
+    StrategyRegistry.register(
+        NAME, ChoruslineStrategy, description="Data parallelism over a session of chorusline"
+    )

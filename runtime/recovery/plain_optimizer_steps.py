@@ -1,0 +1,201 @@
+"""Steps of plain optimizers, in a run that goes on when a worker is lost.
+
+A plain optimizer steps each rank's own copy of everything, by itself. So such a step is never left
+half-way, and nobody can take it up for another rank either. What all ranks have of it is the
+agreement in the last bucket of its backward pass. Here they are counted:
+
+    a backward pass is reduced      agreement n is *seen*, the same one on all ranks
+    optimizer.step() has returned   step n is *taken*, on this rank
+                                    what the agreement said of the samples counts now
+
+Not before: in between the scaler may leave the step out, or a collective of the user's may fail.
+When ranks are lost, those that are left are one step apart at most: nobody sees agreement n + 1
+before all have voted in it, and so have taken step n. (Not those that have joined: Join.) The
+functions run again from the top, and what the furthest of them has registered is taken over by all,
+with its view of the samples (recovery/restart.py). So a step that one of them has taken counts, and
+one that none has taken is taken again, by those who are there, over samples that were dealt anew.
+
+Several optimizers that step with one backward pass count as one. With a backward pass for each, a
+loss may come between the two steps: then the second one is left out for these samples.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..data_parallel.reducer import Mode
+from ..join.join import Joinable
+from ..process.registry import Registered, Registry
+
+Place = tuple[int, int]
+"""The number of the last step that a rank has, and of the last that its own optimizer has taken;
+less where Join has brought it the parameters of a rank that took more."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One registered optimizer. stepped_at: agreements seen at its last step, -1 before it.
+    inside: agreements seen since its `step` was called; None outside.
+    is_apart: it has stepped twice with no agreement in between."""
+
+    name: str
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    stepped_at: int = -1
+    inside: int | None = None
+    is_apart: bool = False
+
+
+class PlainSteps:
+    """Of one rank, for one run. on_taken: called with what the agreement said of the samples, by
+    rank, and with the numbers of the iterations that it is about (Dealer.inside)."""
+
+    def __init__(self, on_taken: Callable[[tuple[tuple[int, ...], ...], list[int]], None]) -> None:
+        self._on_taken = on_taken
+        self._seen = 0
+        self._taken = 0
+        self._stepped = 0
+        self._agreed: tuple[tuple[tuple[int, ...], ...], list[int]] | None = None
+        self._watched: list[_Watched] = []
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def place(self) -> Place:
+        return self._taken, self._stepped
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the ranks have agreed on a step of a plain optimizer."""
+        return self._seen > 0
+
+    @property
+    def num_untaken(self) -> int:
+        """Agreements seen whose steps this rank has not taken."""
+        return self._seen - self._taken
+
+    @property
+    def is_watching(self) -> bool:
+        return bool(self._watched)
+
+    def begin(self) -> None:
+        """The function runs, and makes its optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._watched = [], []
+
+    def go_on_at(self, number: int) -> None:
+        """All ranks have taken over the state of one that had taken this step."""
+        self._seen = self._taken = self._stepped = number
+        self._agreed = None
+
+    def watch(self, entry: Registered) -> None:
+        optimizer = entry.object
+        if not _is_plain(optimizer):
+            return
+        watched = _Watched(entry.name, weakref.ref(optimizer))
+        self._watched.append(watched)
+        # Weakly, as an optimizer may live on in a later run (`ctx.keep`).
+        mine = weakref.ref(self)
+
+        def before(*_: Any) -> None:
+            watched.inside = 0
+
+        def after(*_: Any) -> None:
+            watched.inside = None
+            if (steps := mine()) is not None:
+                steps._has_stepped(watched)
+
+        self._handles += [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        ]
+
+    def agreed(self, cursors: tuple[tuple[int, ...], ...], iterations: list[int]) -> None:
+        """A backward pass was reduced on all ranks."""
+        self._seen += 1
+        self._agreed = cursors, iterations
+        for one in self._watched:
+            if one.inside is not None:
+                one.inside += 1
+
+    def _has_stepped(self, watched: _Watched) -> None:
+        watched.is_apart |= watched.stepped_at == self._seen
+        watched.stepped_at = self._stepped = self._seen
+        self.take_over()
+
+    def take_over(self) -> None:
+        """This rank has all that came of the last agreement."""
+        if self._agreed is not None:
+            (cursors, iterations), self._agreed = self._agreed, None
+            self._taken = self._seen
+            self._on_taken(cursors, iterations)
+
+    def why_not_again(self, registry: Registry, models: Iterable[DistributedDataParallel]) -> str:
+        """What keeps the function from running again from the top, because of these models; empty
+        if nothing does."""
+        registered = {id(entry.object) for entry in registry}
+        for model in models:
+            if id(model) not in registered:
+                return f"{_name(model)} is not registered (ctx.register)"
+            if model.reducer.mode is Mode.ALL_REDUCE and (why := self._why_not_stepped(model)):
+                return why
+        return ""
+
+    def _why_not_stepped(self, model: DistributedDataParallel) -> str:
+        reducer = model.reducer
+        if reducer.hook is not None and reducer.hook.trains_apart:
+            return (
+                f"{_name(model)} has the communication hook {reducer.hook.name}, with which ranks "
+                "have parameters of their own, that a lost rank takes along"
+            )
+        if not reducer.ends_steps:
+            return (
+                f"the ZeroRedundancyOptimizer of {_name(model)} deals out whole parameters, as "
+                "Muon needs them, of which no replicas are kept"
+            )
+        steps_it: dict[int, _Watched] = {}
+        for watched in self._watched:
+            optimizer = watched.optimizer()
+            for group in optimizer.param_groups if optimizer is not None else ():
+                steps_it.update((id(parameter), watched) for parameter in group["params"])
+        for name, parameter in zip(reducer.names, reducer.parameters, strict=True):
+            if not parameter.requires_grad:
+                continue
+            stepping = steps_it.get(id(parameter))
+            if stepping is None:
+                return (
+                    f"no registered optimizer has parameter {name} of {_name(model)}; register the "
+                    "one that steps it (ctx.register), or, if none does, freeze it with "
+                    "requires_grad_(False)"
+                )
+            if stepping.is_apart:
+                return (
+                    f"optimizer {stepping.name!r} has stepped {_name(model)} with gradients that "
+                    "were not reduced (two steps without a backward pass outside no_sync() between "
+                    "them), so ranks have parameters of their own, that a lost rank takes along"
+                )
+            if stepping.inside:
+                return (
+                    f"optimizer {stepping.name!r} was left inside step(), which had called its "
+                    "closure before and may have moved the parameters already, as LBFGS does"
+                )
+        return ""
+
+
+def _is_plain(stateful: object) -> TypeGuard[torch.optim.Optimizer]:
+    # Not one around another, which has its hooks (PostLocalSGDOptimizer).
+    return (
+        isinstance(stateful, torch.optim.Optimizer)
+        and not isinstance(stateful, Joinable)
+        and hasattr(stateful, "_optimizer_step_post_hooks")
+    )
+
+
+def _name(model: DistributedDataParallel) -> str:
+    return f"the DistributedDataParallel over {type(model.module).__name__}"

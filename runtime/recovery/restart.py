@@ -1,0 +1,171 @@
+"""What a rank keeps of its registered objects while its function runs again from the top.
+
+The function makes its objects anew and registers them under the same names. Each then takes over
+what was there: a sharded optimizer the shards, of whoever keeps them; a model, and whatever all
+ranks have alike, the state of one rank (the *leader*); what is registered per rank the state of its
+own rank. The leader is one that was there before, and of those one that has taken the last step of
+a plain optimizer (recovery/plain_optimizer_steps.py): others may have been left in it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from actors.messages import Progress
+from collectives import Group
+from collectives.objects.blocking import broadcast_object
+
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..data_parallel.replication import broadcast_tensors
+from ..partition.resharding import Range
+from ..process.registry import Registered, Registry
+from ..zero.shard_state import Description, HeldState
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from .plain_optimizer_steps import Place
+
+
+@dataclass(frozen=True, slots=True)
+class RetainedOptimizer:
+    """held: what this rank keeps of the state. num_steps, options: equal on all ranks."""
+
+    held: HeldState
+    progress: Progress
+    num_steps: int
+    options: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a rank tells the others of what it keeps, before the function runs again.
+
+    was_there: not a newcomer that has yet to take its first step. place: among the steps of plain
+    optimizers. steps_taken: in the run, of all optimizers. data: where it was in its data
+    (FunctionCall.told_data).
+    """
+
+    was_there: bool
+    place: Place
+    steps_taken: int
+    held: Mapping[str, tuple[list[Range], Mapping[int, Description]]]
+    data: Any
+
+
+@dataclass(slots=True)
+class Retained:
+    """One rank's. optimizers: by name, in the order of their making. tensors: of modules, by their
+    names in them. synced: of models, the step whose buffers these are. states: of everything else.
+    place, steps_taken: as in Summary; None: not known yet."""
+
+    optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    synced: dict[str, int] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
+    place: Place = (0, 0)
+    steps_taken: int | None = None
+
+    @classmethod
+    def of(cls, registry: Registry, place: Place, on_the_way: Mapping[int, HeldState]) -> Retained:
+        """on_the_way: by id() of an optimizer, what it has received beyond what it steps."""
+        retained = cls(place=place)
+        for entry in registry:
+            made = entry.object
+            if isinstance(made, ZeroRedundancyOptimizer):
+                retained.optimizers[entry.name] = RetainedOptimizer(
+                    on_the_way.get(id(made)) or made.shard.held(),
+                    made.progress,
+                    made.num_steps,
+                    [
+                        {k: copy.deepcopy(v) for k, v in options.items() if k != "params"}
+                        for options in made.param_groups
+                    ],
+                )
+            elif isinstance(made, torch.nn.Module):
+                retained.tensors[entry.name] = _tensors_of(made, committed=True)
+                if isinstance(made, DistributedDataParallel):
+                    retained.synced[entry.name] = made.synced_step
+            else:
+                retained.states[entry.name] = copy.deepcopy(made.state_dict())
+        return retained
+
+    def progress(self) -> list[Progress]:
+        """Of the optimizers, in the order of their making."""
+        return [one.progress for one in self.optimizers.values()]
+
+    def summary(self, was_there: bool, data: Any) -> Summary:
+        held = {
+            name: (one.held.ranges, one.held.described) for name, one in self.optimizers.items()
+        }
+        return Summary(was_there, self.place, self.steps_taken or 0, held, data)
+
+    def restore(self, entry: Registered, summaries: Sequence[Summary], group: Group) -> int | None:
+        """Bring an object that was registered again to its state; called alike on all ranks.
+
+        Returns the bytes of sharded state that this rank sent to others for it, or None if nothing
+        of this name was kept: it is new, and stays as it is.
+        """
+        leader = leader_of(summaries)
+        made = entry.object
+        if isinstance(made, ZeroRedundancyOptimizer):
+            if not any(entry.name in one.held for one in summaries):
+                return None
+            return self._restore_optimizer(entry.name, made, summaries, group)
+        if isinstance(made, torch.nn.Module):
+            here = _tensors_of(made, committed=False)
+            kept = self.tensors.get(entry.name, {})
+            for name, tensor in here.items() if group.rank == leader else ():
+                if name in kept:
+                    tensor.copy_(kept[name])
+            broadcast_tensors(list(here.values()), leader, group)
+            return 0
+        state = self.states.get(entry.name)
+        if not entry.per_rank:
+            state = copy.deepcopy(broadcast_object(group, state, leader))
+        if state is None:
+            return None
+        made.load_state_dict(state)
+        return 0
+
+    def _restore_optimizer(
+        self,
+        name: str,
+        optimizer: ZeroRedundancyOptimizer,
+        summaries: Sequence[Summary],
+        group: Group,
+    ) -> int:
+        mine = self.optimizers.get(name)
+        told = (mine.progress, mine.num_steps, mine.options) if mine else None
+        progress, num_steps, options = broadcast_object(group, told, leader_of(summaries))
+        held = HeldState([], [], {}) if mine is None else mine.held.copy()
+        by_rank = [one.held.get(name, ([], {})) for one in summaries]
+        return optimizer.take_over(held, by_rank, progress, num_steps, options)
+
+
+def leader_of(summaries: Sequence[Summary]) -> int:
+    """Of the ranks that were there before the furthest, and of equal ones the lowest."""
+    there = [rank for rank, one in enumerate(summaries) if one.was_there]
+    return max(there, key=lambda rank: (summaries[rank].place, -rank))
+
+
+def up_to_date(summaries: Sequence[Summary]) -> list[Summary]:
+    """Of those that have the leader's step. What others tell of their data is of a step before."""
+    last = summaries[leader_of(summaries)].place[0]
+    return [one for one in summaries if one.was_there and one.place[0] == last]
+
+
+@torch.no_grad()
+def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.Tensor]:
+    """Parameters and buffers. committed: buffers as they were after the last step that counts, for
+    a forward pass may have changed them since; and of all a copy, since the function may wrap the
+    same module anew, if it was handed it, which then starts from that of rank 0."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    tensors = {name: p.detach() for name, p in inner.named_parameters()}
+    buffers = dict(inner.named_buffers())
+    if committed and isinstance(module, DistributedDataParallel):
+        buffers = module.committed_buffers()
+    tensors |= buffers
+    return {name: tensor.clone() for name, tensor in tensors.items()} if committed else tensors

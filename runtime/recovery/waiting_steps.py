@@ -1,0 +1,176 @@
+"""What comes first in a generation in which functions run again: the end of a step that counts.
+
+A rank may be inside such a step when its generation ends: it has stepped its shard, and does not
+have the others' parameters yet. What the loop's body does behind the step is done before the
+function is left, and may read them, as a moving average does. So all ranks meet before anything
+else, those that have left their functions and newcomers too:
+
+    (a) each tells what it holds, and whether it waits inside a step that counts,
+    (b) of each range that a waiting rank lacks, one that holds it sends the values,
+    (c) and the buffers come from a rank that has ended the step, or the newest that took it.
+
+A range that nobody holds any more stays as it is: the state is lost, which is told where the
+functions begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from collectives import Group
+from collectives.objects.blocking import all_gather_object, broadcast_object
+
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..partition.resharding import Range, Transfer, by_holders
+from ..process.registry import Registry
+from ..zero.shard_state import VALUES, HeldState, exchange
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from .restart import Retained
+
+
+@dataclass(frozen=True, slots=True)
+class _Want:
+    """Of a rank that waits: optimizer, model: their names. contents, dtypes: of the buckets, dtypes
+    of what is stepped. step: its ballot. buffers: names of the model's, empty if they do not
+    travel. newest: this rank's number when it took the step, -1 if it had no data."""
+
+    optimizer: str
+    model: str
+    contents: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    step: int
+    buffers: tuple[str, ...]
+    newest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a rank has when it comes. held: by optimizer. synced: by model, the step whose buffers
+    it has. buffers: of these models, by name."""
+
+    held: Mapping[str, HeldState] = field(default_factory=dict)
+    synced: Mapping[str, int] = field(default_factory=dict)
+    buffers: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of_retained(cls, retained: Retained) -> Holdings:
+        """Of a rank that has left its function, or is new."""
+        held = {name: one.held for name, one in retained.optimizers.items()}
+        return cls(held, retained.synced, retained.tensors)
+
+    @classmethod
+    def of_live(cls, registry: Registry, held: Mapping[int, HeldState]) -> Holdings:
+        """Of a rank that waits. held: by id() of an optimizer, what it has of earlier attempts to
+        go on."""
+        states: dict[str, HeldState] = {}
+        synced: dict[str, int] = {}
+        buffers: dict[str, Mapping[str, torch.Tensor]] = {}
+        for entry in registry:
+            made = entry.object
+            if isinstance(made, ZeroRedundancyOptimizer):
+                states[entry.name] = held.get(id(made)) or made.shard.held()
+            elif isinstance(made, DistributedDataParallel):
+                synced[entry.name] = made.synced_step
+                buffers[entry.name] = made.committed_buffers()
+        return cls(states, synced, buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    want: _Want | None
+    held: Mapping[str, Sequence[Range]]
+    synced: Mapping[str, int]
+
+
+@torch.no_grad()
+def complete(
+    group: Group,
+    has: Holdings,
+    registry: Registry | None = None,
+    waiting: ZeroRedundancyOptimizer | None = None,
+) -> None:
+    """Make the parameters of ranks whole that wait inside a step that counts; called by all ranks.
+
+    waiting: the optimizer whose step this rank waits in, registered in `registry`.
+    """
+    want = _want(registry, waiting) if registry is not None and waiting is not None else None
+    held = {name: state.ranges for name, state in has.held.items()}
+    words: list[_Word] = all_gather_object(group, _Word(want, held, has.synced))  # (a)
+    wants = {rank: word.want for rank, word in enumerate(words) if word.want is not None}
+    for name in sorted({one.optimizer for one in wants.values()}):
+        targets = [rank for rank, one in wants.items() if one.optimizer == name]
+        told = wants[targets[0]]
+        by_rank = {rank: word.held.get(name, ()) for rank, word in enumerate(words)}
+        plan = _plan(by_rank, told.contents, targets)
+        mine = has.held[name].copy() if name in has.held else HeldState([], [], {})
+        exchange(mine, plan, [{VALUES: dtype} for dtype in told.dtypes], group)  # (b)
+        if group.rank in targets and waiting is not None:
+            waiting.shard.publish(mine)
+        if told.buffers:
+            _send_buffers(group, has, words, targets, waiting)  # (c)
+    if waiting is not None and waiting.model is not None:
+        waiting.model.end_step(waiting.progress.ballots)
+
+
+def _want(registry: Registry, waiting: ZeroRedundancyOptimizer) -> _Want:
+    names = {id(entry.object): entry.name for entry in registry}
+    model, buckets = waiting.model, waiting.shard.buckets
+    assert model is not None
+    travel = model.broadcast_buffers and bool(waiting.last_live)
+    return _Want(
+        names[id(waiting)],
+        names[id(model)],
+        tuple(bucket.plan.content for bucket in buckets),
+        tuple(bucket.own.master.dtype for bucket in buckets),
+        waiting.progress.ballots,
+        tuple(name for name, _ in model.module.named_buffers()) if travel else (),
+        waiting.group.rank if waiting.group.rank in waiting.last_live else -1,
+    )
+
+
+def _plan(
+    held: Mapping[int, Sequence[Range]], contents: Sequence[int], targets: Sequence[int]
+) -> list[Transfer]:
+    """All of it to all targets. Of several holders the one with least to send so far sends."""
+    sent = dict.fromkeys(held, 0)
+    plan = []
+    for bucket, content in enumerate(contents):
+        for part, holders in by_holders(Range(bucket, 0, content), held):
+            for target in targets:
+                if target in holders or not holders:
+                    continue
+                source = min(holders, key=lambda rank: (sent[rank], rank))
+                sent[source] += part.numel
+                plan.append(Transfer(source, target, part))
+    return plan
+
+
+def _send_buffers(
+    group: Group,
+    has: Holdings,
+    words: Sequence[_Word],
+    targets: Sequence[int],
+    waiting: ZeroRedundancyOptimizer | None,
+) -> None:
+    told = words[targets[0]].want
+    assert told is not None
+    ended = [r for r, word in enumerate(words) if word.synced.get(told.model, -1) == told.step]
+    if set(targets) <= set(ended):
+        return
+    newest = {rank: word.want.newest for rank in targets if (word := words[rank]).want}
+    root = ended[0] if ended else max(newest, key=lambda rank: newest[rank])
+    mine = None
+    if group.rank == root:
+        buffers = has.buffers[told.model]
+        if not ended and waiting is not None and waiting.model is not None:
+            # Those of the forward pass of this step, which nobody keeps yet.
+            buffers = dict(waiting.model.module.named_buffers())
+        mine = {name: buffers[name].cpu() for name in told.buffers}
+    theirs = broadcast_object(group, mine, root)
+    if group.rank in targets and group.rank not in ended and waiting is not None:
+        assert waiting.model is not None
+        for name, buffer in waiting.model.module.named_buffers():
+            buffer.copy_(theirs[name])

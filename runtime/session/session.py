@@ -1,0 +1,526 @@
+"""`Session`: a crew of workers that runs the user's functions, and `run`, a session for one."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray import cloudpickle
+
+from actors.crew.crew import STEP_S, Crew
+from actors.driver.driver import GRACE_S
+from actors.errors import DriverLost
+from actors.journal import JournalReader
+from actors.messages import DriverSnapshot, Report, RunRequest, RunSucceeded, WorkerSnapshot
+from actors.outcomes import raise_failure
+from collectives.diagnosis.debug import get_debug_level
+
+from .. import notebook
+from ..checkpoint.config import CheckpointConfig
+from ..program.program import pickled
+from . import placement
+from .seats import Seats
+from .trace import as_json, traced
+
+_PULL_S = 0.3
+"""Seconds between two pulls of reports. It is also what wakes the loop, so that an interrupt in a
+notebook, which is seen only when the loop wakes, is seen that soon."""
+
+_LAST_PULL_S = 5.0
+
+_BEGINNINGS = 3
+"""Of one call of `run`: workers may have died since the last one, and more while those were
+replaced."""
+
+
+class Default(enum.Enum):
+    """What an argument is when it was left out, where None means something else."""
+
+    DEFAULT = "default"
+
+
+DEFAULT = Default.DEFAULT
+
+
+class SessionState(enum.Enum):
+    """NEW: nothing was started. READY: the workers are there, idle. RUNNING: a function runs.
+    CLOSED: nothing is left; for good.
+    """
+
+    NEW = "new"
+    READY = "ready"
+    RUNNING = "running"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSnapshot:
+    """What session, driver and workers say of themselves. workers: by seat; a text says why one
+    said nothing. Print it when something hangs."""
+
+    state: SessionState
+    driver: DriverSnapshot | None
+    workers: tuple[WorkerSnapshot | str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"session {self.state.value}", str(self.driver or "no driver")]
+        lines += [f"  seat {seat}: {said}" for seat, said in enumerate(self.workers)]
+        return "\n".join(lines)
+
+
+class Session:
+    """Workers that stay: start them once, run one function after another on them.
+
+        async with Session(num_workers=4) as session:
+            results = await session.run(train, epochs=3)
+
+    num_workers: how many, or (fewest, most): as many as fit when the session starts, and more when
+    there is room for them, in the middle of a run where its function can run again (ctx.register);
+    an autoscaler sees that they are wanted.
+    max_failures: workers that may be lost before a run fails; None: any number, as long as
+    `fewest` are left. By default 0, and None where num_workers is a pair. A run goes on without
+    them where its function can: see ZeroRedundancyOptimizer, `replicas`.
+    use_gpu: one GPU for each. resources_per_worker: Ray's names and amounts, over the default of
+    one CPU (shared CPUs on a cluster that the session starts itself).
+    placement_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD", as in Ray.
+    timeout_s: deadline of each collective and of the ranks' meeting. startup_timeout_s: for
+    placing the workers, also while an autoscaler starts nodes for them, and again for their start.
+    address: of a running cluster; without it RAY_ADDRESS counts, and without that a local cluster
+    is started, and stopped by `close`.
+    on_report: called in this process's loop with each Report of each rank. live_view: show the
+    ranks, and plots of what they report, while a function runs; in a notebook only.
+    checkpoint: where every run keeps what it has registered, and goes on from.
+    log_to_driver: whether Ray prints here what workers print, if it is the session that connects.
+
+    Raises StartupError if the workers cannot be had. It must be closed: Ray runs no clean-up code
+    in actors that are left alone.
+    """
+
+    def __init__(
+        self,
+        num_workers: int | tuple[int, int] = 1,
+        *,
+        use_gpu: bool = False,
+        resources_per_worker: Mapping[str, float] | None = None,
+        placement_strategy: str = "PACK",
+        timeout_s: float = 60.0,
+        startup_timeout_s: float = 60.0,
+        address: str | None = None,
+        on_report: Callable[[Report], None] | None = None,
+        live_view: bool = True,
+        checkpoint: CheckpointConfig | None = None,
+        max_failures: int | None | Default = DEFAULT,
+        log_to_driver: bool = True,
+    ) -> None:
+        self._fewest, self._most = _checked_range(num_workers)
+        self._max_failures = _checked_failures(max_failures, isinstance(num_workers, tuple))
+        _check_resources(resources_per_worker, use_gpu)
+        if placement_strategy not in placement.STRATEGIES:
+            raise ValueError(
+                f"placement_strategy must be one of {', '.join(placement.STRATEGIES)}, "
+                f"got {placement_strategy!r}"
+            )
+        for name, seconds in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
+            if not isinstance(seconds, int | float) or not seconds > 0:
+                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        if address is not None and not isinstance(address, str):
+            raise TypeError(f"address must be a string, got {type(address).__name__}")
+        if on_report is not None and not callable(on_report):
+            raise TypeError(
+                f"on_report must be a function of a Report, got {type(on_report).__name__}"
+            )
+        if checkpoint is not None and not isinstance(checkpoint, CheckpointConfig):
+            raise TypeError(
+                f"checkpoint must be a CheckpointConfig, got {type(checkpoint).__name__}; write "
+                "checkpoint=CheckpointConfig(storage_path=...)"
+            )
+        self._use_gpu = use_gpu
+        self._resources_per_worker = resources_per_worker
+        self._placement_strategy = placement_strategy
+        self._timeout_s = timeout_s
+        self._startup_timeout_s = startup_timeout_s
+        self._address = address
+        self._on_report = on_report
+        self._live_view = live_view
+        self._seen: tuple[WorkerSnapshot | str, ...] = ()  # when the workers were last asked
+        self._checkpoint = checkpoint
+        self._log_to_driver = log_to_driver
+        self._state = SessionState.NEW
+        self._is_local = False  # We started the cluster.
+        self._seats: Seats | None = None
+        self._crew: Crew | None = None
+        self._next_run = 0
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that there are; before the start, the most that were asked for."""
+        return self._crew.num_workers if self._crew else self._most
+
+    @property
+    def state(self) -> SessionState:
+        return self._state
+
+    async def start(self) -> Session:
+        """Connect, place and start the workers; returns this session. `async with` does it too.
+
+        If it fails, nothing stays behind. A notebook's cell that is run again closes the session
+        that it had started before.
+        """
+        if self._state is not SessionState.NEW:
+            raise RuntimeError(f"the session is {self._state.value}; make a new Session to start")
+        async with notebook.waking():
+            await notebook.close_earlier_session(self)
+            await self._start()
+        return self
+
+    async def _start(self) -> None:
+        try:
+            self._is_local = placement.connect(self._address, self._log_to_driver)
+            bundle = placement.bundle_of_worker(
+                self._most,
+                use_gpu=self._use_gpu,
+                resources_per_worker=self._resources_per_worker,
+                is_local=self._is_local,
+            )
+            strategy = self._placement_strategy
+            first = await placement.place(
+                bundle,
+                self._fewest,
+                self._most,
+                strategy,
+                self._startup_timeout_s,
+                may_grow=not self._is_local,
+            )
+            self._seats = Seats(first, bundle, self._most, strategy)
+            self._crew = Crew(
+                self._seats,
+                self._fewest,
+                use_gpu=self._use_gpu,
+                driver_options=placement.options_of_driver(),
+            )
+            await self._crew.assemble(self._startup_timeout_s)
+            if notebook.in_kernel():
+                await self._ask_workers(_LAST_PULL_S)  # For who looks at the session itself.
+        except BaseException as error:
+            await self.close()
+            notebook.show_once(notebook.hint_at_other_sessions(error, self))
+            raise
+        self._state = SessionState.READY
+
+    async def close(self) -> None:
+        """End everything that the session started; may be called more than once. What it had of
+        the cluster is free when it returns.
+
+        A function that still runs is aborted: its caller gets GroupAborted.
+        """
+        was_running = self._state is SessionState.RUNNING
+        self._state = SessionState.CLOSED
+        crew, self._crew = self._crew, None
+        seats, self._seats = self._seats, None
+        is_local, self._is_local = self._is_local, False
+        try:
+            if crew is not None and ray.is_initialized():
+                if was_running:
+                    await crew.cancel(self._next_run - 1, "the session was closed")
+                await crew.dismiss()
+        finally:
+            try:
+                if seats is not None and ray.is_initialized():
+                    await seats.give_back()
+            finally:
+                if is_local:
+                    ray.shutdown()
+
+    async def __aenter__(self) -> Session:
+        return await self.start()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def run(self, train: Callable[..., Any], /, **kwargs: Any) -> list[Any]:
+        """Call `train(ctx, **kwargs)` on every rank; their results, by rank.
+
+        train: `def` or `async def`. It and its arguments are pickled; so are the results.
+
+        If a rank raises, all are stopped, and the exception is raised here, as itself, with a note
+        of its rank and the traceback from there. WorkerLost: a rank's process died. DriverLost.
+        RankFailed: the exception cannot be rebuilt in this process. TypeError before anything is
+        sent: `train` or an argument cannot be pickled. CheckpointError: the session's place cannot
+        be used, or what is in it does not fit. Afterwards the session can run again; with
+        checkpoints it then goes on from the newest whole one.
+
+        Cancelling it stops all ranks before it returns.
+        """
+        return await self._run(pickled(train, kwargs, self._checkpoint), self._live_view)
+
+    async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
+        """What everybody is doing; also while a function runs. Who is silent does not delay it
+        longer than `timeout_s`."""
+        if self._crew is None:
+            return SessionSnapshot(self._state, None, ())
+        driver, self._seen = await self._crew.snapshots(timeout_s)
+        return SessionSnapshot(self._state, driver, self._seen)
+
+    async def trace(self, path: str | Path, timeout_s: float = 2.0) -> int:
+        """Write what all ranks did last to a file that ui.perfetto.dev shows (session/trace.py);
+        how many collectives are in it. Also while a function runs, and after one has failed."""
+        if self._crew is None:
+            raise RuntimeError(_REMEDIES[self._state])
+        told = as_json(*traced(await self._crew.testimonies(timeout_s)))
+        await asyncio.to_thread(Path(path).write_text, json.dumps(told))
+        return sum(event["ph"] == "X" for event in told["traceEvents"])
+
+    def why_not_ready(self) -> str:
+        """Why `run` would refuse, and what to do; empty if the session is ready."""
+        if self._state is SessionState.READY and not ray.is_initialized():
+            return (
+                "the session is gone: this process is no longer connected to Ray (ray.shutdown() "
+                "was called, or another session that had started the cluster was closed); close "
+                "this one and make a new Session"
+            )
+        return _REMEDIES[self._state]
+
+    async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
+        if self._crew is not None:
+            self._seen = await self._crew.workers_seen(timeout_s)
+        return self._seen
+
+    def __repr__(self) -> str:
+        return f"<Session {self._state.value}, {self.num_workers} workers>"
+
+    def _repr_html_(self) -> str:
+        return notebook.session_as_html(
+            self._state.value, self._seen if self._state is not SessionState.CLOSED else ()
+        )
+
+    async def _run(self, program: bytes, is_shown: bool = False) -> list[Any]:
+        """1. Replace what is missing since the last run. 2. Run, and pass reports on meanwhile; if
+        workers turn out to be dead before any has begun, from 1. again. 3. Rebuild the results, or
+        the failure."""
+        why_not = self.why_not_ready()
+        if why_not:
+            raise notebook.show_once(RuntimeError(why_not), f"RuntimeError: {why_not}")
+        crew, view = self._crew, None
+        assert crew is not None
+        if is_shown and notebook.in_kernel():
+            view = notebook.LiveView(self._ask_workers)
+        self._state = SessionState.RUNNING
+        error: BaseException | None = None
+        try:
+            async with notebook.waking():
+                for left in reversed(range(_BEGINNINGS)):
+                    request = self._new_request(view)
+                    await crew.assemble(self._startup_timeout_s)
+                    try:
+                        async with self._reporting(crew.reports(request.run), view):
+                            outcome = await crew.run(request, program)
+                    except DriverLost as lost:
+                        if lost.nobody_began and left:
+                            continue
+                        raise
+                    if isinstance(outcome, RunSucceeded):
+                        break
+                    if not (outcome.nobody_began and left):
+                        raise_failure(outcome)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if self._state is SessionState.RUNNING:
+                self._state = SessionState.READY
+            if view is not None:
+                await view.finish(error)
+            if error is not None:
+                notebook.show_once(error, _how_interrupted(error, crew.is_assembled))
+        assert isinstance(outcome, RunSucceeded)
+        return [cloudpickle.loads(result) for result in outcome.results]
+
+    def _new_request(self, view: notebook.LiveView | None) -> RunRequest:
+        self._next_run += 1
+        return RunRequest(
+            self._next_run - 1,
+            self._timeout_s,
+            view is not None or self._on_report is not None,
+            get_debug_level(),
+            self._fewest,
+            self._max_failures,
+            last_save_s=self._checkpoint.timeout_s if self._checkpoint is not None else None,
+        )
+
+    @asynccontextmanager
+    async def _reporting(
+        self, journals: JournalReader, view: notebook.LiveView | None
+    ) -> AsyncIterator[None]:
+        """Pass reports on while the body runs, and all that are left when it has ended.
+
+        If `on_report` raises, the body is cancelled, and the error raised as itself.
+        """
+        is_over = asyncio.Event()
+        listeners = [self._on_report] if self._on_report is not None else []
+        if view is not None:
+            listeners.append(view.add)
+
+        async def pass_on() -> None:
+            while not is_over.is_set():
+                try:
+                    async with asyncio.timeout(_PULL_S):
+                        await is_over.wait()
+                except TimeoutError:
+                    pass
+                if listeners:
+                    for report in await journals.pull(_LAST_PULL_S):
+                        for listener in listeners:
+                            listener(report)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                passing = tasks.create_task(pass_on(), name="reports")
+                if view is not None:
+                    tasks.create_task(view.keep_drawing(is_over), name="view")
+                try:
+                    yield
+                finally:
+                    is_over.set()
+                    # Of a run that was interrupted, too: the group would cancel the last pull.
+                    await asyncio.wait([passing], timeout=_LAST_PULL_S)
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from None
+            raise
+
+
+def _how_interrupted(error: BaseException, is_between_steps: bool) -> str | None:
+    """For who interrupted a cell: what became of the run. None if it ended otherwise."""
+    if not isinstance(error, asyncio.CancelledError):
+        return None
+    if is_between_steps:
+        where = "all ranks stopped between the same two steps"
+    else:
+        where = (
+            f"no step ended within {STEP_S:g} s, so the run was aborted (a rank that stays stuck "
+            f"for {GRACE_S:g} s is replaced, and loses what it keeps)"
+        )
+    return (
+        f"Interrupted: {where}. The session is ready, and keeps what ctx.keep made and the "
+        "variables of %%ranks; run the cell again to go on."
+    )
+
+
+_REMEDIES = {
+    SessionState.NEW: "the session has not started; use `async with Session(...)` or start()",
+    SessionState.RUNNING: (
+        "the session runs another function; await that first, or make a second Session"
+    ),
+    SessionState.CLOSED: "the session is closed; make a new Session",
+    SessionState.READY: "",
+}
+
+
+def run(
+    train: Callable[..., Any],
+    /,
+    *,
+    num_workers: int | tuple[int, int] = 1,
+    use_gpu: bool = False,
+    resources_per_worker: Mapping[str, float] | None = None,
+    placement_strategy: str = "PACK",
+    timeout_s: float = 60.0,
+    startup_timeout_s: float = 60.0,
+    address: str | None = None,
+    on_report: Callable[[Report], None] | None = None,
+    checkpoint: CheckpointConfig | None = None,
+    max_failures: int | None | Default = DEFAULT,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `train(ctx, **kwargs)` on `num_workers` ranks; their results, by rank.
+
+    A session for one function, for programs without asyncio; the arguments are Session's, all
+    others go to `train`. What is wrong with them is told before Ray is touched.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise RuntimeError(
+            "chorusline.run starts an event loop, and this thread runs one already (a notebook, an "
+            "async function); use `async with Session(...) as session: await session.run(...)`"
+        )
+    session = Session(
+        num_workers,
+        use_gpu=use_gpu,
+        resources_per_worker=resources_per_worker,
+        placement_strategy=placement_strategy,
+        timeout_s=timeout_s,
+        startup_timeout_s=startup_timeout_s,
+        address=address,
+        on_report=on_report,
+        checkpoint=checkpoint,
+        max_failures=max_failures,
+    )
+    program = pickled(train, kwargs, checkpoint)
+
+    async def main() -> list[Any]:
+        async with session:
+            return await session._run(program)
+
+    return asyncio.run(main())
+
+
+def _checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
+    both = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
+    if len(both) != 2 or not all(type(count) is int for count in both):
+        raise TypeError(
+            "num_workers must be a number of workers, or a pair (fewest, most) of them, got "
+            f"{num_workers!r}"
+        )
+    fewest, most = both
+    if fewest < 1:
+        raise ValueError(f"num_workers must be at least 1, got {num_workers!r}")
+    if most < fewest:
+        raise ValueError(f"num_workers=(fewest, most) must be in order, got {num_workers!r}")
+    return fewest, most
+
+
+def _checked_failures(max_failures: int | None | Default, is_pair: bool) -> int | None:
+    if isinstance(max_failures, Default):
+        return None if is_pair else 0
+    if max_failures is not None and (type(max_failures) is not int or max_failures < 0):
+        raise ValueError(
+            "max_failures must be a number of workers that may be lost, at least 0, or None for "
+            f"any number, got {max_failures!r}"
+        )
+    return max_failures
+
+
+def _check_resources(resources: Mapping[str, float] | None, use_gpu: bool) -> None:
+    if resources is None:
+        return
+    for name, amount in resources.items():
+        if not isinstance(amount, int | float) or not amount >= 0:
+            raise ValueError(
+                f"resources_per_worker[{name!r}] must be a number of at least 0, got {amount!r}"
+            )
+    if "GPU" in resources and (resources["GPU"] > 0) != use_gpu:
+        raise ValueError(
+            f"resources_per_worker asks for {resources['GPU']:g} GPU, but use_gpu is {use_gpu}; "
+            "use_gpu decides where tensors live, so set both alike"
+        )
+    if not use_gpu and not any({"CPU": 1.0, **resources}.values()):
+        raise ValueError(
+            "resources_per_worker asks for nothing, and Ray cannot place nothing; ask for a small "
+            "share, such as {'CPU': 0.01}"
+        )

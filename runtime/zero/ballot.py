@@ -1,0 +1,189 @@
+"""The ballot: the one small all-reduce by which all ranks agree on a sharded step.
+
+A rank casts its vote when its own reduction is complete, so who sees the result knows that all
+ranks have finished theirs. The sum is taken in float64 and in rank order: every rank reads the same
+bits, and decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from collectives import CollectiveMismatch, Group
+
+from ..process.agreement import MAX_ITERATIONS, Agreement, read_agreement, vote_numel, write_vote
+
+_STEP, _STEP_SQUARED, _SQUARED_NORM, _LOSS_SCALE, _PER_RANK = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one rank says of a step.
+
+    step: its number. live: the rank took it with data of its own. has_next: it may take another.
+    used: per parameter, whether the rank has a gradient. weight: of its losses; None: not weighed.
+    squared_norm: (), of its reduced shard, or 0.0. loss_scale: of its losses, or 0.0.
+    options: numbers of the optimizer's options. cursors: samples that it has taken, of each
+    iteration that it is in (dealer.py). num_samples: of the dataset that it iterates, or 0.
+    stop: this rank was asked to have all stop after this step.
+    """
+
+    step: int
+    live: bool
+    has_next: bool
+    used: Sequence[bool]
+    weight: float | None
+    squared_norm: torch.Tensor | float
+    loss_scale: float
+    options: Sequence[float]
+    cursors: Sequence[int] = ()
+    num_samples: int = 0
+    stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What all ranks read. squared_norm: of the whole summed gradient. loss_scale: mean over the
+    live ranks, 0.0 where nobody scales. options, cursors: by rank."""
+
+    agreement: Agreement
+    squared_norm: float
+    loss_scale: float
+    options: tuple[tuple[float, ...], ...]
+    cursors: tuple[tuple[int, ...], ...]
+
+
+class Ballot:
+    """The vector of one optimizer: float64, four numbers of all, then each rank's own, its options,
+    its cursors and its number of samples, then the agreement's."""
+
+    def __init__(self, group: Group, num_parameters: int, num_options: int) -> None:
+        self._group = group
+        self._own_numel = num_options + MAX_ITERATIONS + 1
+        self._vote_at = _PER_RANK + group.size * self._own_numel
+        numel = self._vote_at + vote_numel(group.size, num_parameters)
+        self._vector = torch.zeros(numel, dtype=torch.float64, device=group.device)
+
+    def move_to(self, group: Group) -> None:
+        self._group = group
+
+    def hold(self, vote: Vote) -> tuple[float, ...]:
+        """Cast this rank's vote; what all ranks see, for `read`.
+
+        Raises CollectiveMismatch, on all ranks, if they are not at the same step, or iterate
+        datasets of different lengths.
+        """
+        vector, group = self._vector, self._group
+        vector.zero_()
+        vector[_STEP] = vote.step
+        vector[_STEP_SQUARED] = vote.step**2
+        vector[_SQUARED_NORM] = vote.squared_norm
+        vector[_LOSS_SCALE] = vote.loss_scale
+        own_at = _PER_RANK + group.rank * self._own_numel
+        vector[own_at : own_at + self._own_numel] = torch.tensor(
+            [*vote.options, *_cursors(vote), vote.num_samples], dtype=torch.float64
+        )
+        write_vote(
+            vector[self._vote_at :],
+            group.rank,
+            group.size,
+            live=vote.live,
+            has_next=vote.has_next,
+            used=vote.used,
+            weight=vote.weight,
+            stop=vote.stop,
+        )
+        group.all_reduce(vector).wait()
+        seen: tuple[float, ...] = tuple(vector.tolist())
+        # Equal steps, and only they, have no variance.
+        if group.size * seen[_STEP_SQUARED] != seen[_STEP] ** 2:
+            raise CollectiveMismatch(
+                "step()",
+                group.generation,
+                list(range(group.size)),
+                f"the ranks have taken different numbers of steps, this one {vote.step}; every "
+                "rank calls step() equally often, and ranks that run out of data use Join",
+            )
+        self._check_lengths(seen)
+        return seen
+
+    def _check_lengths(self, seen: Sequence[float]) -> None:
+        """Ranks that count samples differently deal some of them to nobody, others to two."""
+        at = range(_PER_RANK + self._own_numel - 1, self._vote_at, self._own_numel)
+        lengths = {rank: int(seen[i]) for rank, i in enumerate(at) if seen[i]}
+        if len(set(lengths.values())) > 1:
+            by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in lengths.items())
+            raise CollectiveMismatch(
+                "step()",
+                self._group.generation,
+                list(lengths),
+                f"the dataset has different numbers of samples on the ranks ({by_rank}), so that "
+                "ctx.shard dealt some of them to nobody or to several; every rank hands it the "
+                "same dataset, also where it changes between two epochs",
+            )
+
+    def read(self, seen: Sequence[float]) -> Outcome:
+        """What the numbers mean; alike on all ranks, and also where they came from another."""
+        agreement = read_agreement(seen[self._vote_at :], self._group.size)
+        own = [
+            tuple(seen[at : at + self._own_numel])
+            for at in range(_PER_RANK, self._vote_at, self._own_numel)
+        ]
+        return Outcome(
+            agreement,
+            seen[_SQUARED_NORM],
+            seen[_LOSS_SCALE] / max(1, len(agreement.live)),
+            tuple(numbers[: -MAX_ITERATIONS - 1] for numbers in own),
+            tuple(
+                tuple(int(number) for number in numbers[-MAX_ITERATIONS - 1 : -1])
+                for numbers in own
+            ),
+        )
+
+
+def _cursors(vote: Vote) -> list[int]:
+    return [*vote.cursors, *[0] * (MAX_ITERATIONS - len(vote.cursors))]
+
+
+def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float]:
+    """The numbers among the options `names` of all parameter groups; tuples by their entries."""
+    return [
+        float(entry)
+        for options in groups
+        for name in names
+        for entry in _entries(options[name])
+        if _is_number(entry)
+    ]
+
+
+def set_numbers(
+    groups: Sequence[dict[str, Any]], names: Sequence[str], numbers: Sequence[float]
+) -> None:
+    """Write what `numbers_of` read on another rank; types stay."""
+    values = iter(numbers)
+    for options in groups:
+        for name in names:
+            value = options[name]
+            entries = [
+                _like(entry, next(values)) if _is_number(entry) else entry
+                for entry in _entries(value)
+            ]
+            options[name] = tuple(entries) if isinstance(value, tuple) else entries[0]
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, int | float)
+
+
+def _like(value: Any, number: float) -> Any:
+    return value.fill_(number) if isinstance(value, torch.Tensor) else type(value)(number)

@@ -1,0 +1,146 @@
+"""Parameters that travel together: one flat tensor, and the ranges of it that a rank keeps.
+
+Laid out like the bucket of their gradients. Parameters in float16 and bfloat16 have a float32 copy
+of each range (the master), which is what is stepped: in eight bits of mantissa most updates would
+round to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from collectives import Group, Work
+
+from ..partition.buckets import BucketPlan
+from ..partition.resharding import guarded_ranks
+from ..partition.shards import padded_numel, room_for, shard_numel
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Parameters on their way to this rank; by way of `staged`, if that is given, to `target`."""
+
+    work: Work
+    staged: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.staged is not None and self.target is not None:
+            self.target.copy_(self.staged)
+
+
+class ShardRange:
+    """One shard's part of a bucket, kept on this rank: its own, or a replica of another rank's.
+
+    owner: whose shard it is. values: (n,) its part of the bucket's `flat`. master: (n,) what is
+    stepped: `values` itself, or its float32 copy. reduced: (n,) where the sum of the gradients
+    arrives, or None where gradients stay with the parameters. gradient: (n,) the mean, in the
+    master's dtype.
+    """
+
+    def __init__(self, owner: int, values: torch.Tensor, reduced: torch.Tensor | None) -> None:
+        self.owner = owner
+        self.values = values
+        self.has_master = values.dtype in _HALF
+        self.master = values.float() if self.has_master else values
+        self.reduced = reduced
+        self.gradient = reduced.float() if self.has_master and reduced is not None else reduced
+
+    def take_gradient(self, divisor: float) -> None:
+        """Make `gradient` of what arrived: the sum over the ranks, over `divisor`."""
+        if self.gradient is None or self.reduced is None:
+            return
+        if self.gradient is not self.reduced:
+            self.gradient.copy_(self.reduced)
+        if divisor != 1:
+            self.gradient.div_(divisor)
+
+    def take_parameters(self) -> None:
+        """Where somebody wrote to the parameters (a loaded checkpoint, an average), the master
+        does not round to them any more, and takes their value; elsewhere it keeps its own."""
+        if self.has_master:
+            is_ours = self.master.to(self.values.dtype) == self.values
+            self.master.copy_(torch.where(is_ours, self.master, self.values.float()))
+
+    def publish_master(self) -> None:
+        """Round the stepped values to what is gathered."""
+        if self.has_master:
+            self.values.copy_(self.master)
+
+
+class ParameterBucket:
+    """Parameters that travel together, as views of one flat tensor.
+
+    flat: all parameters of the plan, and room behind them for the slack of any number of ranks.
+    ranges: what this rank keeps of it: its own shard first, then replicas.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[torch.nn.Parameter],
+        group: Group,
+        reduced: torch.Tensor | None,
+        replicas: int,
+    ) -> None:
+        first = parameters[plan.spans[0][0]]
+        self.plan = plan
+        self.flat = torch.zeros(
+            room_for(plan.content, group.size), dtype=first.dtype, device=first.device
+        )
+        for number, offset, numel in plan.spans:
+            parameter = parameters[number]
+            view = self.flat[offset : offset + numel].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.version = 0
+        """Steps that this rank has taken with what it keeps since the bucket was laid out."""
+        self.cut(group, reduced, replicas)
+
+    def cut(self, group: Group, reduced: torch.Tensor | None, replicas: int) -> None:
+        """Lay out the ranges that this rank keeps, anew."""
+        length = shard_numel(self.plan.content, group.size)
+        self.ranges: list[ShardRange] = []
+        for owner in guarded_ranks(group.rank, group.size, replicas):
+            values = self.flat[owner * length : (owner + 1) * length]
+            if self.ranges and reduced is not None:
+                reduced = torch.zeros_like(reduced)
+            self.ranges.append(ShardRange(owner, values, reduced))
+
+    @property
+    def own(self) -> ShardRange:
+        return self.ranges[0]
+
+    def start_replicating(self, group: Group) -> Work | None:
+        """Begin to send the own reduced gradient to those that keep its replicas, and to receive
+        theirs; None where nobody keeps any."""
+        replicas = self.ranges[1:]
+        if not replicas or self.own.reduced is None:
+            return None
+        nothing = self.own.reduced.new_empty(0)
+        distances = [(rank - group.rank) % group.size for rank in range(group.size)]
+        mine = [
+            self.own.reduced if 0 < distance <= len(replicas) else nothing for distance in distances
+        ]
+        theirs = [nothing] * group.size
+        for replica in replicas:
+            assert replica.reduced is not None
+            theirs[replica.owner] = replica.reduced
+        return group.all_to_all(theirs, mine)
+
+    def start_gather(self, group: Group) -> Gather:
+        """Begin to bring all ranks' ranges of `flat` to all ranks."""
+        padded = padded_numel(self.plan.content, group.size)
+        flat, own = self.flat[:padded], self.own.values
+        if flat.device == group.device:
+            return Gather(group.all_gather(flat, own))
+        # A group's operations take tensors of its device. Parameters of a model that is spread
+        # over several travel by way of it.
+        staged = torch.empty_like(flat, device=group.device)
+        return Gather(group.all_gather(staged, own.to(group.device)), staged, flat)

@@ -1,0 +1,431 @@
+"""This rank's part of the parameters: the memory, the gradients and the optimizer that steps it.
+
+Parameters become views of flat buckets (parameter_bucket.py). Of each a rank owns one range; the
+pieces of parameters in it are what the rank's optimizer steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from collectives import Group, Work
+
+from ..data_parallel.gradient_bucket import GradientBucket
+from ..partition.buckets import BucketPlan, plan_buckets
+from ..partition.resharding import Range
+from ..partition.shards import (
+    Piece,
+    pieces_of,
+    shard_numel,
+    whole_parameter_spans,
+)
+from .optimizer_state import MASTER, BucketLayout, PieceState, check_fits, gather_state, slice_state
+from .parameter_bucket import Gather, ParameterBucket, ShardRange
+from .shard_state import VALUES, Description, HeldState, Part, Told, complete
+from .shardable_optimizers import ELEMENTWISE
+
+_BUCKET_BYTES = 25 << 20
+_CPU_TILE_NUMEL = 1 << 18
+"""On a CPU a piece is stepped in tiles that stay in the cache: an optimizer goes over its tensors
+ten times or more. AdamW over 6.3 M elements took 37 ms as one tensor, 12 ms in these tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPiece:
+    """A piece of a parameter that this rank steps, as part of its own shard or of a replica.
+
+    tensor: view of the master, of shape (piece.numel,), or the parameter's where it is whole.
+    """
+
+    tensor: torch.nn.Parameter
+    piece: Piece
+    range: ShardRange
+    is_own: bool
+
+
+class ParameterShard:
+    """The buckets of all parameters, and this rank's optimizer over its pieces of them.
+
+    elementwise: pieces are flat and may be cut anywhere; otherwise no parameter is cut, and its
+    piece keeps the shape. replicas: ranks that keep each shard; the owner is one of them.
+    parameters: by number, as in the plans. optimizer: None on a rank that owns nothing.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        group: Group,
+        *,
+        elementwise: bool,
+        replicas: int = 1,
+    ) -> None:
+        self.optimizer_class = optimizer_class
+        self.defaults = defaults
+        self.group = group
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.parameters: list[torch.nn.Parameter] = []
+        self.buckets: list[ParameterBucket] = []
+        self.pieces: list[list[KeptPiece]] = []  # by bucket
+        self.num_groups = 0
+        self.replicas = replicas
+        self._elementwise = elementwise
+        self._load = [0] * group.size  # elements per rank, where parameters are not cut
+
+    def add(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        groups: Sequence[Mapping[str, Any]],
+        reduced_in: Sequence[GradientBucket] | None,
+    ) -> None:
+        """Lay out `parameters` too, numbered from the last one on; what is there stays.
+
+        groups: the user's, all of them. reduced_in: the reducer's buckets of the parameters, which
+        leave the sums of gradients; None where gradients are taken from `.grad`.
+        """
+        before = len(self.parameters)
+        self.parameters += parameters
+        plans = (
+            self._plan(parameters, before)
+            if reduced_in is None
+            else [bucket.plan for bucket in reduced_in]
+        )
+        fresh: list[KeptPiece] = []
+        for number, plan in enumerate(plans):
+            reduced = None if reduced_in is None else reduced_in[number].shard
+            bucket = ParameterBucket(plan, self.parameters, self.group, reduced, self.replicas)
+            pieces = self._pieces_of(bucket)
+            self.buckets.append(bucket)
+            self.pieces.append(pieces)
+            fresh += pieces
+        self._admit(fresh, groups)
+
+    def _pieces_of(self, bucket: ParameterBucket) -> list[KeptPiece]:
+        tile = _CPU_TILE_NUMEL if self._elementwise and _is_on_cpu(self.group) else sys.maxsize
+        plan, size = bucket.plan, self.group.size
+        return [
+            self._keep(kept, piece, kept is bucket.own)
+            for kept in bucket.ranges
+            for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile)
+        ]
+
+    def _plan(
+        self, parameters: Sequence[torch.nn.Parameter], first_number: int
+    ) -> list[BucketPlan]:
+        """Buckets for parameters that no reducer has laid out, one per dtype and device."""
+        kinds = [(p.dtype, p.device) for p in parameters]
+        numels = [p.numel() for p in parameters]
+        if self._elementwise:
+            plans = plan_buckets(
+                numels,
+                kinds,
+                [p.element_size() for p in parameters],
+                bucket_bytes=_BUCKET_BYTES,
+                first_bucket_bytes=_BUCKET_BYTES,
+            )
+            return [plan.numbered_from(first_number) for plan in plans]
+        plans = []
+        for kind in dict.fromkeys(kinds):
+            same = [number for number, other in enumerate(kinds) if other == kind]
+            spans, content = whole_parameter_spans(
+                [numels[number] for number in same], self.group.size, self._load
+            )
+            plan = BucketPlan(tuple((same[i], at, n) for i, at, n in spans), content)
+            plans.append(plan.numbered_from(first_number))
+        return plans
+
+    def _keep(self, kept: ShardRange, piece: Piece, is_own: bool) -> KeptPiece:
+        tensor = kept.master[piece.shard_start : piece.shard_start + piece.numel]
+        if not self._elementwise:
+            tensor = tensor.view(self.parameters[piece.parameter].shape)
+        return KeptPiece(torch.nn.Parameter(tensor), piece, kept, is_own)
+
+    def _admit(self, pieces: Sequence[KeptPiece], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer new pieces, each in the group that its parameter is in."""
+        self.num_groups = len(groups)
+        number_of = {id(parameter): n for n, parameter in enumerate(self.parameters)}
+        owned: dict[int, list[torch.nn.Parameter]] = {}
+        for mine in pieces:
+            owned.setdefault(mine.piece.parameter, []).append(mine.tensor)
+        wanted: list[dict[str, Any]] = [
+            {
+                **_options(options),
+                "params": [
+                    tensor
+                    for parameter in dict.fromkeys(options["params"])
+                    for tensor in owned.get(number_of.get(id(parameter), -1), ())
+                ],
+            }
+            for options in groups
+        ]
+        # Some optimizers (Adagrad) make state, or look at shapes, in their constructor only: so
+        # new pieces go through it, and are then taken over.
+        fresh = self.optimizer_class(wanted, **self.defaults) if pieces else None
+        if self.optimizer is None:
+            self.optimizer = fresh
+            return
+        for number, options in enumerate(wanted):
+            if number < len(self.optimizer.param_groups):
+                self.optimizer.param_groups[number]["params"].extend(options["params"])
+            else:
+                self.optimizer.add_param_group(options)
+        if fresh is not None:
+            self.optimizer.state.update(fresh.state)
+
+    @property
+    def portions(self) -> list[list[int]]:
+        """Numbers of the buckets that are stepped together. One by one, while the ones before
+        travel, where the optimizer is known to keep no state but a parameter's own."""
+        numbers = list(range(len(self.buckets)))
+        if self.optimizer_class in ELEMENTWISE:
+            return [[number] for number in numbers]
+        return [numbers]
+
+    def squared_norm(self) -> torch.Tensor:
+        """The squared 2-norm of the reduced, undivided gradient of this shard: (), float64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        for bucket, pieces in zip(self.buckets, self.pieces, strict=True):
+            reduced = bucket.own.reduced
+            own = [mine for mine in pieces if mine.is_own]
+            local = map(self._gradient_of, own) if reduced is None else [reduced]
+            for gradient in local:
+                if gradient is not None:
+                    norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+                    total += norm.square().to(total.device)
+        return total
+
+    def apply(
+        self,
+        portion: Sequence[int],
+        groups: Sequence[Mapping[str, Any]],
+        used: Sequence[bool],
+        divisor: float,
+        coefficient: float,
+    ) -> None:
+        """Step the pieces whose parameters have a gradient on some rank.
+
+        portion: numbers of the buckets. groups: the user's, whose options count. used: per
+        parameter. The summed gradient is divided by `divisor`, then multiplied with `coefficient`.
+        """
+        for number in portion:
+            self.buckets[number].version += 1
+        if self.optimizer is None:
+            return
+        pieces = [mine for number in portion for mine in self.pieces[number]]
+        kept = [kept for number in portion for kept in self.buckets[number].ranges]
+        for part in kept:
+            part.take_parameters()
+            part.take_gradient(divisor)
+        for mine in pieces:
+            gradient = self._gradient_of(mine) if used[mine.piece.parameter] else None
+            if coefficient != 1 and gradient is not None:
+                gradient = gradient * coefficient
+            mine.tensor.grad = gradient
+        for options, ours in zip(groups, self.optimizer.param_groups, strict=True):
+            # Schedulers and users change the groups that they see.
+            ours.update(_options(options))
+        self.optimizer.step()
+        for mine in pieces:
+            mine.tensor.grad = None
+        for part in kept:
+            part.publish_master()
+
+    def _gradient_of(self, mine: KeptPiece) -> torch.Tensor | None:
+        piece, gradient = mine.piece, mine.range.gradient
+        if gradient is not None:
+            reduced = gradient[piece.shard_start : piece.shard_start + piece.numel]
+            return reduced.view(mine.tensor.shape)
+        whole = self.parameters[piece.parameter].grad
+        if whole is None:
+            return None
+        start = piece.parameter_start
+        flat = whole.reshape(-1)[start : start + piece.numel].to(mine.tensor.dtype)
+        return flat.view(mine.tensor.shape)
+
+    def gather(self) -> None:
+        """Bring all parameters to all ranks."""
+        for gather in self.start_gather(range(len(self.buckets))):
+            gather.wait()
+
+    def start_gather(self, portion: Sequence[int]) -> list[Gather]:
+        """Begin to bring every rank's part of the parameters to all ranks."""
+        return [self.buckets[number].start_gather(self.group) for number in portion]
+
+    def start_replicating(self) -> list[Work]:
+        """Begin to send this rank's reduced gradients to those that keep replicas of its shard."""
+        return [work for bucket in self.buckets if (work := bucket.start_replicating(self.group))]
+
+    # -- another group ---------------------------------------------------------------------------
+
+    def recut(
+        self,
+        group: Group,
+        reduced: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        held: HeldState,
+    ) -> None:
+        """Keep what a rank of `group` keeps. reduced: where each bucket's sum arrives there.
+        held: values and state of all that, at least."""
+        self.group = group
+        self.pieces = []
+        for number, (bucket, arrives_in) in enumerate(zip(self.buckets, reduced, strict=True)):
+            bucket.cut(group, arrives_in, self.replicas)
+            for kept in bucket.ranges:
+                wanted = self._range_of(number, kept)
+                if wanted is not None:
+                    held.cut(wanted, VALUES, kept.master[: wanted.numel])
+                kept.publish_master()
+            self.pieces.append(self._pieces_of(bucket))
+        self.optimizer = None
+        self._admit([mine for pieces in self.pieces for mine in pieces], groups)
+        optimizer: torch.optim.Optimizer | None = self.optimizer
+        for number, pieces in enumerate(self.pieces if optimizer else ()):
+            for mine in pieces:
+                wanted = self._range_of_piece(number, mine)
+                state = held.state_of(mine.piece.parameter, wanted, mine.tensor.device)
+                if state and optimizer is not None:
+                    optimizer.state[mine.tensor] = state
+
+    def publish(self, held: HeldState) -> None:
+        """Make the parameters what `held` has of them; elsewhere they stay as they are."""
+        for number, bucket in enumerate(self.buckets):
+            content = bucket.plan.content
+            held.cut(Range(number, 0, content), VALUES, bucket.flat[:content])
+
+    def held(self) -> HeldState:
+        """All that this rank keeps, for `recut`; the tensors are the very ones that are stepped."""
+        ranges, parts, described = [], [], {}
+        for number, (bucket, pieces) in enumerate(zip(self.buckets, self.pieces, strict=True)):
+            for kept in bucket.ranges:
+                whole = self._range_of(number, kept)
+                if whole is not None:
+                    ranges.append(whole)
+            for mine in pieces:
+                assert self.optimizer is not None
+                state = self.optimizer.state.get(mine.tensor, {})
+                elements = {
+                    name: value
+                    for name, value in state.items()
+                    if isinstance(value, torch.Tensor)
+                    and value.shape == mine.tensor.shape
+                    and name != "step"
+                }
+                if state:
+                    described[mine.piece.parameter] = Description(
+                        {name: value.dtype for name, value in elements.items()},
+                        {name: value for name, value in state.items() if name not in elements},
+                    )
+                tensors = {VALUES: mine.tensor.detach(), **elements}
+                parts.append(Part(self._range_of_piece(number, mine), tensors))
+        return HeldState(ranges, parts, described)
+
+    def complete(
+        self, held: HeldState, told: Sequence[Told], group: Group, leaving: Sequence[int] = ()
+    ) -> int:
+        """Bring `held` to what a rank of `group` keeps, for `recut`; returns the bytes sent.
+        leaving: as for held_state.complete."""
+        contents = [bucket.plan.content for bucket in self.buckets]
+        return complete(held, told, contents, self.replicas, self.travelling, group, leaving)
+
+    def travelling(self, described: Mapping[int, Description]) -> list[dict[str, torch.dtype]]:
+        """Names and dtypes of the tensors that go with a range, by bucket."""
+        by_bucket = []
+        for bucket in self.buckets:
+            names = {VALUES: bucket.own.master.dtype}
+            for parameter, _, _ in bucket.plan.spans:
+                if parameter in described:
+                    names.update(described[parameter].elements)
+            by_bucket.append(names)
+        return by_bucket
+
+    def _range_of(self, number: int, kept: ShardRange) -> Range | None:
+        """Without the slack; None if there is nothing else."""
+        content = self.buckets[number].plan.content
+        length = shard_numel(content, self.group.size)
+        start, stop = kept.owner * length, min((kept.owner + 1) * length, content)
+        return Range(number, start, stop) if start < stop else None
+
+    def _range_of_piece(self, number: int, mine: KeptPiece) -> Range:
+        content = self.buckets[number].plan.content
+        start = mine.range.owner * shard_numel(content, self.group.size) + mine.piece.shard_start
+        return Range(number, start, start + mine.piece.numel)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def gather_state(self, to: int) -> dict[int, dict[str, Any]]:
+        """State of all parameters, by their id(), on rank `to`; empty on the others."""
+        layouts = [
+            BucketLayout(
+                bucket.plan.content,
+                bucket.plan.spans,
+                [
+                    PieceState(mine.piece, mine.tensor.shape, self._state_of(mine))
+                    for mine in pieces
+                    if mine.is_own
+                ],
+            )
+            for bucket, pieces in zip(self.buckets, self.pieces, strict=True)
+        ]
+        shapes = [parameter.shape for parameter in self.parameters]
+        gathered = gather_state(layouts, shapes, self.group, to)
+        return {id(self.parameters[number]): state for number, state in gathered.items()}
+
+    def _state_of(self, mine: KeptPiece) -> dict[str, Any]:
+        assert self.optimizer is not None
+        state = dict(self.optimizer.state.get(mine.tensor, {}))
+        if mine.range.has_master:
+            state[MASTER] = mine.tensor.detach()
+        return state
+
+    def check_fits(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> None:
+        """Raises ValueError for state that does not fit its parameter, whoever owns it. saved: as
+        in `load_state`."""
+        for parameter in self.parameters:
+            name, state = saved.get(id(parameter), ("", {}))
+            check_fits(state, parameter.shape, name, may_be_cut=self._elementwise)
+
+    def load_state(
+        self, saved: Mapping[int, tuple[str, Mapping[str, Any]]], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        """Take this rank's part of what fits. saved: by id() of a parameter its name, for errors,
+        and its state. groups: the user's, with the options as they were loaded."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        place = {
+            id(tensor): number
+            for number, tensor in enumerate(p for g in optimizer.param_groups for p in g["params"])
+        }
+        sliced: dict[int, dict[str, Any]] = {}
+        masters: list[tuple[KeptPiece, torch.Tensor]] = []
+        for mine in (mine for pieces in self.pieces for mine in pieces):
+            parameter = self.parameters[mine.piece.parameter]
+            _, whole = saved.get(id(parameter), ("", {}))
+            if not whole:
+                continue
+            state = slice_state(whole, mine.piece, mine.tensor.shape, parameter.shape)
+            master = state.pop(MASTER, None)
+            if master is not None and mine.range.has_master:
+                masters.append((mine, master))
+            if state:
+                sliced[place[id(mine.tensor)]] = state
+        plain = optimizer.state_dict()["param_groups"]
+        for options, ours in zip(plain, groups, strict=True):
+            options.update(_options(ours))
+        optimizer.load_state_dict({"state": sliced, "param_groups": plain})
+        for mine, master in masters:
+            mine.tensor.data.copy_(master)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a user's group says of ours, whose tensors are pieces and have no names."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _is_on_cpu(group: Group) -> bool:
+    return group.device.type == "cpu"
