@@ -11,7 +11,7 @@ A *generation change* is the loss of one worker in the middle of a run that goes
 until all others were told how to go on. *Messages* are calls between driver and workers.
 
 A step in steady state costs the driver nothing, whatever the number of workers. That is not
-simulated here: tests/test_observing.py stops the driver's process, and the ranks go on.
+simulated here: tests/session/test_observing.py stops the driver's process, and the ranks go on.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ import pytest
 import ray
 from ray import cloudpickle
 from ray.util import placement_group_table
-from standing_ranks import StandingRanks
 
 import chorusline as cl
+from tests.harness.standing_ranks import StandingRanks
 
 NUM_CPUS = 5  # as Ray counts them, one for the session that stands; the machine may have fewer
 _LEAK_PATIENCE_S = 10.0

@@ -1,0 +1,2 @@
+"""Real processes, laid out as the packages are. What tests share is in harness/ (processes and
+clusters), references/ (models, and the one process that they must equal) and contracts/."""

@@ -1,0 +1,375 @@
+"""What is torn, foreign, unwritable or killed: what is said, and that the checkpoint before it is
+the one that loads."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import chorusline as cl
+from runtime.checkpoint.format.catalog import newest_whole
+from runtime.checkpoint.format.storage import open_storage
+from tests.harness.ranks import Rank, Ranks
+from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train
+
+
+def _steps(place: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in place.iterdir())
+
+
+def _folder_of(place: Path, step: int) -> Path:
+    (folder,) = place.glob(f"step-{step:08d}-*")
+    return folder
+
+
+def _write_two(ranks_of, place: Path) -> None:
+    ranks_of(2).run(run_train, cl.CheckpointConfig(place), {"until": 2, "save_at": 2})
+    ranks_of(2).run(run_train, cl.CheckpointConfig(place), {"until": 4, "save_at": 4})
+
+
+def _resume_and_listen(group: cl.Group, config: cl.CheckpointConfig) -> tuple[int, list[str]]:
+    """The step that a run goes on from, and what this rank was warned of; or the error's text."""
+
+    def look(ctx: cl.Context) -> int:
+        return Parts(ctx).ctx.step
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            return in_run(group, look, config), [str(warning.message) for warning in caught]
+        except cl.CheckpointError as error:
+            return -1, [f"{type(error).__name__}: {error}"]
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a bit of rank 1's data": lambda f: _flip(f / "rank-1.distcp", 5000),
+    "the end of rank 0's data": lambda f: os.truncate(f / "rank-0.distcp", 3000),
+    "rank 1's data is gone": lambda f: (f / "rank-1.distcp").unlink(),
+    "a bit of the manifest": lambda f: _flip(f / "chorusline.json", 200),
+    "the end of the manifest": lambda f: os.truncate(f / "chorusline.json", 1000),
+    "a bit of torch's metadata": lambda f: _flip(f / ".metadata", 100),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_is_used(
+    ranks_of, tmp_path, damage
+):
+    _write_two(ranks_of, tmp_path)
+    DAMAGES[damage](_folder_of(tmp_path, 4))
+    (step, words), (other_step, _) = ranks_of(2).run(
+        _resume_and_listen, cl.CheckpointConfig(tmp_path)
+    )
+    assert (step, other_step) == (2, 2)
+    (word,) = words
+    assert f"{_folder_of(tmp_path, 4)}/" in word
+    assert "is torn or corrupted" in word
+    assert f"The checkpoint before it is used: {_folder_of(tmp_path, 2)}, of step 2" in word
+
+
+def test_if_all_are_damaged_the_run_does_not_start_afresh_in_silence(ranks_of, tmp_path):
+    _write_two(ranks_of, tmp_path)
+    for step in (2, 4):
+        _flip(_folder_of(tmp_path, step) / "rank-0.distcp", 700)
+    for step, (word,) in ranks_of(2).run(_resume_and_listen, cl.CheckpointConfig(tmp_path)):
+        assert step == -1
+        assert word.startswith("CheckpointCorrupted: ")
+        assert f"{_folder_of(tmp_path, 4)}/rank-0.distcp is torn or corrupted: bytes " in word
+
+
+def test_one_without_a_manifest_does_not_exist_and_is_swept(ranks_of, tmp_path):
+    _write_two(ranks_of, tmp_path)
+    (_folder_of(tmp_path, 4) / "chorusline.json").unlink()
+    told = ranks_of(2).run(_resume_and_listen, cl.CheckpointConfig(tmp_path))
+    assert told == [(2, []), (2, [])]
+    assert _steps(tmp_path) == [2]
+
+
+def test_resume_takes_a_path_or_starts_afresh(ranks_of, tmp_path):
+    _write_two(ranks_of, tmp_path)
+
+    def resume(path: str | Path) -> tuple[int, list[str]]:
+        config = cl.CheckpointConfig(tmp_path, resume=path)
+        return ranks_of(2).run(_resume_and_listen, config)[0]
+
+    assert resume("auto") == (4, [])
+    assert resume("never") == (0, [])
+    assert resume(_folder_of(tmp_path, 2)) == (2, [])
+    step, (word,) = resume(tmp_path / "nothing")
+    assert step == -1
+    assert word == (
+        f"CheckpointNotFound: checkpoint {tmp_path / 'nothing'}: there is no whole checkpoint to "
+        "resume from"
+    )
+
+
+def _train_otherwise(group: cl.Group, config: cl.CheckpointConfig, case: str) -> str:
+    def other(ctx: cl.Context) -> None:
+        if case == "width":
+            Parts(ctx, width=11)
+        elif case == "dtype":
+            Parts(ctx, dtype=torch.bfloat16)
+        elif case == "name":
+            ctx.register("network", cl.DistributedDataParallel(make_model()))
+        elif case == "optimizer":
+            model = cl.DistributedDataParallel(torch.nn.Sequential(make_model(), make_model()))
+            optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+            ctx.register("optimizer", optim)
+
+    try:
+        in_run(group, other, config)
+    except cl.CheckpointMismatch as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_the_first_step(ranks_of, tmp_path):
+    config = cl.CheckpointConfig(tmp_path)
+    ranks_of(2).run(run_train, config, {"until": 1, "save_at": 1})
+    path = _folder_of(tmp_path, 1)
+    said = {
+        case: ranks_of(2).run(_train_otherwise, config, case)
+        for case in ("width", "dtype", "name", "optimizer")
+    }
+    for words in said.values():
+        assert words[0] == words[1]  # on all ranks
+        assert words[0].startswith(f"checkpoint {path} does not fit: ")
+    assert (
+        "the model is another one: model.0.weight is (13, 7) float32 in it, and (11, 7)"
+        in (said["width"][0])
+    )
+    assert (
+        "; and " in said["width"][0] and " more. Build the one that was saved" in said["width"][0]
+    )
+    assert "model.0.weight is (13, 7) float32 in it, and (13, 7) bfloat16 here" in said["dtype"][0]
+    assert "nothing that was registered as 'network', only 'model', 'optimizer'" in said["name"][0]
+    assert "group 0 has 6 parameters in it, and 12 here" in said["optimizer"][0]
+
+
+def test_a_place_that_cannot_be_written_to_is_an_error_before_training(ranks_of, tmp_path):
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "below"
+    for step, (word,) in ranks_of(2).run(_resume_and_listen, cl.CheckpointConfig(place)):
+        assert step == -1
+        assert word.startswith(
+            f"CheckpointPlaceUnusable: checkpoints cannot be kept in {place}: rank 0 on "
+        )
+        assert "cannot write there (NotADirectoryError" in word
+        assert "a folder that all ranks can write to and all see" in word
+
+
+def test_a_place_that_ranks_do_not_share_is_found_out_before_training(ranks_of):
+    config = cl.CheckpointConfig("memory://not-shared")
+    for step, (word,) in ranks_of(2).run(_resume_and_listen, config):
+        assert step == -1
+        assert "what ranks [1] on " in word and "so each has a place of its own" in word
+
+
+def _fill_the_disk(group: cl.Group, place: Path) -> tuple[list[str], int]:
+    """Save, save with no room on rank 1, and save again; what was said, and the last step."""
+    said = []
+
+    def fill(ctx: cl.Context) -> int:
+        parts = Parts(ctx, width=40_000)
+        parts.step()
+        ctx.save().wait()
+        parts.step()
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if ctx.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+        saving = ctx.save()
+        while not saving.is_ready:
+            time.sleep(0.01)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        try:
+            ctx.save()  # It is where a failure that nobody waited for surfaces.
+        except cl.CheckpointWriteFailed as error:
+            said.append(str(error))
+        said.append(newest_whole(open_storage(place)).path)
+        ctx.barrier()
+        ctx.save()  # and the end of the run waits for it
+        return ctx.step
+
+    return said, in_run(group, fill, cl.CheckpointConfig(place))
+
+
+def test_a_full_disk_is_a_typed_error_on_all_ranks_and_the_earlier_checkpoint_stays(
+    ranks_of, tmp_path
+):
+    for (word, newest), step in ranks_of(2).run(_fill_the_disk, tmp_path):
+        assert step == 2
+        assert "was not written, on rank 1: OSError: [Errno 27] File too large" in word
+        assert "Checkpoints written before it are whole and stay; make room" in word
+        assert newest == str(_folder_of(tmp_path, 1))
+    assert _steps(tmp_path) == [1, 2]  # Of the one that failed nothing is left.
+
+
+def _write_until_killed(rank: Rank, place: str) -> str:
+    def body(ctx: cl.Context) -> str:
+        parts = Parts(ctx)
+        ctx.register("ballast", _Ballast())
+        parts.step()
+        ctx.save().wait()
+        rank.say("saved")
+        parts.step()
+        ctx.save()
+        while True:
+            parts.step()
+
+    try:
+        in_run(rank.group(timeout_s=20), body, cl.CheckpointConfig(place))
+    except cl.PeerLost as error:
+        return str(error)
+    return ""
+
+
+class _Ballast:
+    """Enough to be caught while it is written."""
+
+    def __init__(self) -> None:
+        self.state = {"ballast": torch.zeros(8_000_000)}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_if_a_rank_is_killed_while_it_writes_the_checkpoint_before_is_the_one_that_loads(
+    ranks_of, tmp_path
+):
+    place = tmp_path / "place"
+    with Ranks(_write_until_killed, 2, tmp_path, "shared-memory", str(place)) as ranks:
+        ranks.wait_for("saved")
+        deadline = time.monotonic() + 60
+        while not list(place.glob("step-00000002-*/rank-1.distcp.tmp")):
+            assert time.monotonic() < deadline
+        ranks.signal(1, signal.SIGKILL)
+        (survivor,) = ranks.results(ranks=[0])
+        assert "rank 1" in survivor or "[1]" in survivor
+    assert newest_whole(open_storage(place)).manifest.step == 1
+    told = ranks_of(1).run(_resume_and_listen, cl.CheckpointConfig(place))
+    assert told == [(1, [])]
+    assert _steps(place) == [1]
+
+
+def _save_alone(group: cl.Group, config: cl.CheckpointConfig) -> str:
+    def body(ctx: cl.Context) -> str:
+        Parts(ctx)
+        try:
+            if ctx.rank == 0:
+                ctx.save().wait()
+        except cl.CheckpointWriteFailed as error:
+            return str(error)
+        finally:
+            ctx.barrier()
+        return ""
+
+    return in_run(group, body, config)
+
+
+def test_a_rank_whose_part_does_not_come_is_named_after_the_deadline(ranks_of, tmp_path):
+    config = cl.CheckpointConfig(tmp_path, timeout_s=0.2)
+    word, _ = ranks_of(2).run(_save_alone, config)
+    assert "was not written, on rank 1: it was not written within 0.2 s" in word
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_relative_place_is_that_of_the_process_that_names_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = cl.CheckpointConfig("here", resume="there")
+    assert (config.storage_path, config.resume) == (str(tmp_path / "here"), str(tmp_path / "there"))
+    assert cl.CheckpointConfig("s3://bucket/run").storage_path == "s3://bucket/run"
+
+
+def test_a_place_of_an_unknown_kind_is_told_before_training():
+    with pytest.raises(cl.CheckpointPlaceUnusable, match=r"nosuch://x.*Protocol not known: nosuch"):
+        open_storage("nosuch://x")
+
+
+def _save_wrongly(group: cl.Group, place: Path) -> list[str]:
+    def body(ctx: cl.Context) -> list[str]:
+        said = []
+
+        def expect(kind, call):
+            try:
+                call()
+            except kind as error:
+                said.append(str(error))
+
+        expect(RuntimeError, lambda: ctx.save(place))
+        parts = Parts(ctx)
+        expect(RuntimeError, ctx.save)
+        ctx.save(place).wait()
+        expect(FileExistsError, lambda: ctx.save(place))
+        expect(ValueError, lambda: ctx.register("model", parts.model))
+        expect(TypeError, lambda: ctx.register("number", 5))
+        expect(ValueError, lambda: ctx.register("a/b", parts.model))
+        return said
+
+    return in_run(group, body, None)
+
+
+def test_what_is_used_wrongly_says_what_to_do(ranks_of, tmp_path):
+    (said,) = ranks_of(1).run(_save_wrongly, tmp_path)
+    assert [word.split(";")[0] for word in said] == [
+        "nothing is registered, so there is nothing to save",
+        "there is no place for checkpoints",
+        f"{tmp_path} holds a checkpoint already, and overwriting it would leave none if this "
+        "process died",
+        "'model' is registered already, a DistributedDataParallel",
+        "register('number', ...) takes an object with state_dict and load_state_dict, got int",
+        "a name is a word without a slash, such as 'model'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"storage_path": 5}, TypeError, "storage_path must be a path or a URL, got int 5"),
+        ({"storage_path": "x", "num_to_keep": 0}, ValueError, "num_to_keep must be a whole number"),
+        ({"storage_path": "x", "every_n_steps": 1.5}, ValueError, "of at least 1, got 1.5"),
+        ({"storage_path": "x", "resume": None}, TypeError, '"auto", "never" or the path of a'),
+        ({"storage_path": "x", "timeout_s": 0}, ValueError, "positive number of seconds, got 0"),
+    ],
+)
+def test_a_wrong_config_is_refused_where_it_is_written(options, kind, text):
+    with pytest.raises(kind, match=text):
+        cl.CheckpointConfig(**options)
+
+
+def test_a_session_wants_a_checkpoint_config():
+    with pytest.raises(TypeError, match="checkpoint must be a CheckpointConfig, got str"):
+        cl.Session(checkpoint="/somewhere")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        cl.CheckpointError("p", "d"),
+        cl.CheckpointPlaceUnusable("p", "d"),
+        cl.CheckpointWriteFailed("p", "d", (0, 2)),
+        cl.CheckpointNotFound("p", "d"),
+        cl.CheckpointCorrupted("p", "d"),
+        cl.CheckpointMismatch("p", "d"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_error_of_checkpoints_survives_pickle(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), vars(copy), str(copy)) == (type(error), vars(error), str(error))

@@ -1,0 +1,377 @@
+"""Checkpoints beside training: what goes on meanwhile, how many stay, and where data goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from runtime.checkpoint.format.manifest import MANIFEST
+from runtime.data.cursor import Cursor, Rest
+from runtime.data.dealing import deal
+from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train, same
+
+
+class Ballast:
+    """Something large enough that writing it takes longer than a step."""
+
+    def __init__(self) -> None:
+        self.state = {"ballast": torch.zeros(8_000_000)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def _train_on(group: cl.Group, config: cl.CheckpointConfig) -> dict[str, Any]:
+    def body(ctx: cl.Context) -> dict[str, Any]:
+        parts = Parts(ctx)
+        ctx.register("ballast", Ballast(), required=False)
+        parts.step()
+        collectives = sum(group.statistics.operations.values())
+        first = ctx.save()
+        without_collectives = sum(group.statistics.operations.values()) == collectives
+        was_ready = first.is_ready
+        at_save = parts.state()
+        parts.step()
+        parts.step()
+        second = ctx.save()
+        waited = first.is_ready
+        times = second.wait()
+        return {
+            "state": at_save,
+            "was_ready": was_ready,
+            "without_collectives": without_collectives,
+            "second_waited_for_first": waited,
+            "times": times,
+        }
+
+    return in_run(group, body, config)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_step_it_was_made_at(
+    ranks_of, tmp_path
+):
+    told = ranks_of(2).run(_train_on, cl.CheckpointConfig(tmp_path))
+    for rank in told:
+        assert not rank["was_ready"]
+        assert rank["without_collectives"]
+        assert rank["second_waited_for_first"]
+        times = rank["times"]
+        assert 0 < times.paused_s < times.total_s and 0 < times.wrote_s < times.total_s
+        assert times.num_bytes > 16_000_000  # half of the ballast
+    (first,) = tmp_path.glob("step-00000001-*")
+    config = cl.CheckpointConfig(tmp_path / "elsewhere", resume=first)
+    ((resumed, _), _) = ranks_of(2).run(run_train, config, {"until": 1})
+    assert same(resumed, told[0]["state"])
+
+
+def _train_by_itself(
+    group: cl.Group, config: cl.CheckpointConfig, num_epochs: int
+) -> list[tuple[int, int, list[int]]]:
+    """Over uneven data inside Join; (epoch, steps before, sample ids) of each batch."""
+    keys = [0] * 17 + [1] * 6 + [2] * 9 + list(range(3, 8))
+
+    def body(ctx: cl.Context) -> list[tuple[int, int, list[int]]]:
+        model = ctx.register("model", cl.DistributedDataParallel(make_model(is_local=False)))
+        optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW))
+        given = []
+        for epoch in ctx.epochs(num_epochs):
+            with cl.Join([model, optim], skew_warning=None):
+                batches = ctx.shard(list(range(37)), batch_size=3, epoch=epoch, keep_together=keys)
+                for ids in batches:
+                    given.append((epoch, ctx.step, ids.tolist()))
+                    model(ids[:, None] / 37 * torch.ones(7)).square().mean().backward()
+                    optim.step()
+                    optim.zero_grad()
+            with torch.no_grad():
+                evaluated = sum(len(ids) for ids in ctx.shard(list(range(11)), batch_size=2))
+            assert ctx.reduce(evaluated, "sum") == 11  # Each once, also after a resume.
+        return given
+
+    return in_run(group, body, config)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 2)])
+def test_each_sample_is_given_once_per_epoch_over_a_resume_also_while_ranks_have_joined(
+    ranks_of, tmp_path, before, after
+):
+    config = cl.CheckpointConfig(tmp_path, every_n_steps=2)
+    first = ranks_of(before).run(_train_by_itself, config, 2)
+    steps = max(step for rank in first for _, step, _ in rank) + 1
+    places = {int(path.name.split("-")[1]): path for path in tmp_path.iterdir()}
+    assert sorted(places) == list(range(2, steps + 1, 2))
+    joined = [step for step in places if any(step not in {s for _, s, _ in rank} for rank in first)]
+    assert joined  # Some were made while a rank had no data.
+    for step in (2, joined[0], steps // 2 + 1 & ~1, max(places)):
+        config = cl.CheckpointConfig(tmp_path / "elsewhere", resume=places[step])
+        second = ranks_of(after).run(_train_by_itself, config, 2)
+        ledger: Counter[tuple[int, int]] = Counter()
+        for epoch, at, ids in itertools.chain(*first):
+            if at < step:
+                ledger.update((epoch, sample) for sample in ids)
+        for epoch, at, ids in itertools.chain(*second):
+            assert at >= step
+            ledger.update((epoch, sample) for sample in ids)
+        assert ledger == Counter(itertools.product(range(2), range(37)))
+
+
+def test_with_the_same_ranks_a_resume_goes_on_with_the_very_batches(ranks_of, tmp_path):
+    config = cl.CheckpointConfig(tmp_path, every_n_steps=3)
+    first = ranks_of(2).run(_train_by_itself, config, 2)
+    (place,) = tmp_path.glob("step-00000003-*")
+    config = cl.CheckpointConfig(tmp_path / "elsewhere", resume=place)
+    second = ranks_of(2).run(_train_by_itself, config, 2)
+    assert second == [[batch for batch in rank if batch[1] >= 3] for rank in first]
+
+
+def test_only_the_newest_stay_and_only_once_a_newer_one_is_whole(ranks_of, tmp_path):
+    torn = tmp_path / "step-00000001-00000000-0"
+    torn.mkdir()
+    (torn / "rank-0.distcp.tmp").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("not ours")
+    config = cl.CheckpointConfig(tmp_path, every_n_steps=1, num_to_keep=2)
+    given = ranks_of(2).run(_train_by_itself, config, 1)
+    last = max(step for rank in given for _, step, _ in rank) + 1
+    steps = [int(path.name.split("-")[1]) for path in tmp_path.glob("step-*")]
+    assert sorted(steps) == [last - 1, last]
+    assert (tmp_path / "notes.txt").exists()
+
+
+def _save_inside_join(group: cl.Group, place: str) -> str:
+    def body(ctx: cl.Context) -> str:
+        model = ctx.register("model", cl.DistributedDataParallel(make_model()))
+        optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1))
+        with cl.Join([model, optim], skew_warning=None):
+            for batch in [torch.ones(2, 7)] * (1 + 2 * ctx.rank):
+                model(batch).sum().backward()
+                optim.step()
+                if ctx.step == 2:
+                    try:
+                        ctx.save(place)
+                    except RuntimeError as error:
+                        return str(error)
+        return ""
+
+    return in_run(group, body, None)
+
+
+def test_a_save_that_joined_ranks_would_miss_is_refused(ranks_of, tmp_path):
+    told = ranks_of(2).run(_save_inside_join, str(tmp_path))
+    assert told[1].startswith("ctx.save() inside Join, and ranks [0] have run out of data")
+    assert "CheckpointConfig(every_n_steps=...)" in told[1]
+
+
+def test_what_was_given_in_earlier_worlds_is_not_dealt_again():
+    keys = [number // 3 for number in range(40)]
+    for keep in (None, keys):
+
+        def whole(size: int, keep=keep) -> list[list[int]]:
+            return deal(40, world_size=size, keep_together=keep)
+
+        runs = ((4, (3, 9, 0, 4)), (3, (1, 2, 3)))
+        hands = whole(4)
+        given = [hand[:count] for hand, count in zip(hands, runs[0][1], strict=True)]
+        hands = Rest(runs[:1]).dealt(whole, 3, keep)
+        given += [hand[:count] for hand, count in zip(hands, runs[1][1], strict=True)]
+        hands = Rest(runs).dealt(whole, 2, keep)
+        assert sorted(itertools.chain(*given, *hands)) == list(range(40))
+        if keep is not None:
+            owners = {(keep[n], rank) for rank, hand in enumerate(hands) for n in hand}
+            assert len(owners) == len({key for key, _ in owners})
+        rest = Rest((), frozenset(itertools.chain(*given)))
+        assert sorted(itertools.chain(*rest.dealt(whole, 5))) == sorted(itertools.chain(*hands))
+        assert Rest((), None).dealt(whole, 2) == [[], []]
+
+
+class _Pass:
+    """What a cursor sees of a Shard."""
+
+    is_told_by_id = False
+
+    def __init__(self, taken_ids: list[int], ids_of_the_lost: list[int]) -> None:
+        self.taken = len(taken_ids)
+        self.taken_ids = taken_ids
+        self.ids_of_the_lost = ids_of_the_lost
+
+
+def test_a_cursor_goes_on_in_the_loop_and_epoch_where_it_was():
+    before = Cursor()
+    assert list(before.epochs(2)) == [0, 1]
+    for epoch in before.epochs(5):
+        if epoch == 3:
+            before.begin("over").end()
+            before.begin("data", _Pass([5, 1], []))
+            break
+    after = Cursor()
+    after.resume([before.told(), before.told()])
+    assert list(after.epochs(2)) == []
+    epochs = after.epochs(5)
+    assert next(epochs) == 3
+    assert after.rest_of("data") == Rest(((2, (2, 2)),))
+    assert after.rest_of("over") == Rest((), None)
+    after.begin("data")
+    assert after.rest_of("data") == Rest()  # A second pass in the same epoch is a whole one.
+    assert next(epochs) == 4
+    assert after.rest_of("data") == Rest()
+    assert list(epochs) == [] and list(after.epochs(2)) == [0, 1]
+
+
+def test_after_the_loss_of_ranks_a_cursor_tells_samples_by_their_numbers():
+    told = []
+    for ids in ([5, 1], [2]):
+        cursor = Cursor()
+        cursor.begin("data", _Pass(ids, [7]))
+        told.append(cursor.told(by_id=True))
+    after = Cursor()
+    after.resume(told)
+    assert after.rest_of("data") == Rest((), frozenset({5, 1, 2, 7}))
+    after.begin("data", _Pass([3], []))
+    again = Cursor()
+    again.resume([after.told()])
+    assert again.rest_of("data") == Rest((), frozenset({5, 1, 2, 7, 3}))
+
+
+async def _train_in_session(
+    ctx: cl.Context, crash_at: int, saves: bool = True
+) -> tuple[str | None, list[int], float]:
+    torch.manual_seed(ctx.rank)
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(3, 1)))
+    optim = ctx.register("optimizer", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW))
+    steps = []
+    while ctx.step < 5:
+        steps.append(ctx.step)
+        if ctx.step == crash_at and ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.full((2, 3), ctx.step + 1.0)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        if ctx.step == 2 and saves:
+            times = await ctx.save()
+            assert times.total_s > 0
+    return ctx.resumed_from, steps, model.module.weight.sum().item()
+
+
+def _save_and_go_on(ctx: cl.Context, until: int) -> tuple[str | None, int]:
+    """A checkpoint after three steps, which takes longer to write than the next steps."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(3, 1)))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW))
+    ctx.register("ballast", Ballast())
+    for epoch in ctx.epochs(1):
+        for batch in ctx.shard(torch.ones(20_000, 3), 1, epoch=epoch):
+            if ctx.step == until:
+                break
+            model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            if ctx.step == 3:
+                ctx.save()
+            time.sleep(0.005)
+    return ctx.resumed_from, ctx.step
+
+
+@pytest.mark.slow
+async def test_an_interrupt_lets_the_checkpoint_that_is_being_written_become_whole(
+    cluster: None, tmp_path: Path
+) -> None:
+    def manifests() -> list[Path]:
+        return list(tmp_path.glob(f"step-*/{MANIFEST}"))
+
+    async with cl.Session(2, checkpoint=cl.CheckpointConfig(tmp_path)) as session:
+        running = asyncio.create_task(session.run(_save_and_go_on, until=-1))
+        async with asyncio.timeout(30):
+            while not list(tmp_path.glob("step-*/*")):
+                await asyncio.sleep(0.002)
+        running.cancel()
+        assert not manifests(), "it is being written"
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert len(manifests()) == 1
+        results = await session.run(_save_and_go_on, until=5)
+    for resumed_from, step in results:
+        assert Path(str(resumed_from)).name.startswith("step-00000003-")
+        assert step == 5
+
+
+def _train_epochs(ctx: cl.Context, pause_s: float) -> tuple[bool, int, torch.Tensor]:
+    """A loop that has a name, whose place is also in the checkpoints."""
+    torch.manual_seed(0)
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(3, 1)))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1))
+    data = torch.randn(60, 3, generator=torch.Generator().manual_seed(1))
+    taken = 0
+    for epoch in ctx.epochs(2, resume="training"):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(data, 4, epoch=epoch):
+                model(batch).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+                taken += 1
+                time.sleep(pause_s)
+    return ctx.resumed_from is not None, taken, model.module.weight.detach()
+
+
+@pytest.mark.slow
+async def test_a_named_loop_that_was_interrupted_goes_on_from_the_checkpoints_place(
+    cluster: None, tmp_path: Path
+) -> None:
+    """Models that are registered, not kept, come back from the checkpoint; so does the place."""
+    place = tmp_path / "interrupted"
+    whole = cl.CheckpointConfig(tmp_path / "whole", every_n_steps=3)
+    async with cl.Session(2, checkpoint=whole) as session:
+        expected = await session.run(_train_epochs, pause_s=0.0)
+    assert [taken for _, taken, _ in expected] == [16, 16]
+    async with cl.Session(2, checkpoint=replace(whole, storage_path=place)) as session:
+        running = asyncio.create_task(session.run(_train_epochs, pause_s=0.3))
+        async with asyncio.timeout(60):
+            while not list(place.glob(f"step-*/{MANIFEST}")):
+                await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        results = await session.run(_train_epochs, pause_s=0.0)
+    for (resumed, taken, weight), (_, _, whole_weight) in zip(results, expected, strict=True):
+        assert resumed and 0 < taken <= 13
+        assert torch.equal(weight, whole_weight)
+
+
+def _train_without_session(group: cl.Group) -> Any:
+    return asyncio.run(in_run(group, _train_in_session, None, crash_at=-1, saves=False))
+
+
+async def test_a_session_goes_on_from_the_checkpoint_when_it_is_run_again(
+    cluster, ranks_of, tmp_path
+):
+    config = cl.CheckpointConfig(tmp_path, num_to_keep=1)
+    async with cl.Session(num_workers=2, checkpoint=config) as session:
+        with pytest.raises(cl.WorkerLost):
+            await session.run(_train_in_session, crash_at=4)
+        (path, steps, weight), _ = await session.run(_train_in_session, crash_at=-1)
+    assert Path(path).parent == tmp_path and Path(path).name.startswith("step-00000002-")
+    assert steps == [2, 3, 4]
+    uninterrupted = ranks_of(2).run(_train_without_session)
+    assert uninterrupted[0] == (None, [0, 1, 2, 3, 4], weight)
+
+
+def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
+    cursor = Cursor()
+    told = {"runs": (), "given": 5, "ids": None, "is_over": False}
+    resumed = {"loop": 0, "epoch": 1, "passages": {"61/4/1/0/True#0": told}}
+    cursor.resume([resumed])
+    assert next(cursor.epochs(3)) == 1
+    with pytest.raises(ValueError, match="the dataset has 70 samples, and had 61 when this epoch"):
+        cursor.begin("70/4/1/0/True")
+    cursor.begin("61/4/1/0/True")
+    cursor.begin("70/4/1/0/True")  # Another dataset of the same epoch, as the first one is there.

@@ -1,0 +1,119 @@
+"""Every transport keeps the contract of `Group`, in real processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from collectives.group import Group
+from collectives.stores.store import HashStore
+from tests.contracts import group as group_contract
+from tests.contracts.group import (
+    CONTRACT,
+    HOST_CONTRACT,
+    check_all_reduce,
+    check_barrier,
+    check_bits,
+)
+from tests.harness.ranks import GLOO, NCCL, SHARED_MEMORY, Rank, on_gpus, run_ranks
+from tests.harness.standing_ranks import StandingRanks
+
+Check = Callable[[Group], Any]
+
+HOST_TRANSPORTS = [(SHARED_MEMORY, 1), (SHARED_MEMORY, 2), (SHARED_MEMORY, 3), (SHARED_MEMORY, 4)]
+HOST_TRANSPORTS += [(GLOO, 2), (GLOO, 3)]
+
+
+def run_checks(rank: Rank, names: list[str]) -> list[Any]:
+    """All on one group, one after the other."""
+    with rank.group() as group:
+        return [getattr(group_contract, name)(group) for name in names]
+
+
+@pytest.fixture(scope="module")
+def standing() -> Iterator[Callable[[str, int], StandingRanks]]:
+    """standing(transport, size): processes with one group, kept from one check to the next."""
+    started: dict[tuple[str, int], StandingRanks] = {}
+
+    def of(transport: str, size: int) -> StandingRanks:
+        return started.setdefault((transport, size), StandingRanks(size, transport))
+
+    yield of
+    for ranks in started.values():
+        ranks.stop()
+
+
+def _name(check: object) -> str:
+    return check.__name__.removeprefix("check_") if callable(check) else str(check)
+
+
+@pytest.mark.parametrize(("transport", "size"), HOST_TRANSPORTS)
+@pytest.mark.parametrize("check", HOST_CONTRACT, ids=_name)
+def test_host_transports_keep_the_contract(
+    check: Check, transport: str, size: int, standing: Callable[[str, int], StandingRanks]
+) -> None:
+    results = standing(transport, size).run(check)
+    assert results == [results[0]] * size, "the ranks have different bits"
+
+
+@pytest.mark.parametrize("size", [on_gpus(2), on_gpus(4)])
+@pytest.mark.parametrize("check", CONTRACT, ids=_name)
+def test_nccl_keeps_the_contract(check: Check, size: int, tmp_path: Path) -> None:
+    results = run_ranks(run_checks, size, tmp_path, NCCL, [check.__name__])
+    assert results == [results[0]] * size, "the ranks have different bits"
+
+
+@pytest.mark.parametrize(("transport", "size"), HOST_TRANSPORTS)
+def test_a_barrier_ends_nowhere_before_it_began_everywhere(
+    transport: str, size: int, tmp_path: Path
+) -> None:
+    names = [check_barrier.__name__]
+    times = [found[0] for found in run_ranks(run_checks, size, tmp_path, transport, names)]
+    assert max(issued_at for issued_at, _ in times) <= min(done_at for _, done_at in times)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gloo_and_shared_memory_give_the_same_bits(size: int, tmp_path: Path) -> None:
+    digests = []
+    for transport in (SHARED_MEMORY, GLOO):
+        folder = tmp_path / transport
+        folder.mkdir()
+        names = [check_bits.__name__]
+        digests.append(run_ranks(run_checks, size, folder, transport, names))
+    assert digests[0] == digests[1]
+
+
+def run_one_after_another(rank: Rank) -> None:
+    """Groups come and go in one process; two of one name and generation are told apart."""
+    for generation in (0, 0, 1, 2, 2):
+        with rank.group(generation=generation) as group:
+            tensor = torch.ones(10)
+            group.all_reduce(tensor).wait()
+            assert tensor.tolist() == [rank.size] * 10
+
+
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
+def test_groups_come_and_go_in_the_same_processes(transport: str, tmp_path: Path) -> None:
+    run_ranks(run_one_after_another, 3, tmp_path, transport)
+
+
+def test_threads_of_one_process_can_be_ranks() -> None:
+    store = HashStore()
+    digests: dict[int, str] = {}
+
+    def main(rank: int) -> None:
+        with Group.create(store, rank, 3, timeout_s=30) as group:
+            digests[rank] = check_all_reduce(group)
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(digests) == 3
+    assert len(set(digests.values())) == 1

@@ -1,0 +1,264 @@
+"""Processes that are not our actors meet by URL; and what they are told when they cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import Group, StaleStore, StoreLost, StoreTimeout, store_from_url
+from collectives.stores.file_store import FileStore
+from tests.harness.ranks import FORKS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Processes:
+    """One per rank, each with its own environment."""
+
+    def __init__(self) -> None:
+        self._started: list[tuple[Any, Connection]] = []
+
+    def start(self, body: Callable[..., Any], *arguments: Any, **environment: str) -> None:
+        ours, theirs = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(
+            target=_main, args=(body, arguments, environment, theirs), daemon=True
+        )
+        process.start()
+        theirs.close()
+        self._started.append((process, ours))
+
+    def results(self) -> list[Any]:
+        found = []
+        for process, pipe in self._started:
+            assert pipe.poll(40), "no answer"
+            value, failure = pipe.recv()
+            assert not failure, failure
+            found.append(value)
+            process.join(10)
+            assert process.exitcode == 0
+        return found
+
+    def stop(self) -> None:
+        for process, pipe in self._started:
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _main(
+    body: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
+    pipe: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    try:
+        pipe.send((body(*arguments), ""))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    started = Processes()
+    yield started
+    started.stop()
+
+
+def sum_of_ranks(url: str, rank: int | None = None, size: int | None = None) -> list[float]:
+    with Group.from_url(url, rank, size, timeout_s=30) as group:
+        assert group.timeout_s == 30
+        tensor = torch.tensor([float(group.rank), 1.0])
+        group.all_reduce(tensor).wait()
+        return tensor.tolist()
+
+
+def test_ranks_meet_at_a_tcp_url_in_any_order(processes: Processes, port: int) -> None:
+    for rank in (2, 1, 0):
+        processes.start(sum_of_ranks, f"tcp://127.0.0.1:{port}?rank={rank}&world_size=3")
+    assert processes.results() == [[3.0, 3.0]] * 3
+
+
+def test_ranks_meet_in_a_file_and_leave_none(processes: Processes, tmp_path: Path) -> None:
+    path = tmp_path / "a store"
+    for rank in range(3):
+        processes.start(sum_of_ranks, f"file://{str(path).replace(' ', '%20')}", rank, 3)
+    assert processes.results() == [[3.0, 3.0]] * 3
+    assert not path.exists()
+
+
+def test_ranks_meet_by_their_environment(processes: Processes, port: int) -> None:
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    processes.start(sum_of_ranks, "env://", RANK="1", **place)
+    processes.start(sum_of_ranks, "env://", RANK="0", **place)
+    assert processes.results() == [[1.0, 2.0]] * 2
+
+
+def through_gloo(url: str, rank: int) -> list[Any]:
+    store, rank, size = store_from_url(url, rank, timeout_s=30)
+    found: list[Any] = []
+    for generation in range(2):
+        with Group.create(store, rank, size, generation=generation, timeout_s=30) as group:
+            tensor = torch.tensor([rank + 1.0])
+            group.all_reduce(tensor).wait()
+            found += [group.backend, tensor.item()]
+    return found
+
+
+def test_hosts_that_share_only_a_port_meet_for_several_generations(
+    processes: Processes, port: int
+) -> None:
+    for rank in range(2):
+        url = f"tcp://127.0.0.1:{port}?world_size=2"
+        processes.start(through_gloo, url, rank, CHORUSLINE_HOST_ID=f"host {rank}")
+    assert processes.results() == [["gloo", 3.0] * 2] * 2
+
+
+def test_who_does_not_come_is_named(processes: Processes, port: int, tmp_path: Path) -> None:
+    for url in (f"tcp://127.0.0.1:{port}", f"file://{tmp_path}/store"):
+        with pytest.raises(StoreTimeout, match=r"ranks \[1, 2\] of 3 did not come"):
+            Group.from_url(url, 0, 3, timeout_s=0.5)
+
+
+def test_a_rank_whose_host_does_not_come_says_who_hosts(port: int) -> None:
+    began_at = time.monotonic()
+    with pytest.raises(
+        StoreLost,
+        match=rf"rank 1 has no store at 127.0.0.1:{port}: .* rank 0 hosts it: check that it runs",
+    ):
+        Group.from_url(f"tcp://127.0.0.1:{port}", 1, 2, timeout_s=1)
+    assert time.monotonic() - began_at < 10
+
+
+@pytest.fixture
+def stranger() -> Iterator[int]:
+    """The port of somebody who listens and never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        listening.listen()
+        yield int(listening.getsockname()[1])
+
+
+def test_a_port_that_is_taken_is_an_error_on_rank_0(stranger: int) -> None:
+    with pytest.raises(StoreLost, match=r"address already in use.* Choose a port that is free"):
+        store_from_url(f"tcp://127.0.0.1:{stranger}", 0, 2, timeout_s=1)
+
+
+def test_a_stranger_at_the_port_does_not_hold_a_rank_for_ever(stranger: int) -> None:
+    with pytest.raises(StoreLost, match=r"it did not answer within 3.3 s. rank 0 hosts it"):
+        store_from_url(f"tcp://127.0.0.1:{stranger}", 1, 2, timeout_s=0.3)
+
+
+def die_holding(path: str) -> None:
+    store = FileStore(path)
+    store.set("key", "1")
+    os._exit(0)
+
+
+def test_the_file_of_an_earlier_run_is_reported_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    process = FORKS.Process(target=die_holding, args=(str(path),))
+    process.start()
+    process.join(10)
+    for rank in range(2):
+        with pytest.raises(StaleStore, match=rf"Remove it \(rm {path}\) and start all ranks again"):
+            Group.from_url(f"file://{path}", rank, 2)
+
+
+BAD = {
+    "nonsense": "url 'nonsense' is of no kind that we know; write tcp://host:port, file:///abs",
+    "http://host:1": "is of no kind that we know",
+    "tcp://host:no": "cannot be read: Port could not be cast",
+    "tcp://host?rank=0&world_size=1": "lacks a host or a port; write tcp://host:port",
+    "tcp://:80?rank=0&world_size=1": "lacks a host or a port",
+    "tcp://host:0?rank=0&world_size=1": "port must be in [1, 65535], got 0; all ranks need the",
+    "tcp://host:80?world_size=1": "rank is missing: pass rank=..., or set the parameter rank of",
+    "tcp://host:80?rank=0": "size is missing: pass size=..., or set the parameter world_size of",
+    "tcp://host:80?rank=x&world_size=1": "rank must be a whole number, got 'x'",
+    "tcp://host:80?rank=1&world_size=1": "rank must be in [0, 1), got 1",
+    "tcp://host:80?rank=0&world_size=0": "size must be at least 1, got 0",
+    "tcp://host:80?rank=0&worldsize=2": "has the parameter 'worldsize'; known: rank, world_size",
+    "tcp://host:80?rank=0&rank=1": "names a parameter twice",
+    "file://store?rank=0&world_size=1": "has no absolute path; write file:///absolute/path",
+    "file:///?rank=0&world_size=1": "cannot be opened: Is a directory; name a file in a folder",
+    "file:///no/such?rank=0&world_size=1": "No such file or directory; name a file in a folder",
+    "env://": "needs the environment variable MASTER_ADDR, which is not set. Set MASTER_ADDR,",
+}
+
+
+@pytest.mark.parametrize("url", BAD)
+def test_a_bad_url_is_answered_with_the_mend(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=re.escape(BAD[url])):
+        store_from_url(url)
+
+
+def test_what_the_environment_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "eighty")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"rank is missing: .* the environment variable RANK"):
+        store_from_url("env://")
+    with pytest.raises(ValueError, match="MASTER_PORT must be a whole number, got 'eighty'"):
+        store_from_url("env://", 0)
+    with pytest.raises(ValueError, match="size=3 is given, but url 'env://' says 2; leave one"):
+        store_from_url("env://", 0, 3)
+    with pytest.raises(TypeError, match="url must be a string, got int"):
+        store_from_url(80)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
+        store_from_url("env://", timeout_s=0)
+
+
+PROGRAM = r"""
+import os, sys
+import torch
+from collectives import Group, store_from_url
+
+store, rank, size = store_from_url("env://", timeout_s=30)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    store.set("left over", "1")
+    store.add("group/default/0/created_by/0", 1)  # As a rank that came alone.
+    sys.exit(rank)
+assert not store.check(["left over"])
+with Group.create(store, rank, size, timeout_s=30) as group:
+    tensor = torch.tensor([rank + 1.0])
+    group.all_reduce(tensor).wait()
+    sys.stdout.write(f"sum {tensor.item()}\n")  # In one piece: the ranks share the pipe.
+"""
+
+
+def test_torchrun_hosts_the_store_and_its_second_attempt_starts_anew(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, str(program)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("sum 3.0") == 2

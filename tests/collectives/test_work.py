@@ -1,0 +1,201 @@
+"""The handle of an operation: cancelled, failed, awaited; and groups used where they cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from collectives.contract.errors import CollectiveTimeout, GroupAborted, GroupClosed
+from collectives.group import Group
+from collectives.stores.store import HashStore
+from tests.collectives.test_subgroups import error_of
+from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
+
+transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
+
+
+def cancel_one(rank: Rank) -> Any:
+    group = rank.group()
+    group.barrier().wait()
+    work = group.all_reduce(torch.ones(3)) if rank.rank != 1 else None
+    if rank.rank == 1:
+        rank.store.wait(["said/cancelled/0"], 60)
+        return error_of(lambda: group.barrier().wait())
+    if rank.rank == 0:
+        time.sleep(0.1)
+        assert work is not None
+        assert work.cancel()
+        rank.say("cancelled")
+    assert work is not None
+    future = work.get_future()
+    error = error_of(work.wait)
+    assert future.done()
+    with pytest.raises(GroupAborted):
+        future.wait()
+    with pytest.raises(GroupAborted):
+        work.result()
+    assert not work.cancel()
+    return error
+
+
+@transports
+def test_cancel_ends_the_generation_and_says_who_and_where(transport: str, tmp_path: Path) -> None:
+    for error in run_ranks(cancel_one, 3, tmp_path, transport):
+        assert isinstance(error, GroupAborted)
+        assert error.ranks == [0]
+        assert "all_reduce #1 (3 float32) was cancelled at" in str(error)
+        assert "test_work.py:" in str(error)
+
+
+def miss_barriers(rank: Rank, wait_all_ranks: bool) -> Any:
+    group = rank.group()
+    if rank.rank in (1, 3):
+        rank.store.wait(["said/over/0", "said/over/2"], 60)
+        return None
+    error = error_of(lambda: group.monitored_barrier(0.5, wait_all_ranks).wait())
+    rank.say("over")
+    return error
+
+
+@transports
+@pytest.mark.parametrize(("wait_all_ranks", "missing"), [(False, [1]), (True, [1, 3])])
+def test_a_monitored_barrier_names_the_missing(
+    transport: str, wait_all_ranks: bool, missing: list[int], tmp_path: Path
+) -> None:
+    errors = run_ranks(miss_barriers, 4, tmp_path, transport, wait_all_ranks)
+    for error in errors[::2]:
+        assert isinstance(error, CollectiveTimeout)
+        assert error.ranks == missing
+        assert f"ranks {missing} did not arrive" in str(error)
+
+
+def wait_in_a_callback(rank: Rank) -> list[float]:
+    """As PowerSGD does: the second collective is issued, and waited for, in a callback."""
+    group = rank.group()
+    tensors = [torch.ones(5), torch.ones(300_000), torch.ones(7)]
+    first, second = (group.all_reduce(t) for t in tensors[:2])
+
+    def callback(_: object) -> float:
+        group.all_reduce(tensors[2]).wait()
+        return float(tensors[2][0])
+
+    chained = first.get_future().then(callback)
+    first.wait()
+    second.wait()
+    return [chained.wait(), float(tensors[1][-1])]
+
+
+def test_a_callback_may_wait_for_another_work_of_the_group(tmp_path: Path) -> None:
+    assert run_ranks(wait_in_a_callback, 3, tmp_path) == [[3.0, 3.0]] * 3
+
+
+def wait_in_a_callback_of_gloo(rank: Rank) -> str:
+    group = rank.group()
+    tensor = torch.ones(3)
+
+    def callback(_: object) -> None:
+        group.all_reduce(tensor).wait()
+
+    chained = group.all_reduce(torch.ones(5)).get_future().then(callback)
+    try:
+        chained.wait()
+    except RuntimeError as error:
+        group.barrier().wait()
+        return str(error)
+    return ""
+
+
+def test_where_a_callback_cannot_wait_it_is_told_instead_of_hanging(tmp_path: Path) -> None:
+    for told in run_ranks(wait_in_a_callback_of_gloo, 2, tmp_path, GLOO):
+        assert "a callback waits for all_reduce #1 (3 float32) in the thread that" in told
+
+
+def await_a_late_rank(rank: Rank) -> tuple[float, int]:
+    """CPU seconds and turns of the loop while a peer lets it wait for half a second."""
+    group = rank.group()
+
+    async def main() -> tuple[float, int]:
+        if rank.rank == 1:
+            time.sleep(0.6)
+        turns = 0
+
+        async def tick() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0.01)
+                turns += 1
+
+        ticking = asyncio.create_task(tick())
+        before = time.process_time()
+        await group.all_reduce(torch.ones(3))
+        spent = time.process_time() - before
+        ticking.cancel()
+        return spent, turns
+
+    return asyncio.run(main())
+
+
+@transports
+def test_awaiting_a_late_rank_neither_blocks_nor_spins_the_loop(
+    transport: str, tmp_path: Path
+) -> None:
+    (spent_s, turns), _ = run_ranks(await_a_late_rank, 2, tmp_path, transport)
+    assert turns > 4, "blocked, it would turn once or twice; a loaded machine turns it seldom"
+    assert spent_s < 0.2
+
+
+# -- where it cannot be used -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[Group]:
+    with Group.create(HashStore(), 0, 1) as group:
+        yield group
+
+
+def test_a_closed_group_says_so_at_once(alone: Group) -> None:
+    done = alone.all_reduce(torch.ones(2))
+    alone.close()
+    with pytest.raises(GroupClosed, match=r"broadcast: this group .* is closed on this rank; make"):
+        alone.broadcast(torch.ones(2))
+    with pytest.raises(GroupClosed, match="all_gather_object: this group"):
+        alone.all_gather_object(1)
+    assert done.result().tolist() == [1, 1]
+
+
+def fork_and_use(rank: Rank) -> str:
+    group = rank.group()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with group:  # Closing it here must not close it there.
+                group.barrier()
+        except RuntimeError as error:
+            os.write(writer, str(error).encode())
+        group.abort("nor may this abort it")
+        os._exit(0)
+    os.waitpid(child, 0)
+    told = os.read(reader, 4000).decode()
+    group.barrier().wait()
+    return told
+
+
+@transports
+def test_a_fork_is_refused_and_leaves_the_group_alone(transport: str, tmp_path: Path) -> None:
+    for told in run_ranks(fork_and_use, 2, tmp_path, transport):
+        assert "barrier: this group belongs to process" in told
+        assert "call Group.create after the fork" in told
+
+
+def test_tensors_on_several_devices_are_refused_with_the_way_to_go(alone: Group) -> None:
+    tensors = [torch.ones(2), torch.ones(2, device="meta")]
+    with pytest.raises(ValueError, match=r"holds tensors on cpu, meta, but .* docs/collectives.md"):
+        alone.all_reduce(tensors)  # type: ignore[arg-type]

@@ -1,0 +1,216 @@
+"""DistributedDataParallel: one gradient for all ranks, and a model that is the same on each."""
+
+import copy
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, largest_difference, loss_of, make_model
+
+
+def starting_point(group):
+    torch.manual_seed(group.rank)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    module.register_buffer("mask", torch.rand(5) > 0.5)
+    model = cl.DistributedDataParallel(module, group)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_all_ranks_start_from_rank_0_whatever_the_dtype(ranks_of):
+    first, *others = ranks_of(3).run(starting_point)
+    assert "module.0.weight" in first
+    for other in others:
+        assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
+
+
+def gradients(group, dtype):
+    model = cl.DistributedDataParallel(make_model(dtype), group)
+    loss_of(model, batches_of(group.rank, 1, dtype)[0]).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_are_the_mean_over_all_ranks(ranks_of, dtype):
+    model = make_model(torch.float64)
+    model.load_state_dict(make_model(dtype).state_dict())
+    for rank in range(3):
+        batch = batches_of(rank, 1, dtype)[0].double()
+        (loss_of(model, batch) / 3).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    results = ranks_of(3).run(gradients, dtype)
+    tolerance = {torch.float64: 1e-15, torch.float32: 1e-7, torch.bfloat16: 1e-2}[dtype]
+    for mine in results:
+        assert largest_difference(mine, expected) < tolerance
+        assert all(torch.equal(a, b) for a, b in zip(mine, results[0], strict=True))
+
+
+def accumulate(group):
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    first, second = batches_of(group.rank, 2, torch.float64)
+    before = group.statistics.snapshot()
+    with model.no_sync():
+        loss_of(model, first).backward()
+    silent = group.statistics.since(before).total_operations() == 0
+    loss_of(model, second).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()], silent
+
+
+def test_no_sync_accumulates_and_the_next_pass_sends_the_sum(ranks_of):
+    model = make_model(torch.float64)
+    for rank in range(2):
+        for batch in batches_of(rank, 2, torch.float64):
+            (loss_of(model, batch) / 2).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    for mine, silent in ranks_of(2).run(accumulate):
+        assert silent
+        assert largest_difference(mine, expected) < 1e-15
+
+
+def three_layers():
+    layers = torch.nn.Sequential(*(torch.nn.Linear(3, 3, dtype=torch.float64) for _ in range(3)))
+    with torch.no_grad():
+        for number, parameter in enumerate(layers.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 5 - 1.5 + number)
+    return layers
+
+
+def loss_on(rank, model):
+    return model(torch.full((2, 3), 1.0 + rank, dtype=torch.float64)).square().mean()
+
+
+def fine_tune(group):
+    """Rank 0 freezes the last layer, whose buckets come first, after a step of all layers."""
+    layers = three_layers()
+    model = cl.DistributedDataParallel(layers, group, bucket_cap_mb=1e-5)
+    loss_on(group.rank, model).backward()
+    model.zero_grad()
+    layers[2].requires_grad_(group.rank != 0)
+    before = group.statistics.snapshot()
+    launched = []
+    layers[0].weight.register_post_accumulate_grad_hook(
+        lambda _: launched.append(group.statistics.since(before).total_operations())
+    )
+    loss_on(group.rank, model).backward()
+    return launched, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_a_frozen_parameter_holds_up_no_bucket_and_adds_nothing(ranks_of):
+    alone = []
+    for rank in range(2):
+        layers = three_layers()
+        loss_on(rank, layers).backward()
+        alone.append([parameter.grad / 2 for parameter in layers.parameters()])
+    expected = [first + second for first, second in zip(*alone, strict=True)]
+    expected[4:] = alone[1][4:]
+    for launched, gradients in ranks_of(2).run(fine_tune):
+        assert launched[0] >= 4, "the buckets of the last two layers are not on their way"
+        assert largest_difference(gradients, expected) < 1e-12 * expected[0].abs().max()
+
+
+def running_statistics(group, sharded):
+    model = cl.DistributedDataParallel(make_model(torch.float32, batch_norm=True), group)
+    if sharded:
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cl.Join([model, optimizer] if sharded else [model]):
+        for batch in batches_of(group.rank, 2 + 2 * group.rank, torch.float32):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
+def test_buffers_and_parameters_are_equal_after_join(ranks_of, sharded):
+    first, *others = ranks_of(3).run(running_statistics, sharded)
+    assert first["module.1.num_batches_tracked"] == 6
+    for other in others:
+        assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
+
+
+def different_models(group, kind):
+    torch.manual_seed(0)
+    width = 4 if kind == "shape" and group.rank == 1 else 3
+    layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, width)]
+    if kind == "count" and group.rank == 1:
+        layers.append(torch.nn.Linear(3, 3))
+    with another_group(group) as own:
+        try:
+            cl.DistributedDataParallel(torch.nn.Sequential(*layers), own)
+        except cl.CollectiveMismatch as error:
+            return str(error)
+    return ""
+
+
+def test_models_that_differ_are_found_at_construction_and_named(ranks_of):
+    for told in ranks_of(3).run(different_models, "shape"):
+        assert "ranks [1]" in told and "parameter 2 differs" in told and "1.weight" in told
+    for told in ranks_of(3).run(different_models, "count"):
+        assert "different numbers of parameters" in told and "1: 6" in told
+
+
+def refusals(group):
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    split = torch.nn.Linear(2, 2)
+    split.bias = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    told = []
+    for module, options in (
+        (frozen, {}),
+        (split, {}),
+        (torch.nn.Linear(2, 2, device="meta"), {}),
+        (torch.nn.Linear(2, 2), {"bucket_cap_mb": 0}),
+        (torch.nn.LazyLinear(2), {}),
+    ):
+        try:
+            cl.DistributedDataParallel(module, group, **options)
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+    try:
+        cl.DistributedDataParallel(torch.nn.Linear(2, 2))
+    except RuntimeError as error:
+        told.append(str(error))
+    with another_group(group) as own:
+        try:
+            copy.deepcopy(cl.DistributedDataParallel(torch.nn.Linear(2, 2), own))
+        except TypeError as error:
+            told.append(str(error))
+    return told
+
+
+def test_unfit_modules_are_refused_with_the_mend(ranks_of):
+    frozen, split, elsewhere, cap, lazy, no_group, copied = ranks_of(1).run(refusals)[0]
+    assert "doesn't have any parameter that requires a gradient" in frozen
+    assert "several devices: weight on cpu, bias on meta" in split
+    assert "move the module with .to('cpu')" in elsewhere
+    assert "bucket_cap_mb must be positive, got 0" in cap
+    assert "Run a dummy forward pass" in lazy
+    assert "there is no default group" in no_group
+    assert "copy model.module, or save model.state_dict()" in copied
+
+
+def sparse(group):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True), own)
+        try:
+            model(torch.tensor([1])).sum().backward()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+    return ""
+
+
+def test_sparse_gradients_are_refused(ranks_of):
+    assert "only dense gradients are reduced" in ranks_of(1).run(sparse)[0]
+
+
+def test_arguments_of_torch_scripts_are_taken_or_refused_with_the_mend() -> None:
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        net = torch.nn.Linear(2, 2)
+        model = cl.DistributedDataParallel(net, group, device_ids=[0], output_device=0)
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+        with pytest.raises(ValueError, match="a rank owns one: start a worker for each"):
+            cl.DistributedDataParallel(net, group, device_ids=[0, 1])
+        with pytest.raises(ValueError, match=r"use torch\.autocast"):
+            cl.DistributedDataParallel(net, group, mixed_precision=object())

@@ -1,0 +1,79 @@
+"""What a model tells at INFO: its buckets, its unused parameters, and where its time goes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import DebugLevel, Group, HashStore, set_debug_level
+from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+from tests.harness.standing_ranks import StandingRanks
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = torch.nn.Linear(5, 3)
+        self.right = torch.nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, head: str) -> Any:
+        time.sleep(0.01)
+        return getattr(self, head)(x)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def train_and_tell(group: Group) -> tuple[list[str], Any]:
+    told = Lines()
+    logging.getLogger("chorusline").addHandler(told)
+    set_debug_level(DebugLevel.INFO)
+    try:
+        # 18 parameters of 4 bytes a head; a bucket takes 64 bytes, so every tensor has its own.
+        model = DistributedDataParallel(TwoHeads(), group, bucket_cap_mb=64 / (1 << 20))
+        for heads in (["right", "right"], ["right", "left"], ["right", "left"]):
+            model(torch.ones(2, 5), heads[group.rank]).sum().backward()
+        return told.lines, model.statistics()
+    finally:
+        set_debug_level(DebugLevel.OFF)
+        logging.getLogger("chorusline").removeHandler(told)
+
+
+def test_buckets_unused_parameters_and_times_are_told_on_every_rank(
+    ranks_of: Callable[[int], StandingRanks],
+) -> None:
+    for rank, (lines, statistics) in enumerate(ranks_of(2).run(train_and_tell)):
+        choice, first_unused, measured, *rest = lines
+        unused_lines = [first_unused, *rest]
+        assert choice.startswith(f"rank {rank}: 4 parameters in {len(statistics.buckets)} buckets")
+        assert "from right.bias to right.bias" in choice
+        assert measured.index("right.weight") < measured.index("left.weight"), "as they came"
+        unused = "parameters without a gradient in this step"
+        expected = [f"rank {rank}: {unused}: left.weight, left.bias"]
+        if rank == 1:
+            expected.append(f"rank 1: {unused}: right.weight, right.bias")
+        assert unused_lines == expected, "said once, and again when it changes"
+        assert statistics.steps == 3
+        assert 0.01 <= statistics.forward_s < 1
+        assert statistics.backward_s > 0
+        assert statistics.communication_s >= statistics.overlap_s >= 0
+        assert sum(statistics.buckets) >= 2 * 18 * 4
+        assert "3 steps on average: forward 1" in str(statistics)
+
+
+def test_below_info_nothing_is_timed_and_the_mend_is_told() -> None:
+    with Group.create(HashStore(), 0, 1) as group:
+        model = DistributedDataParallel(torch.nn.Linear(2, 2), group)
+        with pytest.raises(RuntimeError, match="CHORUSLINE_DEBUG=INFO"):
+            model.statistics()

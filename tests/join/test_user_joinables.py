@@ -1,0 +1,172 @@
+"""Joinables of the user's own: hooks, arguments, notifications, and the word about skew."""
+
+import asyncio
+import warnings
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+
+
+class CountingJoinable(cl.Joinable):
+    """A user's joinable: one all_reduce of ones per step."""
+
+    def __init__(self, group):
+        self.group = group
+        self.total = torch.zeros(1)
+        self.calls = []
+
+    def step(self):
+        cl.Join.notify_join_context(self)
+        value = torch.ones(1)
+        self.group.all_reduce(value).wait()
+        self.total += value
+
+    def join_hook(self, **kwargs):
+        outer = self
+
+        class Hook(cl.JoinHook):
+            def main_hook(self):
+                outer.calls.append("main")
+                outer.group.all_reduce(torch.zeros(1)).wait()
+
+            def post_hook(self, is_last_joiner):
+                outer.calls.append(("post", is_last_joiner, kwargs))
+
+        return Hook()
+
+    @property
+    def join_device(self):
+        return self.group.device
+
+    @property
+    def join_group(self):
+        return self.group
+
+
+def count_with_own_joinable(group, lengths):
+    joinable = CountingJoinable(group)
+    with cl.Join([joinable], color="blue"):
+        for _ in range(lengths[group.rank]):
+            joinable.step()
+    return joinable.total.item(), joinable.calls
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (3, 3), (0, 1), (4, 1, 2)])
+def test_main_hook_runs_once_per_step_that_some_rank_still_takes(ranks_of, lengths):
+    results = ranks_of(len(lengths)).run(count_with_own_joinable, lengths)
+    steps = max(lengths)
+    for rank, (total, calls) in enumerate(results):
+        alive = [sum(step < n for n in lengths) for step in range(lengths[rank])]
+        assert total == sum(alive)
+        post = ("post", lengths[rank] == steps, {"color": "blue"})
+        assert calls == ["main"] * (steps - lengths[rank]) + [post]
+
+
+def warned_of_skew(group, lengths, threshold):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        joinable = CountingJoinable(group)
+        with cl.Join([joinable], skew_warning=threshold):
+            for _ in range(lengths[group.rank]):
+                joinable.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_skew_past_the_threshold_is_told_with_the_numbers_of_all_ranks(ranks_of):
+    for told in ranks_of(2).run(warned_of_skew, (2, 8), 0.5):
+        assert "75%" in told[0] and "rank 0: 2, rank 1: 8" in told[0]
+    assert ranks_of(2).run(warned_of_skew, (5, 8), 0.5) == [[], []]
+    assert ranks_of(2).run(warned_of_skew, (2, 8), None) == [[], []]
+
+
+class Telling(CountingJoinable):
+    """Notes what is done to it in a list that several share."""
+
+    def __init__(self, group, name, told):
+        super().__init__(group)
+        self.name, self.told = name, told
+
+    def join_hook(self, **kwargs):
+        outer, inner = self, super().join_hook(**kwargs)
+        outer.told.append((outer.name, kwargs))
+
+        class Hook(cl.JoinHook):
+            def main_hook(self):
+                outer.told.append(f"{outer.name} main")
+                inner.main_hook()
+
+            def post_hook(self, is_last_joiner):
+                outer.told.append(f"{outer.name} post {is_last_joiner}")
+
+        return Hook()
+
+
+async def two_with_one_set_of_arguments(group, lengths):
+    told = []
+    first, second = Telling(group, "first", told), Telling(group, "second", told)
+    async with cl.Join([first, second], shape="round", size=3):
+        for _ in range(lengths[group.rank]):
+            first.step()
+            second.step()
+    return told, first.total.item(), second.total.item(), first._join
+
+
+def run_two(group, lengths):
+    return asyncio.run(two_with_one_set_of_arguments(group, lengths))
+
+
+def test_all_hooks_get_the_same_arguments_and_run_in_the_order_given(ranks_of):
+    same = {"shape": "round", "size": 3}
+    made = [("first", same), ("second", same)]
+    (early, *_), (late, one, other, join) = ranks_of(2).run(run_two, (1, 3))
+    assert early == [
+        *made,
+        *["first main", "second main"] * 2,
+        "first post False",
+        "second post False",
+    ]
+    assert late == [*made, "first post True", "second post True"]
+    assert one == other == 1 + 1 + 2 and join is None
+
+
+def notifications(group):
+    first, second = CountingJoinable(group), CountingJoinable(group)
+    outside = cl.Join.notify_join_context(first)
+    with cl.Join([first, second]):
+        before = group.statistics.snapshot()
+        work = cl.Join.notify_join_context(first)
+        nothing = cl.Join.notify_join_context(second)
+        sent = group.statistics.since(before).operations
+        for _ in range(2):  # What the hooks of a rank without data would meet.
+            group.all_reduce(torch.ones(1)).wait()
+    with cl.Join([first], enable=False):
+        disabled = cl.Join.notify_join_context(first)
+    return outside, work.is_completed(), work.result().tolist(), nothing, sent, disabled
+
+
+def test_the_first_joinables_notification_is_one_small_all_reduce(ranks_of):
+    for told in ranks_of(2).run(notifications):
+        assert told == (None, True, [1, 1], None, {"all_reduce": 1}, None)
+
+
+def raise_at_the_second_step(group):
+    told = []
+    with another_group(group) as own:
+        joinable = Telling(own, "it", told)
+        try:
+            with cl.Join([joinable]):
+                joinable.step()
+                if own.rank == 1:
+                    raise KeyError("no such column")
+        except (KeyError, cl.GroupAborted) as error:
+            told.append(type(error).__name__)
+    return told
+
+
+def test_an_exception_skips_the_hooks_that_end_a_join(ranks_of):
+    peer, culprit = ranks_of(2).run(raise_at_the_second_step)
+    assert culprit == [("it", {}), "KeyError"]
+    assert peer[-1] == "GroupAborted" and not any("post" in str(line) for line in peer)

@@ -1,0 +1,164 @@
+"""Workers that are told to end (SIGTERM) leave first: nothing is lost, also without replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from actors.errors import StateLost
+from runtime.program.context import call_of
+from tests.references.killed_runs import Kind, assert_as_if_nothing_was, die, train, wrap
+
+
+def slowly(
+    told_at: int = -1, then: Callable[[Any], None] = lambda optim: None
+) -> Callable[[cl.Context, Any], None]:
+    """Steps that take a while; the process is told to end when it has taken `told_at` of them."""
+
+    def act(ctx: cl.Context, optim: Any) -> None:
+        step = optim.step
+
+        def stepped(*args: Any) -> Any:
+            if optim.progress.ballots == told_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+                then(optim)
+            time.sleep(0.1)
+            return step(*args)
+
+        optim.step = stepped
+
+    return act
+
+
+KINDS = {
+    "AdamW": Kind(replicas=1, num_epochs=3),
+    "SGD with momentum, many buckets": Kind(
+        torch.optim.SGD,
+        {"lr": 0.05, "momentum": 0.9},
+        replicas=1,
+        bucket_cap_mb=0.001,
+        num_epochs=3,
+    ),
+    "bfloat16 and masters": Kind(dtype=torch.bfloat16, replicas=1, num_epochs=3),
+    "accumulation": Kind(accumulate=2, replicas=1, num_epochs=4),
+    "two replicas": Kind(num_epochs=3),
+}
+
+
+@pytest.mark.parametrize(
+    "name, leaver",
+    [
+        pytest.param(name, i % 3, marks=[pytest.mark.slow] if i else [], id=name)
+        for i, name in enumerate(KINDS)
+    ],
+)
+async def test_a_worker_that_is_told_to_end_hands_over_what_it_keeps_and_leaves(
+    session: cl.Session, tmp_path: Path, name: str, leaver: int
+) -> None:
+    kind = KINDS[name]
+    acts = {seat: slowly(1 if seat == leaver else -1) for seat in range(3)}
+    victims = {leaver: (-1, "")}
+    told = await session.run(train, kind=kind, folder=str(tmp_path), victims=victims, acts=acts)
+    assert {one.world_size for one in told} == {2}
+    assert_as_if_nothing_was(kind, str(tmp_path), told, victims)
+
+
+def dies_handing_over(is_done: bool) -> Callable[[cl.Context, Any], None]:
+    leaves = slowly(1)
+
+    def act(ctx: cl.Context, optim: Any) -> None:
+        leaves(ctx, optim)
+        wrap(
+            call_of(ctx).recovery,
+            "_hand_over",
+            first=None if is_done else die,
+            then=die if is_done else None,
+        )
+
+    return act
+
+
+@pytest.mark.slow
+async def test_a_worker_that_dies_when_it_has_handed_over_has_left_nothing_to_lose(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    kind = KINDS["AdamW"]
+    acts = {0: slowly(), 1: dies_handing_over(is_done=True), 2: slowly()}
+    victims = {1: (-1, "")}
+    told = await session.run(train, kind=kind, folder=str(tmp_path), victims=victims, acts=acts)
+    assert {one.world_size for one in told} == {2}
+    assert_as_if_nothing_was(kind, str(tmp_path), told, victims)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_dies_before_it_has_handed_over_takes_its_shard_along(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    acts = {0: slowly(), 1: dies_handing_over(is_done=False), 2: slowly()}
+    with pytest.raises(StateLost, match="no rank holds bucket"):
+        await session.run(
+            train, kind=KINDS["AdamW"], folder=str(tmp_path), victims={1: (-1, "")}, acts=acts
+        )
+
+
+HEARING = """
+import os, signal, sys, threading
+from actors.notice import hear_sigterm
+heard = threading.Event()
+hear_sigterm(heard.set)
+read, write = os.pipe()
+child = os.fork()
+if not child:
+    os.write(write, b"ready")
+    signal.pause()
+os.read(read, 5)
+os.kill(child, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+assert not heard.is_set()
+os.kill(os.getpid(), signal.SIGTERM)
+assert heard.wait(10)
+os.kill(os.getpid(), signal.SIGTERM)  # Told once.
+assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "it does not end by itself"
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_is_heard_by_the_process_and_ends_those_that_it_has_forked() -> None:
+    done = subprocess.run([sys.executable, "-c", HEARING], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def pid_of(ctx: cl.Context) -> int:
+    return os.getpid()
+
+
+@pytest.mark.slow
+async def test_an_idle_worker_that_is_told_to_end_does_so_and_the_others_stay(
+    session: cl.Session,
+) -> None:
+    before = await session.run(pid_of)
+    os.kill(before[1], signal.SIGTERM)
+    deadline = time.monotonic() + 20
+    while is_alive(before[1]) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert not is_alive(before[1])
+    after = await session.run(pid_of)
+    assert before[1] not in after and {before[0], before[2]} <= set(after)
+    assert len(await session.run(pid_of)) == 3
+
+
+def is_alive(pid: int) -> bool:
+    """Not one that its parent has only to bury yet."""
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()

@@ -1,0 +1,291 @@
+"""A worker is killed at every phase of a step, for real, and the others go on as if nothing was.
+
+What they end with is compared, bit by bit, with one process that takes the same steps over the
+same samples: nothing may be lost, repeated, or reduced in another order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from ray import cloudpickle
+
+import chorusline as cl
+from actors.errors import StateLost, WorkerLost
+from runtime.program.context import call_of
+from runtime.zero.parameter_shard import ParameterShard
+from tests.references import training_to_kill
+from tests.references.training_to_kill import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    NUM_SAMPLES,
+    Samples,
+    die,
+    loss_of,
+    network,
+)
+
+cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
+
+
+@dataclass
+class Told:
+    """What a rank returns. taken: by step that counts, the samples of this rank in it."""
+
+    pid: int
+    rank: int
+    world_size: int
+    parameters: list[torch.Tensor]
+    taken: dict[int, list[int]]
+    ids_of_the_lost: list[int]
+    num_steps: int
+    state_numel: int
+
+
+def before(owner: Any, name: str) -> None:
+    """Die when `owner.name` is called next."""
+    assert hasattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: die())
+
+
+def after(owner: Any, name: str) -> None:
+    """Die when `owner.name` has returned next."""
+    original = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        die()
+
+    setattr(owner, name, called)
+
+
+PHASES: dict[str, Callable[[Any], None]] = {
+    "while gradients are reduced (1)": lambda optim: before(optim.reducer, "wait"),
+    "after they are reduced": lambda optim: after(optim.reducer, "wait"),
+    "while replicas get theirs (2)": lambda optim: after(optim.shard, "start_replicating"),
+    "before it votes (3)": lambda optim: before(optim._ballot, "hold"),
+    "when it has seen the ballot": lambda optim: after(optim._ballot, "hold"),
+    "before it applies (4)": lambda optim: before(optim.shard, "apply"),
+    "when it has applied": lambda optim: after(optim.shard, "apply"),
+    "while parameters are gathered (5)": lambda optim: after(optim.shard, "start_gather"),
+    "after the step": lambda optim: after(optim, "_try_step"),
+}
+
+
+def train(
+    ctx: cl.Context,
+    victims: dict[int, tuple[int, str]],
+    replicas: int = 2,
+    num_epochs: int = 1,
+    in_recovery: dict[int, Callable[[cl.Context], None]] | None = None,
+) -> Told:
+    """victims: by first rank, the step in which it dies, and the phase. in_recovery: by first rank,
+    what is done to its context at the start."""
+    first_rank = ctx.rank
+    (in_recovery or {}).get(first_rank, lambda _: None)(ctx)
+    model = cl.DistributedDataParallel(network(), bucket_cap_mb=0.001)
+    optim = cl.ZeroRedundancyOptimizer(
+        model, torch.optim.AdamW, lr=LEARNING_RATE, replicas=replicas
+    )
+    taken: dict[int, list[int]] = {}
+    lost: list[int] = []
+    for epoch in ctx.epochs(num_epochs):
+        with cl.Join([model, optim], divide_by_initial_world_size=False):
+            shard = ctx.shard(Samples(), BATCH_SIZE, epoch=epoch)
+            for numbers, inputs, targets in shard:
+                loss_of(model, inputs, targets).backward()
+                step, phase = victims.get(first_rank, (-1, ""))
+                if optim.num_steps == step:
+                    PHASES[phase](optim)
+                optim.step()
+                optim.zero_grad()
+                taken[optim.num_steps] = numbers.tolist()
+            lost += shard.ids_of_the_lost
+    state = optim.shard_optimizer.state.values() if optim.shard_optimizer else ()
+    return Told(
+        os.getpid(),
+        ctx.rank,
+        ctx.world_size,
+        [p.detach().clone() for p in model.parameters()],
+        taken,
+        lost,
+        optim.num_steps,
+        sum(t.numel() for s in state for t in s.values() if t.dim() > 0),
+    )
+
+
+def assert_equal_and_whole(told: list[Told], num_epochs: int = 1) -> None:
+    """All that are left hold the same bits, and every sample was used once in each epoch."""
+    assert [one.rank for one in told] == list(range(len(told)))
+    for one in told[1:]:
+        assert all(map(torch.equal, one.parameters, told[0].parameters))
+        assert one.num_steps == told[0].num_steps
+        assert one.ids_of_the_lost == told[0].ids_of_the_lost
+    # What the survivors took, and what the victims did before they died.
+    taken = [n for one in told for numbers in one.taken.values() for n in numbers]
+    assert sorted(taken + told[0].ids_of_the_lost) == sorted([*range(NUM_SAMPLES)] * num_epochs)
+
+
+def reference(told: list[Told], victim: int, num_ranks: int) -> list[torch.Tensor]:
+    """One process that takes the same steps over the same samples, and adds in the same order."""
+    model = network()
+    optim = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    samples = Samples()
+    lost = told[0].ids_of_the_lost
+    of_survivors = iter(told)
+    taken = [
+        {n: lost[(n - 1) * BATCH_SIZE : n * BATCH_SIZE] for n in range(1, told[0].num_steps + 1)}
+        if rank == victim
+        else next(of_survivors).taken
+        for rank in range(num_ranks)
+    ]
+    for step in range(1, told[0].num_steps + 1):
+        batches = [numbers for of_rank in taken if (numbers := of_rank.get(step))]
+        total = [torch.zeros_like(p) for p in model.parameters()]
+        for numbers in batches:
+            model.zero_grad()
+            loss_of(model, samples.inputs[numbers], samples.targets[numbers]).backward()
+            for so_far, p in zip(total, model.parameters(), strict=True):
+                so_far += p.grad
+        for so_far, p in zip(total, model.parameters(), strict=True):
+            p.grad = so_far / len(batches)
+        optim.step()
+    return [p.detach() for p in model.parameters()]
+
+
+CASES = [
+    pytest.param(
+        phase,
+        victim,
+        marks=[] if number % 2 == 0 and number % 3 == victim else [pytest.mark.slow],
+        id=f"{phase}-{victim}",
+    )
+    for number, phase in enumerate(PHASES)
+    for victim in range(3)
+]
+"""Every phase on every rank; in the fast suite every other phase, on one of them."""
+
+
+@pytest.mark.parametrize("phase, victim", CASES)
+async def test_a_killed_worker_costs_no_step_and_no_sample(
+    session: cl.Session, phase: str, victim: int
+) -> None:
+    told = await session.run(train, victims={victim: (2, phase)})
+    assert {one.world_size for one in told} == {2}
+    assert_equal_and_whole(told)
+    expected = reference(told, victim, num_ranks=3)
+    assert all(map(torch.equal, told[0].parameters, expected))
+
+
+@pytest.mark.slow
+async def test_one_death_after_another_leaves_one_that_has_everything(session: cl.Session) -> None:
+    phase = "when it has seen the ballot"
+    told = await session.run(train, victims={0: (1, phase), 2: (4, phase)}, num_epochs=2)
+    assert [one.world_size for one in told] == [1]
+    assert_equal_and_whole(told, num_epochs=2)
+
+
+def dies_before(name: str) -> Callable[[cl.Context], None]:
+    return lambda ctx: before(call_of(ctx).recovery, name)
+
+
+def dies_before_it_sends(ctx: cl.Context) -> None:
+    before(ParameterShard, "complete")
+
+
+def dies_before_it_connects(ctx: cl.Context) -> None:
+    assert call_of(ctx).recovery is not None
+    before(call_of(ctx).recovery._lifeline, "connect")
+
+
+IN_RECOVERY = {
+    "before it meets the others (c)": dies_before_it_connects,
+    "before it sends what moves (d)": dies_before_it_sends,
+    "before it deals the samples (e)": dies_before("_deal"),
+}
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, marks=[pytest.mark.slow] if "(d)" in moment else [])
+        for moment in IN_RECOVERY
+    ],
+)
+async def test_a_death_while_the_others_recover_from_a_death_is_survived(
+    session: cl.Session, moment: str
+) -> None:
+    told = await session.run(
+        train,
+        victims={0: (2, "after they are reduced")},
+        in_recovery={1: IN_RECOVERY[moment]},
+        # When ranks 0 and 1 are gone, two copies of rank 0's shard are.
+        replicas=3,
+    )
+    assert [one.world_size for one in told] == [1]
+    assert_equal_and_whole(told)
+
+
+async def test_without_replicas_the_lost_state_is_named(session: cl.Session) -> None:
+    with pytest.raises(StateLost) as raised:
+        await session.run(train, victims={1: (2, "before it votes (3)")}, replicas=1)
+    assert "no rank holds bucket 0[" in str(raised.value)
+    assert "replicas=2" in str(raised.value)
+
+
+@pytest.mark.slow
+async def test_more_losses_than_allowed_end_the_run(cluster: None) -> None:
+    few = {"CPU": 0.1}
+    async with cl.Session((2, 2), resources_per_worker=few, timeout_s=20) as session:
+        with pytest.raises(WorkerLost, match="rank 1 of generation 0 is gone"):
+            await session.run(train, victims={1: (2, "before it votes (3)")})
+
+
+def raise_on_rank_1(ctx: cl.Context) -> None:
+    model = cl.DistributedDataParallel(network())
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        if ctx.rank == 1 and step == 1:
+            raise ValueError("a mistake of the user's")
+        optim.step()
+
+
+async def test_an_exception_of_the_function_is_not_survived(session: cl.Session) -> None:
+    with pytest.raises(ValueError, match="a mistake of the user's"):
+        await session.run(raise_on_rank_1)
+
+
+def stop_on_rank_1(ctx: cl.Context) -> Told:
+    """In the third step, which has a short deadline; the meetings before and after it, in which a
+    busy machine may take its time, have the session's."""
+
+    def prepare(context: cl.Context) -> None:
+        original = cl.ZeroRedundancyOptimizer._try_step
+
+        def stepped(optim: cl.ZeroRedundancyOptimizer, is_live: bool) -> None:
+            if optim.num_steps == 1:
+                context.group.timeout_s = 3.0  # Of what is issued from now on.
+            if optim.num_steps == 2 and first_rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            original(optim, is_live)
+
+        cl.ZeroRedundancyOptimizer._try_step = stepped  # type: ignore[method-assign]
+
+    first_rank = ctx.rank
+    return train(ctx, {}, in_recovery=dict.fromkeys(range(3), prepare))
+
+
+@pytest.mark.slow
+async def test_a_stopped_process_is_killed_and_survived(cluster: None) -> None:
+    few = {"CPU": 0.1}
+    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=30) as session:
+        told = await session.run(stop_on_rank_1)
+    assert [one.world_size for one in told] == [2, 2]
+    assert_equal_and_whole(told)

@@ -1,0 +1,231 @@
+"""Deaths when the ranks are not in the same place: one is a step ahead, one has returned."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from runtime.program.context import call_of
+from tests.references.killed_runs import (
+    NUM_SAMPLES,
+    Kind,
+    Net,
+    Samples,
+    assert_as_if_nothing_was,
+    die,
+    one_thread,
+    train,
+    wrap,
+)
+
+
+def at_step(optim: Any, ballots: int, do: Callable[[], None]) -> None:
+    """Call `do` when the step begins before which there were so many."""
+    original = optim._take_step
+
+    def take_step(is_live: bool) -> None:
+        if optim.progress.ballots == ballots:
+            do()
+        original(is_live)
+
+    optim._take_step = take_step
+
+
+def is_slow(ballots: int) -> Callable[[cl.Context, Any], None]:
+    """In that step, the rank hands its parameters out, looks for the others' when one of those has
+    died, and finds nothing: as between hosts, where a death takes along what was on its way."""
+
+    def act(ctx: cl.Context, optim: Any) -> None:
+        def look() -> None:
+            while (failure := ctx.group.failure()) is None:
+                time.sleep(0.01)
+            for bucket in optim.shard.buckets:
+                kept = [kept.values.clone() for kept in bucket.ranges]
+                bucket.flat.fill_(torch.nan)
+                for values, was in zip(bucket.ranges, kept, strict=True):
+                    values.values.copy_(was)
+            raise failure
+
+        at_step(optim, ballots, lambda: wrap(optim.shard, "start_gather", then=look))
+
+    return act
+
+
+def dies_after(ballots: int, seconds: float = 1.0) -> Callable[[cl.Context, Any], None]:
+    """When that step is over here."""
+
+    def later() -> None:
+        time.sleep(seconds)
+        die()
+
+    return lambda ctx, optim: at_step(optim, ballots, lambda: wrap(optim, "_try_step", then=later))
+
+
+ONE_BUCKET = Kind(bucket_cap_mb=25.0, num_epochs=1)
+
+
+async def test_a_death_before_the_first_step_after_a_death_repeats_no_sample(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    victims = {0: (2, "before it votes (3)"), 1: (2, "when it has recovered")}
+    acts = {1: lambda ctx, optim: wrap(call_of(ctx).recovery, "recover", then=die)}
+    told = await session.run(
+        train, kind=ONE_BUCKET, folder=str(tmp_path), victims=victims, acts=acts
+    )
+    assert [one.world_size for one in told] == [1]
+    assert_as_if_nothing_was(ONE_BUCKET, str(tmp_path), told, victims)
+
+
+async def test_who_is_behind_takes_the_last_step_that_another_has_begun(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    # 61 samples in batches of 4: rank 0 has a sixth, alone. Rank 2 still gathers the fifth step.
+    victims = {1: (5, "when the others have nothing left")}
+    acts = {1: dies_after(4), 2: is_slow(4)}
+    told = await session.run(
+        train, kind=ONE_BUCKET, folder=str(tmp_path), victims=victims, acts=acts
+    )
+    assert [one.world_size for one in told] == [2, 2]
+    assert_as_if_nothing_was(ONE_BUCKET, str(tmp_path), told, victims)
+
+
+async def test_who_has_returned_helps_another_to_end_its_last_step(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    victims = {1: (6, "when another has returned")}
+    acts = {
+        0: is_slow(5),
+        1: dies_after(5),
+        # What the function had made is garbage then.
+        2: lambda ctx, optim: wrap(call_of(ctx).recovery, "finish", first=gc.collect),
+    }
+    told = await session.run(
+        train, kind=ONE_BUCKET, folder=str(tmp_path), victims=victims, acts=acts
+    )
+    assert [one.world_size for one in told] == [2, 3]  # As they were when the function returned.
+    assert_as_if_nothing_was(ONE_BUCKET, str(tmp_path), told, victims)
+
+
+# ── Two models ───────────────────────────────────────────────────────────────────────────────────
+
+NUM_STEPS = 6
+
+
+def critic() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 17), torch.nn.Tanh(), torch.nn.Linear(17, 1)
+    ).double()
+
+
+def losses_of(
+    maker: torch.nn.Module, judge: torch.nn.Module, numbers: list[int], samples: Samples
+) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    inputs, real = samples.inputs[numbers], samples.targets[numbers]
+
+    def of_judge() -> torch.Tensor:
+        return judge(maker(inputs).detach()).square().mean() + (judge(real) - 1).square().mean()
+
+    return of_judge, lambda: (judge(maker(inputs)) - 1).square().mean()
+
+
+def numbers_of(seat: int, step: int) -> list[int]:
+    return [(seat * 20 + step * 3 + i) % NUM_SAMPLES for i in range(3)]
+
+
+def train_two(
+    ctx: cl.Context,
+    acts: dict[int, Callable[[cl.Context, Any, Any], None]],
+) -> list[torch.Tensor]:
+    """A critic and what it judges. The second backward pass goes through the first model, too:
+    gradients that nobody steps with."""
+    seat, samples = ctx.rank, Samples()
+    maker = cl.DistributedDataParallel(Net().double(), bucket_cap_mb=0.004)
+    judge = cl.DistributedDataParallel(critic(), bucket_cap_mb=0.0005)
+    of_maker = cl.ZeroRedundancyOptimizer(maker, torch.optim.AdamW, lr=0.02, replicas=2)
+    of_judge = cl.ZeroRedundancyOptimizer(judge, torch.optim.SGD, lr=0.1, momentum=0.9, replicas=2)
+    acts.get(seat, lambda *_: None)(ctx, of_maker, of_judge)
+    for step in range(NUM_STEPS):
+        judge_loss, maker_loss = losses_of(maker, judge, numbers_of(seat, step), samples)
+        of_judge.zero_grad()
+        judge_loss().backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        maker_loss().backward()
+        of_maker.step()
+    return [p.detach().clone() for p in (*maker.parameters(), *judge.parameters())]
+
+
+@one_thread()
+def reference_of_two(last: dict[int, tuple[int, int]]) -> list[torch.Tensor]:
+    """last: by seat, how many steps of the judge and of the maker count."""
+    maker, judge, samples = Net().double(), critic(), Samples()
+    of_maker = torch.optim.AdamW([p for p in maker.parameters() if p.requires_grad], lr=0.02)
+    of_judge = torch.optim.SGD(judge.parameters(), lr=0.1, momentum=0.9)
+    for step in range(NUM_STEPS):
+        for which, (model, optim) in enumerate([(judge, of_judge), (maker, of_maker)]):
+            seats = [seat for seat in range(3) if last[seat][which] > step]
+            total: dict[Any, torch.Tensor] = {}
+            for seat in seats:
+                model.zero_grad()
+                losses_of(maker, judge, numbers_of(seat, step), samples)[which]().backward()
+                for p in model.parameters():
+                    if p.grad is not None:
+                        total[p] = total[p] + p.grad if p in total else p.grad.clone()
+            for p in model.parameters():
+                p.grad = total[p] / len(seats) if p in total else None
+            optim.step()
+    return [p.detach() for p in (*maker.parameters(), *judge.parameters())]
+
+
+def dies_in(which: str, ballots: int, phase: str) -> Callable[[cl.Context, Any, Any], None]:
+    def act(ctx: cl.Context, of_maker: Any, of_judge: Any) -> None:
+        optim = of_maker if which == "maker" else of_judge
+        owner, name = {
+            "reduces": (optim.reducer, "wait"),
+            "votes": (None, "hold"),
+            "gathers": (optim.shard, "start_gather"),
+        }[phase]
+        first = die if phase == "votes" else None
+        at_step(
+            optim,
+            ballots,
+            lambda: wrap(owner or optim._ballot, name, first=first, then=die),
+        )
+
+    return act
+
+
+TWO = [
+    ("judge", "reduces", (2, 2)),
+    ("judge", "votes", (2, 2)),
+    ("judge", "gathers", (3, 2)),
+    ("maker", "reduces", (3, 2)),
+    ("maker", "votes", (3, 2)),
+    ("maker", "gathers", (3, 3)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("which, phase, counted", TWO)
+async def test_two_models_and_their_optimizers_go_on(
+    session: cl.Session,
+    which: str,
+    phase: str,
+    counted: tuple[int, int],
+    victim: int,
+) -> None:
+    acts = {victim: dies_in(which, 2, phase)}
+    told = await session.run(train_two, acts=acts)
+    assert len(told) == 2
+    assert all(map(torch.equal, told[0], told[1]))
+    last = {seat: counted if seat == victim else (NUM_STEPS, NUM_STEPS) for seat in range(3)}
+    assert all(map(torch.equal, told[0], reference_of_two(last)))

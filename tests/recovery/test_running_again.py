@@ -1,0 +1,245 @@
+"""Functions that run again from the top in the middle of a run: with what they have registered.
+
+That is how the loss of a worker is survived outside a step, and how new workers come in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray import cloudpickle
+
+import chorusline as cl
+from actors.errors import WorkerLost
+from actors.messages import Report
+from runtime.program.context import call_of
+from tests.references import training_to_kill
+from tests.references.training_to_kill import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    NUM_SAMPLES,
+    Samples,
+    die,
+    loss_of,
+    network,
+)
+
+cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
+
+
+class Ledger:
+    """What this rank has taken in steps that count: by step, samples; and the step's epoch."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, list[int]] = {}
+        self.epochs: dict[int, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken, self.epochs = dict(state["taken"]), dict(state["epochs"])
+
+
+@dataclass
+class Told:
+    pid: int
+    seat_rank: int
+    world_size: int
+    parameters: list[torch.Tensor]
+    taken: dict[int, list[int]]
+    num_steps: int
+    learning_rate: float
+    calls: int
+    epochs: dict[int, int]
+    world_sizes: list[int] = field(default_factory=list)
+    bytes_moved: int = 0
+    kept_numel: int = 0
+
+
+calls: list[int] = []
+
+
+def train(
+    ctx: cl.Context,
+    dies_on: int,
+    dies_at: int,
+    where: str,
+    num_epochs: int = 1,
+    step_s: float = 0.0,
+    registers: bool = True,
+    replicas: int = 2,
+) -> Told:
+    """dies_on: rank of the first generation; where: "own collective", or "step"."""
+    calls.append(ctx.generation)
+    moved_before = call_of(ctx).recovery.bytes_moved if call_of(ctx).recovery else 0
+    model = cl.DistributedDataParallel(network(), bucket_cap_mb=0.001)
+    optim = cl.ZeroRedundancyOptimizer(
+        model, torch.optim.AdamW, lr=LEARNING_RATE, replicas=replicas
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optim, gamma=0.9)
+    ledger = Ledger()
+    if registers:
+        ctx.register("model", model)
+        ctx.register("optim", optim)
+        ctx.register("schedule", schedule)
+        ctx.register("ledger", ledger, per_rank=True)
+    # Not who comes in its place, which goes on at the same step.
+    is_victim = ctx.rank == dies_on and len(calls) == 1 and not optim.num_steps
+    world_sizes = []
+    for epoch in ctx.epochs(num_epochs):
+        with cl.Join([model, optim], step_along=[schedule], divide_by_initial_world_size=False):
+            for numbers, inputs, targets in ctx.shard(Samples(), BATCH_SIZE, epoch=epoch):
+                time.sleep(step_s)
+                loss = loss_of(model, inputs, targets)
+                if where == "own collective" and optim.num_steps < 4:  # All ranks have data.
+                    ctx.reduce(loss.detach())
+                loss.backward()
+                if is_victim and optim.num_steps == dies_at and where == "step":
+                    die()
+                optim.step()
+                schedule.step()
+                optim.zero_grad()
+                ledger.taken[optim.num_steps] = numbers.tolist()
+                ledger.epochs[optim.num_steps] = epoch
+                world_sizes.append(ctx.world_size)
+                ctx.report(epoch=epoch)
+                if is_victim and optim.num_steps == dies_at and where == "own collective":
+                    die()
+    assert call_of(ctx).recovery is not None
+    return Told(
+        os.getpid(),
+        ctx.rank,
+        ctx.world_size,
+        [p.detach().clone() for p in model.parameters()],
+        ledger.taken,
+        optim.num_steps,
+        optim.param_groups[0]["lr"],
+        len(calls),
+        ledger.epochs,
+        world_sizes,
+        call_of(ctx).recovery.bytes_moved - moved_before,
+        sum(kept.numel for kept in optim.shard.held().ranges),
+    )
+
+
+def assert_equal(told: list[Told], num_epochs: int = 1, num_of_the_dead: int | None = None) -> None:
+    """num_of_the_dead: samples that the victim has used in steps that count; None: not known."""
+    for one in told[1:]:
+        assert all(map(torch.equal, one.parameters, told[0].parameters))
+        assert one.num_steps == told[0].num_steps
+        assert one.learning_rate == told[0].learning_rate
+    # One factor for each step that counts, none lost and none twice.
+    assert told[0].learning_rate == pytest.approx(LEARNING_RATE * 0.9 ** told[0].num_steps)
+    for epoch in {epoch for one in told for epoch in one.epochs.values()}:
+        taken = taken_in(told, epoch)
+        assert len(set(taken)) == len(taken), f"a sample counts twice in epoch {epoch}"
+    if num_of_the_dead is not None:
+        total = sum(len(numbers) for one in told for numbers in one.taken.values())
+        assert total + num_of_the_dead == num_epochs * NUM_SAMPLES, "and none is left out"
+
+
+def taken_in(told: list[Told], epoch: int) -> list[int]:
+    return [
+        number
+        for one in told
+        for step, numbers in one.taken.items()
+        if one.epochs[step] == epoch
+        for number in numbers
+    ]
+
+
+@pytest.fixture(autouse=True)
+async def _forget_calls(session: cl.Session) -> AsyncIterator[None]:
+    yield
+    await session.run(lambda ctx: calls.clear())
+
+
+async def test_a_death_at_a_collective_of_the_users_own_runs_the_function_again(
+    session: cl.Session,
+) -> None:
+    """Rank 1 dies behind a step; the others wait for it in `ctx.reduce`."""
+    told = await session.run(train, dies_on=1, dies_at=3, where="own collective")
+    assert {one.world_size for one in told} <= {2, 3}
+    assert_equal(told, num_of_the_dead=3 * BATCH_SIZE)
+    assert any(one.calls == 2 for one in told)
+
+
+async def train_in_a_coroutine(ctx: cl.Context) -> Told:
+    await asyncio.sleep(0)
+    return train(ctx, dies_on=1, dies_at=3, where="own collective")
+
+
+@pytest.mark.slow
+async def test_a_coroutine_runs_again_with_what_it_has_registered(session: cl.Session) -> None:
+    told = await session.run(train_in_a_coroutine)
+    assert_equal(told, num_of_the_dead=3 * BATCH_SIZE)
+    assert any(one.calls == 2 for one in told)
+
+
+async def test_a_new_worker_comes_in_while_the_others_train(
+    session: cl.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[Report] = []
+    monkeypatch.setattr(session, "_on_report", reports.append)
+    told = await session.run(train, dies_on=1, dies_at=3, where="step", num_epochs=24, step_s=0.05)
+    assert [one.world_size for one in told] == [3, 3, 3]
+    assert_equal(told, num_epochs=24, num_of_the_dead=3 * BATCH_SIZE)
+    assert sorted(one.calls for one in told) == [1, 2, 2]  # The newcomer's is its first.
+    assert told[0].world_sizes[-1] == 3
+    (first,) = [r for r in reports if (r.rank, r.step) == (1, 0) and r.values["epoch"]]
+    assert first.taken > 3, "the new worker's reports reach the session, and count the run's steps"
+    # The lost rank's ledger is gone, with what it had taken before it died. Of the other epochs,
+    # that in which the new worker came among them, every sample counts once.
+    for epoch in range(1, 24):
+        assert sorted(taken_in(told, epoch)) == [*range(NUM_SAMPLES)], f"epoch {epoch}"
+    # Two ranks had all of it in two copies: nothing moves but what the third keeps from now on,
+    # in float64: the numbers that are stepped, and two moments of each.
+    (newcomer,) = [one for one in told if one.calls == 1]
+    assert newcomer.bytes_moved == 0
+    assert sum(one.bytes_moved for one in told) == newcomer.kept_numel * 3 * 8 > 0
+
+
+@pytest.mark.slow
+async def test_with_too_few_workers_the_run_waits_for_new_ones(cluster: None) -> None:
+    few = {"CPU": 0.1}
+    async with cl.Session(2, resources_per_worker=few, timeout_s=20, max_failures=1) as session:
+        told = await session.run(train, dies_on=1, dies_at=3, where="step")
+        assert [one.world_size for one in told] == [2, 2]
+    assert_equal(told)
+
+
+@pytest.mark.slow
+async def test_a_function_that_registers_nothing_cannot_run_again(cluster: None) -> None:
+    few = {"CPU": 0.1}
+    async with cl.Session(2, resources_per_worker=few, timeout_s=20, max_failures=1) as session:
+        with pytest.raises(WorkerLost, match="has not registered its model and its ZeroRedund"):
+            await session.run(train, dies_on=1, dies_at=3, where="step", registers=False)
+
+
+async def test_when_a_shard_is_lost_the_run_goes_back_to_the_last_checkpoint(
+    cluster: None, tmp_path: Path
+) -> None:
+    few = {"CPU": 0.1}
+    saves = cl.CheckpointConfig(tmp_path, every_n_steps=2)
+    async with cl.Session(
+        (1, 3), resources_per_worker=few, timeout_s=20, checkpoint=saves
+    ) as session:
+        # Slow enough for the checkpoint of step 4 to be whole before step 5 is lost.
+        told = await session.run(train, dies_on=1, dies_at=5, where="step", replicas=1, step_s=0.3)
+    assert_equal(told)
+    taken = [n for one in told for numbers in one.taken.values() for n in numbers]
+    assert len(set(taken)) == len(taken), "no sample counts twice"
+    # The checkpoint has three ledgers. Two ranks load two of them; what is in the third is missing,
+    # up to the step that was saved, unless a third rank has come by then.
+    lost = sorted(set(range(NUM_SAMPLES)) - set(taken))
+    hand = cl.deal(NUM_SAMPLES, world_size=3)[2]
+    assert lost in ([], sorted(hand[: 4 * BATCH_SIZE]))

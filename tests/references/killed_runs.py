@@ -1,0 +1,337 @@
+"""Runs whose ranks are killed, and one process that takes the steps that counted.
+
+Every rank notes, in a file that outlives it, which samples it took for which step. One process then
+takes the same steps over the same samples, and adds gradients in the same order: what the survivors
+end with has to be that, bit by bit where no norm is taken, whose sum is cut by shards.
+
+Workers cannot import this module, so it is sent to them by value, like those of the tests.
+Of its samples, number 7 may have no finite loss (`Kind.scaler`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray import cloudpickle
+
+import chorusline as cl
+from tests.references import training_to_kill
+from tests.references.training_to_kill import BATCH_SIZE, NUM_SAMPLES, Samples, die
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(training_to_kill)
+
+
+class Net(torch.nn.Module):
+    """A norm with buffers, a part that is not used with every batch, and a frozen one."""
+
+    def __init__(self, batch_norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(5, 33)
+        self.norm = torch.nn.BatchNorm1d(3) if batch_norm else torch.nn.Identity()
+        self.sometimes = torch.nn.Linear(33, 33)
+        self.never = torch.nn.Linear(4, 4)
+        self.frozen = torch.nn.Linear(33, 33).requires_grad_(False)
+        self.last = torch.nn.Linear(33, 3)
+
+    def forward(self, inputs: torch.Tensor, is_used: bool = True) -> torch.Tensor:
+        # In channels of eleven, so that a batch of one has a variance.
+        hidden = torch.tanh(self.norm(self.first(inputs).view(-1, 3, 11)).flatten(1))
+        if is_used:
+            hidden = hidden + self.sometimes(hidden)
+        return self.last(hidden + self.frozen(hidden))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to train. accumulate: batches to a step. scaler: of the loss; with it, a batch that
+    has sample 7 overflows. schedule: of the learning rate, along with the steps."""
+
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.05})
+    zero: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    batch_norm: bool = False
+    accumulate: int = 1
+    scaler: bool = False
+    schedule: bool = False
+    keys: bool = False
+    bucket_cap_mb: float = 0.004
+    tolerance: float = 0.0
+    replicas: int = 2
+    num_epochs: int = 2
+
+    def network(self) -> torch.nn.Module:
+        return Net(self.batch_norm).to(self.dtype)
+
+    def loss(self, model: torch.nn.Module, numbers: list[int], samples: Samples) -> torch.Tensor:
+        inputs = samples.inputs[numbers].to(self.dtype)
+        output = model(inputs, is_used=numbers[0] % 3 == 0)
+        loss = torch.nn.functional.mse_loss(output, samples.targets[numbers].to(self.dtype))
+        return loss * torch.inf if self.scaler and 7 in numbers else loss
+
+    def scheduler(self, optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+
+    def key_list(self) -> list[int] | None:
+        return [number // 5 for number in range(NUM_SAMPLES)] if self.keys else None
+
+
+class Lines(torch.utils.data.IterableDataset):
+    """The samples as rows of a stream that can be read once for each epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: set[int] = set()
+
+    def set_epoch(self, epoch: int) -> None:
+        assert epoch not in self.epochs, "it is read again"
+        self.epochs.add(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = Samples()
+        return (samples[number] for number in range(NUM_SAMPLES))
+
+
+class Diary:
+    """What one rank took, by step, in a file that a SIGKILL leaves behind."""
+
+    def __init__(self, folder: str, seat: int) -> None:
+        self.path = Path(folder) / f"{seat}.diary"
+
+    def note(self, entry: tuple[Any, ...]) -> None:
+        with self.path.open("ab") as file:
+            pickle.dump(entry, file)
+
+    def read(self) -> Iterator[tuple[Any, ...]]:
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            while True:
+                try:
+                    yield pickle.load(file)
+                except EOFError:
+                    return
+
+
+@dataclass
+class Told:
+    rank: int
+    world_size: int
+    parameters: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    num_steps: int
+    ids_of_the_lost: list[int]
+    learning_rate: float
+    state_numel: int
+
+
+def wrap(owner: Any, name: str, *, first: Any = None, then: Any = None) -> None:
+    """Do `first` before the next call of `owner.name`, `then` after it."""
+    original = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if first is not None:
+            first()
+        result = original(*args, **kwargs)
+        setattr(owner, name, original)
+        if then is not None:
+            then()
+        return result
+
+    setattr(owner, name, called)
+
+
+PHASES: dict[str, Callable[[Any], None]] = {
+    "while gradients are reduced (1)": lambda optim: wrap(optim.reducer, "wait", first=die),
+    "while replicas get theirs (2)": lambda optim: wrap(optim.shard, "start_replicating", then=die),
+    "before it votes (3)": lambda optim: wrap(optim._ballot, "hold", first=die),
+    "when it has seen the ballot": lambda optim: wrap(optim._ballot, "hold", then=die),
+    "when it has applied (4)": lambda optim: wrap(optim.shard, "apply", then=die),
+    "while parameters are gathered (5)": lambda optim: wrap(optim.shard, "start_gather", then=die),
+}
+
+
+def train(
+    ctx: cl.Context,
+    kind: Kind,
+    folder: str,
+    victims: dict[int, tuple[int, str]],
+    acts: dict[int, Callable[[cl.Context, Any], None]] | None = None,
+    stream: cl.Stream | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> Told:
+    """victims: by first rank, how many steps it takes, and the phase of the next it dies in; an
+    unknown phase is left to `acts`: by first rank, what is done to its context and optimizer.
+    stream: of the samples, instead of the dataset that has a length; collate: of its rows."""
+    seat, samples, diary = ctx.rank, Samples(), Diary(folder, ctx.rank)
+    model = cl.DistributedDataParallel(kind.network(), bucket_cap_mb=kind.bucket_cap_mb)
+    optim = cl.ZeroRedundancyOptimizer(
+        model, kind.optimizer, replicas=kind.replicas, **kind.zero, **kind.options
+    )
+    (acts or {}).get(seat, lambda *_: None)(ctx, optim)
+    scaler = cl.GradScaler(optim, init_scale=4.0, growth_interval=3, enabled=kind.scaler)
+    schedule = kind.scheduler(optim) if kind.schedule else None
+    lost: list[int] = []
+    pending: list[list[int]] = []
+    shadow = optim.reducer.shadow
+
+    def shadow_with_leftovers() -> None:
+        if pending:
+            diary.note((optim.progress.ballots, [*pending]))
+            pending.clear()
+        shadow()
+
+    optim.reducer.shadow = shadow_with_leftovers
+    for epoch in ctx.epochs(kind.num_epochs):
+        joinables = [model, optim, *([scaler] if kind.scaler else [])]
+        along = [schedule] if schedule else []
+        with cl.Join(joinables, divide_by_initial_world_size=False, step_along=along):
+            shard = ctx.shard(
+                samples if stream is None else stream,
+                BATCH_SIZE,
+                epoch=epoch,
+                keep_together=kind.key_list(),
+                collate_fn=collate,
+            )
+            for numbers, _, _ in shard:
+                pending.append(numbers.tolist())
+                is_whole = len(pending) == kind.accumulate
+                with contextlib.nullcontext() if is_whole else model.no_sync():
+                    loss = kind.loss(model, numbers.tolist(), samples)
+                    scaler.scale(loss).backward()
+                if not is_whole:
+                    continue
+                step, phase = victims.get(seat, (-1, ""))
+                if optim.progress.ballots == step and phase in PHASES:
+                    PHASES[phase](optim)
+                diary.note((optim.progress.ballots, [*pending]))
+                pending.clear()
+                scaler.step(optim)
+                scaler.update()
+                optim.zero_grad()
+                if schedule:
+                    schedule.step()
+            lost += shard.ids_of_the_lost
+    optim.reducer.shadow = shadow  # The function leaves nothing that refers to itself.
+    state = optim.shard_optimizer.state.values() if optim.shard_optimizer else ()
+    return Told(
+        ctx.rank,
+        ctx.world_size,
+        [p.detach().clone() for p in model.parameters()],
+        [b.clone() for b in model.buffers()],
+        optim.num_steps,
+        lost,
+        optim.param_groups[0]["lr"],
+        sum(t.numel() for s in state for t in s.values() if torch.is_tensor(t) and t.dim()),
+    )
+
+
+def taken_by_step(folder: str, told: list[Told], victims: dict[int, Any]) -> dict[int, dict]:
+    """By ballot, by seat, the batches that count."""
+    lost = list(told[0].ids_of_the_lost)
+    steps: dict[int, dict[int, list[list[int]]]] = {}
+    for seat in range(3):
+        for ballot, batches in Diary(folder, seat).read():
+            flat = [number for batch in batches for number in batch]
+            if seat in victims:
+                if not set(flat) <= set(lost) or lost[: len(flat)] != flat:
+                    continue
+                del lost[: len(flat)]
+            steps.setdefault(ballot, {})[seat] = batches
+    return steps
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """As on the ranks: sums inside of a matrix product depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@one_thread()
+def reference(
+    kind: Kind,
+    steps: dict[int, dict],
+    victims: dict[int, tuple[int, str]],
+    num_samples: int = NUM_SAMPLES,
+) -> tuple[torch.nn.Module, int, float]:
+    """One process that takes the same steps. Buffers are those of the last rank that took a step,
+    and lives: a victim has not given any in the step that it died in."""
+    model, samples = kind.network(), Samples(num_samples)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    is_half = kind.dtype is torch.bfloat16
+    masters = [torch.nn.Parameter(p.detach().float()) if is_half else p for p in trained]
+    optim = kind.optimizer(masters, **kind.options)
+    schedule = kind.scheduler(optim) if kind.schedule else None
+    num_steps = 0
+    for ballot in sorted(steps):
+        total: list[torch.Tensor | None] = [None] * len(trained)
+        before = [b.clone() for b in model.buffers()]
+        after = before
+        for seat, batches in sorted(steps[ballot].items()):
+            for buffer, value in zip(model.buffers(), before, strict=True):
+                buffer.copy_(value)
+            model.zero_grad()
+            for numbers in batches:
+                kind.loss(model, numbers, samples).backward()
+            for i, p in enumerate(trained):
+                if p.grad is not None:
+                    own = p.grad.float() if is_half else p.grad.clone()
+                    total[i] = own if total[i] is None else total[i] + own
+            if victims.get(seat, (-1, ""))[0] != ballot:
+                after = [b.clone() for b in model.buffers()]
+        for buffer, value in zip(model.buffers(), after, strict=True):
+            buffer.copy_(value)
+        for p, so_far in zip(masters, total, strict=True):
+            if so_far is not None and is_half:
+                so_far = so_far.bfloat16().float()
+            p.grad = None if so_far is None else so_far / len(steps[ballot])
+        grads = [p.grad for p in masters if p.grad is not None]
+        if all(bool(g.isfinite().all()) for g in grads):
+            if "max_norm" in kind.zero:
+                torch.nn.utils.clip_grad_norm_(masters, kind.zero["max_norm"])
+            optim.step()
+            num_steps += 1
+            if is_half:
+                for p, master in zip(trained, masters, strict=True):
+                    p.data.copy_(master)
+        if schedule:
+            schedule.step()
+    return model, num_steps, optim.param_groups[0]["lr"]
+
+
+def assert_as_if_nothing_was(
+    kind: Kind, folder: str, told: list[Told], victims: dict[int, Any]
+) -> None:
+    for one in told[1:]:
+        assert all(map(torch.equal, one.parameters, told[0].parameters))
+        assert all(map(torch.equal, one.buffers, told[0].buffers))
+        assert one.num_steps == told[0].num_steps
+        # Who had returned before did not need to be told.
+        assert one.ids_of_the_lost == told[0].ids_of_the_lost or one.world_size == 3
+    steps = taken_by_step(folder, told, victims)
+    taken = [
+        n for of_seat in steps.values() for batches in of_seat.values() for b in batches for n in b
+    ]
+    assert sorted(taken) == sorted([*range(NUM_SAMPLES)] * kind.num_epochs)
+    model, num_steps, learning_rate = reference(kind, steps, victims)
+    assert told[0].num_steps == num_steps
+    assert told[0].learning_rate == pytest.approx(learning_rate)
+    for ours, theirs in zip(told[0].parameters, model.parameters(), strict=True):
+        if kind.tolerance:
+            torch.testing.assert_close(ours, theirs, rtol=kind.tolerance, atol=kind.tolerance)
+        else:
+            assert torch.equal(ours, theirs)
+    for ours, theirs in zip(told[0].buffers, model.buffers(), strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,124 @@
+"""benchmarks/chaos.py runs, the same seed faults the same, and what goes wrong is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import chorusline as cl
+from benchmarks import chaos_training
+from benchmarks.chaos import play
+from benchmarks.chaos_faults import (
+    BATCH,
+    ENDS_A_WORKER,
+    EPOCHS,
+    FAULTS,
+    NUM_SAMPLES,
+    PHASES,
+    Fault,
+    Plan,
+    draw,
+)
+from benchmarks.chaos_training import Told, complaints
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_seed_draws_the_same_faults_again() -> None:
+    plans = [draw(seed) for seed in range(300)]
+    assert plans == [draw(seed) for seed in range(300)]
+    faults = [fault for plan in plans for fault in plan.faults]
+    assert {fault.kind for fault in faults} == set(FAULTS)
+    assert {fault.phase for fault in faults} == set(PHASES)
+    for plan in plans:
+        ended = [fault.seat for fault in plan.faults if fault.kind in ENDS_A_WORKER]
+        assert len(set(ended)) == len(ended) < plan.num_workers, "somebody is left"
+    without_nodes = {
+        fault.kind for seed in range(99) for fault in draw(seed, has_nodes=False).faults
+    }
+    assert without_nodes == {"kill", "stop", "driver"}
+
+
+@pytest.mark.slow
+async def test_three_workers_of_which_two_die_end_as_one_process_would(cluster: None) -> None:
+    faults = (Fault(1, 3, "kill", "(3) after"), Fault(0, 3, "kill", "after the recovery"))
+    plan = Plan(0, 3, 3, 0.001, faults)
+    few = {"CPU": 0.1}
+    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=20) as session:
+        played = await play(session, plan)
+    assert played.wrong == []
+    assert sorted(played.struck, key=lambda fault: -fault.seat) == list(faults)
+    assert played.recoveries == 2
+
+
+def alone(folder: Path, epochs: list[list[list[int]]]) -> tuple[list[Told], str]:
+    """One process that took these batches, and the parameters that they lead to."""
+    ballots = 0
+    with (folder / "0-17.diary").open("wb") as diary:
+        for epoch, batches in enumerate(epochs):
+            for numbers in batches:
+                pickle.dump((epoch, ballots, numbers), diary)
+                ballots += 1
+    told = Told(0, 17, [], ballots, 0)
+    (steps,) = chaos_training.possible_steps([told], str(folder))
+    parameters = chaos_training.reference(steps)
+    assert all(torch.isfinite(p).all() for p in parameters)
+    return [dataclasses.replace(told, parameters=parameters)], str(folder)
+
+
+def batches() -> list[list[int]]:
+    numbers = list(range(NUM_SAMPLES))
+    return [numbers[at : at + BATCH] for at in range(0, len(numbers), BATCH)]
+
+
+def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
+    whole = [batches() for _ in range(EPOCHS)]
+    (told,), folder = alone(tmp_path, whole)
+    assert complaints([told], folder) == []
+    other = dataclasses.replace(told, parameters=[p + 1e-15 for p in told.parameters])
+    (differs,) = complaints([other], folder)
+    assert differs == "the parameters are not those of one process that took the same steps"
+    assert "differ" in complaints([told, other], folder)[0]
+    (again,) = complaints(*alone(tmp_path, [whole[0] + [[5]], *whole[1:]]))
+    assert again == "epoch 0: samples [] not used, [5] more than once"
+    (missing,) = complaints(*alone(tmp_path, [*whole[:-1], whole[-1][1:]]))
+    assert missing == f"epoch {EPOCHS - 1}: samples [0, 1, 2, 3] not used, [] more than once"
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_whether_the_last_batch_of_a_lost_process_counts_is_found_out(
+    tmp_path: Path, counts: bool
+) -> None:
+    whole = [batches() for _ in range(EPOCHS)]
+    last = whole[-1][-1]
+    if counts:
+        del whole[-1][-1]
+    (told,), folder = alone(tmp_path, whole)
+    # The other has taken it in one of the last steps, or died before that was decided.
+    chaos_training.append(tmp_path / "1-18.diary", (EPOCHS - 1, told.num_steps - 3, last))
+    with_it, without = chaos_training.possible_steps([told], folder)
+    assert bool(chaos_training.holes(without)) is counts
+    right, wrong = (with_it, without) if counts else (without, with_it)
+    taken = dataclasses.replace(told, parameters=chaos_training.reference(right))
+    assert complaints([taken], folder) == []
+    mistaken = dataclasses.replace(told, parameters=chaos_training.reference(wrong))
+    (differs,) = complaints([mistaken], folder)
+    assert differs == "the parameters are not those of one process that took the same steps"
+
+
+@pytest.mark.timeout(400)
+def test_two_minutes_of_chaos_leave_nothing_to_complain_about() -> None:
+    """Of this seed, the first four rounds have faults of all kinds."""
+    command = [sys.executable, str(ROOT / "benchmarks/chaos.py"), "--seed", "542"]
+    command += ["--minutes", "2", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    figures = json.loads(ran.stdout.splitlines()[-1])["figures"]
+    assert figures["faults"] > 0 and figures["wrong"] == 0

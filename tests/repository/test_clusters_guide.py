@@ -1,0 +1,53 @@
+"""The files of docs/clusters: what can be checked of them without a Kubernetes and a cloud."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from runtime.commands.words import names_function, workers
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs/clusters"
+
+
+def loaded(name: str) -> Any:
+    return yaml.safe_load((FOLDER / name).read_text())
+
+
+def test_ray_up_takes_the_autoscalers_file() -> None:
+    config = loaded("autoscaler.yaml")
+    validate_config(prepare_config(config))
+    with pytest.raises(Exception, match="head_node_typ"):
+        validate_config(prepare_config(config | {"head_node_typ": "head"}))
+    assert config["available_node_types"]["head"]["resources"] == {"CPU": 0}
+    assert f"ray[default]=={ray.__version__}" in config["setup_commands"][0]
+
+
+def test_the_kuberay_job_is_of_one_version_and_runs_our_command() -> None:
+    """Its fields were checked against the operator's own schema when it was written."""
+    job = loaded("kuberay.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    program, run, function, flag, count, *_ = job["spec"]["entrypoint"].split()
+    assert (program, run, flag) == ("chorusline", "run", "--workers")
+    fewest, most = workers(count)
+    assert names_function([function])
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["rayVersion"] == ray.__version__
+    (group,) = cluster["workerGroupSpecs"]
+    pods = [cluster["headGroupSpec"]["template"]["spec"], group["template"]["spec"]]
+    assert len({pod["containers"][0]["image"] for pod in pods}) == 1
+    for pod in pods:
+        (mount,) = pod["containers"][0]["volumeMounts"]
+        (volume,) = pod["volumes"]
+        assert mount == {"mountPath": "/dev/shm", "name": volume["name"]}
+        assert volume["emptyDir"]["medium"] == "Memory"
+    gpus = int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    assert group["minReplicas"] * gpus >= fewest and group["maxReplicas"] * gpus >= most
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    environment = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
+    assert all(isinstance(value, str) for value in environment.values()), "Ray wants strings"

@@ -1,0 +1,161 @@
+"""examples/stdlib_gpt.py: its corpus, its records, what it refuses, and a whole run of it."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from matplotlib.image import imread
+
+from actors.messages import Report
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "stdlib_gpt.py"
+TINY = ["--preset", "tiny", "--files", "9", "--block", "32", "--batch-size", "32"]
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("stdlib_gpt", EXAMPLE)
+    module = sys.modules["stdlib_gpt"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["stdlib_gpt"]
+
+
+@pytest.fixture
+def arguments(example, monkeypatch, tmp_path):
+    def parse(*args):
+        monkeypatch.setattr(sys, "argv", ["stdlib_gpt.py", "--out", str(tmp_path), *args])
+        return example.from_command_line()
+
+    return parse
+
+
+def test_blocks_overlap_by_the_byte_that_is_only_foretold_and_stay_in_one_file(example):
+    corpus = example.Corpus([b"abcdefgh", b"", b"hi", b"jklm"], block=3)
+    blocks = [bytes(corpus[sample].tolist()) for sample in range(len(corpus))]
+    assert blocks == [b"abcd", b"defg", b"jklm"]
+    assert len(set(corpus.file_of[:2])) == 1
+    assert corpus.file_of[2] not in corpus.file_of[:2]
+
+
+def test_library_files_are_sources_in_the_same_order_every_time(example):
+    files = example.library_files(100)
+    assert files == example.library_files(1000)[:100]
+    assert all(file.suffix == ".py" and "site-packages" not in file.parts for file in files)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_default_corpus_gives_ranks_really_different_numbers_of_batches(
+    example, arguments, num_ranks
+):
+    _, plan, corpus = arguments()
+    dealt = example.schedule(corpus, plan, num_ranks, epoch=0)
+    assert max(map(len, dealt)) >= 1.1 * min(map(len, dealt))
+    samples = sorted(sample for batches in dealt for batch in batches for sample in batch)
+    assert samples == list(range(len(corpus)))
+
+
+def test_model_foretells_only_from_what_came_before(example):
+    torch.manual_seed(0)
+    model = example.GPT(example.PRESETS["tiny"])
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)  # Zeroes would hide what looks ahead.
+    tokens = torch.randint(256, (1, 20))
+    changed = tokens.clone()
+    changed[0, 12] += 1
+    differs = (model.logits(tokens) != model.logits(changed)).any(dim=2)[0]
+    assert differs.tolist() == [False] * 12 + [True] * 8
+
+
+def test_metrics_number_steps_through_the_epochs_and_name_who_had_joined(example):
+    def reports(rank, epoch, count):
+        for batch in range(count):
+            yield Report(
+                rank, 0, 1.0, {"loss": 1.0 + rank, "tokens": 5, "epoch": epoch, "batch": batch}
+            )
+
+    said = [*reports(0, 0, 1), *reports(0, 1, 2), *reports(1, 0, 2), *reports(1, 1, 1)]
+    records = example.metrics(said, num_ranks=3)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["epoch"] for record in records] == [0, 0, 1, 1]
+    assert [record["joined"] for record in records] == [[2], [0, 2], [2], [1, 2]]
+    assert [record["loss"] for record in records] == [1.5, 2.0, 1.5, 1.0]
+    assert records[1]["loss_by_rank"] == [None, 2.0, None]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--workers", "0"], "argument --workers: needs a whole number from 1, not '0'"),
+        (["--batch-size", "many"], "argument --batch-size: needs a whole number from 1"),
+        (["--lr", "-1"], "argument --lr: needs a number above 0, not '-1'"),
+        (["--lr", "nan"], "argument --lr: needs a number above 0, not 'nan'"),
+        (["--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
+        (["--block", "99999999"], "argument --block: none of the files is longer than 99999999"),
+        (["--out", __file__], "argument --out: cannot make the folder"),
+        (["--seed", "-1"], "argument --seed: needs a whole number from 0"),
+    ],
+)
+def test_nonsense_arguments_are_named_before_ray_starts(arguments, capsys, args, sentence):
+    was_initialized = ray.is_initialized()
+    with pytest.raises(SystemExit) as stop:
+        arguments(*args)
+    assert stop.value.code == 2
+    assert sentence in capsys.readouterr().err
+    assert ray.is_initialized() == was_initialized
+
+
+def test_library_without_sources_is_told_by_the_argument(arguments, example, monkeypatch, capsys):
+    monkeypatch.setattr(example, "library_files", lambda limit: [])
+    with pytest.raises(SystemExit):
+        arguments()
+    assert "argument --files: no source files in /" in capsys.readouterr().err
+
+
+def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path, on_cluster):
+    command = [sys.executable, EXAMPLE, *TINY, "--epochs", "2", "--verify"]
+    done = start(command, tmp_path, on_cluster)
+    records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    assert records[-1]["loss"] < 0.8 * records[0]["loss"]
+    assert any(record["joined"] for record in records), "no rank ran out of data before the other"
+    picture = imread(tmp_path / "out/loss.png")
+    assert picture.shape[1] > 1000
+    assert picture.std() > 0.05, "the plot is blank"
+    assert f"step {len(records)}/{len(records)}  loss" in done.stdout
+    assert "run out of data and joined; the others go on" in done.stdout
+    assert "sample:\ndef " in done.stdout
+    difference = re.search(r"one process .* largest difference ([^,]+),", done.stdout)
+    assert float(difference[1]) < 1e-5
+
+
+@pytest.mark.slow
+def test_chorusline_run_does_the_same_and_lives_without_matplotlib(tmp_path, on_cluster):
+    (tmp_path / "matplotlib.py").write_text(
+        "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')"
+    )
+    chorusline = Path(sys.executable).with_name("chorusline")
+    done = start([chorusline, "run", EXAMPLE, *TINY, "--workers", "3"], tmp_path, on_cluster)
+    assert "no loss.png, since there is no matplotlib" in done.stdout
+    assert (tmp_path / "out/metrics.jsonl").stat().st_size > 0
+    assert "rank 2: " in done.stdout
+
+
+def start(command, folder, environment):
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done

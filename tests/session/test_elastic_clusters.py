@@ -1,0 +1,268 @@
+"""Runs that grow and shrink with their cluster: nodes that Ray's own autoscaler starts because
+workers are wanted, and nodes that a test adds and drains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.autoscaling_head import autoscaling_head
+from tests.harness.head_node import ENVIRONMENT
+
+GROWS = """
+import asyncio, json, os, sys, time
+import ray, torch
+import chorusline as cl
+
+sizes = []
+
+def train(ctx, goal):
+    torch.manual_seed(0)
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(4, 4)))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.Adam, lr=0.1, replicas=2)
+    ctx.register("optim", optim)
+    for epoch in ctx.epochs(10_000):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(torch.ones(48, 4), 4, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                if sizes[-1:] != [ctx.world_size]:
+                    sizes.append(ctx.world_size)
+                    ctx.report(size=ctx.world_size)
+                time.sleep(0.05)
+        if ctx.reduce(int(sizes[-len(goal):] == goal[-len(sizes):]), "min"):
+            break
+    return os.getpid(), sizes, [p.tolist() for p in model.parameters()]
+
+async def main():
+    seen = []
+    async with cl.Session((1, 3), timeout_s=30, on_report=lambda r: seen.append(r.rank)) as session:
+        at_start = session.num_workers
+        told = await asyncio.wait_for(session.run(train, goal=[1, 3]), 120)
+    assert all(one[2] == told[0][2] for one in told)
+    assert {0, 1, 2} == set(seen), "reports of newcomers arrive, too"
+    print(json.dumps([at_start, [one[:2] for one in told]]))
+
+ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_autoscaler_brings_the_nodes_that_a_run_wants_and_it_goes_on_with_them(
+    tmp_path: Path,
+) -> None:
+    with autoscaling_head(tmp_path, num_cpus=1, most_nodes=2) as address:
+        done = subprocess.run(
+            [sys.executable, "-c", GROWS],
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+            env=ENVIRONMENT | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    at_start, told = json.loads(done.stdout.splitlines()[-1])
+    assert at_start == 1
+    assert len(told) == 3
+    # The worker of the start is there at the end, and has not left off in between.
+    (_, sizes), *newcomers = told
+    assert sizes[0] == 1 and sizes[-1] == 3
+    assert all(sizes[-1] == 3 and sizes[0] > 1 for _, sizes in newcomers)
+
+
+STARTS_FROM_NOTHING = """
+import asyncio, json, os, sys, time
+import ray
+import chorusline as cl
+
+async def main():
+    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
+    assert not ray.cluster_resources().get("CPU")
+    refusals = []
+    for wrong in ({"num_workers": 4}, {"num_workers": 1, "use_gpu": True}):
+        began_at = time.monotonic()
+        try:
+            await cl.Session(**wrong, startup_timeout_s=60).start()
+        except Exception as error:
+            refusals.append((type(error).__name__, str(error), time.monotonic() - began_at))
+    try:
+        await cl.Session(2, startup_timeout_s=0.5).start()
+    except Exception as error:
+        refusals.append((type(error).__name__, str(error), 0))
+    async with cl.Session((2, 3), startup_timeout_s=90) as session:
+        ranks = await session.run(lambda ctx: ctx.world_size)
+    print(json.dumps([refusals, ranks]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_session_starts_on_a_cluster_that_has_no_workers_yet(
+    tmp_path: Path, version: int
+) -> None:
+    head = autoscaling_head(tmp_path, num_cpus=0, most_nodes=3, version=version)
+    script = STARTS_FROM_NOTHING
+    if version == 1:  # It does not tell what it can never do; so this would wait for its minute.
+        script = script.replace('({"num_workers": 4}, {"num_workers": 1, "use_gpu": True})', "()")
+    with head as address:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            env=ENVIRONMENT | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    refusals, ranks = json.loads(done.stdout.splitlines()[-1])
+    assert ranks in ([2, 2], [3, 3, 3])
+    *never, too_late = refusals
+    assert too_late[0] == "StartupError"
+    assert "not placed within 0.5 s" in too_late[1] and "raise startup_timeout_s" in too_late[1]
+    waits = [line for line in done.stderr.splitlines() if "Waiting for nodes" in line]
+    # Each start says once that it waits, unless the autoscaler says at once that it cannot.
+    assert len(refusals) + 1 - len(never) <= len(waits) <= len(refusals) + 1
+    assert "num_workers=2 with CPU 1 each" in waits[-1] and "up to 90 s" in waits[-1]
+    assert "the cluster has CPU 0 (0 free) on 1 node" in waits[-1]
+    assert "its autoscaler has" in waits[-1] or "nothing yet" in waits[-1]
+    if version == 1:
+        return
+    assert all(kind == "StartupError" and seconds < 30 for kind, _, seconds in never)
+    assert "num_workers=4 with CPU 1 each" in never[0][1]
+    assert "the cluster has CPU 0 (0 free)" in never[0][1]
+    assert "its autoscaler says that it can bring no nodes that would do" in never[0][1]
+    assert "the cluster has no GPU" in never[1][1]
+
+
+SPREADS = """
+import asyncio, json, os, time
+import ray, torch
+import chorusline as cl
+
+def train(ctx):
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(4, 4)))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.Adam, lr=0.1, replicas=2)
+    ctx.register("optim", optim)
+    for epoch in ctx.epochs(10_000):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(torch.ones(48, 4), 4, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                time.sleep(0.05)
+        if ctx.world_size == 3:
+            return ray.get_runtime_context().get_node_id()
+
+async def main():
+    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
+    few = {"CPU": 0.2}  # All three would fit on the head.
+    async with cl.Session(
+        (1, 3), placement_strategy="STRICT_SPREAD", resources_per_worker=few, timeout_s=30
+    ) as session:
+        at_start = session.num_workers
+        nodes = await asyncio.wait_for(session.run(train), 220)
+    print(json.dumps([at_start, nodes]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_a_session_that_is_strictly_spread_grows_onto_nodes_of_their_own(tmp_path: Path) -> None:
+    with autoscaling_head(tmp_path, num_cpus=1, most_nodes=2) as address:
+        done = subprocess.run(
+            [sys.executable, "-c", SPREADS],
+            capture_output=True,
+            text=True,
+            timeout=260,
+            check=False,
+            env=ENVIRONMENT | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    at_start, nodes = json.loads(done.stdout.splitlines()[-1])
+    assert at_start < 3, "it has grown"
+    assert len(nodes) == len(set(nodes)) == 3
+
+
+TWO_FOUR_THREE = """
+import asyncio, json, sys, tempfile, time
+sys.path.insert(0, sys.argv[1])
+import ray
+from ray._raylet import GcsClient
+from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+import chorusline as cl
+from benchmarks.chaos import Nodes
+from benchmarks.chaos_faults import Plan
+from benchmarks.chaos_training import complaints, train
+
+async def until(session, running, num_ranks):
+    while True:
+        driver = (await session.snapshot()).driver
+        told = [] if driver is None else driver.members
+        members = [info for info, state in told if state.value == "running"]
+        if len(members) == num_ranks:
+            return members
+        assert not running.done(), await running
+        await asyncio.sleep(0.2)
+
+async def main(nodes, folder):
+    plan = Plan(0, 2, 2, 0.001, (), registers=True, step_s=1.0)
+    nodes.have(2)
+    async with cl.Session((1, 4), address=nodes.address, timeout_s=30) as session:
+        running = asyncio.create_task(session.run(train, plan=plan, folder=folder))
+        await until(session, running, 2)
+        nodes.have(4)
+        members = await until(session, running, 4)
+        await asyncio.sleep(3)  # Some steps with four.
+        GcsClient(address=nodes.address).drain_node(
+            members[1].node_id, DRAIN_NODE_REASON_PREEMPTION, "", int((time.time() + 300) * 1000)
+        )
+        told = await running
+    first = {members[0].pid, members[2].pid, members[3].pid}
+    print(json.dumps([
+        [one.world_sizes for one in told],
+        complaints(told, folder),
+        {one.pid for one in told} == first,
+    ]))
+
+nodes = Nodes()
+try:
+    ray.init(nodes.address, log_to_driver=False)
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(main(nodes, folder))
+finally:
+    ray.shutdown()
+    nodes.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_two_ranks_become_four_and_then_three_and_take_the_steps_of_one_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_FOUR_THREE, str(Path(__file__).resolve().parents[2])],
+        capture_output=True,
+        text=True,
+        timeout=230,
+        check=False,
+        env=ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    sizes, wrong, are_the_same = json.loads(done.stdout.splitlines()[-1])
+    assert wrong == []
+    assert are_the_same, "no process was started anew"
+    # Two nodes come one after the other, so some steps may be taken by three in between.
+    assert sizes[0][0] == 2 and sizes[0][-2:] == [4, 3]
+    assert len(sizes) == 3 and all(one[-2:] == [4, 3] for one in sizes)

@@ -1,0 +1,343 @@
+"""Lightning's Trainer in a session, with ranks that have different numbers of batches."""
+
+import copy
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.references.training import largest_difference
+
+pytest.importorskip("lightning", reason="needs the extra lightning")
+
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+SAMPLES = 9  # In batches of 2: three for rank 0, two for rank 1.
+EPOCHS = 3
+
+
+@pytest.fixture(scope="module")
+async def session(cluster):
+    async with cl.Session(num_workers=2) as session:
+        yield session
+
+
+def data(num_samples=SAMPLES):
+    return torch.randn(num_samples, 7, generator=torch.Generator().manual_seed(5))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 5)
+    ).double()
+
+
+class Regression(LightningModule):
+    def __init__(self, sharded=False):
+        super().__init__()
+        self.net = make_model()
+        self.sharded = sharded
+        self.seen = torchmetrics.SumMetric()
+        self.rates = []
+
+    def loss(self, batch):
+        return self.net(batch).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        self.log("train_loss", loss := self.loss(batch), on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=len(batch))
+        self.seen.update(len(batch))
+        self.log("seen", self.seen)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch)
+
+    def on_validation_epoch_start(self):
+        self.rates += [group["lr"] for group in self.optimizers().param_groups]
+
+    def configure_optimizers(self):
+        if self.sharded:
+            optimizer = cl.ZeroRedundancyOptimizer(
+                self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9
+            )
+        else:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        by_epoch = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": by_step, "interval": "step"}, by_epoch]
+
+
+def loader(num_samples=SAMPLES):
+    return torch.utils.data.DataLoader(data(num_samples).double(), batch_size=2)
+
+
+def trainer_of(ctx, **options):
+    options = {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, **options}
+    return Trainer(
+        strategy=options.pop("strategy", "chorusline"),
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def whole_run(ctx, folder, sharded, accumulate, clip):
+    module = Regression(sharded)
+    checkpoint = ModelCheckpoint(folder, filename="last-{epoch}-{step}", save_top_k=-1)
+    trainer = trainer_of(
+        ctx,
+        callbacks=[checkpoint],
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        use_distributed_sampler=True,
+    )
+    trainer.fit(module, loader(), loader(7))
+    trained = [p.detach().clone() for p in module.parameters()]
+    steps = trainer.global_step
+    validated = trainer.validate(module, loader(7), verbose=False)[0]
+    tested = trainer.test(module, loader(5), verbose=False)[0]
+    predicted = trainer.predict(module, loader(5))
+    state = copy.deepcopy(module.state_dict())
+    return {
+        "trained": trained,
+        "steps": steps,
+        "validated": validated,
+        "tested": tested,
+        "predicted": torch.cat(predicted),
+        "rates": module.rates,
+        "best": checkpoint.best_model_path,
+        "same": all(torch.equal(a, b) for a, b in zip(trained, state.values(), strict=True)),
+    }
+
+
+def shuffled(epoch):
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch)).tolist()
+    return [order[rank::2] for rank in range(2)]
+
+
+def reference(accumulate, clip, hands=shuffled, epochs=EPOCHS):
+    """One process that takes both ranks' batches; the sum over those with data, by two."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps, rates, samples = 0, [], data().double()
+    for epoch in range(epochs):
+        batches = [
+            [samples[own[start : start + 2]] for start in range(0, len(own), 2)]
+            for own in hands(epoch)
+        ]
+        # A rank steps after every `accumulate` batches, and after its last one.
+        rounds = [
+            [own[start : start + accumulate] for start in range(0, len(own), accumulate)]
+            for own in batches
+        ]
+        for number in range(max(map(len, rounds))):
+            optimizer.zero_grad()
+            for own in rounds:
+                for batch in own[number] if number < len(own) else []:
+                    (model(batch).square().mean() / accumulate / 2).backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.9
+            steps += 1
+        optimizer.param_groups[0]["lr"] *= 0.5
+        rates.append(optimizer.param_groups[0]["lr"])
+    return model, steps, rates
+
+
+@pytest.mark.parametrize(
+    ("sharded", "accumulate", "clip"),
+    [(False, 1, 0.2), (True, 1, None), (False, 2, None)],
+    ids=["plain and clipped", "zero", "accumulated"],
+)
+async def test_an_uneven_fit_and_exact_evaluation_equal_one_process(
+    session, tmp_path, sharded, accumulate, clip
+):
+    results = await session.run(
+        whole_run, folder=str(tmp_path), sharded=sharded, accumulate=accumulate, clip=clip
+    )
+    model, steps, rates = reference(accumulate, clip)
+    for mine in results:
+        assert largest_difference(mine["trained"], list(model.parameters())) < 1e-13
+        assert mine["same"], "evaluation leaves the model as it is"
+        assert mine["steps"] == steps
+        assert mine["rates"][:EPOCHS] == pytest.approx(rates)
+        assert mine["validated"]["seen"] == 7 and mine["tested"]["seen"] == 5
+        for name, samples in (("validated", 7), ("tested", 5)):
+            expected = model(data(samples).double()).square().mean().item()
+            assert mine[name]["val_loss"] == pytest.approx(expected, rel=1e-6)
+    dealt = [data(5).double()[rank::2] for rank in range(2)]
+    for mine, own in zip(results, dealt, strict=True):
+        assert largest_difference([mine["predicted"]], [model(own)]) < 1e-13
+    assert results[0]["best"] == results[1]["best"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"last-epoch={epoch}-step={steps // EPOCHS * (epoch + 1)}.ckpt" for epoch in range(EPOCHS)
+    }
+
+
+def resumed(ctx, folder, sharded):
+    first = trainer_of(ctx, max_epochs=2, enable_checkpointing=False)
+    module = Regression(sharded)
+    first.fit(module, loader(), loader(7))
+    first.save_checkpoint(f"{folder}/two.ckpt")
+    module = Regression(sharded)
+    trainer = trainer_of(ctx, enable_checkpointing=False)
+    trainer.fit(module, loader(), loader(7), ckpt_path=f"{folder}/two.ckpt", weights_only=False)
+    return [p.detach().clone() for p in module.parameters()], trainer.global_step
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "zero"])
+async def test_a_fit_goes_on_from_a_checkpoint_of_lightning(session, tmp_path, sharded):
+    model, steps, _ = reference(1, None)
+    for mine, taken in await session.run(resumed, folder=str(tmp_path), sharded=sharded):
+        assert largest_difference(mine, list(model.parameters())) < 1e-13
+        assert taken == steps
+
+
+def dealt(ctx):
+    module = Regression()
+    trainer = trainer_of(ctx, max_epochs=1, enable_checkpointing=False)
+    trainer.fit(module, ctx.shard(data().double(), batch_size=2))
+    return [p.detach().clone() for p in module.parameters()], trainer.global_step
+
+
+async def test_a_shard_of_the_context_is_a_loader(session):
+    hands = cl.deal(SAMPLES, world_size=2)
+    model, steps, _ = reference(1, None, hands=lambda epoch: hands, epochs=1)
+    for mine, taken in await session.run(dealt):
+        assert largest_difference(mine, list(model.parameters())) < 1e-13
+        assert taken == steps
+
+
+def halved_mean(group, bucket):
+    work = group.all_reduce(bucket.buffer().mul_(0.5), cl.ReduceOp.AVG)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class Normalized(Regression):
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(13).double())
+
+
+UNEVEN = [0] * 6 + [1] * 4  # By sample, whose it is: three batches of 2 and two.
+
+
+def with_options(ctx, hooked):
+    """A batch of the shard is a rank's; the last step is of rank 0 alone."""
+    if hooked:
+        module, strategy = (
+            Regression(),
+            cl.ChoruslineStrategy(comm_hook=halved_mean, comm_state=ctx.group),
+        )
+    else:
+        module, strategy = Normalized(), "chorusline"
+    trainer = trainer_of(
+        ctx, strategy=strategy, max_epochs=2, enable_checkpointing=False, sync_batchnorm=not hooked
+    )
+    shard = ctx.shard(data(10).double(), batch_size=2, shuffle=False, keep_together=UNEVEN)
+    trainer.fit(module, shard)
+    state = {name: tensor.detach().clone() for name, tensor in module.net.state_dict().items()}
+    return state, trainer.global_step
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["sync_batchnorm", "comm_hook"])
+async def test_options_of_trainer_and_strategy_hold_in_an_uneven_fit(session, hooked):
+    module = Regression() if hooked else Normalized()
+    model, steps = module.net, 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    hands = cl.deal(10, world_size=2, shuffle=False, keep_together=UNEVEN)
+    assert sorted(map(len, hands)) == [4, 6]
+    for _ in range(2):
+        for start in range(0, 6, 2):
+            batches = [data(10).double()[own[start : start + 2]] for own in hands]
+            optimizer.zero_grad()
+            # One forward pass over all ranks' samples: that is what synchronised statistics are of.
+            outputs = model(torch.cat(batches)).split([len(batch) for batch in batches])
+            loss = sum(out.square().mean() / 2 for out in outputs if len(out))
+            (loss / 2 if hooked else loss).backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.9
+            steps += 1
+        optimizer.param_groups[0]["lr"] *= 0.5
+    for state, taken in await session.run(with_options, hooked=hooked):
+        assert taken == steps
+        for name, tensor in model.state_dict().items():
+            assert largest_difference([state[name]], [tensor]) < 1e-13, name
+
+
+class Broken(Regression):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_rank == 0 and batch_idx == 2:
+            raise LookupError("no such sample")
+        return super().training_step(batch, batch_idx)
+
+
+def failing(ctx):
+    trainer_of(ctx, enable_checkpointing=False).fit(Broken(), loader())
+
+
+async def test_an_error_of_one_rank_releases_the_one_that_has_joined(session):
+    with pytest.raises(LookupError, match="no such sample"):
+        await session.run(failing)
+
+
+def twice(ctx):
+    """The same module in two fits: the first one's reducer must be gone."""
+    module = Regression()
+    for _ in range(2):
+        trainer_of(ctx, max_epochs=1, enable_checkpointing=False).fit(module, loader(8))
+    before = ctx.group.statistics.snapshot()
+    module.loss(data().double()).backward()
+    gathered = ctx.group.statistics.since(before).total_operations()
+    counts = torch.arange(3) + ctx.rank
+    strategy = cl.ChoruslineStrategy()
+    tensor = torch.ones(2, requires_grad=True)
+    strategy.all_gather(tensor, sync_grads=True)[1].sum().backward()
+    return gathered, strategy.reduce(counts).tolist(), tensor.grad.tolist()
+
+
+async def test_a_module_is_fitted_again_and_collectives_are_exact(session):
+    results = await session.run(twice)
+    for rank, (gathered, mean, gradient) in enumerate(results):
+        assert gathered == 0
+        assert mean == [0.5, 1.5, 2.5], "counts are not truncated"
+        assert gradient == ([2.0, 2.0] if rank == 1 else [0.0, 0.0])
+
+
+def refused(ctx, sharded, options, num_samples):
+    trainer = trainer_of(ctx, enable_checkpointing=False, **options)
+    module = Regression(sharded)
+    try:
+        trainer.fit(module, loader(num_samples), loader(4))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("sharded", "options", "told"),
+    [
+        (True, {"gradient_clip_val": 0.5}, "give the optimizer max_norm=0.5 instead"),
+        (False, {"val_check_interval": 1}, "validation inside the epoch"),
+    ],
+)
+async def test_what_does_not_go_together_is_refused(session, sharded, options, told):
+    for text in await session.run(refused, sharded=sharded, options=options, num_samples=SAMPLES):
+        assert told in text
+
+
+def test_outside_a_session_the_mend_is_told():
+    with pytest.raises(RuntimeError, match="call this inside the function that is given to"):
+        cl.ChoruslineStrategy()

@@ -1,0 +1,346 @@
+"""A session seen from outside: its trace, its metrics, and a driver that nobody needs meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from actors.meter import COUNTERS, GAUGES, OF_DRIVER, Look, Meter
+from actors.run_status import Steps
+from actors.versions import difference, versions_here
+from actors.whereabouts import Testimony
+from collectives import FlightRecording, Group, HashStore
+from collectives.diagnosis.flight_recorder import CAPACITY
+from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+from runtime.program.context import Context
+from runtime.session.session import Session
+from runtime.session.trace import RankTraced, clock_offsets, events
+from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+async def session(cluster: None) -> AsyncIterator[Session]:
+    async with Session(num_workers=2, timeout_s=30, on_report=lambda report: None) as session:
+        yield session
+
+
+def take_steps(ctx: Context, count: int, pause_s: float = 0.0) -> int:
+    model = DistributedDataParallel(torch.nn.Linear(4, 3))
+    optim = ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    for _ in range(count):
+        model(torch.ones(2, 4)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        time.sleep(pause_s)
+        ctx.report(loss=1.0)
+    return count
+
+
+# ── Trace ────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_trace_holds_the_collectives_of_all_ranks_with_times_and_arrows(
+    session: Session, tmp_path: Path
+) -> None:
+    await session.run(take_steps, count=3)
+    path = tmp_path / "trace.json"
+    count = await session.trace(path)
+    told = json.loads(path.read_text())["traceEvents"]
+    boxes = [event for event in told if event["ph"] == "X"]
+    assert count == len(boxes)
+    of_rank = [sorted_boxes(boxes, seat + 1) for seat in range(2)]
+    assert [b["name"] for b in of_rank[0]] == [b["name"] for b in of_rank[1]]
+    assert {"all_reduce", "reduce_scatter", "all_gather"} <= {b["name"] for b in of_rank[0]}
+    for box in boxes:
+        assert box["dur"] >= 0 and box["ts"] >= 0
+        assert box["args"]["state"] == "done"
+    assert any("test_observing.py:" in box["args"]["line"] for box in boxes)
+    # All wait for all: no rank has ended a collective before the other has begun it.
+    for ours, theirs in zip(*of_rank, strict=True):
+        assert ours["ts"] + ours["dur"] >= theirs["ts"] - 1000
+        assert theirs["ts"] + theirs["dur"] >= ours["ts"] - 1000
+    starts = [event["id"] for event in told if event["ph"] == "s"]
+    assert starts and sorted(starts) == sorted(e["id"] for e in told if e["ph"] == "f")
+    names = {event["args"]["name"] for event in told if event["name"] == "process_name"}
+    assert {name.split(" on ")[0] for name in names} == {"rank 0", "rank 1"}
+
+
+def sorted_boxes(boxes: list[dict[str, Any]], pid: int) -> list[dict[str, Any]]:
+    return sorted((b for b in boxes if b["pid"] == pid), key=lambda box: float(box["ts"]))
+
+
+async def test_a_trace_is_what_viewers_ask_for(session: Session, tmp_path: Path) -> None:
+    """Chrome's trace event format; Perfetto drops boxes of a row that overlap without nesting."""
+    await session.run(take_steps, count=2)
+    path = tmp_path / "trace.json"
+    await session.trace(path)
+    told = json.loads(path.read_text())["traceEvents"]
+    rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in told:
+        assert event["ph"] in ("X", "M", "s", "f")
+        assert type(event["pid"]) is int and event["pid"] > 0 and type(event["tid"]) is int
+        assert event["name"]
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append(event)
+    named = {(e["pid"], e["tid"]) for e in told if e["name"] == "thread_name"}
+    assert set(rows) == named and {pid for pid, _ in named} == {1, 2}
+    for boxes in rows.values():
+        for before, after in pairwise(sorted(boxes, key=lambda box: float(box["ts"]))):
+            assert before["ts"] + before["dur"] <= after["ts"]
+    ends = {e["id"]: e for e in told if e["ph"] == "f"}
+    starts = [e for e in told if e["ph"] == "s"]
+    assert len(starts) == len(ends) == len({e["id"] for e in starts})
+    assert all(e["pid"] == 1 and ends[e["id"]]["pid"] == 2 for e in starts)
+
+
+def test_what_is_in_flight_at_once_has_rows_of_its_own() -> None:
+    with Group.create(HashStore(), 0, 1) as group:
+        for _ in range(4):
+            group.barrier().wait()
+        recording = group.flight_recorder
+    times = [(0.0, 3.0), (1.0, 2.0), (2.5, 5.0), (4.0, 6.0)]
+    collectives = tuple(
+        replace(collective, issued_at=start, ended_at=stop)
+        for collective, (start, stop) in zip(recording.collectives, times, strict=True)
+    )
+    told = Testimony((replace(recording, collectives=collectives),), "", True)
+    made = events([RankTraced(0, 0, "a", told)])
+    rows = [event["tid"] for event in made if event["ph"] == "X"]
+    assert rows == [1, 2, 2, 1]
+    assert [e["tid"] for e in made if e["name"] == "thread_name"] == [1, 2]
+
+
+def shifted(recording: FlightRecording, by_s: float) -> FlightRecording:
+    return replace(
+        recording,
+        read_at=recording.read_at + by_s,
+        collectives=tuple(
+            replace(c, issued_at=c.issued_at + by_s, ended_at=(c.ended_at or 0) + by_s)
+            for c in recording.collectives
+        ),
+    )
+
+
+def test_clocks_of_hosts_are_aligned_by_the_ends_of_collectives() -> None:
+    with Group.create(HashStore(), 0, 1) as group:
+        for _ in range(9):
+            group.barrier().wait()
+        recording = group.flight_recorder
+    ranks = [
+        RankTraced(seat, seat, host, Testimony((shifted(recording, by_s),), "", True))
+        for seat, (host, by_s) in enumerate([("a", 0.0), ("b", 7.5), ("b", 7.5), ("c", -2.0)])
+    ]
+    offsets = clock_offsets(ranks)
+    assert offsets == pytest.approx({0: 0.0, 1: 7.5, 2: 7.5, 3: -2.0}, abs=1e-6)
+    boxes = [event for event in events(ranks) if event["ph"] == "X"]
+    first = [box["ts"] for box in boxes if box["pid"] == 1]
+    for seat in (1, 2, 3):
+        assert [b["ts"] for b in boxes if b["pid"] == seat + 1] == pytest.approx(first, abs=5)
+
+
+# ── Metrics ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def look(steps: Steps, group: Group | None, *, is_running: bool = True) -> Look:
+    return Look(steps, group, is_running, 4, 1 << 20, 0)
+
+
+def test_a_meter_reads_what_happened_since_its_last_look() -> None:
+    meter, steps = Meter(), Steps(rank=0)
+    with Group.create(HashStore(), 0, 1) as group:
+        assert "chorusline_steps" not in meter.read(look(steps, group))
+        began_at = time.monotonic()
+        for _ in range(5):
+            group.all_reduce(torch.ones(10, dtype=torch.float64)).wait()
+        steps.taken, steps.waited_s, steps.has_joined, steps.batches_left = 5, 0.25, True, 3
+        time.sleep(0.05)
+        read = meter.read(look(steps, group))
+        elapsed_s = time.monotonic() - began_at
+        assert read["chorusline_steps"] == read["chorusline_collectives"] == 5
+        assert read["chorusline_step_seconds"] >= 0.01
+        assert read["chorusline_wait_seconds"] == 0.25
+        assert 0 < read["chorusline_communication_seconds"] <= elapsed_s
+        assert (read["chorusline_joined"], read["chorusline_batches_left"]) == (1, 3)
+        assert (read["chorusline_generation"], read["chorusline_world_size"]) == (4, 1)
+        again = meter.read(look(steps, group))
+        assert "chorusline_steps" not in again
+        assert again["chorusline_wait_seconds"] == again["chorusline_collectives"] == 0
+        between = meter.read(look(steps, group, is_running=False))
+        assert (between["chorusline_joined"], between["chorusline_rank"]) == (0, -1)
+        another = Steps(rank=0, taken=2)
+        assert meter.read(look(another, group))["chorusline_steps"] == 2
+        assert set(read) <= set(GAUGES) | set(COUNTERS)
+
+
+def test_activity_stands_for_what_the_ring_has_lost_and_counts_overlaps_once() -> None:
+    with Group.create(HashStore(), 0, 1) as group:
+        since = time.monotonic()
+        for _ in range(3 * CAPACITY):
+            group.all_reduce(torch.ones(7, dtype=torch.int16)).wait()
+        until = time.monotonic()
+        activity = group.activity(since, until)
+        assert 0 < activity.in_flight_s <= until - since
+        assert activity.bytes_per_element == 2
+        assert group.activity(until, until + 1).in_flight_s == 0
+
+
+def test_the_dashboard_asks_for_metrics_that_exist_and_for_all_of_them() -> None:
+    board = json.loads((ROOT / "docs/grafana-dashboard.json").read_text())
+    asked = " ".join(t["expr"] for panel in board["panels"] for t in panel.get("targets", []))
+    exist = {f"ray_{name}" for name in GAUGES}
+    exist |= {f"ray_{name}_total" for name in (*COUNTERS, *OF_DRIVER)}
+    named = set(re.findall(r"ray_chorusline\w+", asked))
+    assert named <= exist
+    left_out = {"ray_chorusline_rank", "ray_chorusline_world_size", "ray_chorusline_batches_left"}
+    assert exist - named <= left_out
+
+
+SCRAPED = """
+import asyncio, json, re, sys, time, urllib.request
+import ray, torch
+import chorusline as cl
+
+def train(ctx):
+    model = cl.DistributedDataParallel(torch.nn.Linear(64, 64))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    until = time.monotonic() + 8
+    while ctx.reduce(float(time.monotonic() < until), "min"):
+        model(torch.ones(2, 64)).sum().backward()
+        optim.step(); optim.zero_grad()
+
+def scraped():
+    port = ray.nodes()[0]["MetricsExportPort"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        return answer.read().decode()
+
+async def main():
+    ray.init(num_cpus=2, include_dashboard=False,
+             _system_config={"metrics_report_interval_ms": 1000})
+    seen = {}
+    async with cl.Session(num_workers=2) as session:
+        running = asyncio.create_task(session.run(train))
+        while not running.done():
+            await asyncio.sleep(0.5)
+            for line in (await asyncio.to_thread(scraped)).splitlines():
+                if line.startswith("ray_chorusline") and (
+                    found := re.match(r'(\\w+)\\{.*seat="(\\d)".*\\} (.*)', line)):
+                    seen[found[1] + found[2]] = max(
+                        float(found[3]), seen.get(found[1] + found[2], -1.0))
+        await running
+    print(json.dumps(seen))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_prometheus_scrapes_what_workers_do() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRAPED], capture_output=True, text=True, timeout=110
+    )
+    assert ran.returncode == 0, ran.stderr
+    seen = json.loads(ran.stdout.splitlines()[-1])
+    for seat in "01":
+        assert seen[f"ray_chorusline_steps_total{seat}"] > 10
+        assert 0 < seen[f"ray_chorusline_step_seconds{seat}"] < 5
+        assert seen[f"ray_chorusline_communication_seconds_total{seat}"] > 0
+        assert seen[f"ray_chorusline_wait_seconds_total{seat}"] > 0
+        assert seen[f"ray_chorusline_sent_bytes_total{seat}"] > 10 * 64 * 64 * 4
+        assert seen[f"ray_chorusline_rank{seat}"] == float(seat)
+        assert seen[f"ray_chorusline_world_size{seat}"] == 2
+        assert seen[f"ray_chorusline_memory_bytes{seat}"] > 50e6
+
+
+# ── A driver that nobody needs ───────────────────────────────────────────────────────────────────
+
+
+async def test_ranks_take_steps_while_the_drivers_process_is_stopped(session: Session) -> None:
+    """A step in steady state sends the driver nothing that it waits for."""
+    before = await session.snapshot()
+    assert before.driver is not None
+    running = asyncio.create_task(session.run(take_steps, count=250, pause_s=0.02))
+    assert session._crew is not None
+    driver = await session._crew._driver.__ray_call__.remote(lambda _: os.getpid())
+    deadline = time.monotonic() + 60
+
+    async def steps_taken() -> int:
+        assert session._crew is not None
+        seen = await session._crew.workers_seen(5)
+        assert not running.done() and time.monotonic() < deadline
+        # One that is not in the run yet tells of the run before.
+        begun = [word for word in seen if not isinstance(word, str) and word.rank is not None]
+        return min(word.steps.taken for word in begun) if len(begun) == 2 else 0
+
+    while not 0 < await steps_taken() < 100:
+        await asyncio.sleep(0.02)
+    os.kill(driver, signal.SIGSTOP)
+    try:
+        at_stop = await steps_taken()
+        while await steps_taken() < at_stop + 30:
+            await asyncio.sleep(0.02)
+    finally:
+        os.kill(driver, signal.SIGCONT)
+    assert await running == [250, 250]
+
+
+# ── Versions ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_workers_with_other_versions_are_told_apart_by_what_matters() -> None:
+    ours = {"Python": "3.11.7", "torch": "2.13.0+cpu", "chorusline": "0.1.0"}
+    assert difference(ours | {"torch": "2.13.0+cu130", "Python": "3.11.9"}, ours) == ""
+    assert difference(ours | {"chorusline": "unknown"}, ours) == ""
+    told = difference(ours | {"torch": "2.12.1", "Python": "3.12.1"}, ours)
+    assert told.startswith("runs Python 3.12.1 where the caller has 3.11.7 and torch 2.12.1 where")
+    assert "install the same on all nodes" in told
+    assert difference(versions_here(), versions_here()) == ""
+
+
+async def test_a_driver_refuses_workers_whose_torch_is_not_the_callers(session: Session) -> None:
+    crew = session._crew
+    assert crew is not None
+    theirs = versions_here() | {"torch": "1.0.0"}
+    unfit = await crew._driver.adopt.remote(crew._workers, 5.0, theirs)
+    assert [one.seat for one in unfit] == [0, 1]
+    assert f"runs torch {torch.__version__} where the caller has 1.0.0" in unfit[0].reason
+    assert ray.is_initialized()
+
+
+# ── Scale ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_simulation_counts_the_messages_of_a_generation_change() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/scale.py", "--workers", "3,200", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    small, large = json.loads(done.stdout.splitlines()[-1])["figures"]["scales"]
+    for one in (small, large):
+        others = one["workers"] - 1
+        # The death, and for each of the others: freeze, frozen, resume.
+        assert one["messages_change"] == 1 + 3 * others
+        assert one["messages_start"] == one["workers"]
+        assert one["messages_end"] == 3 * others  # finished, release, ended
+        assert one["change_s"] > 0 and one["memory_bytes"] > 0
+    # Each rank is told of all others in words that do not grow with their number.
+    assert large["resume_bytes"] / 199 < 1.1 * small["resume_bytes"] / 2

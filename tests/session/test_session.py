@@ -1,0 +1,624 @@
+"""Sessions with real actors: results, failures of every kind, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+
+from actors.errors import RankFailed, StartupError, WorkerLost
+from actors.messages import Report, WorkerSnapshot
+from collectives.contract.errors import CollectiveTimeout, GroupAborted, PeerLost
+from runtime.process.running import current, current_group
+from runtime.program.context import Context
+from runtime.session.session import Session, SessionState, run
+from tests.harness import open_sockets
+from tests.harness.open_sockets import ports
+
+cloudpickle.register_pickle_by_value(open_sockets)  # Workers cannot import what tests share.
+
+WITHIN_S = 4.0  # "Within seconds": well below every deadline that a blocked rank would wait for.
+
+
+class Listener:
+    """The `on_report` of the shared session."""
+
+    def __init__(self) -> None:
+        self.received: list[Report] = []
+        self.error: Exception | None = None
+
+    def __call__(self, report: Report) -> None:
+        self.received.append(report)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture(scope="module")
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture(scope="module")
+async def session(cluster: None, listener: Listener) -> AsyncIterator[Session]:
+    """Two workers for all tests here: each must leave them usable."""
+    async with Session(num_workers=2, timeout_s=30, on_report=listener) as session:
+        yield session
+
+
+def name_ranks(ctx: Context) -> tuple[int, int, int, int, int]:
+    return ctx.rank, ctx.world_size, ctx.local_rank, ctx.node_rank, ctx.generation
+
+
+def blocked_by_others(ctx: Context) -> None:
+    ctx.barrier()
+    ctx.group.all_reduce(torch.zeros(3)).wait()
+
+
+async def assert_usable(session: Session) -> None:
+    results = await session.run(name_ranks)
+    assert [result[:2] for result in results] == [(0, 2), (1, 2)]
+
+
+# ── All is well ──────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_each_rank_returns_one_result(session: Session) -> None:
+    def train(ctx: Context, base: int) -> tuple[int, float]:
+        total = torch.tensor([float(base + ctx.rank)])
+        ctx.group.all_reduce(total).wait()
+        return ctx.rank, total.item()
+
+    assert await session.run(train, base=10) == [(0, 21.0), (1, 21.0)]
+    assert session._crew is not None
+    look = session._crew._driver.__ray_call__
+    assert not await look.remote(lambda _: "torch" in sys.modules), "it starts slowly with it"
+
+
+async def test_an_async_function_has_a_loop_of_its_own(session: Session) -> None:
+    async def train(ctx: Context) -> tuple[float, str]:
+        helper = asyncio.create_task(asyncio.sleep(0.01, "slept"))
+        total = torch.tensor([1.0])
+        await ctx.group.all_reduce(total)
+        assert current() is ctx
+        return total.item(), await helper
+
+    assert await session.run(train) == [(2.0, "slept")] * 2
+
+
+async def test_a_plain_function_may_start_a_loop_itself(session: Session) -> None:
+    def train(ctx: Context) -> str:
+        return asyncio.run(asyncio.sleep(0, threading.current_thread().name))
+
+    assert await session.run(train) == ["training-rank-0", "training-rank-1"]
+
+
+async def test_a_healthy_generation_serves_the_next_run_in_the_same_process(
+    session: Session,
+) -> None:
+    def train(ctx: Context) -> tuple[int, int, int]:
+        return ctx.generation, id(ctx.group), os.getpid()
+
+    assert await session.run(train) == await session.run(train)
+
+
+async def test_small_things_are_shared_between_ranks(session: Session) -> None:
+    def train(ctx: Context) -> list[Any]:
+        loss = torch.tensor([1.0 + ctx.rank, 2.0])
+        counts = torch.tensor([ctx.rank, 3])
+        shared = [
+            ctx.broadcast({"name": "of rank 1", "data": torch.arange(3)} if ctx.rank else None, 1),
+            ctx.broadcast(b"", root=0),
+            ctx.reduce(loss).tolist(),
+            ctx.reduce(counts, "sum").tolist(),
+            ctx.reduce(counts).tolist(),
+            ctx.reduce(ctx.rank + 1),
+            ctx.reduce(ctx.rank + 1, "sum"),
+            ctx.reduce(0.5 + ctx.rank, "max"),
+            ctx.reduce("words pass"),
+            loss.tolist(),
+        ]
+        ctx.barrier()
+        return shared
+
+    results = await session.run(train)
+    for rank, shared in enumerate(results):
+        assert shared[0]["name"] == "of rank 1"
+        assert shared[0]["data"].tolist() == [0, 1, 2]
+        assert shared[1] == b""
+        assert shared[2:9] == [[1.5, 2.0], [1, 6], [0.5, 3.0], 1.5, 3, 1.5, "words pass"]
+        assert shared[9] == [1.0 + rank, 2.0], "reduce leaves its argument alone"
+        assert isinstance(shared[6], int)
+
+
+async def test_the_running_context_is_known_inside_and_only_there(session: Session) -> None:
+    def train(ctx: Context) -> bool:
+        return current() is ctx and current_group() is ctx.group
+
+    assert await session.run(train) == [True, True]
+    with pytest.raises(RuntimeError, match="no train function of a session runs"):
+        current()
+    with pytest.raises(RuntimeError, match=r"Group\.create"):
+        current_group()
+
+
+@ray.remote(num_cpus=0.1)
+class Plain:
+    def ports(self) -> int:
+        return len(ports())
+
+
+async def test_a_worker_listens_where_any_actor_does_and_nowhere_else(session: Session) -> None:
+    def train(ctx: Context) -> int:
+        ctx.group.all_gather_object("anything").wait()
+        return len(ports())
+
+    plain = Plain.remote()  # type: ignore[attr-defined]
+    expected = await plain.ports.remote()
+    ray.kill(plain)
+    assert expected, "the watch sees nothing"
+    assert await session.run(train) == [expected] * 2
+
+
+async def test_a_control_loop_answers_while_the_function_blocks(session: Session) -> None:
+    def train(ctx: Context) -> None:
+        ctx.report(phase="blocking")
+        time.sleep(1.5)
+
+    running = asyncio.create_task(session.run(train))
+    deadline = time.monotonic() + 10
+    while True:
+        asked_at = time.monotonic()
+        snapshot = await session.snapshot()
+        assert time.monotonic() - asked_at < 1.5
+        workers = [said for said in snapshot.workers if isinstance(said, WorkerSnapshot)]
+        if len(workers) == 2 and all(said.last_report is not None for said in workers):
+            break
+        assert time.monotonic() < deadline
+    assert snapshot.state is SessionState.RUNNING
+    assert "training" in str(snapshot)
+    assert "phase=blocking" in str(snapshot)
+    with pytest.raises(RuntimeError, match="runs another function"):
+        await session.run(train)
+    await running
+
+
+async def test_reports_arrive_complete_and_in_order(session: Session, listener: Listener) -> None:
+    def train(ctx: Context, steps: int) -> None:
+        for step in range(steps):
+            ctx.report(loss=torch.tensor(0.5), step=step, name=f"rank {ctx.rank}")
+            if step % 100 == 0:
+                time.sleep(0.05)
+
+    listener.received.clear()
+    await session.run(train, steps=1000)
+    first_run = listener.received[:]
+    listener.received.clear()
+    await session.run(train, steps=3)
+    for rank in range(2):
+        reports = [report for report in first_run if report.rank == rank]
+        assert [report.step for report in reports] == list(range(1000))
+        assert reports[7].values == {"loss": 0.5, "step": 7, "name": f"rank {rank}"}
+    assert [(report.step, report.rank) for report in listener.received] == [
+        (step, rank) for step in range(3) for rank in range(2)
+    ]
+
+
+async def test_an_error_in_on_report_ends_the_run_as_itself(
+    session: Session, listener: Listener
+) -> None:
+    def train(ctx: Context) -> None:
+        ctx.report(loss=1.0)
+        while True:
+            ctx.barrier()
+
+    listener.error = LookupError("no place for it")
+    with pytest.raises(LookupError, match="no place for it"):
+        await session.run(train)
+    listener.error = None
+    await assert_usable(session)
+
+
+# ── Bad input, told before anything starts ───────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
+        ({"num_workers": 1.5}, TypeError, "num_workers must be a number of workers"),
+        ({"num_workers": (3, 2)}, ValueError, "must be in order"),
+        ({"timeout_s": 0}, ValueError, "timeout_s must be a positive number of seconds"),
+        ({"startup_timeout_s": "1"}, ValueError, "startup_timeout_s must be a positive number"),
+        ({"placement_strategy": "HEAP"}, ValueError, "placement_strategy must be one of PACK"),
+        ({"resources_per_worker": {"CPU": -1}}, ValueError, r"resources_per_worker\['CPU'\]"),
+        ({"resources_per_worker": {"GPU": 1}}, ValueError, "use_gpu is False"),
+        ({"resources_per_worker": {"CPU": 0}}, ValueError, "asks for nothing"),
+        ({"address": 6379}, TypeError, "address must be a string, got int"),
+        ({"on_report": "print"}, TypeError, "on_report must be a function"),
+    ],
+)
+def test_bad_arguments_are_told_in_the_constructor(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        Session(**arguments)
+
+
+async def test_what_cannot_be_pickled_is_named(session: Session) -> None:
+    lock = threading.Lock()
+
+    def train(ctx: Context) -> None:
+        with lock:
+            pass
+
+    with pytest.raises(TypeError, match=r"the variable lock \(lock\), used by .*train, cannot be"):
+        await session.run(train)
+    with pytest.raises(TypeError, match=r"the argument guard \(lock\) cannot be sent"):
+        await session.run(lambda ctx, guard: None, guard=lock)
+    with pytest.raises(TypeError, match="train must be a function of a Context, got int"):
+        await session.run(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"\(ctx, epoch=...\), but its parameters are .*epochs"):
+        await session.run(lambda ctx, epochs: None, epoch=3)
+    await assert_usable(session)
+
+
+async def test_a_result_that_cannot_be_pickled_is_told_with_its_rank(session: Session) -> None:
+    with pytest.raises(TypeError, match=r"the lock that rank [01] returned cannot be pickled"):
+        await session.run(lambda ctx: threading.Lock())
+    await assert_usable(session)
+
+
+async def test_more_workers_than_the_cluster_has_room_for(cluster: None) -> None:
+    with pytest.raises(StartupError) as caught:
+        await Session(num_workers=50).start()
+    assert "num_workers=50 with CPU 1 each" in str(caught.value)
+    assert "the cluster has CPU 5 (" in str(caught.value)
+    assert "Lower num_workers" in str(caught.value)
+
+
+async def test_workers_that_find_no_room_in_time(session: Session) -> None:
+    began_at = time.monotonic()
+    with pytest.raises(StartupError, match=r"not placed within 1 s: the cluster has CPU 5 \([23]"):
+        await Session(num_workers=4, startup_timeout_s=1).start()
+    assert time.monotonic() - began_at < 5
+
+
+async def test_a_gpu_where_there_is_none(cluster: None) -> None:
+    with pytest.raises(StartupError, match="use_gpu=True: the cluster has no GPU"):
+        await Session(num_workers=1, use_gpu=True).start()
+
+
+async def test_as_many_workers_as_fit_between_fewest_and_most(session: Session) -> None:
+    free = ray.available_resources()["CPU"]
+    async with Session(num_workers=(1, 8)) as other:
+        assert 1 <= other.num_workers == int(free) < 8
+    assert ray.available_resources()["CPU"] == free, "and who starts now has them again"
+
+
+async def test_run_inside_a_loop_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"await session.run"):
+        run(name_ranks)
+
+
+async def test_a_session_that_is_not_open_says_what_to_do(cluster: None) -> None:
+    session = Session()
+    with pytest.raises(RuntimeError, match="has not started"):
+        await session.run(name_ranks)
+    await session.close()
+    await session.close()
+    with pytest.raises(RuntimeError, match="is closed; make a new Session"):
+        await session.run(name_ranks)
+    with pytest.raises(RuntimeError, match="is closed"):
+        await session.start()
+
+
+# ── A rank fails ─────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_exception_reaches_the_caller_as_itself_while_others_block(
+    session: Session,
+) -> None:
+    class OutOfCheese(Exception):
+        def __init__(self, left: int, detail: str) -> None:
+            super().__init__(left, detail)
+            self.left = left
+
+    def train(ctx: Context) -> None:
+        if ctx.rank == 1:
+            ctx.barrier()
+            raise OutOfCheese(3, "the shop is closed")
+        blocked_by_others(ctx)
+
+    began_at = time.monotonic()
+    with pytest.raises(OutOfCheese, match="the shop is closed") as caught:
+        await session.run(train)
+    assert time.monotonic() - began_at < WITHIN_S
+    assert caught.value.left == 3
+    (note,) = caught.value.__notes__
+    assert "raised by rank 1 of 2 in generation" in note
+    shown = "".join(traceback.format_exception(caught.value))
+    assert 'raise OutOfCheese(3, "the shop is closed")' in shown
+    assert "training_thread.py" not in shown, "the traceback begins in the user's function"
+    await assert_usable(session)
+
+
+async def test_an_exception_frees_async_functions_that_wait_for_something_else(
+    session: Session,
+) -> None:
+    async def train(ctx: Context) -> None:
+        if ctx.rank == 0:
+            raise KeyError("missing")
+        await asyncio.Event().wait()
+
+    began_at = time.monotonic()
+    with pytest.raises(KeyError, match="missing") as caught:
+        await session.run(train)
+    assert time.monotonic() - began_at < WITHIN_S
+    assert all("did not stop" not in note for note in caught.value.__notes__)
+    await assert_usable(session)
+
+
+async def test_a_wrapped_echo_does_not_hide_the_cause(session: Session) -> None:
+    def train(ctx: Context) -> None:
+        if ctx.rank == 1:
+            time.sleep(0.2)
+            raise ValueError("the cause")
+        try:
+            blocked_by_others(ctx)
+        except GroupAborted as error:
+            raise RuntimeError("training failed") from error
+
+    with pytest.raises(ValueError, match="the cause"):
+        await session.run(train)
+
+
+async def test_an_exception_before_the_ranks_have_met_frees_the_others(session: Session) -> None:
+    class Bomb:
+        """Goes off where it is unpickled, on the rank that comes first."""
+
+        def __reduce__(self) -> Any:
+            return explode, ()
+
+    def explode() -> None:
+        raise ImportError("no module named bomb")
+
+    began_at = time.monotonic()
+    with pytest.raises(ImportError, match="no module named bomb"):
+        await session.run(lambda ctx, bomb: None, bomb=Bomb())
+    assert time.monotonic() - began_at < WITHIN_S
+    await assert_usable(session)
+
+
+async def test_sys_exit_on_a_rank_does_not_end_the_caller(session: Session) -> None:
+    with pytest.raises(RankFailed, match=r"rank 0 of generation \d+ raised SystemExit: 3"):
+        await session.run(lambda ctx: sys.exit(3) if ctx.rank == 0 else blocked_by_others(ctx))
+    await assert_usable(session)
+
+
+async def test_an_exception_that_cannot_be_rebuilt_still_tells_its_story(session: Session) -> None:
+    class Stubborn(Exception):
+        def __init__(self, a: int, b: int) -> None:
+            super().__init__(f"{a} and {b}")
+
+    def train(ctx: Context) -> None:
+        raise Stubborn(1, 2)
+
+    with pytest.raises(RankFailed, match="Stubborn: 1 and 2") as caught:
+        await session.run(train)
+    assert "raise Stubborn(1, 2)" in "".join(traceback.format_exception(caught.value))
+    await assert_usable(session)
+
+
+async def test_a_rank_that_returns_early_is_named_by_the_timeout(session: Session) -> None:
+    def train(ctx: Context) -> None:
+        if ctx.rank == 1:
+            ctx.group.barrier(timeout_s=0.5).wait()
+
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] did not arrive") as caught:
+        await session.run(train)
+    assert any("ranks [0] had returned" in note for note in caught.value.__notes__)
+    await assert_usable(session)
+
+
+async def test_a_killed_worker_is_named_and_replaced(session: Session) -> None:
+    def train(ctx: Context) -> None:
+        ctx.barrier()
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        blocked_by_others(ctx)
+
+    before = await session.run(lambda ctx: (ctx.generation, os.getpid()))
+    began_at = time.monotonic()
+    with pytest.raises(WorkerLost, match="rank 1 of generation") as caught:
+        await session.run(train)
+    assert time.monotonic() - began_at < WITHIN_S
+    assert isinstance(caught.value, PeerLost)
+    assert f"pid {before[1][1]}" in str(caught.value)
+    assert "Call run() again" in str(caught.value)
+    after = await session.run(lambda ctx: (ctx.generation, os.getpid()))
+    assert after[0] == (before[0][0] + 1, before[0][1]), "the survivor's process goes on"
+    assert after[1][1] != before[1][1]
+
+
+async def test_a_worker_killed_between_runs_costs_the_next_run_nothing(
+    session: Session, tmp_path: Path
+) -> None:
+    def begins(ctx: Context, folder: Path) -> int:
+        (folder / f"{ctx.rank}-{os.getpid()}").touch()
+        return os.getpid()
+
+    pids = await session.run(lambda ctx: os.getpid())
+    os.kill(pids[0], signal.SIGKILL)
+    after = await session.run(begins, folder=tmp_path)
+    assert after[0] != pids[0] and after[1] == pids[1]
+    begun = sorted(path.name for path in tmp_path.iterdir())
+    assert begun == [f"{rank}-{pid}" for rank, pid in enumerate(after)], "it began once"
+    await assert_usable(session)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_workers", [3, (1, 3)])
+async def test_no_run_is_lost_to_workers_that_die_while_idle(
+    cluster: None, num_workers: int | tuple[int, int]
+) -> None:
+    few = {"CPU": 0.1}
+    async with Session(num_workers, resources_per_worker=few, timeout_s=20) as session:
+        pids = await session.run(lambda ctx: os.getpid())
+        for turn in range(8):
+            victims = {pids[turn % 3], pids[0]} if turn % 4 == 3 else {pids[turn % 3]}
+            if turn % 2:  # News of the death may be anywhere on its way.
+                await session.run(lambda ctx: None)
+            for victim in victims:
+                os.kill(victim, signal.SIGKILL)
+            await asyncio.sleep(turn % 3 * 0.01)
+            after = await session.run(lambda ctx: os.getpid())
+            assert len(after) == 3 and set(after) & set(pids) == set(pids) - victims
+            pids = after
+
+
+async def test_a_stuck_worker_is_told_and_replaced(session: Session) -> None:
+    def train(ctx: Context) -> None:
+        ctx.barrier()
+        if ctx.rank == 0:
+            time.sleep(600)
+        time.sleep(0.5)  # Till the other sleeps, where nothing reaches it.
+        raise ValueError("somebody had to")
+
+    before = await session.run(lambda ctx: os.getpid())
+    began_at = time.monotonic()
+    with pytest.raises(ValueError, match="somebody had to") as caught:
+        await session.run(train)
+    assert time.monotonic() - began_at < 9
+    assert any("ranks [0] did not stop" in note for note in caught.value.__notes__)
+    after = await session.run(lambda ctx: os.getpid())
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+
+
+async def test_a_killed_driver_is_replaced_and_training_does_not_stop(session: Session) -> None:
+    before = await session.run(lambda ctx: (os.getpid(), ctx.generation))
+    running = asyncio.create_task(session.run(loop_until_told, seconds=4.0))
+    await asyncio.sleep(1.0)
+    assert session._crew is not None
+    for _ in range(2):
+        ray.kill(session._crew._driver)
+        await asyncio.sleep(1.0)
+    results = await running
+    assert [pid for pid, _, _ in results] == [pid for pid, _ in before]
+    # Nobody waited for a driver.
+    assert all(longest_s < 1.0 for _, _, longest_s in results)
+    assert results[0][1] == results[1][1] > 100
+    after = await session.run(lambda ctx: (os.getpid(), ctx.generation))
+    assert [pid for pid, _ in after] == [pid for pid, _ in before]
+    assert after[0][1] >= before[0][1], "numbers of generations never repeat"
+
+
+async def test_a_driver_that_dies_between_two_runs_costs_nothing(session: Session) -> None:
+    before = await session.run(lambda ctx: os.getpid())
+    assert session._crew is not None
+    for is_assembled in (True, False):
+        ray.kill(session._crew._driver)
+        session._crew._is_assembled = is_assembled  # Not, where a worker was lost in the last run.
+        assert await session.run(lambda ctx: os.getpid()) == before
+
+
+def loop_until_told(ctx: Context, seconds: float) -> tuple[int, int, float]:
+    """Its process, how many rounds it took, and the longest of them, in seconds."""
+    began_at = time.monotonic()
+    rounds, longest_s = 0, 0.0
+    while ctx.reduce(float(time.monotonic() - began_at < seconds), "min"):
+        last = time.monotonic()
+        ctx.barrier()
+        longest_s = max(longest_s, time.monotonic() - last)
+        rounds += 1
+        time.sleep(0.01)
+    return os.getpid(), rounds, longest_s
+
+
+def loop_forever(ctx: Context) -> None:
+    while True:
+        ctx.barrier()
+        time.sleep(0.01)
+
+
+# ── The caller leaves ────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_cancelled_run_stops_the_ranks_before_it_returns(session: Session) -> None:
+    before = await session.run(lambda ctx: os.getpid())
+    running = asyncio.create_task(session.run(loop_forever))
+    await asyncio.sleep(0.5)
+    running.cancel()
+    began_at = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert time.monotonic() - began_at < WITHIN_S
+    snapshot = await session.snapshot()
+    assert [w.state.value for w in snapshot.workers if isinstance(w, WorkerSnapshot)] == [
+        "idle"
+    ] * 2
+    assert await session.run(lambda ctx: os.getpid()) == before
+
+
+async def test_closing_ends_a_run_in_progress(cluster: None) -> None:
+    session = await Session(num_workers=2).start()
+    running = asyncio.create_task(session.run(loop_forever))
+    await asyncio.sleep(0.5)
+    await session.close()
+    with pytest.raises(GroupAborted, match="the session was closed"):
+        await running
+
+
+def test_run_starts_a_local_cluster_and_leaves_nothing() -> None:
+    script = """
+import os, threading, time
+import ray
+from actors.errors import StartupError
+from runtime.session import run
+
+def train(ctx, base):
+    ctx.barrier()
+    return base + ctx.rank, os.getpid()
+
+def refused(error, text, *arguments, **options):
+    try:
+        run(*arguments, **options)
+    except error as caught:
+        assert text in str(caught), caught
+    else:
+        raise AssertionError(f"no {error.__name__}")
+    assert not ray.is_initialized(), "told before Ray is touched"
+
+if __name__ == "__main__":
+    refused(TypeError, "argument base (lock)", train, base=threading.Lock())
+    refused(ValueError, "num_workers must be at least 1", train, num_workers=0, base=10)
+    refused(StartupError, "no Ray cluster answers", train, address="127.0.0.1:1", base=10)
+    refused(StartupError, "ray job submit", train, address="ray://127.0.0.1:10001", base=10)
+    results = run(train, num_workers=2, base=10)
+    assert [value for value, _ in results] == [10, 11], results
+    assert not ray.is_initialized()
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for _, pid in results):
+        assert time.monotonic() < deadline, "workers are left behind"
+        time.sleep(0.05)
+    print("nothing left")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nothing left" in done.stdout

@@ -1,0 +1,186 @@
+"""What programs on torch.distributed are told when a rank dies, and how they go on."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import chorusline as cl
+from collectives.stores.torch_store import TorchStore
+from tests.harness.ranks import GLOO, SHARED_MEMORY, Ranks
+from tests.references.training import batches_of, loss_of, make_model
+
+VICTIM = 1
+
+
+def init(rank, size, store, prefix):
+    dist.init_process_group(
+        "chorusline",
+        store=TorchStore(cl.PrefixStore(prefix, store)),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=20),
+    )
+
+
+def step(model, optimizer, batch):
+    loss_of(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def rank_under_ddp(rank, hook):
+    """Train until a rank dies; then train on without it. What this rank was told, and how late."""
+    init(rank.rank, rank.size, rank.store, "first")
+    model = DistributedDataParallel(make_model(torch.float32))
+    if hook:
+        # A hook of Python's: its future takes another way through C++.
+        model.register_comm_hook(None, lambda _, bucket: summed(bucket.buffer(), rank.size))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = batches_of(rank.rank, 1, torch.float32)[0]
+    for _ in range(2):  # DDP's second step settles its buckets.
+        step(model, optimizer, batch)
+    if rank.rank == VICTIM:
+        rank.say("ready")
+        time.sleep(60)
+    began_at = time.monotonic()
+    rank.say("ready")
+    with pytest.raises(cl.PeerLost) as caught:
+        step(model, optimizer, batch)
+    told, late_s = str(caught.value), time.monotonic() - began_at
+    dist.destroy_process_group()
+
+    left = [r for r in range(rank.size) if r != VICTIM]
+    init(left.index(rank.rank), len(left), rank.store, "second")
+    model = DistributedDataParallel(model.module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(model, optimizer, batch)
+    everybody = [None] * len(left)
+    mine = [p.detach().tolist() for p in model.parameters()]
+    dist.all_gather_object(everybody, mine)
+    dist.destroy_process_group()
+    return told, late_s, all(other == mine for other in everybody)
+
+
+def summed(buffer, size):
+    future = dist.all_reduce(buffer.div_(size), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+@pytest.mark.parametrize(
+    ("transport", "hook"),
+    [
+        pytest.param(SHARED_MEMORY, False, marks=pytest.mark.slow),
+        (SHARED_MEMORY, True),
+        (GLOO, False),
+    ],
+)
+def test_a_rank_killed_under_stock_ddp_is_named_and_the_others_train_on(tmp_path, transport, hook):
+    """With Gloo, the ranks are told that they are on several hosts."""
+    with Ranks(rank_under_ddp, 3, tmp_path, transport, hook) as ranks:
+        ranks.wait_for("ready")
+        ranks.signal(VICTIM, signal.SIGKILL)
+        for told, late_s, agrees in ranks.results(ranks=[0, 2]):
+            assert f"ranks [{VICTIM}] are gone" in told
+            assert "all_reduce" in told
+            assert late_s < 10
+            assert agrees
+
+
+def rank_of_groups(rank):
+    """Ranks 0 and 2 work in a group of their own when rank 1, of the world, dies."""
+    init(rank.rank, rank.size, rank.store, "first")
+    pair = dist.new_group([0, 2])
+    if rank.rank == VICTIM:
+        rank.say("ready")
+        time.sleep(60)
+    rank.say("ready")
+    tensor = torch.ones(1)
+    if rank.rank == 0:
+        with pytest.raises(cl.PeerLost, match=r"ranks \[1\] are gone"):
+            dist.all_reduce(tensor)
+        rank.store.wait(["said/told/2"], 30)  # To end now would be a death of its own.
+    began_at = time.monotonic()
+    if rank.rank == 2:
+        # Rank 0 has been told, and will not come.
+        with pytest.raises(cl.GroupAborted, match=r"ranks \[1\] are gone"):
+            dist.all_reduce(tensor, group=pair)
+        rank.say("told")
+    return time.monotonic() - began_at
+
+
+def test_a_death_in_one_process_group_ends_those_that_share_ranks_with_it(tmp_path):
+    with Ranks(rank_of_groups, 3, tmp_path) as ranks:
+        ranks.wait_for("ready")
+        ranks.signal(VICTIM, signal.SIGKILL)
+        assert max(ranks.results(ranks=[0, 2])) < 10
+
+
+def rank_that_aborts(rank):
+    init(rank.rank, rank.size, rank.store, "first")
+    if rank.rank == 0:
+        dist.distributed_c10d._abort_process_group()
+        assert not dist.is_initialized()
+    else:
+        with pytest.raises(cl.GroupAborted, match=r"by ranks \[0\]: the process group was aborted"):
+            dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+    init(rank.rank, rank.size, rank.store, "second")
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.item()
+
+
+def test_after_an_abort_a_new_process_group_is_initialised_in_the_same_processes(tmp_path):
+    with Ranks(rank_that_aborts, 2, tmp_path) as ranks:
+        assert ranks.results() == [2, 2]
+
+
+# -- in a session ----------------------------------------------------------------------------------
+
+
+def train(ctx, die):
+    ctx.init_torch_distributed()
+    ctx.init_torch_distributed()  # harmless
+    assert dist.get_backend() == "chorusline"
+    assert (dist.get_rank(), dist.get_world_size()) == (ctx.rank, ctx.world_size)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(7, 5).to(ctx.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(3, 7) * (ctx.rank + 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    ctx.barrier()  # torch's groups and the session's, in turns
+    if die == "raise" and ctx.rank == 1:
+        raise KeyError("no such sample")
+    if die == "kill" and ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step()
+    return [p.detach().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("die", "error"),
+    [
+        pytest.param("raise", KeyError),
+        pytest.param("kill", cl.WorkerLost, marks=pytest.mark.slow),
+    ],
+)
+async def test_stock_ddp_trains_in_a_session_whatever_became_of_the_run_before(cluster, die, error):
+    async with cl.Session(num_workers=2) as session:
+        first, second = await session.run(train, die="")
+        assert first == second
+        with pytest.raises(error):  # in the same processes, over the same group
+            await session.run(train, die=die)
+        assert await session.run(train, die="") == [first, second]

@@ -1,0 +1,107 @@
+"""GradScaler: one rank's overflow is everybody's, joined or not, and nobody drifts."""
+
+import math
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, loss_of, make_model
+
+_OPTIONS = {"init_scale": 2.0**10, "growth_interval": 2}
+
+
+def train(group, lengths, overflow_at, max_norm=None, factor=math.inf):
+    """overflow_at: (rank, number of the batch) whose loss is multiplied with factor."""
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=max_norm)
+    scaler = cl.GradScaler(optimizer, **_OPTIONS)
+    scales = []
+    with cl.Join([model, optimizer, scaler], skew_warning=None):
+        for number, batch in enumerate(batches_of(group.rank, lengths[group.rank], torch.float32)):
+            loss = loss_of(model, batch)
+            if (group.rank, number) == overflow_at:
+                loss = loss * factor
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+    return [p.detach().clone() for p in model.parameters()], scales, scaler.get_scale()
+
+
+def reference(lengths, overflow_at, max_norm=None, factor=math.inf):
+    model = make_model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", **_OPTIONS)
+    data = [batches_of(rank, n, torch.float32) for rank, n in enumerate(lengths)]
+    scales = []
+    for step in range(max(lengths)):
+        total = []
+        for rank, batches in enumerate(data):
+            if step < len(batches):
+                optimizer.zero_grad()
+                loss = loss_of(model, batches[step])
+                if (rank, step) == overflow_at:
+                    loss = loss * factor
+                scaler.scale(loss).backward()
+                mine = [p.grad for p in model.parameters()]
+                total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
+        for parameter, gradient in zip(model.parameters(), total, strict=True):
+            parameter.grad = gradient / len(lengths)
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return [p.detach().clone() for p in model.parameters()], scales
+
+
+@pytest.mark.parametrize("overflow_at", [None, (0, 1), (1, 4)])
+@pytest.mark.parametrize("lengths", [(5, 5), (2, 6), (0, 5)])
+def test_steps_and_scales_equal_torchs_in_one_process(ranks_of, lengths, overflow_at):
+    expected, scales = reference(lengths, overflow_at)
+    results = ranks_of(2).run(train, lengths, overflow_at)
+    for rank, (parameters, seen, last) in enumerate(results):
+        assert seen == scales[: lengths[rank]]
+        assert last == scales[-1], "a joined rank follows"
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+
+
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+def test_clipping_takes_the_norm_of_unscaled_gradients(ranks_of, factor):
+    expected, scales = reference((3, 4), (1, 1), 0.05, factor)
+    for parameters, _, last in ranks_of(2).run(train, (3, 4), (1, 1), 0.05, factor):
+        assert last == scales[-1]
+        for ours, theirs in zip(parameters, expected, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def refusals(group):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        told = []
+        stock = torch.amp.GradScaler("cpu")
+        stock.scale(loss_of(model, torch.randn(3, 7))).backward()
+        scaler = cl.GradScaler(optimizer)
+        optimizer.uses_scaler = False
+        for call in (
+            lambda: stock.step(optimizer),
+            lambda: scaler.unscale_(optimizer),
+            lambda: cl.Join([model, scaler, optimizer]),
+        ):
+            try:
+                call()
+            except (RuntimeError, ValueError) as error:
+                told.append(str(error))
+        return told
+
+
+def test_what_would_decide_by_local_gradients_is_refused(ranks_of):
+    for stock, unscale, order in ranks_of(2).run(refusals):
+        assert "Use chorusline.GradScaler(optimizer)" in stock
+        assert "clip with the optimizer's max_norm" in unscale
+        assert "Join([model, optimizer, scaler])" in order

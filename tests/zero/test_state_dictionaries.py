@@ -1,0 +1,360 @@
+"""State dictionaries: the plain optimizer's, at any number of ranks, by number and by name."""
+
+import copy
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import chorusline as cl
+from collectives.objects.blocking import broadcast_object
+from runtime.zero import optimizer_state
+from tests.references.sharded_training import (
+    ELEMENTWISE,
+    assert_same_state,
+    groups_of,
+    plain_run,
+    sharded_run,
+)
+from tests.references.training import batches_of, loss_of, make_model
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw_fused"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_state_of_a_plain_optimizer_goes_on_at_any_number_of_ranks(ranks_of, name, size):
+    kind, options = ELEMENTWISE[name]
+    half_way = plain_run(size, kind, options, 2)
+    expected, expected_state = plain_run(size, kind, options, 5, start=half_way, first=2)
+    results = ranks_of(size).run(sharded_run, kind, options, 5, half_way, 2)
+    for parameters, _ in results:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+    assert_same_state(results[-1][1], expected_state)
+
+
+def test_state_saved_by_three_ranks_is_loaded_by_two(ranks_of):
+    kind, options = ELEMENTWISE["adamw_foreach"]
+    saved = ranks_of(3).run(sharded_run, kind, options, 2)[-1]
+    expected, _ = plain_run(2, kind, options, 5, start=saved, first=2)
+    for parameters, _ in ranks_of(2).run(sharded_run, kind, options, 5, saved, 2):
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw_fused", "nadam", "adagrad"])
+def test_a_run_goes_on_from_any_number_of_ranks_to_any_other(ranks_of, name):
+    kind, options = ELEMENTWISE[name]
+    ours = theirs = None
+    for step, size in enumerate([1, 2, 3, 4, 2, 1, 4]):
+        theirs = plain_run(size, kind, options, step + 1, start=theirs, first=step)
+        results = ranks_of(size).run(sharded_run, kind, options, step + 1, ours, step)
+        ours = results[0][0], results[-1][1]
+        assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True)), size
+        assert_same_state(ours[1], theirs[1])
+
+
+# -- torch's own ----------------------------------------------------------------------------------
+
+
+def torchs_zero(group, start, first, steps):
+    path = broadcast_object(group, tempfile.mktemp(prefix="chorusline-gloo-"))
+    store = dist.FileStore(path, group.size)
+    dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size)
+    try:
+        model = TorchDDP(make_model(torch.float32))
+        zero = TorchZero(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        start_from(start, model, zero)
+        for batch in batches_of(group.rank, steps, torch.float32)[first:]:
+            loss_of(model, batch).backward()
+            zero.step()
+            zero.zero_grad()
+        zero.consolidate_state_dict(to=0)
+        state = copy.deepcopy(zero.state_dict()) if group.rank == 0 else None
+        return [p.detach().clone() for p in model.parameters()], state
+    finally:
+        dist.destroy_process_group()
+
+
+def our_zero(group, start, first, steps):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    zero = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    start_from(start, model, zero)
+    for batch in batches_of(group.rank, steps, torch.float32)[first:]:
+        loss_of(model, batch).backward()
+        zero.step()
+        zero.zero_grad()
+    zero.consolidate_state_dict(to=0)
+    state = zero.state_dict() if group.rank == 0 else None
+    return [p.detach().clone() for p in model.parameters()], state
+
+
+def start_from(start, model, optimizer):
+    if start is not None:
+        with torch.no_grad():
+            for parameter, saved in zip(model.parameters(), start[0], strict=True):
+                parameter.copy_(saved)
+        optimizer.load_state_dict(copy.deepcopy(start[1]))  # torch's takes the caller's apart
+
+
+@pytest.mark.parametrize("legs", [(torchs_zero, our_zero), (our_zero, torchs_zero)])
+def test_state_goes_to_torchs_own_zero_and_comes_from_it(ranks_of, legs):
+    before, after = legs
+    expected, expected_state = ranks_of(2).run(torchs_zero, None, 0, 4)[0]
+    half_way = ranks_of(2).run(before, None, 0, 2)[0]
+    parameters, state = ranks_of(2).run(after, half_way, 2, 4)[0]
+    for ours, theirs in zip(parameters, expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    for number, of_parameter in expected_state["state"].items():
+        for name, value in of_parameter.items():
+            assert torch.allclose(state["state"][number][name], value, rtol=1e-5, atol=1e-9)
+
+
+# -- by name --------------------------------------------------------------------------------------
+
+
+def reversed_groups(model):
+    """Other groups, and in another order, than the numbers would have it."""
+    late, early = groups_of(model)
+    return [{**early, "params": early["params"][::-1]}, late]
+
+
+def from_plain_by_name(group, parameters, state):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), parameters, strict=True):
+            parameter.copy_(value)
+    zero = cl.ZeroRedundancyOptimizer(reversed_groups(model), torch.optim.AdamW, lr=0.7)
+    zero.load_state_dict(state)
+    loss_of(model, batches_of(0, 3, torch.float32)[2]).backward()
+    zero.step()
+    zero.consolidate_state_dict(to=1)
+    named = zero.state_dict(by_name=True) if group.rank == 1 else None
+    return [p.detach().clone() for p in model.parameters()], named
+
+
+def test_names_lead_from_torchs_checkpoint_format_and_back(ranks_of):
+    model = make_model(torch.float32)
+    plain = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    batches = batches_of(0, 4, torch.float32)
+
+    def step(number):
+        plain.zero_grad()
+        loss_of(model, batches[number]).backward()
+        plain.step()
+
+    step(0)
+    step(1)
+    named = get_optimizer_state_dict(model, plain)
+    parameters = [p.detach().clone() for p in model.parameters()]
+    results = ranks_of(2).run(from_plain_by_name, parameters, named)
+    step(2)
+    for ours, _ in results:
+        assert all(torch.equal(a, b) for a, b in zip(ours, model.parameters(), strict=True))
+    back = results[1][1]
+    again = make_model(torch.float32)
+    with torch.no_grad():
+        for parameter, value in zip(again.parameters(), results[0][0], strict=True):
+            parameter.copy_(value)
+    other = torch.optim.AdamW(groups_of(again), lr=0.5)
+    set_optimizer_state_dict(again, other, back)
+    step(3)
+    loss_of(again, batches[3]).backward()
+    other.step()
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True)
+    )
+    assert [g["weight_decay"] for g in other.param_groups] == [0.01, 0.0]
+
+
+def load_what_does_not_fit(group):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    zero = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    nameless = cl.ZeroRedundancyOptimizer(
+        make_model(torch.float32).parameters(), torch.optim.AdamW, group=group
+    )
+    plain = torch.optim.AdamW(make_model(torch.float32).named_parameters(), lr=0.5).state_dict()
+    numbered = copy.deepcopy(plain)
+    numbered["state"] = {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3, 3)}}
+    names = plain["param_groups"][0].pop("param_names")
+    options = {**plain["param_groups"][0], "params": names}
+
+    def named(params, state=None, **changed):
+        return {"state": state or {}, "param_groups": [{**options, **changed, "params": params}]}
+
+    two = {"state": {}, "param_groups": [{**options, "params": names[:1]}, {**options, "lr": 0.1}]}
+    two["param_groups"][1]["params"] = names[1:]
+    told = {}
+    for what, call in {
+        "not consolidated": zero.state_dict,
+        "groups": lambda: zero.load_state_dict({"state": {}, "param_groups": []}),
+        "shape": lambda: zero.load_state_dict(numbered),
+        "named shape": lambda: zero.load_state_dict(
+            named(names, {"2.bias": {"exp_avg": torch.zeros(13)}})
+        ),
+        "missing": lambda: zero.load_state_dict(named(names[1:])),
+        "unknown": lambda: zero.load_state_dict(named([*names, "norm.weight"])),
+        "options": lambda: zero.load_state_dict(two),
+        "nameless": lambda: nameless.load_state_dict(named(names)),
+    }.items():
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            told[what] = str(error)
+    assert zero.param_groups[0]["lr"] == 1e-2, "nothing was taken over"
+    return told
+
+
+def test_state_that_does_not_fit_is_refused_on_every_rank_and_names_the_parameter(ranks_of):
+    expected = {
+        "not consolidated": "has not been consolidated on this rank",
+        "groups": "a different number of parameter groups",
+        "shape": "parameter 0 (0.weight) has shape (3, 3), but the parameter has (13, 7)",
+        "named shape": "parameter 2.bias has shape (13,), but the parameter has (5,)",
+        "missing": "loaded state dict has no parameters 0.weight",
+        "unknown": "has parameters that are none of the optimizer's: norm.weight",
+        "options": "0.weight and 0.bias are in one parameter group, but were saved with different",
+        "nameless": "has no name. Give the optimizer our DistributedDataParallel, or named_param",
+    }
+    for told in ranks_of(3).run(load_what_does_not_fit):
+        for what, text in expected.items():
+            assert text in told[what], (what, told[what])
+
+
+def names_of_their_own(group):
+    model = make_model(torch.float32)
+    zero = cl.ZeroRedundancyOptimizer(
+        ((f"net.{name}", p) for name, p in model.named_parameters()),
+        torch.optim.SGD,
+        lr=0.1,
+        momentum=0.9,
+        group=group,
+    )
+    loss_of(model, batches_of(0, 1, torch.float32)[0]).backward()
+    zero.step()
+    zero.consolidate_state_dict()
+    if group.rank == 0:
+        return zero.state_dict()["param_groups"], sorted(zero.state_dict(by_name=True)["state"])
+    return None
+
+
+def test_names_that_were_given_with_the_parameters_are_kept(ranks_of):
+    groups, keys = ranks_of(2).run(names_of_their_own)[0]
+    names = ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]
+    assert groups[0]["param_names"] == names and keys == sorted(names)
+
+
+# -- half precision -------------------------------------------------------------------------------
+
+
+def half_precision_leg(group, start, steps):
+    """With gradients given, so that runs at different numbers of ranks are alike."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(100, 3).bfloat16()
+    if start is not None:
+        model.load_state_dict(start[0])
+    zero = cl.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=1e-4, momentum=0.9, group=group
+    )
+    if start is not None:
+        zero.load_state_dict(start[1])
+    for step in steps:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + step)
+        zero.step()
+    zero.consolidate_state_dict()
+    return model.state_dict(), zero.state_dict() if group.rank == 0 else None
+
+
+def test_what_half_precision_rounds_away_is_saved_and_loaded_at_other_numbers_of_ranks(ranks_of):
+    whole, expected = ranks_of(1).run(half_precision_leg, None, range(30))[0]
+    start = None
+    for size, steps in [(2, range(10)), (3, range(10, 20)), (1, range(20, 30))]:
+        start = ranks_of(size).run(half_precision_leg, start, steps)[0]
+    assert all(torch.equal(start[0][name], value) for name, value in whole.items())
+    assert_same_state(start[1], expected)
+    master = expected["state"][0]["master"]
+    assert master.dtype is torch.float32 and not torch.equal(master, whole["weight"].float())
+    plain = torch.optim.SGD(torch.nn.Linear(100, 3).bfloat16().parameters(), momentum=0.9)
+    plain.load_state_dict(copy.deepcopy(expected))  # it carries what it does not know along
+
+
+def overwrite_parameters(group):
+    model = torch.nn.Linear(100, 3).bfloat16()
+    zero = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, group=group)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    zero.step()
+    return model.weight.detach().clone()
+
+
+def test_a_checkpoint_loaded_after_construction_is_what_the_next_step_starts_from(ranks_of):
+    for weight in ranks_of(2).run(overwrite_parameters):
+        assert torch.equal(weight, torch.full((3, 100), 1.5, dtype=torch.bfloat16))
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the tensors that operations inside make, at the most at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self._alive = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {
+            t.untyped_storage().data_ptr()
+            for t in pytree.tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in known:
+                    self._alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
+        return result
+
+
+def peak_of_consolidation(group):
+    model = cl.DistributedDataParallel(torch.nn.Linear(1024, 1024, bias=False), group)
+    zero = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+    model(torch.randn(2, 1024)).sum().backward()
+    zero.step()
+    optimizer_state.CHUNK_BYTES = 64 << 10
+    try:
+        before = group.statistics.snapshot()
+        with Allocations() as gathering:
+            zero.consolidate_state_dict(to=1)
+        sent = group.statistics.since(before).elements_sent
+        state = zero.state_dict() if group.rank == 1 else None
+        state = broadcast_object(group, state, 1)
+        with Allocations() as loading:
+            zero.load_state_dict(state)
+    finally:
+        optimizer_state.CHUNK_BYTES = 4 << 20
+    return gathering.peak, loading.peak, sent
+
+
+def test_consolidation_needs_a_chunk_beside_the_result_and_loading_one_shard(ranks_of):
+    whole = 2 * 1024 * 1024 * 4
+    for rank, (gathering, loading, sent) in enumerate(ranks_of(4).run(peak_of_consolidation)):
+        print(f"rank {rank}: {gathering} and {loading} bytes; sent {sent}")
+        result = whole if rank == 1 else 0
+        assert result <= gathering <= result + (160 << 10)
+        assert loading <= whole / 4 + (1 << 10)
+        assert sent["gather"] == (0 if rank == 1 else whole / 4 / 4)

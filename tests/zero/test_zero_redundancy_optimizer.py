@@ -1,0 +1,391 @@
+"""ZeRO: sharded state gives the plain optimizer's bits, for a fraction of its memory."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.sharded_training import ELEMENTWISE, assert_same_state, plain_run, sharded_run
+from tests.references.training import OPTIMIZERS, batches_of, loss_of, make_model
+
+WHOLE = {
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "muon": (torch.optim.Muon, {"lr": 1e-2}),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_parameters_and_state_equal_the_plain_optimizers_bit_by_bit(ranks_of, name):
+    kind, options = ELEMENTWISE[name]
+    expected, expected_state = plain_run(3, kind, options, 4)
+    results = ranks_of(3).run(sharded_run, kind, options, 4)
+    for parameters, _ in results:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+    assert_same_state(results[-1][1], expected_state)
+
+
+def traffic_and_memory(group, replicas=1):
+    model = cl.DistributedDataParallel(
+        torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6))), group
+    )
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, replicas=replicas)
+    before = group.statistics.snapshot()
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    used = group.statistics.since(before)
+    state = sum(
+        tensor.numel()
+        for of_piece in optimizer.shard_optimizer.state.values()
+        for tensor in of_piece.values()
+        if tensor.dim()
+    )
+    return used, state, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_travel_once_and_state_is_one_nth(ranks_of, size):
+    for used, state, parameters in ranks_of(size).run(traffic_and_memory):
+        sent = used.elements_sent
+        # And nothing else: one replica of each shard is its owner's, which costs nothing.
+        assert used.operations == {"reduce_scatter": 1, "all_reduce": 1, "all_gather": 1}
+        share = parameters * (size - 1) / size
+        assert sent["reduce_scatter"] == share and sent["all_gather"] == share
+        assert sent["all_reduce"] < 0.01 * parameters, "the ballot"
+        assert state == 2 * parameters / size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_replica_costs_a_shard_of_state_and_of_traffic(ranks_of, size, replicas):
+    if replicas > size:
+        with pytest.raises(AssertionError, match="replicas=3 is more than the 2 ranks"):
+            ranks_of(size).run(traffic_and_memory, replicas)
+        return
+    for used, state, parameters in ranks_of(size).run(traffic_and_memory, replicas):
+        expected = (2 * (size - 1) + replicas - 1) * parameters / size
+        assert expected <= sum(used.elements_sent.values()) < 1.01 * expected
+        assert used.operations["all_to_all"] == 1
+        assert state == 2 * replicas * parameters / size
+
+
+def kept_after_each_step(group, replicas):
+    """By step, by range: what this rank holds of parameters and state, its own and replicas."""
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1, replicas=replicas)
+    kept = []
+    for batch in batches_of(group.rank, 4, torch.float32):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held = optimizer.shard.held()
+        kept.append(
+            {
+                common: {name: tensor.clone() for name, tensor in part.tensors.items()}
+                for whole in held.ranges
+                for common, part in held.overlapping(whole)
+            }
+        )
+    return kept
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_no_replica_is_behind_its_owner_after_any_step(ranks_of, replicas):
+    for of_ranks in zip(*ranks_of(3).run(kept_after_each_step, replicas), strict=True):
+        for where in {where for held in of_ranks for where in held}:
+            copies = [held[where] for held in of_ranks if where in held]
+            assert len(copies) == replicas
+            assert {"values", "exp_avg", "exp_avg_sq"} <= set(copies[0])
+            for copy_ in copies[1:]:
+                assert all(torch.equal(copy_[name], copies[0][name]) for name in copies[0])
+
+
+def local_gradients(group):
+    """With parameters of no DistributedDataParallel `.grad` is taken as it is."""
+    model = make_model(torch.float32)
+    optimizer = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, group=group)
+    loss_of(model, batches_of(0, 1, torch.float32)[0]).backward()
+    optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_without_data_parallelism_gradients_are_taken_as_they_are(ranks_of):
+    model = make_model(torch.float32)
+    loss_of(model, batches_of(0, 1, torch.float32)[0]).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for parameters in ranks_of(3).run(local_gradients):
+        assert all(torch.equal(a, b) for a, b in zip(parameters, model.parameters(), strict=True))
+
+
+class Branches(torch.nn.Module):
+    """Each rank uses `common` and one branch; nobody uses `idle`; `frozen` takes no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.common = torch.nn.Linear(4, 4)
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.idle = torch.nn.Linear(4, 4)
+        self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, batch, branch):
+        return self.branches[branch](self.frozen(self.common(batch)))
+
+
+def train_branches(group, sharded):
+    model = cl.DistributedDataParallel(Branches(), group)
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    if sharded:
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, **options)
+    else:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **options)
+    for step in range(3):
+        # In the last step both ranks use branch 0, so branch 1 must not move.
+        branch = group.rank if step < 2 else 0
+        model(torch.full((2, 4), 1.0 + group.rank), branch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
+def test_parameters_unused_on_every_rank_are_skipped_not_stepped_with_zeros(ranks_of, sharded):
+    model = Branches()
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1
+    )
+    for step in range(3):
+        for rank in range(2):
+            branch = rank if step < 2 else 0
+            (model(torch.full((2, 4), 1.0 + rank), branch).sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameters in ranks_of(2).run(train_branches, sharded):
+        for name, expected in model.named_parameters():
+            assert torch.allclose(parameters[name], expected, atol=1e-6, rtol=1e-5), name
+        untouched = Branches().idle.weight
+        assert torch.equal(parameters["idle.weight"], untouched)
+
+
+def train_clipped(group, max_norm):
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.5, max_norm=max_norm)
+    norms = []
+    with cl.Join([model, optimizer]):
+        for batch in batches_of(group.rank, 2 + group.rank, torch.float64):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(optimizer.grad_norm)
+    return [p.detach().clone() for p in model.parameters()], norms
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])
+def test_clipping_takes_the_norm_of_the_whole_mean_gradient(ranks_of, max_norm):
+    model = make_model(torch.float64)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = [batches_of(rank, 2 + rank, torch.float64) for rank in range(3)]
+    norms = []
+    for step in range(4):
+        sgd.zero_grad()
+        for batches in data:
+            if step < len(batches):
+                (loss_of(model, batches[step]) / 3).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        sgd.step()
+    results = ranks_of(3).run(train_clipped, max_norm)
+    assert results[2][1] == pytest.approx(norms, rel=1e-12)
+    for parameters, _ in results:
+        for ours, expected in zip(parameters, model.parameters(), strict=True):
+            assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
+
+
+def spoiled_loss(model, rank, bad):
+    """On rank 1 some gradients are no numbers."""
+    output = model(batches_of(rank, 1, torch.float32)[0])
+    return output[:, 0].sum() + (output[:, 1] * (bad if rank == 1 else 1.0)).sum()
+
+
+def clip_what_is_no_number(group, bad):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.5, max_norm=1.0)
+    spoiled_loss(model, group.rank, bad).backward()
+    optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], optimizer.grad_norm
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_clipping_what_is_no_number_gives_what_torchs_clipping_gives(ranks_of, bad):
+    model = make_model(torch.float32)
+    (sum(spoiled_loss(model, rank, bad) for rank in range(2)) / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    for parameters, ours in ranks_of(2).run(clip_what_is_no_number, bad):
+        assert str(ours) == str(norm.item())
+        for mine, expected in zip(parameters, model.parameters(), strict=True):
+            assert torch.allclose(mine, expected, equal_nan=True)
+
+
+def train_in_bfloat16(group):
+    torch.manual_seed(0)
+    model = cl.DistributedDataParallel(torch.nn.Linear(8, 8, bias=False).bfloat16(), group)
+    start = model.module.weight.detach().clone()
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=1e-5)
+    for _ in range(400):
+        model.module.weight.grad = None
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    return start, model.module.weight.detach().clone()
+
+
+def test_half_precision_parameters_keep_what_rounds_to_nothing_in_one_step(ranks_of):
+    for start, end in ranks_of(2).run(train_in_bfloat16):
+        # The gradient is one everywhere. In bfloat16 1e-5 is nothing beside a weight of 0.3.
+        moved = (start.float() - end.float()).mean().item()
+        assert moved == pytest.approx(400 * 1e-5, rel=0.05)
+        assert end.dtype is torch.bfloat16
+
+
+def schedule(group):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    loss_of(model, batches_of(0, 1, torch.float32)[0]).backward()
+    optimizer.step()
+    scheduler.step()
+    loss_of(model, batches_of(0, 1, torch.float32)[0]).backward()
+    optimizer.step()
+    return optimizer.param_groups[0]["lr"], optimizer.shard_optimizer.param_groups[0]["lr"]
+
+
+def test_a_learning_rate_schedule_reaches_the_shard(ranks_of):
+    assert ranks_of(2).run(schedule) == [(5e-4, 5e-4)] * 2
+
+
+def train_among_some_ranks(group):
+    """Ranks 0 and 2 of four train one model, ranks 1 and 3 another, with other data."""
+    with another_group(group) as whole:
+        own = whole.split(whole.rank % 2)
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        for batch in batches_of(whole.rank, 3, torch.float32):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.consolidate_state_dict(to=1)
+        whole.barrier().wait()
+        return [p.detach().clone() for p in model.parameters()], own.rank
+
+
+def test_a_group_of_some_ranks_trains_on_its_own(ranks_of):
+    results = ranks_of(4).run(train_among_some_ranks)
+    assert [own_rank for _, own_rank in results] == [0, 0, 1, 1]
+    for color in range(2):
+        model = make_model(torch.float32)
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        data = [batches_of(rank, 3, torch.float32) for rank in (color, color + 2)]
+        for both in zip(*data, strict=True):
+            plain.zero_grad()
+            for batch in both:
+                (loss_of(model, batch) / 2).backward()
+            plain.step()
+        for parameters, _ in results[color::2]:
+            for ours, theirs in zip(parameters, model.parameters(), strict=True):
+                assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def generator_of_parameters(group):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer((p for p in model.parameters()), torch.optim.SGD, lr=0.1)
+    return optimizer.reducer is model.reducer
+
+
+def test_the_models_parameters_are_recognised_in_any_form(ranks_of):
+    assert ranks_of(2).run(generator_of_parameters) == [True, True]
+
+
+def test_the_reference_optimizers_are_all_elementwise():
+    assert {kind for kind, _ in OPTIMIZERS.values()} <= {kind for kind, _ in ELEMENTWISE.values()}
+
+
+def matrices(model):
+    return [parameter for parameter in model.parameters() if parameter.dim() == 2]
+
+
+def train_whole(group, name, lengths, start=None, first=0):
+    """Biases stay as they are: Muon takes matrices only."""
+    kind, options = WHOLE[name]
+    module = make_model(torch.float32)
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    model = cl.DistributedDataParallel(module, group)
+    if start is not None:
+        with torch.no_grad():
+            for parameter, saved in zip(matrices(model), start[0], strict=True):
+                parameter.copy_(saved)
+    optimizer = cl.ZeroRedundancyOptimizer(matrices(model), kind, **options)
+    if start is not None:
+        optimizer.load_state_dict(start[1])
+    with cl.Join([model, optimizer]):
+        for batch in batches_of(group.rank, lengths[group.rank], torch.float32)[first:]:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    owned = [tuple(p.shape) for g in optimizer.shard_optimizer.param_groups for p in g["params"]]
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict() if group.rank == 0 else None
+    return [p.detach().clone() for p in matrices(model)], state, owned
+
+
+def plain_whole(name, lengths):
+    kind, options = WHOLE[name]
+    model = make_model(torch.float32)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    optimizer = kind(matrices(model), **options)
+    data = [batches_of(rank, n, torch.float32) for rank, n in enumerate(lengths)]
+    for step in range(max(lengths)):
+        total = []
+        for batches in data:
+            if step < len(batches):
+                optimizer.zero_grad()
+                loss_of(model, batches[step]).backward()
+                mine = [p.grad for p in matrices(model)]
+                total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
+        for parameter, gradient in zip(matrices(model), total, strict=True):
+            parameter.grad = gradient / len(lengths)
+        optimizer.step()
+    return [p.detach().clone() for p in matrices(model)], optimizer.state_dict()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_that_need_whole_parameters_get_them(ranks_of, name):
+    lengths = (3, 5)
+    expected, expected_state = plain_whole(name, lengths)
+    results = ranks_of(2).run(train_whole, name, lengths)
+    for parameters, _, _ in results:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+    assert sorted(shape for _, _, owned in results for shape in owned) == [(5, 13), (13, 7)]
+    assert_same_state(results[0][1], expected_state)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_parameter_state_is_loaded_at_another_number_of_ranks(ranks_of, name):
+    saved = ranks_of(2).run(train_whole, name, (2, 2))[0]
+    (once, _, _), *_ = ranks_of(1).run(train_whole, name, (4,), saved[:2], 2)
+    again, _, _ = ranks_of(1).run(train_whole, name, (4,), saved[:2], 2)[0]
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    kind, options = WHOLE[name]
+    model = make_model(torch.float32)
+    with torch.no_grad():
+        for parameter, value in zip(matrices(model), saved[0], strict=True):
+            parameter.copy_(value)
+    plain = kind(matrices(model), **options)
+    plain.load_state_dict(copy.deepcopy(saved[1]))
+    for batch in batches_of(0, 4, torch.float32)[2:]:
+        plain.zero_grad()
+        loss_of(model, batch).backward()
+        plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(once, matrices(model), strict=True))

@@ -1,0 +1,196 @@
+"""What a ZeroRedundancyOptimizer refuses: in torch's words where it has some, and on all ranks."""
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import loss_of, make_model
+
+
+def step_without_gradients(group):
+    with another_group(group) as own:
+        parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+        zero = cl.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, group=own, lr=0.1)
+        try:
+            with cl.Join([zero], skew_warning=None):
+                for _ in range(1 + own.rank):
+                    for parameter in parameters:
+                        parameter.grad = torch.ones_like(parameter)
+                    zero.step()
+                    zero.zero_grad()
+        except (RuntimeError, cl.CollectiveError) as error:
+            return str(error)
+    return ""
+
+
+def test_a_joined_rank_without_gradients_tells_all_instead_of_stepping_stale_ones(ranks_of):
+    told = ranks_of(2).run(step_without_gradients)
+    assert "of shape (3,) has a gradient on other ranks of [1] and none on rank 0" in told[0]
+    assert "rank 0" in told[1] and "inside Join, it is listed before this optimizer" in told[1]
+
+
+def refusals(group):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    parameters = list(make_model(torch.float32).parameters())
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+
+    def zero(params, kind=torch.optim.SGD, **options):
+        return lambda: cl.ZeroRedundancyOptimizer(params, kind, group=group, **options)
+
+    vectors = iter(parameters)
+    calls = {
+        "set": zero([{"params": set(parameters)}]),
+        "mixed": zero([parameters[0], 3.0]),
+        "no leaf": zero([parameters[0] * 2]),
+        "no groups": zero(iter([])),
+        "empty group": lambda: cl.ZeroRedundancyOptimizer(
+            [{"params": []}, {"params": vectors}], torch.optim.SGD, group=group
+        ).add_param_group({"params": []}),
+        "option": zero(parameters, torch.optim.AdamW, lr=-1.0),
+        "unknown option": zero(parameters, torch.optim.SGD, beta=0.1),
+        "sparse": zero(parameters, torch.optim.SparseAdam),
+        "tensor": zero(parameters[0]),
+        "empty": zero([]),
+        "wrong type": zero(["weights"]),
+        "twice": zero([{"params": parameters}, {"params": parameters[:1]}]),
+        "not elementwise": zero(parameters, torch.optim.LBFGS),
+        "max_norm": zero(parameters, max_norm=-1.0),
+        "step first": optimizer.step,
+    }
+    told = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            told[name] = (type(error).__name__, str(error))
+    return told
+
+
+def test_unfit_arguments_get_torchs_errors_and_a_mend(ranks_of):
+    told = ranks_of(1).run(refusals)[0]
+    assert "empty group" not in told, "torch takes it, and so do we"
+    expected = {
+        "set": ("TypeError", "the ordering of tensors in sets will change between runs"),
+        "mixed": ("TypeError", "optimizer can only optimize Tensors"),
+        "no leaf": ("ValueError", "can't optimize a non-leaf Tensor"),
+        "no groups": ("ValueError", "optimizer got an empty parameter list"),
+        "option": ("ValueError", "Invalid learning rate: -1.0"),
+        "unknown option": ("TypeError", "unexpected keyword argument 'beta'"),
+        "sparse": ("ValueError", "SparseAdam cannot be sharded: only dense gradients"),
+        "tensor": ("TypeError", "iterable of Tensors or dicts"),
+        "empty": ("ValueError", "optimizer got an empty parameter list"),
+        "wrong type": ("TypeError", "optimizer can only optimize Tensors"),
+        "twice": ("ValueError", "some parameters appear in more than one parameter group"),
+        "not elementwise": ("ValueError", "LBFGS cannot be sharded: its line search"),
+        "max_norm": ("ValueError", "max_norm must be positive, got -1.0"),
+        "step first": ("RuntimeError", "run loss.backward()"),
+    }
+    for name, (kind, text) in expected.items():
+        assert told[name][0] == kind, name
+        assert text in told[name][1], name
+
+
+def duplicates(group):
+    """torch warns, and so do we; the parameter is stepped once."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
+        zero = cl.ZeroRedundancyOptimizer([parameter] * 2, torch.optim.SGD, lr=0.5, group=group)
+    parameter.grad = torch.ones(3)
+    zero.step()
+    return parameter.detach().clone()
+
+
+def test_a_parameter_twice_in_a_group_is_warned_of(ranks_of):
+    for parameter in ranks_of(2).run(duplicates):
+        assert torch.equal(parameter, torch.full((3,), 0.5))
+
+
+def different_models(group):
+    told = []
+    for parameters, options in (
+        ([torch.nn.Parameter(torch.zeros(2 + group.rank))], {}),
+        ([torch.nn.Parameter(torch.zeros(2)) for _ in range(2 + group.rank)], {}),
+        ([torch.nn.Parameter(torch.zeros(2))], {"lr": 0.1 + group.rank}),
+    ):
+        try:
+            cl.ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, group=group, **options)
+        except cl.CollectiveMismatch as error:
+            told.append((error.ranks, str(error)))
+    return told
+
+
+def test_what_differs_between_the_ranks_is_found_at_construction_and_named(ranks_of):
+    for rank, told in enumerate(ranks_of(3).run(different_models)):
+        shape, number, option = told
+        assert shape[0] == [1, 2] and "parameter 0 differs from rank 0's" in shape[1]
+        assert f"on rank {rank} it is ({2 + rank},) torch.float32, trainable" in shape[1]
+        assert number[0] == [1, 2] and "by rank: {0: 2, 1: 3, 2: 4}" in number[1]
+        assert option[0] == [1, 2] and f"lr {0.1 + rank}" in option[1]
+
+
+def capturable_on_a_cpu(group):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, capturable=True)
+        loss_of(model, torch.ones(3, 7)).backward()
+        try:
+            optimizer.step()
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+def test_capturable_optimizers_are_refused_on_a_cpu_in_torchs_words(ranks_of):
+    for told in ranks_of(2).run(capturable_on_a_cpu):
+        assert "If capturable=True, params and state_steps must be on supported devices" in told
+
+
+def step_once_too_often(group):
+    with another_group(group) as own:
+        model = make_model(torch.float32)
+        optimizer = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group=own)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.num_steps = group.rank  # as after calls on some ranks only
+        try:
+            optimizer.step()
+        except cl.CollectiveMismatch as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_at_different_steps_are_told_on_every_rank(ranks_of):
+    for rank, told in enumerate(ranks_of(3).run(step_once_too_often)):
+        assert f"different numbers of steps, this one {rank}" in told
+
+
+def train_on_grown_data(group):
+    """Between two epochs the dataset grows on all ranks, then on one only."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        used = []
+        try:
+            for epoch, length in enumerate((6, 9, 9 + own.rank)):
+                with cl.Join([model, optimizer]):
+                    shard = cl.Shard(range(length), 2, rank=own.rank, world_size=2, epoch=epoch)
+                    for numbers in shard:
+                        model(numbers[:, None].float()).mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        used.append((epoch, numbers.tolist()))
+        except cl.CollectiveMismatch as error:
+            return str(error), used
+    return "", used
+
+
+def test_a_dataset_may_change_between_epochs_if_it_does_so_on_all_ranks(ranks_of):
+    told = ranks_of(2).run(train_on_grown_data)
+    for error, _ in told:
+        assert "different numbers of samples on the ranks (rank 0: 9, rank 1: 10)" in error
+        assert "every rank hands it the same dataset" in error
+    for epoch, length in enumerate((6, 9)):
+        used = [n for _, batches in told for e, batch in batches if e == epoch for n in batch]
+        assert sorted(used) == list(range(length))
+    assert not any(epoch == 2 for _, batches in told for epoch, _ in batches), "no step was taken"
