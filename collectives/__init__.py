@@ -23,7 +23,7 @@ from .contract.errors import (
     StoreTimeout,
     UnsupportedOperation,
 )
-from .contract.reduce_op import ReduceOp
+from .contract.operation import ReduceOp
 from .diagnosis.debug import DebugLevel, get_debug_level, set_debug_level, set_debug_level_from_env
 from .diagnosis.flight_recorder import FlightRecording, RecordedCollective
 from .diagnosis.statistics import Statistics

@@ -31,8 +31,7 @@ from .meeting import meet
 from .objects.channel import ObjectChannel
 from .objects.collectives import ObjectCollectives
 from .objects.messages import ObjectMessages
-from .operations.coalesce import Coalesced
-from .operations.monitored_barrier import MonitoredBarrier
+from .operations.composed_work import Coalesced, MonitoredBarrier
 from .operations.operations import Operations
 from .stores.rendezvous import store_from_url
 from .stores.store import Store

@@ -12,8 +12,7 @@ from collections.abc import Collection
 import torch
 
 from .contract.dtypes import DTYPES
-from .contract.operation import UNEVEN, Kind
-from .contract.reduce_op import ReduceOp
+from .contract.operation import UNEVEN, Kind, ReduceOp
 from .group import Group
 
 _ROOTED = (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .errors import CollectiveError
-from .operation import Operation
-from .reduce_op import ReduceOp
+from .operation import Operation, ReduceOp
 from .work import Work
 
 

@@ -21,8 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from ..contract.dtypes import DTYPE_INDEX, DTYPES
 from ..contract.errors import UnsupportedOperation
 from ..contract.inference import alias
-from ..contract.reduce_op import ReduceOp
-from .several_devices import not_a_tensor
+from ..contract.operation import ReduceOp
 
 Finisher = Callable[[], object]
 
@@ -235,3 +234,23 @@ def travelling_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype is torch.bool:
         return torch.uint8
     return dtype.to_real() if dtype.is_complex else dtype
+
+
+def not_a_tensor(given: object, argument: str) -> Exception:
+    """The error for `given` where a tensor belongs.
+
+    torch had operations on one tensor per device (`all_reduce_multigpu`) and has removed them;
+    ray.util.collective has them still. Who comes from there is told the way.
+    """
+    if isinstance(given, list | tuple):
+        devices = sorted({str(t.device) for t in given if isinstance(t, torch.Tensor)})
+        if len(devices) > 1:
+            return ValueError(
+                f"{argument} holds tensors on {', '.join(devices)}, but a rank has one device. "
+                "Start one rank per device and pass each its own tensor: docs/collectives.md, "
+                "'One rank, one device'"
+            )
+    return TypeError(
+        f"{argument} must be a torch.Tensor, a numpy array or something with __dlpack__, got "
+        f"{type(given).__name__}"
+    )

@@ -16,8 +16,7 @@ import torch
 
 from ..contract.communicator import Communicator
 from ..contract.errors import UnsupportedOperation
-from ..contract.operation import ANY_RANK, FIRST_OBJECT_TAG
-from ..contract.reduce_op import ReduceOp
+from ..contract.operation import ANY_RANK, FIRST_OBJECT_TAG, ReduceOp
 from .arguments import (
     Finisher,
     checked,

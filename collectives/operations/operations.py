@@ -26,8 +26,7 @@ import torch
 from ..contract.arithmetic import reduce_into
 from ..contract.dtypes import DTYPE_INDEX
 from ..contract.inference import outside_inference_mode
-from ..contract.operation import UNEVEN, Kind, Operation, root_and_op
-from ..contract.reduce_op import ReduceOp
+from ..contract.operation import UNEVEN, Kind, Operation, ReduceOp, root_and_op
 from ..contract.work import Work
 from .arguments import (
     Finisher,

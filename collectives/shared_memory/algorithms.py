@@ -16,8 +16,7 @@ import torch
 from ..contract.arithmetic import reduce_into
 from ..contract.communicator import Communicator
 from ..contract.errors import CollectiveError, GroupClosed, PeerLost
-from ..contract.operation import Operation
-from ..contract.reduce_op import ReduceOp
+from ..contract.operation import Operation, ReduceOp
 from ..contract.signature import pair_mismatch
 from ..contract.work import Work
 from .lane import Body, Lane, LaneWork

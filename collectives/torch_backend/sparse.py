@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..contract.reduce_op import ReduceOp
+from ..contract.operation import ReduceOp
 from ..contract.work import Work
 from ..group import Group
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 
 from ..contract.work import Work
-from ..operations.coalesce import Coalesced
+from ..operations.composed_work import Coalesced
 from .ordered_future import OrderedFuture, callback_thread, current_depth
 from .translation import seconds
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..contract.dtypes import DTYPE_INDEX
-from ..contract.reduce_op import ReduceOp
+from ..contract.operation import ReduceOp
 
 _TORCH = dist.ReduceOp
 _OPS = {

@@ -17,7 +17,7 @@ Therefore three threads, besides those of gloo_messages.py:
   only under a lock that the end of the generation takes first: once a work has ended, its tensors
   belong to the caller again.
 - The **watcher** holds the deadlines and, where an operation takes long, looks into the store at
-  what the other ranks do (roll_call.py). It also answers when the roll is called. The connections
+  what the other ranks do (liveness.py). It also answers when the roll is called. The connections
   that break when a rank dies do not say which rank died: a Gloo that fails closes all of its own,
   and the next one sees that. Who lives is asked through the store.
 """
@@ -42,15 +42,14 @@ from ..contract.arithmetic import reduce_into
 from ..contract.communicator import Communicator
 from ..contract.errors import CollectiveError, GroupClosed, StoreTimeout
 from ..contract.in_flight import InFlight, PendingWork
-from ..contract.operation import STARTED, Operation
-from ..contract.reduce_op import ReduceOp
+from ..contract.operation import STARTED, Operation, ReduceOp
 from ..contract.signature import Signature, mismatch, pair_mismatch
 from ..contract.work import Work
 from ..stores.store import PrefixStore, Store
 from ..stores.torch_store import TorchStore
 from .gloo_messages import GlooMessages
 from .interfaces import GLOO_VARIABLE, check_gloo_interfaces
-from .roll_call import RollCall, look_s, position_after, position_in
+from .liveness import RollCall, look_s, position_after, position_in
 
 _TICK_S = 0.1  # between two turns of the watcher, most of which look at nothing
 _IDLE_LOOK_S = 0.5  # between two looks into the store, with nothing in flight

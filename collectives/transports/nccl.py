@@ -6,7 +6,7 @@ does not have, this file adds: deadlines, one error for all ranks, and names for
 A work is a pair of CUDA events on the communicator's own stream, around NCCL's kernel. One daemon
 thread, the watcher, follows the works in flight in the order of issue. It alone waits; it asks the
 events ever more slowly, and when a work takes longer than half a second, or there was none for half
-a second, it also looks into the store: roll_call.py says what the ranks leave there for each other.
+a second, it also looks into the store: liveness.py says what the ranks leave there for each other.
 
 An abort also completes events, so an event proves nothing by itself. This rank's own abort: works
 are settled under the lock that guards the failure, and a failure settles them all before NCCL is
@@ -29,12 +29,11 @@ import torch
 from ..contract.communicator import Communicator
 from ..contract.errors import CollectiveError, GroupAborted, GroupClosed, fresh_copy
 from ..contract.in_flight import InFlight, PendingWork
-from ..contract.operation import STARTED, Kind, Operation
-from ..contract.reduce_op import ReduceOp
+from ..contract.operation import STARTED, Kind, Operation, ReduceOp
 from ..contract.work import Work
 from ..stores.store import Store
+from .liveness import LOOK_S, Position, RollCall, look_s, position_after, position_in
 from .nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
-from .roll_call import LOOK_S, Position, RollCall, look_s, position_after, position_in
 
 FIRST_PAUSE_S = 0.00005  # between two looks at an event; doubles up to:
 LONGEST_PAUSE_S = 0.001

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..contract.reduce_op import ReduceOp
+from ..contract.operation import ReduceOp
 
 # The numbers of nccl.h, which never change: CuPy's names for them came one release at a time.
 DTYPE_CODES: dict[torch.dtype, int] = {

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import words
+from . import arguments
 from .script import run_script
 
 FAILED = 1
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     exported.add_argument("file", type=Path, help="to write; torch.load reads it without us")
     given = list(sys.argv[1:] if argv is None else argv)
     # argparse loses a -- that comes first among the rest.
-    is_function = given[:1] == ["run"] and words.names_function(given[1:2])
+    is_function = given[:1] == ["run"] and arguments.names_function(given[1:2])
     end = given.index("--") if is_function and "--" in given else len(given)
     options = parser.parse_args(given[:end])
 
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list[str]) -> int:
-    script, function = words.script_and_function(options.script)
+    script, function = arguments.script_and_function(options.script)
     if not script.exists():
         run.error(f"argument script: there is no file {str(script)!r} in {Path.cwd()}")
     if not script.is_file():
@@ -118,7 +118,7 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
     if function is None:
         return run_script(script, options.args)
     flags = argparse.ArgumentParser(prog=run.prog, usage=run.usage)
-    flags.add_argument("--workers", type=words.workers, default=1, help="4, or 2..8")
+    flags.add_argument("--workers", type=arguments.workers, default=1, help="4, or 2..8")
     flags.add_argument("--gpu", action="store_true", help="a GPU for each")
     flags.add_argument("--timeout", type=float, default=60.0, help="of a collective, in seconds")
     flags.add_argument(

@@ -21,9 +21,9 @@ from collectives.contract.errors import ChoruslineError
 
 from ..session.progress import Progress
 from ..session.session import Session
+from .arguments import keywords
 from .rank_output import ByRank, lines_of
 from .script import INTERRUPTED, below
-from .words import keywords
 
 TERMINATED = 128 + signal.SIGTERM
 _LONGEST_RESULT = 200  # characters of a result that are printed

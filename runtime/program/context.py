@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from collectives.contract.reduce_op import ReduceOp
+from collectives.contract.operation import ReduceOp
 from collectives.group import Group
 
 from ..checkpoint.saving import Saving

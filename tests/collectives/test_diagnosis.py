@@ -34,7 +34,7 @@ from collectives.contract.errors import (
 from collectives.contract.operation import State
 from collectives.diagnosis.debug import inform
 from collectives.diagnosis.flight_recorder import CAPACITY, tell_positions
-from collectives.transports.roll_call import Position, culprits
+from collectives.transports.liveness import Position, culprits
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
 
 transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])

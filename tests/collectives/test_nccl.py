@@ -20,7 +20,7 @@ from collectives.contract.errors import (
     CollectiveTimeout,
     GroupAborted,
 )
-from collectives.contract.reduce_op import ReduceOp
+from collectives.contract.operation import ReduceOp
 from collectives.contract.work import Work
 from collectives.diagnosis.debug import DebugLevel, set_debug_level
 from collectives.group import Group

@@ -18,11 +18,11 @@ import ray
 from rich.console import Console
 
 from actors.crew.crew import INCARNATION, NAMESPACE
+from runtime.commands.arguments import keywords, script_and_function, workers
 from runtime.commands.bench import Row, bus_factor, nbytes, table
 from runtime.commands.bench import WrongUsage as WrongCase
 from runtime.commands.command_line import main
 from runtime.commands.status import _show, survey
-from runtime.commands.words import keywords, script_and_function, workers
 
 CHORUSLINE = [sys.executable, "-m", "runtime.commands.command_line"]
 SCRIPT = """

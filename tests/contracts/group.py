@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from collectives.contract.dtypes import DTYPES
 from collectives.contract.errors import UnsupportedOperation
-from collectives.contract.operation import Kind
-from collectives.contract.reduce_op import ReduceOp
+from collectives.contract.operation import Kind, ReduceOp
 from collectives.contract.work import Work
 from collectives.group import Group
 from tests.contracts.handle import *  # noqa: F403  # Ranks look checks up by name, in here.

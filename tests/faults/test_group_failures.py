@@ -24,7 +24,7 @@ from collectives.contract.errors import (
     StoreTimeout,
     UnsupportedOperation,
 )
-from collectives.contract.reduce_op import ReduceOp
+from collectives.contract.operation import ReduceOp
 from collectives.contract.work import Work
 from collectives.group import Group
 from collectives.stores.store import HashStore

@@ -23,8 +23,7 @@ from collectives.contract.errors import (
     PeerLost,
 )
 from collectives.contract.in_flight import InFlight, PendingWork
-from collectives.contract.operation import ANY_RANK, Operation
-from collectives.contract.reduce_op import ReduceOp
+from collectives.contract.operation import ANY_RANK, Operation, ReduceOp
 from collectives.contract.signature import Signature, message_mismatch, mismatch, pair_mismatch
 from collectives.contract.work import Work
 from collectives.stores.store import Store

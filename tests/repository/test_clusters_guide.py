@@ -10,7 +10,7 @@ import ray
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from runtime.commands.words import names_function, workers
+from runtime.commands.arguments import names_function, workers
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/clusters"
 
