@@ -93,7 +93,7 @@ class Program(Protocol):
     ) -> object: ...
 
 
-class _Run:
+class _RunHere:
     """The run in progress. stop_error: set when this rank was told to stop. store: of the
     generation; a cancelled one stays so, and the next generation has its own."""
 
@@ -145,12 +145,12 @@ class Worker:
             versions=versions_here(),
         )
         self._lock = threading.Lock()
-        self._run: _Run | None = None
+        self._run: _RunHere | None = None
         self._group: Group | None = None  # of the last generation; lives on between runs
         self._last: tuple[int, Journal] = (-1, Journal(keep=False))  # number, journal of a run
         self._last_steps = Steps()
         self._generation = -1
-        self._ended: _Run | None = None  # the last one
+        self._ended: _RunHere | None = None  # the last one
         self._early_stops: dict[int, CollectiveError] = {}  # by run; the calls may overtake `run`
         self._early_freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
         self._publisher = Publisher(session, seat, self._look)
@@ -184,7 +184,7 @@ class Worker:
         nothing. One barrier alone would not prove it, as some leave it while others are in it.
         Where the group is made for a run that goes on, its lifeline sees to who does not come.
         """
-        run = _Run(assignment, request, store, Journal(keep=request.keep_reports), driver)
+        run = _RunHere(assignment, request, store, Journal(keep=request.keep_reports), driver)
         with self._lock:
             if self._run is not None:
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
@@ -326,7 +326,7 @@ class Worker:
             lifeline.attach(driver)
         return await asyncio.wrap_future(current.ending)
 
-    def _in_run(self, run: int) -> _Run | None:
+    def _in_run(self, run: int) -> _RunHere | None:
         for one in (self._run, self._ended):
             if one is not None and one.request.run == run:
                 return one
@@ -420,7 +420,7 @@ class Worker:
 
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
-    def _train(self, run: _Run, payload: bytes, resumption: Resumption | None) -> object:
+    def _train(self, run: _RunHere, payload: bytes, resumption: Resumption | None) -> object:
         import torch
 
         if self._device.type == "cuda":
@@ -448,7 +448,7 @@ class Worker:
         assignment, group, resumption = lifeline.begin()
         return program(assignment, group, run.journal, lifeline, run.steps, resumption)
 
-    def _see_all(self, run: _Run, group: Group) -> None:
+    def _see_all(self, run: _RunHere, group: Group) -> None:
         """A barrier with the ranks that this one has met in an earlier run."""
         with self._lock:
             error = run.stop_error or run.early_freeze
@@ -457,7 +457,7 @@ class Worker:
             raise fresh_copy(error)
         _pass_barrier(group)
 
-    def _meet(self, run: _Run) -> Group:
+    def _meet(self, run: _RunHere) -> Group:
         """The group of the run's generation."""
         with self._lock:
             assignment, store = run.assignment, run.store
@@ -497,7 +497,9 @@ class Worker:
             _pass_barrier(group)  # 3
         return group
 
-    def _conclude(self, run: _Run, value: object, error: BaseException | None) -> Success | Failure:
+    def _conclude(
+        self, run: _RunHere, value: object, error: BaseException | None
+    ) -> Success | Failure:
         rank = run.assignment.rank
         if error is None:
             group = self._group

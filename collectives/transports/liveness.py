@@ -38,7 +38,7 @@ from ..stores.store import Store
 LOOK_S = 0.5  # between two looks into the store, while an operation is in flight
 
 
-class Position(NamedTuple):
+class StorePosition(NamedTuple):
     """How far a rank has come: the last operation it arrived in, and in words what it does.
 
     waits: whether it is in that operation, so that others may be what keeps it there.
@@ -51,18 +51,18 @@ class Position(NamedTuple):
     peers: Sequence[int] = ()
 
 
-def position_in(head: Operation) -> Position:
+def position_in(head: Operation) -> StorePosition:
     """The position of a rank whose first operation in flight is `head`."""
     between_two = head.is_between_two and head.peer != ANY_RANK
     peers = (head.peer,) if between_two else ()
-    return Position(head.sequence, f"is at {head.place()}", True, peers)
+    return StorePosition(head.sequence, f"is at {head.place()}", True, peers)
 
 
-def position_after(last: Operation | None) -> Position:
+def position_after(last: Operation | None) -> StorePosition:
     """The position of a rank with nothing in flight; `last` is what it finished last."""
     if last is None:
-        return Position(-1, "has issued nothing")
-    return Position(last.sequence, f"has finished {last.place()} and issued nothing since")
+        return StorePosition(-1, "has issued nothing")
+    return StorePosition(last.sequence, f"has finished {last.place()} and issued nothing since")
 
 
 def look_s(operation: Operation) -> float:
@@ -70,7 +70,7 @@ def look_s(operation: Operation) -> float:
     return min(LOOK_S, operation.timeout_s / 4)
 
 
-def culprits(behind: Mapping[int, Position]) -> list[int]:
+def culprits(behind: Mapping[int, StorePosition]) -> list[int]:
     """Of the ranks that are behind, those to blame.
 
     A rank that was stopped while it sent has served some of the others and not all: who still
@@ -88,7 +88,7 @@ class RollCall:
         self.rank = rank
         self.size = size
         self.generation = generation
-        self._told: Position | None = None
+        self._told: StorePosition | None = None
         self._answered = False
 
     # -- the end ---------------------------------------------------------------------------------
@@ -159,17 +159,17 @@ class RollCall:
 
     # -- who is late -----------------------------------------------------------------------------
 
-    def is_news(self, position: Position) -> bool:
+    def is_news(self, position: StorePosition) -> bool:
         return position != self._told
 
-    def tell(self, position: Position) -> None:
+    def tell(self, position: StorePosition) -> None:
         if position != self._told:
             self._told = position
             with contextlib.suppress(Exception):
                 self.store.set(f"position/{self.rank}", json.dumps(position))
 
     def timeout(
-        self, operation: Operation, head: Operation, position: Position
+        self, operation: Operation, head: Operation, position: StorePosition
     ) -> CollectiveTimeout:
         """CollectiveTimeout that names the ranks without which `head` cannot run.
 
@@ -205,11 +205,11 @@ class RollCall:
             return [operation.peer]
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def _position_of(self, rank: int) -> Position:
+    def _position_of(self, rank: int) -> StorePosition:
         with contextlib.suppress(Exception):
             if self.store.check([f"position/{rank}"]):
-                return Position(*json.loads(self.store.get(f"position/{rank}")))
-        return Position(-1, "was not heard of in this generation")
+                return StorePosition(*json.loads(self.store.get(f"position/{rank}")))
+        return StorePosition(-1, "was not heard of in this generation")
 
     # -- who is gone -----------------------------------------------------------------------------
 

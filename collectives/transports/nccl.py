@@ -32,7 +32,7 @@ from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import STARTED, Kind, Operation, ReduceOp
 from ..contract.work import Work
 from ..stores.store import Store
-from .liveness import LOOK_S, Position, RollCall, look_s, position_after, position_in
+from .liveness import LOOK_S, RollCall, StorePosition, look_s, position_after, position_in
 from .nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
 
 FIRST_PAUSE_S = 0.00005  # between two looks at an event; doubles up to:
@@ -512,7 +512,7 @@ class NcclCommunicator(Communicator):
             self._nccl.release()
         return None
 
-    def _position(self) -> Position:
+    def _position(self) -> StorePosition:
         """The last operation that this rank's GPU has come to, and in words what it does."""
         with self.in_flight.changed:
             head = self.in_flight.head()
@@ -525,4 +525,4 @@ class NcclCommunicator(Communicator):
             return position_in(operation)
         where = f"has issued {operation.place()}, but its GPU is busy with earlier kernels"
         # A message stands where the collective before it does, and that has ended.
-        return Position(operation.sequence - (not operation.is_between_two), where)
+        return StorePosition(operation.sequence - (not operation.is_between_two), where)

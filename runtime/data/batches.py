@@ -111,7 +111,7 @@ class Batches(ABC):
                     bound.steps.batches_left = self._num_left()
                     if passage is not None and self._at_boundary is not None:
                         self._at_boundary()
-                    bound.pass_()
+                    bound.stop_if_agreed()
                     if join and not self._has_more():
                         join.ledger.batch = number
                         join.shadow(until=self._has_more)

@@ -32,7 +32,7 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class DataPosition:
     """Where a rank is in the samples. num_begun: iterations. inside: of those the ones that it is
     in, in the order of their beginning."""
 
@@ -77,7 +77,7 @@ class Left:
 
 
 def cuts_of(
-    positions: Sequence[Position], former_ranks: Sequence[int], holders: Sequence[int]
+    positions: Sequence[DataPosition], former_ranks: Sequence[int], holders: Sequence[int]
 ) -> dict[int, Cut]:
     """By iteration that somebody is in, how it goes on. positions: by new rank. holders: by rank of
     the generation that ended."""
@@ -238,8 +238,8 @@ class Dealer:
         counts = next((one.settled for one in self._active if one.shard is shard), None)
         return counts[self.rank] if counts is not None else 0
 
-    def position(self) -> Position:
-        return Position(
+    def position(self) -> DataPosition:
+        return DataPosition(
             self._num_begun,
             tuple(
                 Inside(one.number, one.dealt_for, one.shard.taken, one.committed)
@@ -248,7 +248,7 @@ class Dealer:
         )
 
     def redeal(
-        self, rank: int, positions: Sequence[Position], former_ranks: Sequence[int]
+        self, rank: int, positions: Sequence[DataPosition], former_ranks: Sequence[int]
     ) -> Left | None:
         """Go on as `rank` of the next generation. What the ranks have left of the innermost
         iteration that this one is in; None if it is in none."""

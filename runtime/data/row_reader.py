@@ -9,12 +9,12 @@ need not be able to give a row twice.
                 ^              │
                 └── it is lost ┘
 
-A *pass* is one iteration, of all ranks. Its first caller begins it. When a function runs again from
-the top it begins a pass of the same name, which goes on with what the former one had left.
+A *reading* is one iteration, of all ranks. Its first caller begins it. When a function runs again
+from the top it begins a reading of the same name, which goes on with what the former one had left.
 
 If its process dies, Ray starts another, which knows nothing: neither which rows were handed out,
-nor which passes had begun. Taken for over, or begun a second time beside ranks that hold rows of
-the first, a pass would lose rows, or give them twice. So it refuses the first generation that it
+nor which readings had begun. Taken for over, or begun a second time beside ranks that hold rows of
+the first, a reading would lose rows, or give them twice. So it refuses the first generation that it
 hears of, and earlier ones (`ReaderDied`): only those can have begun anything before. The ranks then
 run again from the top in a later generation, and begin anew without the rows that count.
 
@@ -33,7 +33,7 @@ import ray
 Row = tuple[int, Any]
 """Its number, and what was read."""
 
-PassKey = tuple[str, int, int]
+ReadingKey = tuple[str, int, int]
 """Run, generation that its function began in, number of the iteration in that function."""
 
 
@@ -61,7 +61,7 @@ class _Hand:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _Reading:
     """name: of what goes on when the function runs again; None: nothing does. given: numbers that
     are left out. waiting: read and in nobody's hand, ascending. hands: by holder, of those that are
     not gone. lost_ids: rows of those that are gone, in steps that count."""
@@ -114,9 +114,10 @@ class _Pass:
 
 class RowReader:
     """source: iterable, again and again; or a Dataset of Ray Data. Its `set_epoch`, if it has one,
-    is called before each pass. has_died: there was another one before, whose place this one takes.
+    is called before each reading. has_died: there was another one before, whose place this one
+    takes.
 
-    Whatever is asked with the key of a pass raises ReaderDied where that was begun by another.
+    Whatever is asked with the key of a reading raises ReaderDied where that was begun by another.
     """
 
     def __init__(self, source: Any, has_died: bool = False) -> None:
@@ -124,14 +125,14 @@ class RowReader:
         self._died_in: tuple[str, int] | None = None
         """The run in which the other died, and the last generation that it can have been."""
         self._source = source
-        self._passes: dict[PassKey, _Pass] = {}
+        self._readings: dict[ReadingKey, _Reading] = {}
         if hasattr(source, "iter_rows"):
             # So that a number means the same row when the data is read again.
             source.context.execution_options.preserve_order = True
 
     def begin(
         self,
-        key: PassKey,
+        key: ReadingKey,
         name: str | None,
         epoch: int,
         num_holders: int,
@@ -140,73 +141,73 @@ class RowReader:
         holder: int,
         inside: Collection[int],
     ) -> list[int]:
-        """A rank begins a pass. given: numbers that are not to be given, as they count already.
+        """A rank begins a reading. given: numbers that are not to be given, as they count already.
         lost: as for `lose`, which also tells what comes back. inside: numbers of the iterations
         that the holder is in; others were left in their middle."""
         self._check(key)
-        if key not in self._passes:
-            former = next((k for k, p in self._passes.items() if _goes_on(k, p, key, name)), None)
-            before = self._passes[former] if former is not None else None
+        if key not in self._readings:
+            former = next((k for k, r in self._readings.items() if _goes_on(k, r, key, name)), None)
+            before = self._readings[former] if former is not None else None
             # Of another run, and of a function that runs again: nobody asks for those any more.
-            self._passes = {k: p for k, p in self._passes.items() if k[:2] == key[:2]}
-            self._passes[key] = self._begun(before, name, epoch, num_holders, given)
-        for earlier in [k for k in self._passes if k != key and k[2] not in inside]:
+            self._readings = {k: r for k, r in self._readings.items() if k[:2] == key[:2]}
+            self._readings[key] = self._begun(before, name, epoch, num_holders, given)
+        for earlier in [k for k in self._readings if k != key and k[2] not in inside]:
             self.end(earlier, holder)
         return self.lose(key, lost)
 
     def _begun(
         self,
-        before: _Pass | None,
+        before: _Reading | None,
         name: str | None,
         epoch: int,
         num_holders: int,
         given: Collection[int],
-    ) -> _Pass:
+    ) -> _Reading:
         if before is not None and before.failure is None:
             left = before.left()
             numbers = {number for number, _ in left}
             read = range(before.next_number)
             # Otherwise the run has gone back to a checkpoint, and wants what is no more here.
             if all(number in numbers or number in given for number in read):
-                pass_ = _Pass(before.source, name, num_holders, given, before.next_number)
-                pass_.put_back(row for row in left if row[0] not in given)
-                return pass_
+                reading = _Reading(before.source, name, num_holders, given, before.next_number)
+                reading.put_back(row for row in left if row[0] not in given)
+                return reading
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)
         rows = self._source.iter_rows() if hasattr(self._source, "iter_rows") else self._source
-        return _Pass(iter(rows), name, num_holders, given)
+        return _Reading(iter(rows), name, num_holders, given)
 
     def take(
-        self, key: PassKey, holder: int, count: int, drop_last: bool, counted: int | None
+        self, key: ReadingKey, holder: int, count: int, drop_last: bool, counted: int | None
     ) -> list[Row]:
         """The next rows, at most `count`; fewer at the end, and none behind it. counted: how many
         of the holder's rows belong to steps that count; None: a loss ends the run, keep none."""
         self._check(key)
-        pass_ = self._passes.get(key)
-        if pass_ is None or holder in pass_.gone:
+        reading = self._readings.get(key)
+        if reading is None or holder in reading.gone:
             return []  # It was lost, or its function left, since it asked.
-        rows = pass_.take(count)
+        rows = reading.take(count)
         if drop_last and len(rows) < count:
-            pass_.put_back(rows)  # With what a lost rank leaves they may fill a batch.
+            reading.put_back(rows)  # With what a lost rank leaves they may fill a batch.
             return []
-        hand = pass_.hands.setdefault(holder, _Hand())
+        hand = reading.hands.setdefault(holder, _Hand())
         hand.numbers += [number for number, _ in rows]
         hand.rows.extend(row for _, row in rows)
         hand.drop(len(hand.numbers) if counted is None else counted)
         return rows
 
-    def lose(self, key: PassKey, lost: Mapping[int, int | None]) -> list[int]:
+    def lose(self, key: ReadingKey, lost: Mapping[int, int | None]) -> list[int]:
         """These holders are gone; deal again what they had. lost: how many of their rows belong to
         steps that count, None for all. All ranks say so; the first one is heard.
 
         Returns the numbers of those that count, of all holders that are gone."""
         self._check(key)
-        pass_ = self._passes[key]
+        reading = self._readings[key]
         for holder, counted in sorted(lost.items()):
-            if holder in pass_.gone:
+            if holder in reading.gone:
                 continue
-            pass_.gone.add(holder)
-            hand = pass_.hands.pop(holder, _Hand())
+            reading.gone.add(holder)
+            hand = reading.hands.pop(holder, _Hand())
             keep = len(hand.numbers) if counted is None else counted
             if keep < hand.num_dropped:
                 raise RuntimeError(
@@ -214,28 +215,29 @@ class RowReader:
                     "kept any more, so they cannot be dealt again; begin again from a checkpoint"
                 )
             hand.drop(keep)
-            pass_.lost_ids += hand.numbers[:keep]
-            pass_.put_back(hand.kept())
-        return pass_.lost_ids
+            reading.lost_ids += hand.numbers[:keep]
+            reading.put_back(hand.kept())
+        return reading.lost_ids
 
-    def ids(self, key: PassKey, counts: Mapping[int, int]) -> list[int]:
+    def ids(self, key: ReadingKey, counts: Mapping[int, int]) -> list[int]:
         """The numbers of the first rows of some holders, so many of each."""
         self._check(key)
-        pass_ = self._passes.get(key)
-        hands = pass_.hands if pass_ is not None else {}
+        reading = self._readings.get(key)
+        hands = reading.hands if reading is not None else {}
         return [n for h, count in counts.items() if h in hands for n in hands[h].numbers[:count]]
 
-    def end(self, key: PassKey, holder: int) -> None:
-        """The pass is over for this holder. Not said by one whose function may run again in it."""
+    def end(self, key: ReadingKey, holder: int) -> None:
+        """The reading is over for this holder. A holder whose function may run again in it does not
+        say so."""
         self._check(key)
-        pass_ = self._passes.get(key)
-        if pass_ is None:
+        reading = self._readings.get(key)
+        if reading is None:
             return
-        pass_.ended.add(holder)
-        if len(pass_.ended | pass_.gone) >= pass_.num_holders:
-            del self._passes[key]
+        reading.ended.add(holder)
+        if len(reading.ended | reading.gone) >= reading.num_holders:
+            del self._readings[key]
 
-    def _check(self, key: PassKey) -> None:
+    def _check(self, key: ReadingKey) -> None:
         if not self._has_died:
             return
         run, generation, _ = key
@@ -245,9 +247,9 @@ class RowReader:
             raise ReaderDied(f"what it knew of generation {generation} is lost")
 
 
-def _goes_on(key: PassKey, pass_: _Pass, later: PassKey, name: str | None) -> bool:
-    """Whether a pass is what `later` goes on with."""
-    return name is not None and pass_.name == name and key[0] == later[0] and key[1] < later[1]
+def _goes_on(key: ReadingKey, reading: _Reading, later: ReadingKey, name: str | None) -> bool:
+    """Whether a reading is what `later` goes on with."""
+    return name is not None and reading.name == name and key[0] == later[0] and key[1] < later[1]
 
 
 def row_reader_class() -> Any:

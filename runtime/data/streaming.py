@@ -31,7 +31,7 @@ from actors.calls import Actor, why_gone
 from .batches import Batches
 from .cursor import Cursor
 from .dealer import Counted, Cut, Dealer, Left
-from .row_reader import PassKey, ReaderDied, Row, row_reader_class
+from .row_reader import ReaderDied, ReadingKey, Row, row_reader_class
 
 _SLICE_S = 0.2  # A thread that waits for Ray can be interrupted between two of these.
 _RESTART_S = 30.0
@@ -166,7 +166,7 @@ class StreamShard(Batches):
         self._gone: ReaderGone | None = None  # seen inside a step, which does not need it
         self._num_unknown = 0
         """Rows that count, of lost ranks, whose numbers the reader cannot tell any more."""
-        self._pass: PassKey | None = None  # None: there is nothing left to read.
+        self._pass: ReadingKey | None = None  # None: there is nothing left to read.
         self._holder = 0
         self._numbers: list[int] = []  # of the rows that this rank was given
         self._ahead: deque[list[Row]] = deque()  # batches that have come

@@ -18,7 +18,7 @@ from collectives.diagnosis.debug import is_informing
 
 from ..join.join import GroupJoinable, Join, Joinable, JoinHook
 from ..process.agreement import Agreement
-from ..process.between_runs import kept
+from ..process.between_runs import between_runs
 from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
@@ -147,7 +147,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             reducer.on_new_order()
         for _, parameter in named:
             _owners[parameter] = weakref.ref(self)
-        kept().wrap(self)
+        between_runs().wrap(self)
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.synced_step = 0
         """Steps whose buffers this rank has taken over."""

@@ -34,7 +34,7 @@ from collectives import CollectiveError, Group, Work
 
 from ..partition.buckets import plan_buckets
 from ..process.agreement import MAX_ITERATIONS, Agreement, read_agreement, vote_numel, write_vote
-from ..process.between_runs import kept
+from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .comm_hooks import CommHook, GradBucket
 from .gradient_bucket import GradientBucket
@@ -399,7 +399,7 @@ class Reducer:
         if agreement.live and not self._has_measured_order:
             self._take_order_of(min(agreement.live))
         if self.ends_steps:
-            kept().end_applying()
+            between_runs().end_applying()
 
     def _take_order_of(self, rank: int) -> None:
         self._has_measured_order = True

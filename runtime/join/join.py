@@ -300,16 +300,16 @@ class Join:
         ledger, bound = self.ledger, boundary()
         ledger.live = False
         ledger.has_next = False
-        bound.pass_()
+        bound.stop_if_agreed()
         if self._conductor:
             self._conductor.follow(ledger.batch, self._run_announced_hooks)
-            bound.pass_()
+            bound.stop_if_agreed()
         while self._header() if self._needs_header else ledger.somebody_may_continue():
             bound.steps.has_joined = True
             for hook in self._hooks:
                 hook.main_hook()
             self._follow_step()
-            bound.pass_()
+            bound.stop_if_agreed()
             if until():
                 break
         bound.steps.has_joined = False

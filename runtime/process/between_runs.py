@@ -59,7 +59,7 @@ class Place:
         self.is_dealt_anew = False
 
 
-class Kept:
+class BetweenRuns:
     """All that stays. No collectives in here."""
 
     def __init__(self) -> None:
@@ -141,8 +141,8 @@ class Kept:
             self._is_applying = False
 
 
-_kept = Kept()
+_kept = BetweenRuns()
 
 
-def kept() -> Kept:
+def between_runs() -> BetweenRuns:
     return _kept

@@ -23,7 +23,7 @@ from actors.run_status import Steps
 from collectives import Group
 
 from .agreement import Agreement
-from .between_runs import Place, kept
+from .between_runs import Place, between_runs
 
 
 @dataclass(slots=True, eq=False)
@@ -58,14 +58,14 @@ class Boundary:
         self._stop_is_agreed = self._stop_is_agreed or agreement.stop
         if not (ends_step and agreement.live):
             return
-        kept().begin_applying(group)
+        between_runs().begin_applying(group)
         self.steps.taken += 1
         if self.place is not None and self._iterations:
             for one in self._iterations:
                 self.place.samples_done[one.key] = one.up_to
             self.place.last_live = agreement.live
 
-    def pass_(self) -> None:
+    def stop_if_agreed(self) -> None:
         """Between two steps: raise Interrupted if all have agreed to stop here."""
         if self._stop_is_agreed:
             for let_go in reversed(self.before_stop):
@@ -75,7 +75,7 @@ class Boundary:
     def begin_forward(self) -> None:
         """As `pass_`, where no iteration over a shard knows better where a step begins."""
         if not self._iterations:
-            self.pass_()
+            self.stop_if_agreed()
 
     @property
     def num_samples(self) -> int:

@@ -17,7 +17,7 @@ from ..data.batches import Batches
 from ..data.dataset_batches import MapStyleDataset, Shard
 from ..data.streaming import Stream, StreamShard
 from ..process import torch_distributed
-from ..process.between_runs import Place, kept
+from ..process.between_runs import Place, between_runs
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
 from .function_call import FunctionCall
@@ -113,8 +113,8 @@ class Context:
 
     def _resumed(self, epochs: Iterator[int], name: str) -> Iterator[int]:
         if self.resumed_from is not None:
-            kept().places.pop(name, None)
-        place = kept().places.setdefault(name, Place())
+            between_runs().places.pop(name, None)
+        place = between_runs().places.setdefault(name, Place())
         by_rank = self._told([place.epoch, int(place.is_dealt_anew)])
         if any(is_dealt_anew for _, is_dealt_anew in by_rank):
             raise RuntimeError(
@@ -139,7 +139,7 @@ class Context:
                 place.epoch = epoch
                 yield epoch
                 place.next_epoch()
-                bound.pass_()
+                bound.stop_if_agreed()
         finally:
             bound.place = outer
 
@@ -148,7 +148,7 @@ class Context:
     @property
     def kept(self) -> dict[str, Any]:
         """This rank's objects that stay from run to run, by name; the variables of `%%ranks`."""
-        return kept().objects
+        return between_runs().objects
 
     def keep(self, name: str, make: Callable[[], T]) -> T:
         """The object of this name, made by `make()` the first time, and the same one in later runs
@@ -160,7 +160,7 @@ class Context:
         Raises RuntimeError, on all ranks, if some have lost the object (their worker was replaced),
         or if a run was aborted inside a step, so that it is applied on some ranks only.
         """
-        stay = kept()
+        stay = between_runs()
         ages = self._told([int(number) for number in stay.age_of(name)])
         lost = [rank for rank, (is_here, _, _) in enumerate(ages) if not is_here]
         if len(lost) == self.world_size:
@@ -180,7 +180,7 @@ class Context:
 
     def forget(self, *names: str) -> None:
         """Drop these kept objects; without names all, and the places of `epochs(resume=...)`."""
-        kept().forget(names)
+        between_runs().forget(names)
 
     def _told(self, numbers: list[int]) -> list[list[int]]:
         """What each rank tells the others, by rank."""

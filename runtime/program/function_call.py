@@ -26,7 +26,7 @@ from ..checkpoint.saving import Saving
 from ..data.cursor import Cursor
 from ..data.dealer import Dealer
 from ..join.join import Joinable, active_join
-from ..process.between_runs import kept
+from ..process.between_runs import between_runs
 from ..process.registry import Registry, Stateful
 from ..process.step_boundary import boundary
 from ..recovery.recovery import Recovery
@@ -77,7 +77,7 @@ class FunctionCall:
         self.node_rank = assignment.node_rank
         self.generation = assignment.generation
         self.group = group
-        kept().follow(group)
+        between_runs().follow(group)
         if (place := boundary().place) is not None:  # Inside a run, so after a loss.
             place.is_dealt_anew = True
         if self.checkpoints is not None:

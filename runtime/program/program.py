@@ -22,7 +22,7 @@ from collectives.group import Group
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
 from ..process import torch_distributed
-from ..process.between_runs import kept
+from ..process.between_runs import between_runs
 from ..process.running import running
 from ..process.step_boundary import entered
 from ..recovery.recovery import Recovery
@@ -59,14 +59,14 @@ class Program:
         """None where the function was interrupted: all ranks have stopped alike, so no rank has
         failed, and the caller knows that it asked for it."""
         _register_with_lightning()
-        kept().enter(group)
-        run = Run(self, journal, lifeline, steps, is_newcomer=resumption is not None)
+        between_runs().enter(group)
+        run = FunctionRun(self, journal, lifeline, steps, is_newcomer=resumption is not None)
         result = run.begun(assignment, group, resumption)
         # The training thread awaits it on its own loop.
         return run.awaited(result) if inspect.isawaitable(result) else result
 
 
-class Run:
+class FunctionRun:
     """One run of a program on one rank: its function is called once, and again from the top where
     the run goes on like that."""
 
@@ -128,7 +128,7 @@ class Run:
         # the peers were told would tell them another story.
         torch_distributed.end()
         if self._call is not None:
-            kept().begin_again()
+            between_runs().begin_again()
         call = FunctionCall(
             assignment,
             group,

@@ -44,7 +44,7 @@ from collectives.objects.blocking import all_gather_object
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import CheckpointConfig
-from ..data.dealer import Dealer, Position
+from ..data.dealer import DataPosition, Dealer
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..join import join
 from ..partition.resharding import Range
@@ -88,7 +88,7 @@ class Standing:
     held: Mapping[int, tuple[list[Range], Mapping[int, Description]]]
     synced: Mapping[int, int]
     passes: Mapping[int, int]
-    position: Position
+    position: DataPosition
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Entry:
 
     assignment: Assignment
     former_ranks: tuple[int, ...]
-    positions: tuple[Position, ...]
+    positions: tuple[DataPosition, ...]
 
 
 class FunctionLeft(BaseException):

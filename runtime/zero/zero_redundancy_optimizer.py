@@ -36,7 +36,7 @@ from ..data_parallel.reducer import Reducer
 from ..data_parallel.same_model import check_same_parameters
 from ..join.join import GroupJoinable, Join, Joinable, JoinHook
 from ..process.agreement import Agreement
-from ..process.between_runs import kept
+from ..process.between_runs import between_runs
 from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
@@ -180,7 +180,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             self._recovery.watch_optimizer(self)
         if self._model:
             self._model.reducer.ends_steps = False
-        kept().wrap(self)
+        between_runs().wrap(self)
 
     def _overlap(self, replicas: int) -> EarlyUpdate:
         if self.max_norm is not None:
@@ -296,7 +296,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
                 if self._recovery is None or not ends_a_generation(error):
                     raise
                 self._recovery.recover(error, self)
-        kept().end_applying()
+        between_runs().end_applying()
         if self._recovery is not None:
             self._recovery.has_stepped(self)
 
@@ -451,7 +451,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         """The run in which it was made is over: what took it into the next generation with it."""
         self._recovery = None
         if self._early is not None and self.reducer is not None and self.reducer.has_begun:
-            kept().tear()
+            between_runs().tear()
 
     @torch.no_grad()
     def take_over(

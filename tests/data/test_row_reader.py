@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from runtime.data.row_reader import PassKey, ReaderDied, RowReader
+from runtime.data.row_reader import ReaderDied, ReadingKey, RowReader
 
-FIRST: PassKey = ("run", 3, 1)
+FIRST: ReadingKey = ("run", 3, 1)
 NUM_ROWS = 23
 
 
@@ -19,19 +19,19 @@ class Rows:
 
     def __init__(self, once: bool = False) -> None:
         self.once = once
-        self.num_passes = 0
+        self.num_readings = 0
         self.epochs: list[int] = []
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
 
     def __iter__(self) -> Iterator[str]:
-        self.num_passes += 1
-        assert not (self.once and self.num_passes > 1)
+        self.num_readings += 1
+        assert not (self.once and self.num_readings > 1)
         return iter([f"row {n}" for n in range(NUM_ROWS)])
 
 
-def begin(reader: RowReader, key: PassKey = FIRST, **kwargs: Any) -> list[int]:
+def begin(reader: RowReader, key: ReadingKey = FIRST, **kwargs: Any) -> list[int]:
     given: dict[str, Any] = {
         "name": "epoch 0",
         "epoch": 0,
@@ -81,7 +81,7 @@ def test_every_row_counts_once_whoever_asks_and_whoever_is_lost(seed: int) -> No
     assert sorted(reader.ids(FIRST, counts)) == sorted(number for number, _ in of_the_living)
     for holder in alive:
         reader.end(FIRST, holder)
-    assert not reader._passes, "nothing is kept of a pass that is over"
+    assert not reader._readings, "nothing is kept of a pass that is over"
 
 
 def test_a_function_that_runs_again_goes_on_with_what_is_here() -> None:
@@ -105,7 +105,7 @@ def test_a_run_that_goes_back_reads_the_rows_again() -> None:
     reader.take(FIRST, 0, 4, False, 4)
     reader.take(FIRST, 0, 4, False, 8)
     begin(reader, ("run", 4, 1), given=frozenset(range(4)))
-    assert source.num_passes == 2
+    assert source.num_readings == 2
     rows = reader.take(("run", 4, 1), 0, 100, False, 0)
     assert [number for number, _ in rows] == list(range(4, NUM_ROWS))
 
@@ -126,9 +126,9 @@ def test_a_pass_that_was_left_in_its_middle_is_forgotten_when_all_have_left_it()
     later = ("run", 3, 2)
     begin(reader, later, inside=[2])
     begin(reader, later, holder=1, inside=[2])
-    assert FIRST in reader._passes
+    assert FIRST in reader._readings
     begin(reader, later, holder=2, inside=[2])
-    assert list(reader._passes) == [later]
+    assert list(reader._readings) == [later]
 
 
 def test_what_does_not_fill_a_batch_waits_for_more() -> None:
@@ -177,7 +177,7 @@ def test_a_reader_in_the_place_of_one_that_died_refuses_what_that_one_may_have_b
                 ask(reader)
         with pytest.raises(ReaderDied):
             begin(reader, ("run", 3, 2))  # Another pass of that generation.
-        assert source.num_passes == 0
+        assert source.num_readings == 0
         later = ("run", 5, 1)
         begin(reader, later, given=frozenset({0, 2, 7}))
         rows = reader.take(later, 1, 100, False, 0)

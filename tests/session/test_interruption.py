@@ -14,7 +14,7 @@ import torch
 
 import chorusline as cl
 from actors.messages import WorkerSnapshot
-from runtime.process.between_runs import Kept
+from runtime.process.between_runs import BetweenRuns
 
 SIZES = (60, 24)  # Samples by rank, as the epoch deals them: 15 and 6 batches of 4.
 EPOCHS = 3
@@ -265,7 +265,7 @@ async def test_ranks_that_remember_different_epochs_say_so(session: cl.Session) 
 
 
 def leave_a_step_unfinished(group: cl.Group) -> list[tuple[bool, int, bool]]:
-    stay = Kept()
+    stay = BetweenRuns()
     stay.enter(group)
     stay.put("old", 1)
     stay.begin_applying(group)
