@@ -28,6 +28,7 @@ import mmap
 import os
 import select
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -112,6 +113,9 @@ class SharedSegment:
         self._views: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self._exits = select.poll()
         self._rank_of_pidfd: dict[int, int] = {}
+        # The lane and the messages look for dead ranks in threads of their own; a poll object
+        # serves one thread at a time.
+        self._polling = threading.Lock()
         self._meet_timeout_s = 0.0
         # Of a group made of another one: tells that one whom this rank waits for, or no more.
         self.on_wait: Callable[[Sequence[int], float], None] | None = None
@@ -273,7 +277,8 @@ class SharedSegment:
         return late
 
     def _dead_ranks(self) -> list[int]:
-        return [self._rank_of_pidfd[descriptor] for descriptor, _ in self._exits.poll(0)]
+        with self._polling:
+            return [self._rank_of_pidfd[descriptor] for descriptor, _ in self._exits.poll(0)]
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -440,10 +445,11 @@ class SharedSegment:
         """
         self._words[self._block + STATE] = _CLOSED
         self._wake(self.rank)
-        for pidfd in self._rank_of_pidfd:
-            self._exits.unregister(pidfd)
-            os.close(pidfd)
-        self._rank_of_pidfd.clear()
+        with self._polling:
+            for pidfd in self._rank_of_pidfd:
+                self._exits.unregister(pidfd)
+                os.close(pidfd)
+            self._rank_of_pidfd.clear()
         self._record.close()
 
 

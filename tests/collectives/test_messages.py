@@ -268,3 +268,27 @@ def asked_only(rank: Rank) -> None:
 @both_transports
 def test_messages_move_without_being_waited_for(transport: str, tmp_path: Path) -> None:
     run_ranks(asked_only, 2, tmp_path, transport)
+
+
+def a_message_beside_a_collective(rank: Rank) -> None:
+    """Rank 1 is late for both, so two threads of rank 0 look whether it lives."""
+
+    async def main() -> None:
+        with rank.group(timeout_s=10) as group:
+            into, tensor = torch.zeros(4), torch.ones(4)
+            for number in range(50):
+                if rank.rank == 1:
+                    await asyncio.sleep(0.03)
+                    message = group.send(torch.full((4,), float(number)), 0)
+                else:
+                    message = group.recv(into, 1)
+                await asyncio.gather(message, group.all_reduce(tensor.fill_(1)))
+                assert tensor.tolist() == [2.0] * 4
+                assert rank.rank == 1 or into.tolist() == [float(number)] * 4
+
+    asyncio.run(main())
+
+
+@both_transports
+def test_a_message_and_a_collective_are_awaited_together(transport: str, tmp_path: Path) -> None:
+    run_ranks(a_message_beside_a_collective, 2, tmp_path, transport)
