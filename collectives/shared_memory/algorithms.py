@@ -101,8 +101,9 @@ class SharedMemoryCommunicator(Communicator):
 
     def abort(self, error: CollectiveError) -> None:
         if not self._closed:
-            self._lane.abort(error)
-            self._messages.end(self._segment.failure() or error)
+            error = self._segment.abort(error)
+            self._lane.end(error)
+            self._messages.end(error)
 
     def show_waits(self, ranks: Sequence[int], since: float) -> None:
         self._segment.show_waits_elsewhere(ranks, since)

@@ -1,7 +1,7 @@
 """Messages between two ranks of one host: send and recv, beside the ticks of the collectives.
 
-Each ordered pair of ranks has a ring of bytes (shared_memory/ring.py). A send is done when all is
-in the ring; a small one is therefore done at once, and outlives its sender.
+Each ordered pair of ranks has a ring of bytes (ring.py). A send is done when all is in the
+ring; a small one is therefore done at once, and outlives its sender.
 
 Messages of a pair leave the ring in the order in which they were sent. One whose tag nobody waits
 for stays in it, and holds up its sender, unless somebody waits for another tag from that rank: then
@@ -9,33 +9,28 @@ it is put aside in memory of the receiver's own.
 
 Who puts something into a ring, or takes something out, rings the other side's bell, a word on which
 that sleeps (futex, in slices, as with ticks). Between slices a sleeper looks at the abort word, at
-the other processes and at the deadlines. Who drives is decided as in lane.py: issuing does what can
-be done at once, whoever waits drives, and a background thread, woken late, does the rest.
+the other processes and at the deadlines. Which thread drives is told in driving.py.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from ..contract.errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost
+from ..contract.errors import CollectiveError, CollectiveTimeout, PeerLost
 from ..contract.inference import outside_inference_mode
 from ..contract.operation import ANY_RANK, Operation
 from ..contract.signature import message_mismatch
 from ..contract.work import Work
 from ..diagnosis.blame import tell_waits, to_blame
-from .driving import DrivenWork, call_back
+from .driving import DrivenQueue, DrivenWork
 from .ring import HEADER, UNIT, Channel
 from .segment import SharedSegment
-from .wake_timer import WakeTimer
 
-_WAKE_DELAY_S = 0.0001
 _SLICES_S = (0.002, 0.005, 0.02)
 
 
@@ -44,12 +39,8 @@ class MessageWork(DrivenWork):
 
     def __init__(self, messages: Messages, operation: Operation, tensor: torch.Tensor) -> None:
         super().__init__(operation, messages)
-        self.messages = messages
         self.content = tensor.view(torch.uint8)
         self.moved = -1  # the header is still to be written
-
-    def _end_generation(self, reason: str) -> None:
-        self.messages.abort(self.operation, reason)
 
 
 @dataclass
@@ -68,25 +59,18 @@ class _Arriving:
         return self.moved == len(self.content)
 
 
-class Messages:
+class Messages(DrivenQueue):
     """All messages to and from this rank. The lock guards everything; it is not held in sleep."""
 
     def __init__(self, segment: SharedSegment) -> None:
-        self.segment = segment
-        self._lock = threading.Lock()
-        self._turn = threading.Condition(self._lock)  # a work ended, or nobody drives
+        super().__init__(segment, "chorusline-messages")
         self._sending: dict[int, deque[MessageWork]] = {}  # by peer, in the order of issue
         self._receiving: list[MessageWork] = []  # without a message yet, in the order of issue
         self._arriving: dict[int, _Arriving] = {}  # by source
         self._aside: list[_Arriving] = []
         self._out: dict[int, Channel] = {}
         self._in: dict[int, Channel] = {}
-        self._ended: list[MessageWork] = []  # whose callbacks are due
         self._shown: set[int] = set()  # words that say for whom this rank waits
-        self._driven = False
-        self._thread: threading.Thread | None = None
-        self._wake_up: WakeTimer | None = None
-        self._end: CollectiveError | None = None
 
     def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
         work = MessageWork(self, operation, tensor)
@@ -100,64 +84,17 @@ class Messages:
             self._receiving.append(work)
         return self._begin(work)
 
-    def run_until(self, work: MessageWork) -> None:
-        """Block until `work` is done, driving if no other thread does."""
-        while True:
-            mine = False
-            try:
-                with self._lock:
-                    while self._driven and not work.done:
-                        self._turn.wait()
-                    if work.done:
-                        return
-                    mine = self._driven = True
-                    if self._wake_up is not None:
-                        self._wake_up.cancel()
-                self._drive(work)
-            except BaseException as error:
-                self.abort(work.operation, f"{type(error).__name__} during {work.operation}")
-                raise
-            finally:
-                if mine:
-                    self._release()
-
-    def poll(self, work: MessageWork) -> None:
-        self._run_what_can()
-        if not work.done:
-            with self._lock:
-                self._call_background()
-
-    def call_when_done(self, work: MessageWork, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not work.done:
-                work.callbacks.append(callback)
-                self._call_background(0)
-                return
-        callback()
-
-    def abort(self, operation: Operation, reason: str) -> None:
-        error = GroupAborted(operation.generation, [self.segment.rank], reason)
-        self.end(self.segment.abort(error))
-
     def end(self, error: CollectiveError) -> None:
-        """Nothing moves any more; all that has not ended raises `error`."""
         with self._lock:
             self._finish_all(error)
         self._call_back()
 
     def close(self, error: CollectiveError) -> None:
+        """No more messages; those that have not ended fail with `error`."""
         self._run_what_can()
         self.end(error)
         self.segment.ring_bell(self.segment.rank)
-        with self._lock:
-            while self._driven:
-                self._turn.wait()
-        thread, wake_up = self._thread, self._wake_up
-        if thread is not None and wake_up is not None:
-            if thread is not threading.current_thread():
-                wake_up.set(0)
-                thread.join()
-            wake_up.close()
+        self._let_go(error)
 
     # -- moving bytes, with the lock -------------------------------------------------------------
 
@@ -296,39 +233,17 @@ class Messages:
         arriving = {id(a): a for a in (*self._arriving.values(), *self._aside)}
         return found + [a.work for a in arriving.values() if a.work is not None]
 
-    def _finish(self, work: MessageWork, failure: CollectiveError | None) -> None:
-        work.failure = failure
-        work.operation.end(failure)
-        work.done = True
+    def _finish(self, work: DrivenWork, failure: CollectiveError | None) -> None:
+        super()._finish(work, failure)
         if self._shown:
             self._hide_waits()  # Shown again for what is left, if it has to be waited for.
-        self._ended.append(work)
-        self._turn.notify_all()
 
     def _finish_all(self, error: CollectiveError) -> None:
-        if self._end is None:
-            self._end = error
-        for work in self._pending():
-            self._finish(work, self._end)
+        super()._finish_all(error)
         self._sending.clear()
         self._receiving.clear()
         self._arriving.clear()
         self._aside.clear()
-        self._turn.notify_all()
-
-    def _call_background(self, delay_s: float = _WAKE_DELAY_S) -> None:
-        if self._end is not None:
-            return
-        if self._thread is None or self._wake_up is None:
-            self._wake_up = WakeTimer()
-            self._thread = threading.Thread(
-                target=self._background_loop,
-                args=(self._wake_up,),
-                name="chorusline-messages",
-                daemon=True,
-            )
-            self._thread.start()
-        self._wake_up.set(delay_s)
 
     # -- driving ---------------------------------------------------------------------------------
 
@@ -345,13 +260,7 @@ class Messages:
             self._advance()
         self._call_back()
 
-    def _call_back(self) -> None:
-        with self._lock:
-            ended, self._ended = self._ended, []
-        call_back(ended)
-
-    def _drive(self, until: MessageWork | None) -> None:
-        """Until `until` is done; for None, until nothing is left to do."""
+    def _drive(self, until: DrivenWork | None) -> None:
         segment = self.segment
         spins = segment.spins if until is not None else 1
         slices = iter(_SLICES_S)
@@ -420,22 +329,3 @@ class Messages:
         for at in self._shown:
             self.segment.hide_wait(at)
         self._shown.clear()
-
-    def _release(self) -> None:
-        with self._lock:
-            self._driven = False
-            self._turn.notify_all()
-            if self._thread is not None and self._pending():
-                self._call_background()
-
-    def _background_loop(self, wake_up: WakeTimer) -> None:
-        while self._end is None:
-            wake_up.wait()
-            with self._lock:
-                if self._driven or not self._pending():
-                    continue
-                self._driven = True
-            try:
-                self._drive(None)
-            finally:
-                self._release()

@@ -292,3 +292,33 @@ def a_message_beside_a_collective(rank: Rank) -> None:
 @both_transports
 def test_a_message_and_a_collective_are_awaited_together(transport: str, tmp_path: Path) -> None:
     run_ranks(a_message_beside_a_collective, 2, tmp_path, transport)
+
+
+def a_message_waited_for_in_a_callback(rank: Rank) -> None:
+    """The first message's callback runs in the thread that drives, which drives on within it."""
+    group = rank.group(timeout_s=10)
+    with group:
+        group.barrier().wait()
+        if rank.rank == 0:
+            first, second = torch.zeros(4), torch.zeros(4)
+            called = threading.Event()
+            work = group.recv(first, 1, tag=1)
+
+            def wait_for_another() -> None:
+                group.recv(second, 1, tag=2).wait()
+                called.set()
+
+            work.add_done_callback(wait_for_another)
+            work.wait()
+            assert called.wait(10)
+            assert (first.tolist(), second.tolist()) == ([1.0] * 4, [2.0] * 4)
+        else:
+            time.sleep(0.1)
+            group.send(torch.ones(4), 0, tag=1).wait()
+            time.sleep(0.1)
+            group.send(torch.full((4,), 2.0), 0, tag=2).wait()
+        group.barrier().wait()
+
+
+def test_a_callback_of_a_message_waits_for_another_one(tmp_path: Path) -> None:
+    run_ranks(a_message_waited_for_in_a_callback, 2, tmp_path)
