@@ -12,20 +12,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from .errors import CollectiveError, GroupAborted, fresh_copy
+from .errors import CollectiveError, GroupAborted
 from .operation import Operation
-from .work import Work
+from .work import SettledWork
 
 
-class PendingWork(Work):
-    """A work whose verdict (done, failure) another thread writes."""
+class PendingWork(SettledWork):
+    """A work whose verdict another thread writes than the one that waits."""
 
     def __init__(self, operation: Operation, in_flight: InFlight[Any]) -> None:
-        super().__init__(operation)
+        super().__init__(operation, in_flight.changed)
         self.in_flight = in_flight
-        self.done = False
-        self.failure: CollectiveError | None = None
-        self.callbacks: list[Callable[[], None]] = []
 
     def _block(self) -> None:
         changed = self.in_flight.changed
@@ -41,26 +38,7 @@ class PendingWork(Work):
         except BaseException as error:  # An interrupt: the others wait for us.
             self._end_generation(f"{type(error).__name__} during {self.operation}")
             raise
-        if self.failure is not None:
-            raise fresh_copy(self.failure)
-
-    def is_completed(self) -> bool:
-        return self.done
-
-    def error(self) -> BaseException | None:
-        return None if self.failure is None else fresh_copy(self.failure)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self.in_flight.changed:
-            if not self.done:
-                self.callbacks.append(callback)
-                return
-        callback()
-
-    def call_back(self) -> None:
-        callbacks, self.callbacks = self.callbacks, []
-        for callback in callbacks:
-            callback()
+        self._raise_failure()
 
     def _end_generation(self, reason: str) -> None:
         rank = self.in_flight.rank
@@ -95,8 +73,7 @@ class InFlight(Generic[AnyWork]):
                 self.works.append(work)
                 self.changed.notify_all()
             else:
-                work.operation.end(self.failure)
-                work.failure, work.done = self.failure, True
+                work.settle(self.failure)
 
     def head(self) -> AnyWork | None:
         with self.changed:
@@ -105,8 +82,7 @@ class InFlight(Generic[AnyWork]):
     def settle_head(self) -> None:
         """With the lock: the first work has succeeded. The caller calls it back, without."""
         work = self.works.popleft()
-        work.operation.end(None)
-        work.done = True
+        work.settle(None)
         if work.operation.sequence >= 0:  # Else a message before the first collective.
             self.last_done = work.operation
         self.settled_at = time.monotonic()
@@ -118,8 +94,7 @@ class InFlight(Generic[AnyWork]):
             if work.done:
                 return  # The generation ended first.
             self.works.remove(work)
-            work.operation.end(None)
-            work.done = True
+            work.settle(None)
             self.settled_at = time.monotonic()
             self.changed.notify_all()
         work.call_back()
@@ -133,8 +108,7 @@ class InFlight(Generic[AnyWork]):
             works = list(self.works)
             self.works.clear()
             for work in works:
-                work.operation.end(error)
-                work.failure, work.done = error, True
+                work.settle(error)
             self.changed.notify_all()
         for work in works:
             work.call_back()

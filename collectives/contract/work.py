@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .errors import CollectiveError, fresh_copy
 from .operation import Operation
 
 _LOOKS = 4
@@ -201,6 +202,52 @@ class Work(ABC):
     def _look(self) -> bool:
         """`is_completed()` for somebody who will ask again at once, or wait."""
         return self.is_completed()
+
+
+class SettledWork(Work):
+    """A work that a thread of this process settles: once, with the error if there is one.
+
+    lock: guards done, failure and callbacks. `done` may be read without it.
+    """
+
+    def __init__(
+        self, operation: Operation, lock: contextlib.AbstractContextManager[object]
+    ) -> None:
+        super().__init__(operation)
+        self._lock = lock
+        self.done = False
+        self.failure: CollectiveError | None = None
+        self.callbacks: list[Callable[[], None]] = []
+
+    def settle(self, failure: CollectiveError | None) -> None:
+        """With the lock held. The caller calls `call_back` after it has given the lock back."""
+        self.failure = failure
+        self.operation.end(failure)
+        self.done = True
+
+    def call_back(self) -> None:
+        """Without any lock: a callback may ask for works, issue them, and wait for them."""
+        callbacks, self.callbacks = self.callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def error(self) -> BaseException | None:
+        return None if self.failure is None else fresh_copy(self.failure)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self.done:
+                self.callbacks.append(callback)
+                return
+        callback()
+
+    def _raise_failure(self) -> None:
+        """The end of `_block`."""
+        if self.failure is not None:
+            raise fresh_copy(self.failure)
 
 
 def _cuda_devices() -> list[int | str | torch.device] | None:

@@ -202,8 +202,8 @@ class ObjectChannel:
             if self._in_flight.failure is not None:
                 raise self._in_flight.failure
             self._in_flight.works.popleft()
-            work.failure, work._output = failure, output
-            work.done = True
+            work._output = output
+            work.settle(failure)
             self._in_flight.changed.notify_all()
         work.call_back()
 

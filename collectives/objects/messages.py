@@ -25,7 +25,7 @@ from ..contract.dtypes import DTYPE_INDEX
 from ..contract.errors import CollectiveError, CollectiveMismatch, GroupAborted, PayloadUnreadable
 from ..contract.inference import outside_inference_mode
 from ..contract.operation import FIRST_OBJECT_TAG, STARTED, Kind, OnBehalf, Operation
-from ..contract.work import Work
+from ..contract.work import SettledWork, Work
 from .payloads import MapLocation, bytes_of, loads, words_of
 
 _HEADER_TAG = FIRST_OBJECT_TAG
@@ -36,7 +36,7 @@ Script = Generator[Work, None, Any]
 """Yields each work that it waits for; returns what the whole gives."""
 
 
-class ScriptedWork(Work):
+class ScriptedWork(SettledWork):
     """Works that are issued one after the other, each when those before it have ended well.
 
     The script runs in whichever thread sees that it can go on; never in two at once.
@@ -51,16 +51,13 @@ class ScriptedWork(Work):
         abort: Callable[[CollectiveError], None],
         script: Script,
     ) -> None:
-        super().__init__(operation)
+        self._changed = threading.Condition()
+        super().__init__(operation, self._changed)
         self._rank = communicator.rank
         self._device = communicator.device
         self._abort = abort
         self._script = script
-        self._changed = threading.Condition()
         self._awaited: Work | None = None  # None while the script runs, and when it is over
-        self._done = False
-        self._failure: CollectiveError | None = None
-        self._callbacks: list[Callable[[], None]] = []
         operation.state = STARTED
         self._resume()
 
@@ -80,7 +77,7 @@ class ScriptedWork(Work):
         """Block while the script runs; None if it is over."""
         try:
             with self._changed:
-                while self._awaited is None and not self._done:
+                while self._awaited is None and not self.done:
                     self._changed.wait()
                 return self._awaited
         except BaseException as error:  # An interrupt: the other rank waits for us.
@@ -129,40 +126,21 @@ class ScriptedWork(Work):
         following.add_done_callback(self._go_on)
 
     def _end(self, failure: CollectiveError | None) -> None:
-        self.operation.end(failure)
         with self._changed:
-            self._failure = failure
-            self._done = True
+            self.settle(failure)
             self._changed.notify_all()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        self.call_back()
 
     # -- a work ------------------------------------------------------------------------------------
 
     def _block(self) -> None:
         while self.step():
             pass
-        if self._failure is not None:
-            raise self._fresh_failure()
+        self._raise_failure()
 
     def is_completed(self) -> bool:
         self._go_on()
-        return self._done
-
-    def error(self) -> BaseException | None:
-        return None if self._failure is None else self._fresh_failure()
-
-    def _fresh_failure(self) -> CollectiveError:
-        assert self._failure is not None
-        return type(self._failure)(*self._failure.args)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._changed:
-            if not self._done:
-                self._callbacks.append(callback)
-                return
-        callback()
+        return self.done
 
     def _end_generation(self, reason: str) -> None:
         self._abort(GroupAborted(self.operation.generation, [self._rank], reason))

@@ -19,41 +19,36 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 
-from ..contract.errors import CollectiveError, GroupAborted, fresh_copy
+from ..contract.errors import CollectiveError, GroupAborted
 from ..contract.operation import Operation
-from ..contract.work import Work
+from ..contract.work import SettledWork
 from .segment import SharedSegment
 from .wake_timer import WakeTimer
 
-_WAKE_DELAY_S = 0.0001
+WAKE_DELAY_S = 0.0001
 
 
-class DrivenWork(Work):
-    """A work in a `DrivenQueue`, which writes done and failure, and calls the callbacks."""
+class DrivenWork(SettledWork):
+    """A work in a `DrivenQueue`, which settles it and calls it back."""
 
     def __init__(self, operation: Operation, queue: DrivenQueue) -> None:
-        super().__init__(operation)
+        super().__init__(operation, queue.lock)
         self._queue = queue
-        self.done = False
-        self.failure: CollectiveError | None = None
-        self.callbacks: list[Callable[[], None]] = []
 
     def _block(self) -> None:
         if not self.done:
             self._queue.run_until(self)
-        if self.failure is not None:
-            raise fresh_copy(self.failure)
+        self._raise_failure()
 
     def is_completed(self) -> bool:
         if not self.done:
             self._queue.poll(self)
         return self.done
 
-    def error(self) -> BaseException | None:
-        return None if self.failure is None else fresh_copy(self.failure)
-
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._queue.call_when_done(self, callback)
+        super().add_done_callback(callback)
+        if not self.done:
+            self._queue.call_background(0)
 
     def _end_generation(self, reason: str) -> None:
         rank = self._queue.segment.rank
@@ -65,22 +60,22 @@ class DrivenQueue(ABC):
 
     def __init__(self, segment: SharedSegment, thread_name: str) -> None:
         self.segment = segment
-        self._lock = threading.Lock()
-        self._turn = threading.Condition(self._lock)  # a work ended, or no thread drives
+        self.lock = threading.Lock()
+        self._turn = threading.Condition(self.lock)  # a work ended, or no thread drives
         self._driven = False  # a thread drives, until it calls _release
         self._driver = 0  # that thread, as soon as it has begun
         self._thread_name = thread_name
         self._thread: threading.Thread | None = None
         self._wake_up: WakeTimer | None = None
         self._end: CollectiveError | None = None
-        self._due: list[Callable[[], None]] = []  # callbacks of works that have ended
+        self._ended: list[DrivenWork] = []  # works whose callbacks are due
 
     def run_until(self, work: DrivenWork) -> None:
         """Block until `work` is done, driving the queue if no other thread does."""
         while True:
             mine = False
             try:
-                with self._lock:
+                with self.lock:
                     nested = self._driven and self._driver == threading.get_ident()
                     while self._driven and not work.done and not nested:
                         self._turn.wait()
@@ -106,16 +101,23 @@ class DrivenQueue(ABC):
         that a peer died or is late: if `work` is not done, that is the background thread."""
         self._run_what_can()
         if not work.done:
-            with self._lock:
-                self._call_background()
+            self.call_background()
 
-    def call_when_done(self, work: DrivenWork, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not work.done:
-                work.callbacks.append(callback)
-                self._call_background(0)
-                return
-        callback()
+    def call_background(self, delay_s: float = WAKE_DELAY_S) -> None:
+        """Wake the background thread in `delay_s` seconds, if no thread has ended all by then."""
+        with self.lock:
+            if self._end is not None:
+                return  # The thread that drives ends the works; the timer may be closed already.
+            if self._wake_up is None:
+                self._wake_up = WakeTimer()
+                self._thread = threading.Thread(
+                    target=self._background_loop,
+                    args=(self._wake_up,),
+                    name=self._thread_name,
+                    daemon=True,
+                )
+                self._thread.start()
+            self._wake_up.set(delay_s)
 
     def abort(self, error: CollectiveError) -> None:
         """End the generation on all ranks, and every work of this queue."""
@@ -144,12 +146,9 @@ class DrivenQueue(ABC):
 
     def _finish(self, work: DrivenWork, failure: CollectiveError | None) -> None:
         """Settle `work`. The thread that does so calls `_call_back`, after the lock."""
-        work.failure = failure
-        work.operation.end(failure)
-        work.done = True
+        work.settle(failure)
         if work.callbacks:
-            self._due += work.callbacks
-            work.callbacks = []
+            self._ended.append(work)
         self._turn.notify_all()
 
     def _finish_all(self, error: CollectiveError) -> None:
@@ -159,43 +158,30 @@ class DrivenQueue(ABC):
             self._finish(work, self._end)
         self._turn.notify_all()
 
-    def _call_background(self, delay_s: float = _WAKE_DELAY_S) -> None:
-        if self._end is not None:
-            return  # The thread that drives ends the works; the timer may be closed already.
-        if self._wake_up is None:
-            self._wake_up = WakeTimer()
-            self._thread = threading.Thread(
-                target=self._background_loop,
-                args=(self._wake_up,),
-                name=self._thread_name,
-                daemon=True,
-            )
-            self._thread.start()
-        self._wake_up.set(delay_s)
-
     # --------------------------------------------------------------------------------------------
 
     def _call_back(self) -> None:
-        """Without the lock: what is called may ask, issue, and wait."""
-        if self._due:
-            with self._lock:
-                due, self._due = self._due, []
-            for callback in due:
-                callback()
+        """Without the lock."""
+        if self._ended:
+            with self.lock:
+                ended, self._ended = self._ended, []
+            for work in ended:
+                work.call_back()
 
     def _release(self) -> None:
-        with self._lock:
+        with self.lock:
             self._driven = False
             self._driver = 0
             self._turn.notify_all()
             # What is left is a work that a task awaits, or one that holds up the others.
-            if self._wake_up is not None and self._pending():
-                self._call_background()
+            is_needed = self._wake_up is not None and bool(self._pending())
+        if is_needed:
+            self.call_background()
 
     def _background_loop(self, wake_up: WakeTimer) -> None:
         while self._end is None:
             wake_up.wait()
-            with self._lock:
+            with self.lock:
                 if self._driven or not self._pending():
                     continue
                 self._driven = True
@@ -211,7 +197,7 @@ class DrivenQueue(ABC):
 
     def _let_go(self, error: CollectiveError) -> None:
         """The end of a close: no thread drives any more, and what is left fails with `error`."""
-        with self._lock:
+        with self.lock:
             while self._driven:
                 self._turn.wait()
             self._finish_all(error)

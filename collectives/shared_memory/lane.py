@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from ..contract.errors import CollectiveError, GroupClosed, PeerLost
 from ..contract.inference import outside_inference_mode
 from ..contract.operation import STARTED, Operation
-from .driving import DrivenQueue, DrivenWork
+from .driving import WAKE_DELAY_S, DrivenQueue, DrivenWork
 from .segment import SharedSegment
 
 _UNSURE_DELAY_S = 0.001  # of a work that does not know its ticks: most have but one
@@ -70,7 +70,7 @@ class Lane(DrivenQueue):
 
     def submit(self, work: LaneWork) -> None:
         """Put `work` at the end and run what can run at once."""
-        with self._lock:
+        with self.lock:
             if self._end is not None:
                 self._finish(work, self._end)
                 return
@@ -78,11 +78,7 @@ class Lane(DrivenQueue):
         self._run_what_can()
         # A work that has published all it has to say holds nobody up; it may wait to be waited for.
         if not work.done and not work.has_said_all():
-            with self._lock:
-                if work.num_ticks:
-                    self._call_background()
-                else:
-                    self._call_background(_UNSURE_DELAY_S)
+            self.call_background(WAKE_DELAY_S if work.num_ticks else _UNSURE_DELAY_S)
 
     def look(self, work: LaneWork) -> bool:
         """`poll` with a little patience, for a caller that will call again, or wait."""
@@ -95,7 +91,7 @@ class Lane(DrivenQueue):
         return work.done
 
     def end(self, error: CollectiveError) -> None:
-        with self._lock:
+        with self.lock:
             if self._driven:
                 return  # The thread that drives is woken, and ends the works itself.
             self._finish_all(error)
@@ -107,7 +103,7 @@ class Lane(DrivenQueue):
         Waits for the thread that drives to let go.
         """
         self._run_what_can()
-        with self._lock:
+        with self.lock:
             if self._end is None:
                 self._end = error  # Also for a thread that drives, and is told another one.
             head = self._queue[0] if self._queue else None
@@ -163,16 +159,16 @@ class Lane(DrivenQueue):
                 work.awaited_tick = next(body)
         except StopIteration:
             self._next_tick = work.awaited_tick + 1
-            with self._lock:
+            with self.lock:
                 self._queue.popleft()
                 self._finish(work, None)
         except CollectiveError as error:
-            with self._lock:
+            with self.lock:
                 self._finish_all(error)
         except BaseException as error:
             # Ours, or an interrupt in the waiting thread: either way the others wait for us.
             failure = segment.abort(self._interrupted(work.operation, error))
-            with self._lock:
+            with self.lock:
                 self._finish_all(failure)
             self._call_back()
             raise
@@ -194,7 +190,7 @@ class Lane(DrivenQueue):
     def _run_what_can(self) -> None:
         mine = False
         try:
-            with self._lock:
+            with self.lock:
                 mine = not self._driven
                 self._driven = True
             if mine:

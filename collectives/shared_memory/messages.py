@@ -74,18 +74,20 @@ class Messages(DrivenQueue):
 
     def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
         work = MessageWork(self, operation, tensor)
-        with self._lock:
+        with self.lock:
             self._sending.setdefault(operation.peer, deque()).append(work)
-        return self._begin(work)
+        self.poll(work)
+        return work
 
     def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
         work = MessageWork(self, operation, tensor)
-        with self._lock:
+        with self.lock:
             self._receiving.append(work)
-        return self._begin(work)
+        self.poll(work)
+        return work
 
     def end(self, error: CollectiveError) -> None:
-        with self._lock:
+        with self.lock:
             self._finish_all(error)
         self._call_back()
 
@@ -247,16 +249,8 @@ class Messages(DrivenQueue):
 
     # -- driving ---------------------------------------------------------------------------------
 
-    def _begin(self, work: MessageWork) -> Work:
-        self._run_what_can()
-        if not work.done:
-            with self._lock:
-                if not self._driven:
-                    self._call_background()
-        return work
-
     def _run_what_can(self) -> None:
-        with self._lock:
+        with self.lock:
             self._advance()
         self._call_back()
 
@@ -283,7 +277,7 @@ class Messages(DrivenQueue):
             slices = iter(_SLICES_S)
 
     def _has_pending(self) -> bool:
-        with self._lock:
+        with self.lock:
             return bool(self._pending())
 
     def _look(self) -> None:
@@ -291,7 +285,7 @@ class Messages(DrivenQueue):
         gone = self.segment.gone()
         others = set(range(self.segment.size)) - {self.segment.rank}
         now = time.monotonic()
-        with self._lock:
+        with self.lock:
             self._advance()  # What they put into the ring before they went is still good.
             for work in self._pending():
                 o = work.operation

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..contract.communicator import Communicator
-from ..contract.errors import CollectiveError, GroupAborted, GroupClosed, fresh_copy
+from ..contract.errors import CollectiveError, GroupAborted, GroupClosed
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import STARTED, Kind, Operation, ReduceOp
 from ..contract.work import Work
@@ -135,8 +135,7 @@ class NcclWork(PendingWork):
             device = self.communicator.device
             torch.cuda.current_stream(device).wait_event(self.ended)
             self.waited_for = True
-        if self.failure is not None:
-            raise fresh_copy(self.failure)
+        self._raise_failure()
 
     def is_completed(self) -> bool:
         if not self.done:
