@@ -29,6 +29,7 @@ from .contract.errors import (
 from .contract.inference import outside_inference_mode
 from .contract.operation import Operation
 from .contract.work import Work
+from .diagnosis.blame import usual_and_blamed
 from .diagnosis.flight_recorder import FlightRecorder, FlightRecording
 from .family import Family
 from .meeting import WatchedStore, ranks_of_keys
@@ -100,10 +101,8 @@ class Subgroups(ABC):
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"ranks must name each rank once, got {ranks}")
         number, said = self._agree((ranks, name))
-        usual = max(said, key=said.count)
-        if said.count(usual) != len(said):
-            majority = 2 * said.count(usual) > len(said)
-            blamed = [r for r, what in enumerate(said) if not majority or what != usual]
+        _, blamed = usual_and_blamed(said)
+        if blamed:
             told = ", ".join(
                 f"rank {r} passed {what[0]}, name {what[1]!r}" for r, what in enumerate(said)
             )

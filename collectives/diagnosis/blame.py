@@ -1,12 +1,20 @@
-"""Who is to blame where several ranks are late: not those that are kept waiting themselves.
+"""Which ranks are to blame where ranks are late, or say different things.
 
 A rank that waits for another one, in a send, a recv or a group of few, is late for everybody
-else. Whose deadline ends first is chance, and no answer to the question who has stopped.
+else. Whose deadline ends first is chance, and no answer to the question which rank has stopped.
+
+Where ranks say different things, the majority is right; where one of them begins what the others
+take over, as rank 0 does of a model, that rank is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
+
+from ..contract.errors import CollectiveMismatch
+
+Said = TypeVar("Said")
 
 
 def to_blame(
@@ -41,6 +49,38 @@ def tell_waits(waits_for: Mapping[int, Collection[int]], late: Collection[int]) 
         for rank in sorted(late)
         if waits_for.get(rank)
     )
+
+
+def usual_and_blamed(said: Sequence[Said]) -> tuple[Said, list[int]]:
+    """What most ranks say, and the ranks to blame: none where all say the same.
+
+    said: by rank. Where more than half of the ranks agree, the others are to blame; without such a
+    majority, all are.
+    """
+    if said.count(said[0]) == len(said):
+        return said[0], []
+    usual = max(said, key=said.count)
+    majority = 2 * said.count(usual) > len(said)
+    return usual, [r for r, what in enumerate(said) if not majority or what != usual]
+
+
+def tell_issued(said: Sequence[object]) -> str:
+    """`ranks [0, 2] issued all_reduce #3 (8 float32), ranks [1] issued barrier #3`"""
+    return ", ".join(
+        f"ranks {[r for r, other in enumerate(said) if other == what]} issued {what}"
+        for rank, what in enumerate(said)
+        if said.index(what) == rank
+    )
+
+
+def check_like_rank_0(operation: str, generation: int, said: Sequence[object], detail: str) -> None:
+    """Raise CollectiveMismatch that names the ranks that do not say what rank 0 says, if any.
+
+    said: by rank. operation, generation, detail: for the error.
+    """
+    unlike = [rank for rank, what in enumerate(said) if what != said[0]]
+    if unlike:
+        raise CollectiveMismatch(operation, generation, unlike, detail)
 
 
 def _ranks(ranks: list[int]) -> str:

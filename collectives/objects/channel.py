@@ -38,6 +38,7 @@ from ..contract.errors import (
 )
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import Kind, Operation
+from ..diagnosis.blame import tell_issued, usual_and_blamed
 from ..diagnosis.flight_recorder import FlightRecorder
 from ..operations.operations import Operations
 from .payloads import MapLocation, bytes_of, loads, words_of
@@ -208,16 +209,10 @@ class ObjectChannel:
         work.call_back()
 
     def _compare(self, operation: Operation, said: list[tuple[int, ...]]) -> None:
-        if len(set(said)) == 1:
-            return
-        usual = max(said, key=said.count)
-        majority = 2 * said.count(usual) > len(said)
-        blamed = [r for r, what in enumerate(said) if not majority or what != usual]
-        told = ", ".join(
-            f"ranks {[r for r, other in enumerate(said) if other == what]} issued {_told(what)}"
-            for what in dict.fromkeys(said)
-        )
-        raise CollectiveMismatch(str(operation), operation.generation, blamed, told)
+        _, blamed = usual_and_blamed(said)
+        if blamed:
+            told = tell_issued([_told(what) for what in said])
+            raise CollectiveMismatch(str(operation), operation.generation, blamed, told)
 
     def _unreadable(
         self, operation: Operation, group: Operations, told: str, trace: str

@@ -17,8 +17,8 @@ from ..contract.arithmetic import reduce_into
 from ..contract.communicator import Communicator
 from ..contract.errors import CollectiveError, GroupClosed, PeerLost
 from ..contract.operation import Operation, ReduceOp
-from ..contract.signature import pair_mismatch
 from ..contract.work import Work
+from ..diagnosis.signature import pair_mismatch
 from .lane import Body, Lane, LaneWork
 from .messages import Messages
 from .segment import SharedSegment

@@ -24,9 +24,9 @@ import torch
 from ..contract.errors import CollectiveError, CollectiveTimeout, PeerLost
 from ..contract.inference import outside_inference_mode
 from ..contract.operation import ANY_RANK, Operation
-from ..contract.signature import message_mismatch
 from ..contract.work import Work
 from ..diagnosis.blame import tell_waits, to_blame
+from ..diagnosis.signature import message_mismatch
 from .driving import DrivenQueue, DrivenWork
 from .ring import HEADER, UNIT, Channel
 from .segment import SharedSegment

@@ -37,9 +37,9 @@ import torch
 from ..contract.call_site import SITE_BYTES
 from ..contract.errors import CollectiveError, CollectiveTimeout, PeerLost
 from ..contract.operation import Kind, Operation
-from ..contract.signature import Signature, mismatch
 from ..diagnosis.blame import tell_waits, to_blame
 from ..diagnosis.flight_recorder import tell_positions
+from ..diagnosis.signature import Signature, mismatch
 from .end_record import EndRecord
 from .futex import WEAKLY_ORDERED, fence, sleep_on, wake
 from .layout import (

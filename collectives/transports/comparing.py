@@ -22,8 +22,9 @@ from ..contract.communicator import Communicator
 from ..contract.dtypes import DTYPE_INDEX
 from ..contract.errors import CollectiveError, CollectiveMismatch, GroupAborted, StoreTimeout
 from ..contract.operation import Kind, OnBehalf, Operation, named
-from ..contract.signature import pair_mismatch
 from ..contract.work import Work
+from ..diagnosis.blame import tell_issued, usual_and_blamed
+from ..diagnosis.signature import pair_mismatch
 from ..stores.store import PrefixStore, Store
 from .host import connect
 
@@ -194,7 +195,7 @@ class Description:
     group: str
     site: str
 
-    def compared(self) -> tuple[object, ...]:
+    def compared(self) -> tuple[str, str, str, str]:
         return self.told, json.dumps(self.shapes), self.device, self.group
 
     def __str__(self) -> str:
@@ -212,26 +213,15 @@ def mismatch(
 ) -> CollectiveMismatch | None:
     """The error if the ranks do not all do the same; equal on whichever rank makes it.
 
-    descriptions: one per rank. As in signature.py: where more than half agree, the others are to
-    blame; without such a majority, all are.
+    descriptions: one per rank. Ranks that do the same may stand at different lines; then each line
+    is told.
     """
-    ranks_of: dict[tuple[object, ...], list[int]] = {}
-    for rank, description in enumerate(descriptions):
-        ranks_of.setdefault(description.compared(), []).append(rank)
-    if len(ranks_of) == 1:
+    usual, blamed = usual_and_blamed([description.compared() for description in descriptions])
+    if not blamed:
         return None
-    usual = max(ranks_of.values(), key=len)
-    majority = 2 * len(usual) > len(descriptions)
-    blamed = [r for r in range(len(descriptions)) if not majority or r not in usual]
-    # Ranks that do the same may stand at different lines; then each line is told.
-    told = []
-    for ranks in ranks_of.values():
-        at: dict[str, list[int]] = {}
-        for rank in ranks:
-            at.setdefault(str(descriptions[rank]), []).append(rank)
-        told += [f"ranks {some} issued {text}" for text, some in at.items()]
-    usual_told = re.split(" (?:with|from|to|in) ", descriptions[usual[0]].told)[0]
-    return CollectiveMismatch(usual_told, operation.generation, blamed, ", ".join(told))
+    name = re.split(" (?:with|from|to|in) ", usual[0])[0]
+    told = tell_issued([str(description) for description in descriptions])
+    return CollectiveMismatch(name, operation.generation, blamed, told)
 
 
 def _with_sites(error: CollectiveMismatch, said: Sequence[Description]) -> CollectiveMismatch:

@@ -43,8 +43,8 @@ from ..contract.communicator import Communicator
 from ..contract.errors import CollectiveError, GroupClosed, StoreTimeout
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import STARTED, Operation, ReduceOp
-from ..contract.signature import Signature, mismatch, pair_mismatch
 from ..contract.work import Work
+from ..diagnosis.signature import Signature, mismatch, pair_mismatch
 from ..stores.store import PrefixStore, Store
 from ..stores.torch_store import TorchStore
 from .gloo_messages import GlooMessages

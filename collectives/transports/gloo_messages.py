@@ -24,8 +24,8 @@ import torch
 from ..contract.dtypes import DTYPE_INDEX
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import ANY_RANK, WATCHING_TAG, Kind, OnBehalf, Operation
-from ..contract.signature import message_mismatch
 from ..contract.work import Work
+from ..diagnosis.signature import message_mismatch
 
 _FOREVER = timedelta(days=1)  # The watcher holds the deadlines.
 _UINT8 = DTYPE_INDEX[torch.uint8]

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from collectives import CollectiveMismatch, Group
+from collectives import Group
+from collectives.diagnosis.blame import check_like_rank_0
 from collectives.objects.blocking import all_gather_object
 
 
@@ -144,10 +145,5 @@ class CommHook:
     def check_same(self, group: Group) -> None:
         """Raises CollectiveMismatch on all ranks if theirs have other names."""
         names = all_gather_object(group, self.name)
-        if len(set(names)) > 1:
-            raise CollectiveMismatch(
-                "register_comm_hook",
-                group.generation,
-                [rank for rank, name in enumerate(names) if name != names[0]],
-                f"the hooks are, by rank: {dict(enumerate(names))}",
-            )
+        detail = f"the hooks are, by rank: {dict(enumerate(names))}"
+        check_like_rank_0("register_comm_hook", group.generation, names, detail)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives import CollectiveMismatch, Group
+from collectives import Group
+from collectives.diagnosis.blame import check_like_rank_0
 
 
 def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> None:
@@ -19,31 +20,18 @@ def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> 
     Raises CollectiveMismatch on all ranks, naming the first parameter that differs.
     """
     counts = [count for (count,) in _gathered([len(told)], group)]
-    if len(set(counts)) > 1:
-        by_rank = dict(enumerate(counts))
-        differing = [rank for rank, count in by_rank.items() if count != by_rank[0]]
-        raise CollectiveMismatch(
-            operation,
-            group.generation,
-            differing,
-            f"the models have different numbers of parameters, by rank: {by_rank}",
-        )
+    by_rank = dict(enumerate(counts))
+    detail = f"the models have different numbers of parameters, by rank: {by_rank}"
+    check_like_rank_0(operation, group.generation, counts, detail)
     digests = [
         int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
         for text in told
     ]
     everybody = _gathered(digests, group)
     for number, text in enumerate(told):
-        differing = [
-            r for r, theirs in enumerate(everybody) if theirs[number] != everybody[0][number]
-        ]
-        if differing:
-            raise CollectiveMismatch(
-                operation,
-                group.generation,
-                differing,
-                f"parameter {number} differs from rank 0's; on rank {group.rank} it is {text}",
-            )
+        detail = f"parameter {number} differs from rank 0's; on rank {group.rank} it is {text}"
+        said = [theirs[number] for theirs in everybody]
+        check_like_rank_0(operation, group.generation, said, detail)
 
 
 def _gathered(values: list[int], group: Group) -> list[list[int]]:

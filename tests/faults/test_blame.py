@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collectives.contract.errors import CollectiveError, CollectiveTimeout
-from collectives.diagnosis.blame import tell_waits, to_blame
+from collectives.diagnosis.blame import tell_issued, tell_waits, to_blame, usual_and_blamed
 from collectives.group import Group
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
 
@@ -148,3 +148,22 @@ def test_a_rank_that_is_kept_waiting_in_a_group_of_two_is_not_blamed(tmp_path: P
     for (error,) in run_ranks(stop_in_a_pair, 3, tmp_path):
         assert isinstance(error, CollectiveTimeout), error
         assert error.ranks == [0], error
+
+
+@pytest.mark.parametrize(
+    ("said", "usual", "blamed"),
+    [
+        (["a", "a", "a"], "a", []),
+        (["b", "a", "a"], "a", [0]),
+        (["a", "b", "a", "c", "a"], "a", [1, 3]),
+        (["a", "b"], "a", [0, 1]),
+        (["c", "a", "b", "a"], "a", [0, 1, 2, 3]),
+        ([["a"], ["b"], ["a"]], ["a"], [1]),
+    ],
+)
+def test_a_majority_of_the_ranks_is_right(said, usual, blamed) -> None:
+    assert usual_and_blamed(said) == (usual, blamed)
+
+
+def test_what_was_issued_is_told_once_with_its_ranks() -> None:
+    assert tell_issued(["a", "b", "a"]) == "ranks [0, 2] issued a, ranks [1] issued b"

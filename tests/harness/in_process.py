@@ -24,8 +24,8 @@ from collectives.contract.errors import (
 )
 from collectives.contract.in_flight import InFlight, PendingWork
 from collectives.contract.operation import ANY_RANK, Operation, ReduceOp
-from collectives.contract.signature import Signature, message_mismatch, mismatch, pair_mismatch
 from collectives.contract.work import Work
+from collectives.diagnosis.signature import Signature, message_mismatch, mismatch, pair_mismatch
 from collectives.stores.store import Store
 
 IN_PROCESS = "in-process"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .errors import CollectiveMismatch
-from .operation import Operation, describe, elements, with_detail
+from ..contract.errors import CollectiveMismatch
+from ..contract.operation import Operation, describe, elements, with_detail
+from .blame import tell_issued, usual_and_blamed
 
 
 class Signature(NamedTuple):
@@ -32,20 +33,13 @@ class Signature(NamedTuple):
 def mismatch(generation: int, signatures: Sequence[Signature]) -> CollectiveMismatch | None:
     """The error if the ranks do not all do the same. It is equal on whichever rank makes it.
 
-    signatures: one per rank. Where more than half of the ranks agree, the others are to blame;
-    without such a majority, all are.
+    signatures: one per rank.
     """
-    if len(set(signatures)) == 1:
+    usual, blamed = usual_and_blamed(signatures)
+    if not blamed:
         return None
-    ranks_of: dict[Signature, list[int]] = {}
-    for rank, signature in enumerate(signatures):
-        ranks_of.setdefault(signature, []).append(rank)
-    usual = max(ranks_of, key=lambda signature: len(ranks_of[signature]))
-    majority = 2 * len(ranks_of[usual]) > len(signatures)
-    blamed = [r for r, s in enumerate(signatures) if not majority or s != usual]
-    told = ", ".join(f"ranks {ranks} issued {s}" for s, ranks in ranks_of.items())
     operation = describe(usual.kind, usual.sequence, usual.numel, usual.dtype)
-    return CollectiveMismatch(operation, generation, blamed, told)
+    return CollectiveMismatch(operation, generation, blamed, tell_issued(signatures))
 
 
 def pair_mismatch(
