@@ -1,22 +1,33 @@
-"""Collectives of Python objects that travel among a group's tensors, in the same order.
+"""Collectives of integers, bytes and Python objects among a group's tensors, in the same order.
 
 Blocking, and without a channel of their own: for use where nothing else is in flight. Users take
 those of `Group`, which they can await.
 
-They unpickle what other ranks of the group sent, so they execute what those ranks want executed:
-use them among processes of one user only, as all ranks of a group are.
+Those of objects unpickle what other ranks of the group sent, so they execute what those ranks want
+executed: use them among processes of one user only, as all ranks of a group are.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..operations.operations import Operations
 from .payloads import bytes_of, loads, words_of
+
+
+def all_gather_row(
+    group: Operations, row: Sequence[int], timeout_s: float | None = None
+) -> list[list[int]]:
+    """The integers of all ranks, by rank; each rank gives the same number of them."""
+    mine = torch.tensor(row, dtype=torch.int64, device=group.device)
+    everybody = mine.new_empty(group.size * len(row))
+    group.all_gather(everybody, mine, timeout_s=timeout_s).wait()
+    rows: list[list[int]] = everybody.view(group.size, -1).tolist()
+    return rows
 
 
 def broadcast_object(
@@ -27,23 +38,56 @@ def broadcast_object(
     value: anything that pickles; ignored on the other ranks. dumps: what pickles it.
     """
     is_root = group.rank == root
-    payload = dumps(value) if is_root else b""
-    size = torch.tensor([len(payload)], dtype=torch.int64, device=group.device)
-    group.broadcast(size, root).wait()
-    words = words_of(payload, int(size)).to(group.device)
-    group.broadcast(words, root).wait()
-    return value if is_root else loads(bytes_of(words.cpu(), int(size)))
+    payload = broadcast_bytes(group, dumps(value) if is_root else b"", root)
+    return value if is_root else loads(payload)
 
 
 def all_gather_object(group: Operations, value: Any) -> list[Any]:
     """The values of all ranks, by rank, on every rank."""
     payload = pickle.dumps(value)
-    size = torch.tensor([len(payload)], dtype=torch.int64, device=group.device)
-    sizes = size.new_empty(group.size)
-    group.all_gather(sizes, size).wait()
-    largest = int(sizes.max())
-    words = words_of(payload, largest).to(group.device)
+    lengths = [length for (length,) in all_gather_row(group, [len(payload)])]
+    return [loads(theirs) for theirs in all_gather_bytes(group, payload, lengths)]
+
+
+def broadcast_bytes(
+    group: Operations, payload: bytes, root: int, length: int | None = None
+) -> bytes:
+    """length: of the payload, in bytes, where all ranks know it."""
+    if length is None:
+        size = torch.tensor([len(payload)], dtype=torch.int64, device=group.device)
+        group.broadcast(size, root).wait()
+        length = int(size)
+    words = words_of(payload, length).to(group.device)
+    group.broadcast(words, root).wait()
+    return payload if group.rank == root else bytes_of(words, length)
+
+
+def all_gather_bytes(group: Operations, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """lengths: by rank, in bytes."""
+    words = words_of(payload, max(lengths)).to(group.device)
     everybody = words.new_empty(group.size * len(words))
     group.all_gather(everybody, words).wait()
     rows = everybody.cpu().view(group.size, -1)
-    return [loads(bytes_of(row, int(size))) for row, size in zip(rows, sizes, strict=True)]
+    return [bytes_of(row, length) for row, length in zip(rows, lengths, strict=True)]
+
+
+def gather_bytes(
+    group: Operations, payload: bytes, root: int, lengths: Sequence[int]
+) -> list[bytes] | None:
+    """lengths: by rank, in bytes. None but on `root`. For groups between CPUs."""
+    into = [words_of(b"", length) for length in lengths] if group.rank == root else None
+    group.gather(words_of(payload, len(payload)), into, root).wait()
+    if into is None:
+        return None
+    return [bytes_of(words, length) for words, length in zip(into, lengths, strict=True)]
+
+
+def scatter_bytes(group: Operations, payloads: Sequence[bytes] | None, root: int) -> bytes:
+    """payloads: one for each rank, on `root`. Their lengths go first. For groups between CPUs."""
+    length = torch.zeros(1, dtype=torch.int64)
+    lengths = None if payloads is None else torch.tensor([len(one) for one in payloads])
+    group.scatter(length, lengths, root).wait()
+    words = words_of(b"", int(length))
+    parts = None if payloads is None else [words_of(one, len(one)) for one in payloads]
+    group.scatter(words, parts, root).wait()
+    return bytes_of(words, int(length))

@@ -20,11 +20,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
-
-import torch
 
 from ..contract.call_site import users_frame
 from ..contract.errors import (
@@ -41,7 +39,8 @@ from ..contract.operation import Kind, Operation
 from ..diagnosis.blame import tell_issued, usual_and_blamed
 from ..diagnosis.flight_recorder import FlightRecorder
 from ..operations.operations import Operations
-from .payloads import MapLocation, bytes_of, loads, words_of
+from .blocking import all_gather_row, broadcast_bytes
+from .payloads import MapLocation, loads
 
 
 class Owner(Protocol):
@@ -129,7 +128,7 @@ class ObjectChannel:
         header = (int(kind), root, count, len(payload))
 
         def exchange(group: Operations) -> dict[int, bytes]:
-            table = _all_gather_row(group, header)
+            table = all_gather_row(group, header)
             self._compare(operation, [tuple(row[:3]) for row in table])
             return body(group, [row[3] for row in table])
 
@@ -218,7 +217,7 @@ class ObjectChannel:
         self, operation: Operation, group: Operations, told: str, trace: str
     ) -> PayloadUnreadable | None:
         """Equal on all ranks: the first rank's story."""
-        lengths = [row[0] for row in _all_gather_row(group, (len(told.encode()),))]
+        lengths = [row[0] for row in all_gather_row(group, (len(told.encode()),))]
         ranks = [rank for rank, length in enumerate(lengths) if length]
         if not ranks:
             return None
@@ -226,60 +225,6 @@ class ObjectChannel:
         story = pickle.dumps((told, trace)) if group.rank == first else b""
         detail, where = pickle.loads(broadcast_bytes(group, story, first))
         return PayloadUnreadable(str(operation), operation.generation, ranks, detail, where)
-
-
-# -- bytes of all ranks ----------------------------------------------------------------------------
-
-
-def broadcast_bytes(
-    group: Operations, payload: bytes, root: int, length: int | None = None
-) -> bytes:
-    """length: of the payload, in bytes, where all ranks know it."""
-    if length is None:
-        size = torch.tensor([len(payload)], dtype=torch.int64)
-        group.broadcast(size, root).wait()
-        length = int(size)
-    words = words_of(payload, length)
-    group.broadcast(words, root).wait()
-    return bytes_of(words, length)
-
-
-def all_gather_bytes(group: Operations, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
-    """lengths: by rank, in bytes."""
-    words = words_of(payload, max(lengths))
-    everybody = words.new_empty(group.size * len(words))
-    group.all_gather(everybody, words).wait()
-    rows = everybody.view(group.size, -1)
-    return [bytes_of(row, length) for row, length in zip(rows, lengths, strict=True)]
-
-
-def gather_bytes(
-    group: Operations, payload: bytes, root: int, lengths: Sequence[int]
-) -> list[bytes] | None:
-    """lengths: by rank, in bytes. None but on `root`."""
-    into = [words_of(b"", length) for length in lengths] if group.rank == root else None
-    group.gather(words_of(payload, len(payload)), into, root).wait()
-    if into is None:
-        return None
-    return [bytes_of(words, length) for words, length in zip(into, lengths, strict=True)]
-
-
-def scatter_bytes(group: Operations, payloads: Sequence[bytes] | None, root: int) -> bytes:
-    """payloads: one for each rank, on `root`. Their lengths go first."""
-    length = torch.zeros(1, dtype=torch.int64)
-    lengths = None if payloads is None else torch.tensor([len(one) for one in payloads])
-    group.scatter(length, lengths, root).wait()
-    words = words_of(b"", int(length))
-    parts = None if payloads is None else [words_of(one, len(one)) for one in payloads]
-    group.scatter(words, parts, root).wait()
-    return bytes_of(words, int(length))
-
-
-def _all_gather_row(group: Operations, row: Sequence[int]) -> list[list[int]]:
-    mine = torch.tensor(row, dtype=torch.int64)
-    table = mine.new_empty(group.size * len(row))
-    group.all_gather(table, mine).wait()
-    return table.view(group.size, -1).tolist()
 
 
 def _told(what: tuple[int, ...]) -> str:

@@ -11,14 +11,8 @@ from typing import Any
 
 from ..contract.operation import Kind, Operation
 from ..operations.operations import Operations
-from .channel import (
-    ObjectChannel,
-    ObjectWork,
-    all_gather_bytes,
-    broadcast_bytes,
-    gather_bytes,
-    scatter_bytes,
-)
+from .blocking import all_gather_bytes, broadcast_bytes, gather_bytes, scatter_bytes
+from .channel import ObjectChannel, ObjectWork
 from .messages import ObjectMessages, ScriptedWork
 from .payloads import MapLocation, dumps
 

@@ -190,7 +190,7 @@ class ObjectMessages:
             words = words_of(b"", length).to(device)
             yield self._recv(operation, words, source, _HEADER_TAG + 1 + number)
             try:
-                received = loads(bytes_of(words.cpu(), length), map_location)
+                received = loads(bytes_of(words, length), map_location)
             except Exception as error:
                 told = (
                     f"rank {rank} cannot unpickle what rank {source} sent: "

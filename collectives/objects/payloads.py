@@ -49,4 +49,4 @@ def words_of(payload: bytes, length: int) -> torch.Tensor:
 
 
 def bytes_of(words: torch.Tensor, length: int) -> bytes:
-    return words.view(torch.uint8)[:length].numpy().tobytes()
+    return words.cpu().view(torch.uint8)[:length].numpy().tobytes()

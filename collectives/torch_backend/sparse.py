@@ -9,6 +9,7 @@ import torch
 from ..contract.operation import ReduceOp
 from ..contract.work import Work
 from ..group import Group
+from ..objects.blocking import all_gather_row
 
 
 def all_reduce(
@@ -25,10 +26,7 @@ def all_reduce(
         raise ValueError(f"all_reduce of a sparse tensor with {op.name}; only SUM is defined")
     mine = tensor.coalesce()
     indices, values = mine.indices(), mine.values()
-    count = torch.tensor([indices.shape[1]], device=tensor.device)
-    counts = count.new_empty(group.size)
-    group.all_gather(counts, count, timeout_s=timeout_s).wait()
-    numbers = counts.tolist()
+    numbers = [n for (n,) in all_gather_row(group, [indices.shape[1]], timeout_s)]
     # (sparse dimensions, n) by rank, and (n, dense dimensions) by rank
     all_indices = [indices.new_empty(indices.shape[0], n) for n in numbers]
     all_values = [values.new_empty(n, *values.shape[1:]) for n in numbers]

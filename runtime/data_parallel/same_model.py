@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import torch
-
 from collectives import Group
 from collectives.diagnosis.blame import check_like_rank_0
+from collectives.objects.blocking import all_gather_row
 
 
 def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> None:
@@ -19,7 +18,7 @@ def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> 
 
     Raises CollectiveMismatch on all ranks, naming the first parameter that differs.
     """
-    counts = [count for (count,) in _gathered([len(told)], group)]
+    counts = [count for (count,) in all_gather_row(group, [len(told)])]
     by_rank = dict(enumerate(counts))
     detail = f"the models have different numbers of parameters, by rank: {by_rank}"
     check_like_rank_0(operation, group.generation, counts, detail)
@@ -27,17 +26,8 @@ def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> 
         int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
         for text in told
     ]
-    everybody = _gathered(digests, group)
+    everybody = all_gather_row(group, digests)
     for number, text in enumerate(told):
         detail = f"parameter {number} differs from rank 0's; on rank {group.rank} it is {text}"
         said = [theirs[number] for theirs in everybody]
         check_like_rank_0(operation, group.generation, said, detail)
-
-
-def _gathered(values: list[int], group: Group) -> list[list[int]]:
-    """The values of all ranks, by rank; each gives the same number of them."""
-    mine = torch.tensor(values, dtype=torch.int64, device=group.device)
-    everybody = mine.new_empty(group.size * len(values))
-    group.all_gather(everybody, mine).wait()
-    rows: list[list[int]] = everybody.view(group.size, -1).tolist()
-    return rows

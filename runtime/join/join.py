@@ -27,6 +27,7 @@ import torch
 
 from actors.errors import Interrupted
 from collectives import Group, Work
+from collectives.objects.blocking import all_gather_row
 
 from ..process.agreement import Agreement
 from ..process.step_boundary import boundary
@@ -357,10 +358,8 @@ class Join:
         if place is None or not place.is_resumed:
             self.ledger.begin_epoch(batches_per_rank)
             return
-        left = torch.tensor([boundary().steps.batches_left or 0], device=self._device)
-        everybody = left.new_empty(self._group.size)
-        self._group.all_gather(everybody, left).wait()
-        self.ledger.begin_epoch(everybody.tolist())
+        left = all_gather_row(self._group, [boundary().steps.batches_left or 0])
+        self.ledger.begin_epoch([batches for (batches,) in left])
         self.ledger.resume(place.last_live)
 
     def begin_batch(self, number: int, *, is_last: bool) -> None:

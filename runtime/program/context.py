@@ -11,6 +11,7 @@ import torch
 
 from collectives.contract.operation import ReduceOp
 from collectives.group import Group
+from collectives.objects.blocking import all_gather_row
 
 from ..checkpoint.saving import Saving
 from ..data.batches import Batches
@@ -115,7 +116,7 @@ class Context:
         if self.resumed_from is not None:
             between_runs().places.pop(name, None)
         place = between_runs().places.setdefault(name, Place())
-        by_rank = self._told([place.epoch, int(place.is_dealt_anew)])
+        by_rank = all_gather_row(self.group, [place.epoch, int(place.is_dealt_anew)])
         if any(is_dealt_anew for _, is_dealt_anew in by_rank):
             raise RuntimeError(
                 f"epoch {place.epoch} of {name!r} was stopped after a rank was lost in it, and its "
@@ -161,7 +162,7 @@ class Context:
         or if a run was aborted inside a step, so that it is applied on some ranks only.
         """
         stay = between_runs()
-        ages = self._told([int(number) for number in stay.age_of(name)])
+        ages = all_gather_row(self.group, [int(number) for number in stay.age_of(name)])
         lost = [rank for rank, (is_here, _, _) in enumerate(ages) if not is_here]
         if len(lost) == self.world_size:
             stay.put(name, make())
@@ -181,14 +182,6 @@ class Context:
     def forget(self, *names: str) -> None:
         """Drop these kept objects; without names all, and the places of `epochs(resume=...)`."""
         between_runs().forget(names)
-
-    def _told(self, numbers: list[int]) -> list[list[int]]:
-        """What each rank tells the others, by rank."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        everybody = mine.new_empty(self.world_size * len(numbers))
-        self.group.all_gather(everybody, mine).wait()
-        rows: list[list[int]] = everybody.view(self.world_size, -1).tolist()
-        return rows
 
     # -- What survives -------------------------------------------------------------------------
 
