@@ -23,7 +23,7 @@ from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .gradient_bucket import GradientBucket
-from .reducer import Mode, Reducer, why_not_sharded
+from .reducer import Reducer, why_not_sharded
 from .replication import broadcast_tensors
 from .same_model import check_same_parameters
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
@@ -140,7 +140,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             cursors=recovery.cursors if recovery is not None else None,
         )
         if is_informing():
-            reducer, names = self.reducer, self.reducer.names
+            reducer, names = self.reducer, self.reducer.gradients.names
             reducer.clock = StepClock()
             reducer.unused = UnusedParameters(self.group.rank, names)
             reducer.on_new_order = lambda: tell_choice(reducer.buckets, reducer.group.rank, names)
@@ -228,7 +228,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             )
         if self._join is not None:
             raise RuntimeError("register_comm_hook inside Join: register the hook before it")
-        if self.reducer.mode is Mode.REDUCE_SCATTER:
+        if self.reducer.is_sharded:
             raise ValueError(why_not_sharded(registered.name))
         registered.check_same(self.group)
         self.reducer.reduce_by(registered)
@@ -307,8 +307,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         """The function that has made it was left in the middle of a step, and begins anew, perhaps
         with the same module."""
         self.release()
-        for parameter in self.reducer.parameters:
-            parameter.grad = None
+        self.reducer.gradients.drop()
 
     def reduce_also(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
         """Reduce the gradients of these too, from now on; every rank calls it alike.
@@ -349,7 +348,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _reduce_unfrozen(self) -> None:
         """Take up parameters that were frozen when the model was wrapped and are no more. With
         sharded gradients that is for the optimizer to do, which also lays out its shards."""
-        if self.reducer.mode is Mode.ALL_REDUCE:
+        if not self.reducer.is_sharded:
             self.reduce_also([p for p in self._frozen if p.requires_grad])
 
     def sync_buffers(self, live: tuple[int, ...]) -> None:
@@ -363,7 +362,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _keep_buffers(self) -> None:
         self.synced_step += 1
         self._agreed_buffers = self._copied_buffers()
-        if self.reducer.mode is Mode.REDUCE_SCATTER or not self.reducer.ends_steps:
+        if self.reducer.is_sharded or not self.reducer.ends_steps:
             self.keep_agreed_buffers()
 
     def keep_agreed_buffers(self) -> None:
@@ -421,13 +420,12 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         return _Hook(self)
 
     def _ends_step(self) -> bool:
-        return self.reducer.mode is Mode.ALL_REDUCE
+        return not self.reducer.is_sharded
 
     def _end_shadowed_step(self) -> None:
         """As `zero_grad` in the loop's body, which this rank has left: gradients that it handed in,
         or got of the others, would be added to those of the next epoch."""
-        for parameter in self.reducer.parameters:
-            parameter.grad = None
+        self.reducer.gradients.drop()
 
     def _begins_passes(self) -> bool:
         return True
@@ -442,7 +440,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self._join.begin_hook(self)
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
-        if self.reducer.mode is Mode.REDUCE_SCATTER and not any(
+        if self.reducer.is_sharded and not any(
             getattr(other, "reducer", None) is self.reducer
             for other in joinables
             if other is not self
@@ -488,7 +486,7 @@ class _Hook(JoinHook):
         ledger = model._join.ledger
         state: list[torch.Tensor] = []
         # With sharded state every rank took every step, of its shard, and gathered the rest.
-        if model.reducer.mode is Mode.ALL_REDUCE and ledger.somebody_missed_a_step:
+        if not model.reducer.is_sharded and ledger.somebody_missed_a_step:
             state += [*model.module.parameters(), *model.module.buffers()]
         elif not model.broadcast_buffers:
             state += model.module.buffers()

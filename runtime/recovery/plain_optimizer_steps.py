@@ -30,7 +30,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
-from ..data_parallel.reducer import Mode
 from ..join.join import Joinable
 from ..process.registry import Registered, Registry
 
@@ -143,7 +142,7 @@ class PlainSteps:
         for model in models:
             if id(model) not in registered:
                 return f"{_name(model)} is not registered (ctx.register)"
-            if model.reducer.mode is Mode.ALL_REDUCE and (why := self._why_not_stepped(model)):
+            if not model.reducer.is_sharded and (why := self._why_not_stepped(model)):
                 return why
         return ""
 
@@ -164,7 +163,7 @@ class PlainSteps:
             optimizer = watched.optimizer()
             for group in optimizer.param_groups if optimizer is not None else ():
                 steps_it.update((id(parameter), watched) for parameter in group["params"])
-        for name, parameter in zip(reducer.names, reducer.parameters, strict=True):
+        for name, parameter in zip(reducer.gradients.names, reducer.parameters, strict=True):
             if not parameter.requires_grad:
                 continue
             stepping = steps_it.get(id(parameter))

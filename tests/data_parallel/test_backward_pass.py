@@ -36,7 +36,7 @@ def orders(group, sharded):
     optimizer = make(
         model.parameters(), **({"optimizer_class": torch.optim.SGD} if sharded else {}), lr=0.1
     )
-    seen, broadcasts = [list(model.reducer.order)], []
+    seen, broadcasts = [list(model.reducer.gradients.order)], []
     for _ in range(3):
         before = group.statistics.snapshot()
         x = torch.full((2, 4), 1.0 + group.rank, dtype=torch.float64)
@@ -44,7 +44,7 @@ def orders(group, sharded):
         optimizer.step()
         optimizer.zero_grad()
         broadcasts.append(group.statistics.since(before).operations.get("broadcast", 0))
-        seen.append(list(model.reducer.order))
+        seen.append(list(model.reducer.gradients.order))
     buckets = [bucket.plan.spans[0][0] for bucket in model.reducer.buckets]
     return seen, broadcasts, buckets, [p.detach().clone() for p in model.parameters()]
 
@@ -77,7 +77,7 @@ def first_step_without_rank_0(group):
             model(torch.ones(2, 4).double()).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return model.reducer.order, [p.detach().clone() for p in model.parameters()]
+    return model.reducer.gradients.order, [p.detach().clone() for p in model.parameters()]
 
 
 def test_a_rank_that_never_had_data_takes_the_order_of_the_others(ranks_of):

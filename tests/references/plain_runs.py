@@ -121,7 +121,7 @@ MOMENTS: dict[str, Callable[[Any, Any], None]] = {
         model.reducer, "_launch_rest"
     ),
     "before it has the result": lambda model, optim: dies_before(model.reducer, "wait"),
-    "when it has the result": lambda model, optim: dies_after(model.reducer, "_finish_all_reduce"),
+    "when it has the result": lambda model, optim: dies_after(model.reducer, "_finish"),
     "before it steps": lambda model, optim: dies_before(optim, "step"),
     "after the step": lambda model, optim: dies_after(optim, "step"),
     "when it has asked for more rows": lambda model, optim: wrap(
