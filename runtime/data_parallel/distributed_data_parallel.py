@@ -21,6 +21,7 @@ from ..process.agreement import Agreement
 from ..process.between_runs import between_runs
 from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
+from .buffers import Buffers
 from .comm_hooks import CommHook
 from .gradient_bucket import GradientBucket
 from .reducer import Reducer, why_not_sharded
@@ -121,7 +122,6 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
         self.module = module
         self.group = group if group is not None else current_group()
-        self.broadcast_buffers = broadcast_buffers
         check_devices(named, self.group)
         _check_same(list(module.named_parameters()), self.group)
         self._sync_norms = _sync_norms(module, self.group)
@@ -149,12 +149,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             _owners[parameter] = weakref.ref(self)
         between_runs().wrap(self)
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        self.synced_step = 0
-        """Steps whose buffers this rank has taken over."""
-        self.kept_buffers: list[torch.Tensor] = []
-        """As they were then, or before the first forward pass; kept where the run goes on after a
-        death."""
-        self._agreed_buffers: list[torch.Tensor] = []
+        is_kept = self._recovery is not None
+        self.synced_buffers = Buffers(module, travel=broadcast_buffers, is_kept=is_kept)
         if self._recovery is not None:
             self._recovery.watch_model(self)
 
@@ -169,8 +165,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         """Returns the time at which the module begins."""
         boundary().begin_forward()
         Join.notify_join_context(self)
-        if self._recovery is not None and not self.kept_buffers:
-            self.kept_buffers = self._copied_buffers()
+        self.synced_buffers.begin_forward()
         if self._frozen and torch.is_grad_enabled():
             self._reduce_unfrozen()
         self._bind_norms()
@@ -292,7 +287,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def leave_run(self) -> None:
         """The run in which it was made is over: what took it into the next generation with it."""
         self._recovery = None
-        self.kept_buffers = []
+        self.synced_buffers.drop_kept()
         self.reducer.parks = False
         self.reducer.tell_no_samples()
 
@@ -353,54 +348,19 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     def sync_buffers(self, live: tuple[int, ...]) -> None:
         """Take the buffers of one of the ranks that took this step."""
-        buffers = list(self.module.buffers())
-        if self.broadcast_buffers and buffers and live:
+        root = None
+        if live:
             root = self._join.newest_rank(live) if self._join else 0
-            broadcast_tensors(buffers, root, self.group)
-        self._keep_buffers()
+        self.synced_buffers.sync(root, self.group)
 
-    def _keep_buffers(self) -> None:
-        self.synced_step += 1
-        self._agreed_buffers = self._copied_buffers()
-        if self.reducer.is_sharded or not self.reducer.ends_steps:
-            self.keep_agreed_buffers()
+    @property
+    def broadcast_buffers(self) -> bool:
+        return self.synced_buffers.travel
 
-    def keep_agreed_buffers(self) -> None:
-        """The step counts on this rank, so its buffers do."""
-        self.kept_buffers = self._agreed_buffers
-
-    def _copied_buffers(self) -> list[torch.Tensor]:
-        if self._recovery is None or not self.broadcast_buffers:
-            return []
-        return [buffer.clone() for buffer in self.module.buffers()]
-
-    def committed_buffers(self) -> dict[str, torch.Tensor]:
-        """By name, as they were after the last step whose buffers this rank has: a forward pass may
-        have changed them since. Without such a step, as they are."""
-        buffers = dict(self.module.named_buffers())
-        if self.kept_buffers:
-            return dict(zip(buffers, self.kept_buffers, strict=True))
-        return buffers
-
-    def end_step(self, step: int) -> None:
-        """The buffers are those of `step` now, if they were not before."""
-        if self.synced_step < step:
-            self._keep_buffers()
-
-    def sync_buffers_again(self, synced: Sequence[int], step: int, live: Sequence[int]) -> None:
-        """End `step` on ranks that have not ended it. synced: `synced_step` by rank. live: ranks
-        that took the step and are there. Who has ended it may be in the next forward pass already,
-        and gives what it had before that."""
-        if min(synced) == step:
-            return
-        buffers = list(self.module.buffers())
-        has_ended = self.synced_step == step
-        if self.broadcast_buffers and buffers:
-            somebody_has = step in synced
-            root = synced.index(step) if somebody_has else max(live, default=0)
-            broadcast_tensors(self.kept_buffers if has_ended else buffers, root, self.group)
-        if not has_ended:
-            self._keep_buffers()
+    def leave_steps_to_optimizer(self) -> None:
+        """From now on a sharded optimizer ends the steps, which count once it has held a ballot."""
+        self.reducer.ends_steps = False
+        self.synced_buffers.count_when_agreed = True
 
     # -- Join ----------------------------------------------------------------------------------
 

@@ -188,7 +188,7 @@ class Recovery:
         self.dealer.record(cursors, iterations, is_settled=False)
         self._step_counts()
         for model in self._made.models().values():
-            model.keep_agreed_buffers()
+            model.synced_buffers.keep_agreed()
         self._call.count_step()
 
     def _step_counts(self) -> None:
@@ -376,7 +376,7 @@ class Recovery:
                     if optimizer.model is model:
                         step = optimizer.progress.ballots
                         live = list(optimizer.last_live)
-                model.sync_buffers_again(synced, step or max(synced), live)
+                model.synced_buffers.sync_again(synced, step or max(synced), live, group)
         self._made.launch_again([one.passes for one in standings])  # (g)
         self.num_recoveries += 1
 
@@ -400,7 +400,7 @@ class Recovery:
         group = self._lifeline.connect()  # (c)
         mine = Standing(
             {number: (state.ranges, state.described) for number, state in held.items()},
-            {number: model.synced_step for number, model in models.items()},
+            {number: model.synced_buffers.synced_step for number, model in models.items()},
             {number: model.reducer.num_passes for number, model in models.items()},
             self.dealer.position(),
         )

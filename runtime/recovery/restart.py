@@ -87,7 +87,7 @@ class Retained:
             elif isinstance(made, torch.nn.Module):
                 retained.tensors[entry.name] = _tensors_of(made, committed=True)
                 if isinstance(made, DistributedDataParallel):
-                    retained.synced[entry.name] = made.synced_step
+                    retained.synced[entry.name] = made.synced_buffers.synced_step
             else:
                 retained.states[entry.name] = copy.deepcopy(made.state_dict())
         return retained
@@ -166,6 +166,6 @@ def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.
     tensors = {name: p.detach() for name, p in inner.named_parameters()}
     buffers = dict(inner.named_buffers())
     if committed and isinstance(module, DistributedDataParallel):
-        buffers = module.committed_buffers()
+        buffers = module.synced_buffers.committed()
     tensors |= buffers
     return {name: tensor.clone() for name, tensor in tensors.items()} if committed else tensors

@@ -73,8 +73,8 @@ class Holdings:
             if isinstance(made, ZeroRedundancyOptimizer):
                 states[entry.name] = held.get(id(made)) or made.shard.held()
             elif isinstance(made, DistributedDataParallel):
-                synced[entry.name] = made.synced_step
-                buffers[entry.name] = made.committed_buffers()
+                synced[entry.name] = made.synced_buffers.synced_step
+                buffers[entry.name] = made.synced_buffers.committed()
         return cls(states, synced, buffers)
 
 
@@ -112,14 +112,14 @@ def complete(
         if told.buffers:
             _send_buffers(group, has, words, targets, waiting)  # (c)
     if waiting is not None and waiting.model is not None:
-        waiting.model.end_step(waiting.progress.ballots)
+        waiting.model.synced_buffers.end_step(waiting.progress.ballots)
 
 
 def _want(registry: Registry, waiting: ZeroRedundancyOptimizer) -> _Want:
     names = {id(entry.object): entry.name for entry in registry}
     model, buckets = waiting.model, waiting.shard.buckets
     assert model is not None
-    travel = model.broadcast_buffers and bool(waiting.last_live)
+    travel = model.synced_buffers.travel and bool(waiting.last_live)
     return _Want(
         names[id(waiting)],
         names[id(model)],

@@ -179,7 +179,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             self.reducer.parks = True
             self._recovery.watch_optimizer(self)
         if self._model:
-            self._model.reducer.ends_steps = False
+            self._model.leave_steps_to_optimizer()
         between_runs().wrap(self)
 
     def _overlap(self, replicas: int) -> EarlyUpdate:
@@ -473,7 +473,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         self.num_steps, self._seen = num_steps, progress
         self._ballot_of_step = progress.ballots
         if self._model is not None:
-            self._model.synced_step = progress.ballots
+            self._model.synced_buffers.synced_step = progress.ballots
         sent_bytes = self._shard.complete(held, told, self.group)
         reduced = [bucket.shard for bucket in self.reducer.buckets]
         self._shard.recut(self.group, reduced, self.param_groups, held)
