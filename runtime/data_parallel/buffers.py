@@ -20,7 +20,7 @@ from .replication import broadcast_tensors
 
 
 class Buffers:
-    """Of one module on one rank.
+    """The buffers of one module on one rank.
 
     travel: whether all ranks take over those of one rank after each step.
     is_kept: whether this rank keeps copies of them.
@@ -43,7 +43,7 @@ class Buffers:
             self._kept = self._copied()
 
     def sync(self, root: int | None, group: Group) -> None:
-        """Take over those of rank `root` after a step. root: None for a step that nobody took."""
+        """Take over the buffers of rank `root` after a step; None: no rank took the step."""
         buffers = list(self._module.buffers())
         if self.travel and buffers and root is not None:
             broadcast_tensors(buffers, root, group)

@@ -10,6 +10,34 @@ import torch
 from collectives import CollectiveMismatch, Group
 
 
+def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group) -> None:
+    """Raises ValueError for parameters on several devices, or on another one than the group's."""
+    first_name, first = named[0]
+    for name, parameter in named:
+        if parameter.device != first.device:
+            raise ValueError(
+                f"parameters are on several devices: {first_name} on {first.device}, {name} on "
+                f"{parameter.device}. A rank owns one device; move the module with "
+                f".to({str(group.device)!r})"
+            )
+    if first.device != group.device:
+        raise ValueError(
+            f"the module is on {first.device}, but this rank's group reduces on {group.device}; "
+            f"move the module with .to({str(group.device)!r}) (in a session: ctx.device)"
+        )
+
+
+def check_same_model(
+    operation: str, named: Sequence[tuple[str, torch.nn.Parameter]], group: Group
+) -> None:
+    """As `check_same_parameters`: names, shapes, dtypes, and which of them are frozen."""
+    check_same_parameters(
+        operation,
+        [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
+        group,
+    )
+
+
 def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> None:
     """Compare one text per parameter over the ranks, by number.
 
