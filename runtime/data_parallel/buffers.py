@@ -16,7 +16,7 @@ import torch
 
 from collectives import Group
 
-from .replication import broadcast_tensors
+from .same_model import broadcast_tensors
 
 
 class Buffers:

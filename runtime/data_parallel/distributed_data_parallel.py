@@ -21,8 +21,7 @@ from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .engine import ModelEngine
 from .reducer import Reducer, why_not_sharded
-from .replication import broadcast_tensors
-from .same_model import check_devices, check_same_model
+from .same_model import broadcast_tensors, check_devices, check_same_model
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
 from .sync_batch_norm import SyncBatchNorm
 

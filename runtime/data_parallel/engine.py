@@ -21,8 +21,7 @@ from ..process.running import recovery_of
 from .buffers import Buffers
 from .gradient_bucket import GradientBucket
 from .reducer import Reducer
-from .replication import broadcast_tensors
-from .same_model import check_devices, check_same_model
+from .same_model import broadcast_tensors, check_devices, check_same_model
 
 _engines: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its engine
 

@@ -11,8 +11,7 @@ import torch
 from collectives import Group, ReduceOp
 
 from ..process.running import current_group
-from .replication import broadcast_tensors
-from .same_model import check_devices, check_same_model
+from .same_model import broadcast_tensors, check_devices, check_same_model
 
 
 class PureDistributedDataParallel(torch.nn.Module):

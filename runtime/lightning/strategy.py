@@ -32,7 +32,7 @@ from collectives import Group, ReduceOp
 from collectives.objects.blocking import all_gather_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
-from ..data_parallel.replication import broadcast_tensors
+from ..data_parallel.same_model import broadcast_tensors
 from ..data_parallel.sync_batch_norm import SyncBatchNorm
 from ..process.running import Running, current
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer

@@ -21,7 +21,7 @@ from collectives import Group
 from collectives.objects.blocking import broadcast_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
-from ..data_parallel.replication import broadcast_tensors
+from ..data_parallel.same_model import broadcast_tensors
 from ..partition.resharding import Range
 from ..process.registry import Registered, Registry
 from ..zero.shard_state import Description, HeldState
