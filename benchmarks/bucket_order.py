@@ -23,6 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
 from benchmarks.alternation import alternate, finish, parser, spawn, table
+from runtime.data_parallel.distributed_data_parallel import engine_of
 
 
 class Backwards(torch.nn.Module):
@@ -61,9 +62,10 @@ def measure(
     ways = {name: step_of(model) for name, model in models.items()}
     for name, model in models.items():
         ways[name]()
+        reducer = engine_of(model).reducer
         if name == "registered":
-            model.reducer.lay_out(list(reversed(range(len(model.reducer.parameters)))))
-        head_start_s[name] = _head_start_s(model.reducer, ways[name])
+            reducer.lay_out(list(reversed(range(len(reducer.parameters)))))
+        head_start_s[name] = _head_start_s(reducer, ways[name])
     medians = alternate(ways, rounds=30, calls=2)
     group.barrier().wait()
     group.close()

@@ -4,54 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import Group
 from collectives.diagnosis.debug import is_informing
 
 from ..join.join import GroupJoinable, Join, Joinable, JoinHook
 from ..process.agreement import Agreement
-from ..process.between_runs import between_runs
 from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
-from .gradient_bucket import GradientBucket
-from .reducer import Mode, Reducer, why_not_sharded
-from .replication import broadcast_tensors
-from .same_model import check_same_parameters
+from .engine import ModelEngine
+from .reducer import Reducer, why_not_sharded
+from .same_model import broadcast_tensors, check_devices, check_same_model
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
 from .sync_batch_norm import SyncBatchNorm
 
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its model
 
-
-def owner_of(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | None:
-    """The model that has all these parameters and reduces no others, if there is one."""
-    references = [reference for p in parameters if (reference := _owners.get(p))]
-    owner: DistributedDataParallel | None = references[0]() if references else None
-    if owner is None:
-        return None
-    given = {id(p) for p in parameters}
-    reduced = {id(p) for p in owner.reducer.parameters}
-    return owner if reduced <= given <= {id(p) for p in owner.parameters()} else None
-
-
-def names_of(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
-    """By id() what their modules call them, for those that are in one of ours."""
-    models = {id(r): r() for p in parameters if (r := _owners.get(p))}
-    return {
-        id(parameter): name
-        for model in models.values()
-        if model is not None
-        for name, parameter in model.module.named_parameters()
-    }
+def engine_of(model: DistributedDataParallel) -> ModelEngine:
+    """The engine of a model, for recovery, sharded optimizers and checkpoints."""
+    return model._engine
 
 
 class DistributedDataParallel(torch.nn.Module, GroupJoinable):
@@ -120,18 +97,17 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
         self.module = module
-        self.group = group if group is not None else current_group()
-        self.broadcast_buffers = broadcast_buffers
-        check_devices(named, self.group)
-        _check_same(list(module.named_parameters()), self.group)
-        self._sync_norms = _sync_norms(module, self.group)
-        self._norms_group = self.group
+        group = group if group is not None else current_group()
+        check_devices(named, group)
+        check_same_model("DistributedDataParallel", list(module.named_parameters()), group)
+        self._sync_norms = _sync_norms(module, group)
+        self._norms_group = group
         state = [*module.parameters(), *module.buffers()]
-        broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
-        self._recovery = recovery = recovery_of(self.group)
-        self.reducer = Reducer(
+        broadcast_tensors([tensor.detach() for tensor in state], 0, group)
+        recovery = recovery_of(group)
+        self._reducer = reducer = Reducer(
             named,
-            self.group,
+            group,
             int(bucket_cap_mb * (1 << 20)),
             has_repeats=static_graph,
             on_backward_end=self._on_backward_end,
@@ -140,23 +116,21 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             cursors=recovery.cursors if recovery is not None else None,
         )
         if is_informing():
-            reducer, names = self.reducer, self.reducer.names
+            names = reducer.gradients.names
             reducer.clock = StepClock()
-            reducer.unused = UnusedParameters(self.group.rank, names)
+            reducer.unused = UnusedParameters(group.rank, names)
             reducer.on_new_order = lambda: tell_choice(reducer.buckets, reducer.group.rank, names)
             reducer.on_new_order()
-        for _, parameter in named:
-            _owners[parameter] = weakref.ref(self)
-        between_runs().wrap(self)
-        self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        self.synced_step = 0
-        """Steps whose buffers this rank has taken over."""
-        self.kept_buffers: list[torch.Tensor] = []
-        """As they were then, or before the first forward pass; kept where the run goes on after a
-        death."""
-        self._agreed_buffers: list[torch.Tensor] = []
-        if self._recovery is not None:
-            self._recovery.watch_model(self)
+        self._engine = ModelEngine(self, module, reducer, broadcast_buffers=broadcast_buffers)
+
+    @property
+    def group(self) -> Group:  # type: ignore[override]
+        """Where gradients are reduced; another one when the run goes on with other ranks."""
+        return self._engine.group
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        return self._engine.buffers.travel
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         began_at = self._before_forward()
@@ -169,22 +143,21 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         """Returns the time at which the module begins."""
         boundary().begin_forward()
         Join.notify_join_context(self)
-        if self._recovery is not None and not self.kept_buffers:
-            self.kept_buffers = self._copied_buffers()
-        if self._frozen and torch.is_grad_enabled():
-            self._reduce_unfrozen()
+        self._engine.buffers.begin_forward()
+        if torch.is_grad_enabled():
+            self._engine.reduce_unfrozen()
         self._bind_norms()
         # A launch that waits for all ranks holds up the statistics of the backward pass, for which
         # they may be waiting, and the announcement of them.
         has_others = bool(self._sync_norms) or (self._join is not None and self._join.is_following)
-        launch_waits = self.group.waits_on_issue or self.reducer.on_launched is not None
-        self.reducer.launches_early = not (has_others and launch_waits)
+        launch_waits = self.group.waits_on_issue or self._reducer.on_launched is not None
+        self._reducer.launches_early = not (has_others and launch_waits)
         return time.monotonic()
 
     @_disable_dynamo
     def _after_forward(self, output: Any, began_at: float) -> None:
-        if self.reducer.clock is not None:
-            self.reducer.clock.forward_ran(began_at)
+        if self._reducer.clock is not None:
+            self._reducer.clock.forward_ran(began_at)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._output_has_gradient)
@@ -203,7 +176,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 norm.bind(self.group)
 
     def _output_has_gradient(self, gradient: torch.Tensor) -> None:
-        self.reducer.output_has_gradient()
+        self._reducer.output_has_gradient()
 
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]]
@@ -221,17 +194,17 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
         registered = CommHook(state, hook)
-        if self.reducer.hook is not None:
+        if self._reducer.hook is not None:
             raise RuntimeError(
-                f"register_comm_hook can only be called once: {self.reducer.hook.name} is "
+                f"register_comm_hook can only be called once: {self._reducer.hook.name} is "
                 "registered already"
             )
         if self._join is not None:
             raise RuntimeError("register_comm_hook inside Join: register the hook before it")
-        if self.reducer.mode is Mode.REDUCE_SCATTER:
+        if self._reducer.is_sharded:
             raise ValueError(why_not_sharded(registered.name))
         registered.check_same(self.group)
-        self.reducer.reduce_by(registered)
+        self._reducer.reduce_by(registered)
 
     def statistics(self) -> StepStatistics:
         """Where the time of the last hundred steps went, on average, on this rank.
@@ -239,12 +212,12 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         Raises RuntimeError if the model was made below debug level INFO: then nothing is timed.
         Steps whose gradients a communication hook reduces are not counted.
         """
-        if self.reducer.clock is None:
+        if self._reducer.clock is None:
             raise RuntimeError(
                 "steps are timed at debug level INFO and above; set CHORUSLINE_DEBUG=INFO, or call "
                 "set_debug_level(DebugLevel.INFO) before the model is wrapped"
             )
-        return self.reducer.clock.average(self.reducer.buckets)
+        return self._reducer.clock.average(self._reducer.buckets)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -258,12 +231,12 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "forward for a step. Give Join a group to follow, groups=[…]; then each joinable's "
                 "part of a step is announced"
             )
-        before = self.reducer.is_syncing
-        self.reducer.is_syncing = False
+        before = self._reducer.is_syncing
+        self._reducer.is_syncing = False
         try:
             yield
         finally:
-            self.reducer.is_syncing = before
+            self._reducer.is_syncing = before
 
     def weigh(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """`loss * weight`; the sum over all ranks is then divided by the sum of all weights.
@@ -276,137 +249,18 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         """
         if not weight >= 0:
             raise ValueError(f"weight must be at least 0, got {weight}")
-        if self.reducer.hook is not None:
+        if self._reducer.hook is not None:
             raise RuntimeError(
                 "weigh() with a communication hook: the hook divides the gradients itself, by the "
                 "number of ranks, before the weights of all ranks are known. Leave out one of them"
             )
-        self.reducer.weight = (self.reducer.weight or 0.0) + weight
+        self._reducer.weight = (self._reducer.weight or 0.0) + weight
         return loss * weight
-
-    def move_to(self, group: Group) -> None:
-        """Go on in a group of the same ranks, at the beginning of a step."""
-        self.group = group
-        self.reducer.move_to(group)
-
-    def leave_run(self) -> None:
-        """The run in which it was made is over: what took it into the next generation with it."""
-        self._recovery = None
-        self.kept_buffers = []
-        self.reducer.parks = False
-        self.reducer.tell_no_samples()
-
-    def release(self) -> None:
-        """Reduce no gradients any more, so that another model can be made of the same module."""
-        self.reducer.release()
-        for parameter in self.reducer.parameters:
-            if _owners.get(parameter) is not None and _owners[parameter]() is self:
-                del _owners[parameter]
-
-    def let_go(self) -> None:
-        """The function that has made it was left in the middle of a step, and begins anew, perhaps
-        with the same module."""
-        self.release()
-        for parameter in self.reducer.parameters:
-            parameter.grad = None
-
-    def reduce_also(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
-        """Reduce the gradients of these too, from now on; every rank calls it alike.
-
-        parameters: of the module, with gradients required; they start from rank 0's values, and
-        those that are reduced already stay as they are. Returns the buckets of the others.
-
-        Raises ValueError for a parameter that the module does not have; CollectiveMismatch, on all
-        ranks, if theirs differ.
-        """
-        self.check_has(parameters)
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        known = {id(p) for p in self.reducer.parameters}
-        fresh = [p for p in parameters if id(p) not in known]
-        if not fresh:
-            return []
-        named = [(names[id(p)], p) for p in fresh]
-        check_devices(named, self.group)
-        _check_same(named, self.group)
-        broadcast_tensors([p.detach() for p in fresh], 0, self.group)
-        for parameter in fresh:
-            _owners[parameter] = weakref.ref(self)
-        taken = {id(p) for p in fresh}
-        self._frozen = [p for p in self._frozen if id(p) not in taken]
-        return self.reducer.add_parameters(named)
-
-    def check_has(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Raises ValueError for a parameter that is none of the module's."""
-        own = {id(p) for p in self.module.parameters()}
-        for parameter in parameters:
-            if id(parameter) not in own:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is none of the module's, so "
-                    "nothing would reduce its gradient. Register it in the module, or give it an "
-                    "optimizer of its own"
-                )
-
-    def _reduce_unfrozen(self) -> None:
-        """Take up parameters that were frozen when the model was wrapped and are no more. With
-        sharded gradients that is for the optimizer to do, which also lays out its shards."""
-        if self.reducer.mode is Mode.ALL_REDUCE:
-            self.reduce_also([p for p in self._frozen if p.requires_grad])
-
-    def sync_buffers(self, live: tuple[int, ...]) -> None:
-        """Take the buffers of one of the ranks that took this step."""
-        buffers = list(self.module.buffers())
-        if self.broadcast_buffers and buffers and live:
-            root = self._join.newest_rank(live) if self._join else 0
-            broadcast_tensors(buffers, root, self.group)
-        self._keep_buffers()
-
-    def _keep_buffers(self) -> None:
-        self.synced_step += 1
-        self._agreed_buffers = self._copied_buffers()
-        if self.reducer.mode is Mode.REDUCE_SCATTER or not self.reducer.ends_steps:
-            self.keep_agreed_buffers()
-
-    def keep_agreed_buffers(self) -> None:
-        """The step counts on this rank, so its buffers do."""
-        self.kept_buffers = self._agreed_buffers
-
-    def _copied_buffers(self) -> list[torch.Tensor]:
-        if self._recovery is None or not self.broadcast_buffers:
-            return []
-        return [buffer.clone() for buffer in self.module.buffers()]
-
-    def committed_buffers(self) -> dict[str, torch.Tensor]:
-        """By name, as they were after the last step whose buffers this rank has: a forward pass may
-        have changed them since. Without such a step, as they are."""
-        buffers = dict(self.module.named_buffers())
-        if self.kept_buffers:
-            return dict(zip(buffers, self.kept_buffers, strict=True))
-        return buffers
-
-    def end_step(self, step: int) -> None:
-        """The buffers are those of `step` now, if they were not before."""
-        if self.synced_step < step:
-            self._keep_buffers()
-
-    def sync_buffers_again(self, synced: Sequence[int], step: int, live: Sequence[int]) -> None:
-        """End `step` on ranks that have not ended it. synced: `synced_step` by rank. live: ranks
-        that took the step and are there. Who has ended it may be in the next forward pass already,
-        and gives what it had before that."""
-        if min(synced) == step:
-            return
-        buffers = list(self.module.buffers())
-        has_ended = self.synced_step == step
-        if self.broadcast_buffers and buffers:
-            somebody_has = step in synced
-            root = synced.index(step) if somebody_has else max(live, default=0)
-            broadcast_tensors(self.kept_buffers if has_ended else buffers, root, self.group)
-        if not has_ended:
-            self._keep_buffers()
 
     # -- Join ----------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        hook = self.reducer.hook
+        hook = self._reducer.hook
         if hook is not None and not kwargs.get("divide_by_initial_world_size", True):
             raise ValueError(
                 f"divide_by_initial_world_size=False: the communication hook {hook.name} divides "
@@ -421,13 +275,12 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         return _Hook(self)
 
     def _ends_step(self) -> bool:
-        return self.reducer.mode is Mode.ALL_REDUCE
+        return not self._reducer.is_sharded
 
     def _end_shadowed_step(self) -> None:
         """As `zero_grad` in the loop's body, which this rank has left: gradients that it handed in,
         or got of the others, would be added to those of the next epoch."""
-        for parameter in self.reducer.parameters:
-            parameter.grad = None
+        self._reducer.gradients.drop()
 
     def _begins_passes(self) -> bool:
         return True
@@ -442,8 +295,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self._join.begin_hook(self)
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
-        if self.reducer.mode is Mode.REDUCE_SCATTER and not any(
-            getattr(other, "reducer", None) is self.reducer
+        if self._reducer.is_sharded and not any(
+            getattr(other, "reducer", None) is self._reducer
             for other in joinables
             if other is not self
         ):
@@ -459,9 +312,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         """A step was reduced in full; what to divide it by."""
         if self._join:
             self._join.record(self, agreement)
-        self.sync_buffers(agreement.live)
-        if self._recovery is not None and agreement.live and self.reducer.ends_steps:
-            self._recovery.agreed(agreement.cursors)
+        self._engine.sync_buffers(agreement.live, self._join)
+        # A sharded optimizer's ballot says itself what its step says of the samples.
+        recovery = self._engine.recovery
+        if recovery is not None and agreement.live and self._reducer.ends_steps:
+            recovery.agreed(agreement.cursors)
         if self._join:
             return self._join.ledger.divisor(agreement)
         return agreement.weight or self.group.size
@@ -476,10 +331,10 @@ class _Hook(JoinHook):
         """The gradients; of a sharded step the optimizer's hook, behind this one, does the rest."""
         model = self._model
         assert model._join is not None
-        model._reduce_unfrozen()
-        model.reducer.shadow()
+        model._engine.reduce_unfrozen()
+        model._reducer.shadow()
         # With gradients that were left over from no_sync, this rank does take the step.
-        model._join.ledger.live = model.reducer.is_live
+        model._join.ledger.live = model._reducer.is_live
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ranks that joined earlier did not step: they take the state of a last joiner."""
@@ -488,31 +343,15 @@ class _Hook(JoinHook):
         ledger = model._join.ledger
         state: list[torch.Tensor] = []
         # With sharded state every rank took every step, of its shard, and gathered the rest.
-        if model.reducer.mode is Mode.ALL_REDUCE and ledger.somebody_missed_a_step:
+        if not model._reducer.is_sharded and ledger.somebody_missed_a_step:
             state += [*model.module.parameters(), *model.module.buffers()]
         elif not model.broadcast_buffers:
             state += model.module.buffers()
         if state:
             root = model._join.newest_rank(ledger.last_live)
             broadcast_tensors([tensor.detach() for tensor in state], root, model.group)
-            if model._recovery is not None:
-                model._recovery.has_taken_over()
-
-
-def check_devices(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
-    first_name, first = named[0]
-    for name, parameter in named:
-        if parameter.device != first.device:
-            raise ValueError(
-                f"parameters are on several devices: {first_name} on {first.device}, {name} on "
-                f"{parameter.device}. A rank owns one device; move the module with "
-                f".to({str(group.device)!r})"
-            )
-    if first.device != group.device:
-        raise ValueError(
-            f"the module is on {first.device}, but this rank's group reduces on {group.device}; "
-            f"move the module with .to({str(group.device)!r}) (in a session: ctx.device)"
-        )
+            if model._engine.recovery is not None:
+                model._engine.recovery.has_taken_over()
 
 
 def _sync_norms(module: torch.nn.Module, group: Group) -> list[SyncBatchNorm]:
@@ -529,11 +368,3 @@ def _sync_norms(module: torch.nn.Module, group: Group) -> list[SyncBatchNorm]:
             layer.bind(group)
             found.append(layer)
     return found
-
-
-def _check_same(named: list[tuple[str, torch.nn.Parameter]], group: Group) -> None:
-    check_same_parameters(
-        "DistributedDataParallel",
-        [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
-        group,
-    )

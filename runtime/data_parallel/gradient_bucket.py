@@ -1,4 +1,4 @@
-"""Gradients that travel together, and the memory that they travel in."""
+"""Gradients that travel together, the memory that they travel in, and where each one lives."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import torch
 
 from collectives import Group, Work
 
-from ..partition.buckets import BucketPlan
+from ..partition.buckets import BucketPlan, plan_buckets
 from ..partition.shards import padded_numel, room_for, shard_numel
+
+_FIRST_BUCKET_BYTES = 1 << 20
 
 
 class GradientBucket:
     """Gradients that travel together. The work and the memory that it uses live side by side.
 
     flat: local gradients, and room behind them. padded: elements of it that a reduce-scatter takes.
-    shard: (n,) reduced, this rank's part, in REDUCE_SCATTER mode. missing: gradients that this
-    backward pass still owes; parameters that are frozen get none. launch_number: ascending, over
-    the buckets of all models.
+    shard: (n,) reduced, this rank's part; empty where no optimizer shards the gradients. missing:
+    gradients that this backward pass still owes; parameters that are frozen get none.
+    launch_number: ascending, over the buckets of all models.
     """
 
     def __init__(
@@ -65,3 +67,98 @@ class GradientBucket:
         assert self.padded <= self.flat.numel()
         self.flat[self.plan.content :] = 0
         self.prepare_shard(group)
+
+
+class Gradients:
+    """All gradients of one model, in their buckets.
+
+    Parameters are numbered in the order of registration. bucket_bytes: how large a bucket grows.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.names: list[str] = []
+        self.parameters: list[torch.nn.Parameter] = []
+        self.order: list[int] = []
+        """Numbers of the parameters in the order in which their gradients are expected."""
+        self.buckets: list[GradientBucket] = []
+        """In the order in which they are launched."""
+        self.views: dict[int, torch.Tensor] = {}
+        """By number, the gradient in its bucket; in the shape of the parameter."""
+        self._bucket_of: dict[int, GradientBucket] = {}
+        self._bucket_bytes = bucket_bytes
+
+    def add(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], group: Group, vote_numel: int
+    ) -> list[GradientBucket]:
+        """Number these behind the others. Returns their buckets, which travel behind the others:
+        what is made trainable later is mostly what lies deeper."""
+        added = range(len(self.parameters), len(self.parameters) + len(named))
+        self.names += [name for name, _ in named]
+        self.parameters += [parameter for _, parameter in named]
+        self.order += reversed(added)
+        fresh = self._made(added, None, group, vote_numel)
+        self.buckets += fresh
+        return fresh
+
+    def lay_out(self, order: Sequence[int], group: Group, vote_numel: int) -> None:
+        """Make all buckets anew for gradients that come in this order; what is there moves."""
+        self.order = list(order)
+        self.buckets = self._made(range(len(self.parameters)), order, group, vote_numel)
+
+    def _made(
+        self, numbers: range, order: Sequence[int] | None, group: Group, vote_numel: int
+    ) -> list[GradientBucket]:
+        """Buckets of the parameters with these numbers. order: of them all, from 0; None:
+        reversed."""
+        parameters = self.parameters[numbers.start : numbers.stop]
+        plans = plan_buckets(
+            [p.numel() for p in parameters],
+            [(p.dtype, p.device) for p in parameters],
+            [p.element_size() for p in parameters],
+            bucket_bytes=self._bucket_bytes,
+            first_bucket_bytes=min(_FIRST_BUCKET_BYTES, self._bucket_bytes),
+            order=order,
+        )
+        made = [
+            GradientBucket(plan.numbered_from(numbers.start), self.parameters, group, vote_numel)
+            for plan in plans
+        ]
+        for bucket in made:
+            self.views.update(bucket.views)
+            self._bucket_of.update(dict.fromkeys(bucket.views, bucket))
+            for number, view in bucket.views.items():
+                parameter = self.parameters[number]
+                if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                    view.copy_(parameter.grad)
+                    parameter.grad = view
+        return made
+
+    def bring_home(self, number: int) -> GradientBucket:
+        """Make the gradient that a parameter has a view of its bucket, which is returned.
+
+        Raises ValueError for a gradient that is not dense.
+        """
+        parameter, view = self.parameters[number], self.views[number]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {self.names[number]} of shape {tuple(parameter.shape)} has a "
+                f"{gradient.layout} gradient; only dense gradients are reduced (for nn.Embedding: "
+                "sparse=False)"
+            )
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            parameter.grad = view
+        return self._bucket_of[number]
+
+    def is_frozen(self, number: int) -> bool:
+        return not self.parameters[number].requires_grad
+
+    def usage(self) -> list[bool]:
+        """Per parameter, whether this rank holds a gradient for it."""
+        return [parameter.grad is not None for parameter in self.parameters]
+
+    def drop(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None

@@ -11,9 +11,7 @@ import torch
 from collectives import Group, ReduceOp
 
 from ..process.running import current_group
-from .distributed_data_parallel import check_devices
-from .replication import broadcast_tensors
-from .same_model import check_same_parameters
+from .same_model import broadcast_tensors, check_devices, check_same_model
 
 
 class PureDistributedDataParallel(torch.nn.Module):
@@ -44,13 +42,9 @@ class PureDistributedDataParallel(torch.nn.Module):
             )
         self.module = module
         self.group = group if group is not None else current_group()
-        self.is_syncing = True
+        self._is_syncing = True
         check_devices(named, self.group)
-        check_same_parameters(
-            "PureDistributedDataParallel",
-            [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
-            self.group,
-        )
+        check_same_model("PureDistributedDataParallel", named, self.group)
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
         for _, parameter in named:
@@ -62,13 +56,13 @@ class PureDistributedDataParallel(torch.nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; the next one outside reduces the sum."""
-        before, self.is_syncing = self.is_syncing, False
+        before, self._is_syncing = self._is_syncing, False
         try:
             yield
         finally:
-            self.is_syncing = before
+            self._is_syncing = before
 
     def _reduce(self, parameter: torch.Tensor) -> None:
-        if self.is_syncing:
+        if self._is_syncing:
             assert parameter.grad is not None
             self.group.all_reduce(parameter.grad, ReduceOp.AVG).wait()

@@ -2,20 +2,12 @@
 
 Gradients live in flat buckets; a parameter's `.grad` is a view of its bucket. When the backward
 pass has made the last gradient of a bucket, the bucket is launched, in the same order on all
-ranks, and the network works while the pass goes on.
-
-    ALL_REDUCE      every rank gets the mean of all gradients; any optimizer can step.
-    REDUCE_SCATTER  every rank gets the sum for its shard only, out of place: the local buckets are
-                    kept until the step is over. The optimizer that owns the shards finishes it.
-
-In ALL_REDUCE mode the step's agreement (agreement.py) rides behind the content of the last bucket
-if that is float32 or float64, and goes on its own otherwise. With a communication hook
-(comm_hooks.py), which reduces the buckets in its own way, it goes when all of them are there: the
-hook may issue collectives until then.
+ranks, and the network works while the pass goes on. Buckets are reduced in one of three ways
+(reductions.py), which is chosen between two steps.
 
 Buckets are laid out anew once, in the order in which gradients came: that of the lowest rank that
-took the first step, which a broadcast gives to all, so it cannot differ between them. In
-REDUCE_SCATTER mode it stays as it was when the optimizer cut its shards.
+took the first step, which a broadcast gives to all, so it cannot differ between them. Where an
+optimizer has cut its shards along the buckets, they stay as they are.
 """
 
 from __future__ import annotations
@@ -30,17 +22,16 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from actors.errors import ends_a_generation
-from collectives import CollectiveError, Group, Work
+from collectives import CollectiveError, Group
 
-from ..partition.buckets import plan_buckets
 from ..process.agreement import MAX_ITERATIONS, Agreement, read_agreement, vote_numel, write_vote
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
-from .comm_hooks import CommHook, GradBucket
-from .gradient_bucket import GradientBucket
+from .comm_hooks import CommHook
+from .gradient_bucket import GradientBucket, Gradients
+from .reductions import AllReduce, ByHook, ReduceScatter, Reduction
 from .step_statistics import StepClock, UnusedParameters
 
-FIRST_BUCKET_BYTES = 1 << 20
 _launch_numbers = itertools.count()
 
 
@@ -53,9 +44,12 @@ def why_not_sharded(hook: str) -> str:
     )
 
 
-class Mode(enum.Enum):
-    ALL_REDUCE = "all ranks hold the mean of the whole gradient after backward"
-    REDUCE_SCATTER = "each rank holds the sum of its shard after the optimizer has waited for it"
+class Pass(enum.Enum):
+    """Where a backward pass stands whose gradients are sent."""
+
+    NONE = "no such pass runs"
+    ENTERED = "the output has its gradient, no parameter has; autograd will report the end"
+    ARRIVING = "parameters get gradients, full buckets are launched; autograd will report the end"
 
 
 class Reducer:
@@ -66,8 +60,10 @@ class Reducer:
     has_repeats: a parameter may get several gradients in one backward pass, the same number in each
     pass (`static_graph`).
     on_backward_end: called when a backward pass that is sent has ended, before anything is waited
-    for. on_agreement: called with each step's agreement in ALL_REDUCE mode; returns the divisor.
-    has_next, cursors: asked when a vote is written; cursors None where no samples are told.
+    for.
+    on_agreement: called with each step's agreement, where the vote is taken here; returns the
+    divisor.
+    has_next, cursors: asked when a vote is written; cursors None where no vote counts samples.
     """
 
     def __init__(
@@ -82,11 +78,8 @@ class Reducer:
         has_next: Callable[[], bool],
         cursors: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        self.names: list[str] = []
-        """Of the parameters, as they are numbered."""
-        self.parameters: list[torch.nn.Parameter] = []
+        self.gradients = Gradients(bucket_bytes)
         self.group = group
-        self.mode = Mode.ALL_REDUCE
         self.is_syncing = True
         """Whether the coming backward pass launches the buckets; `no_sync` switches it off."""
         self.launches_early = True
@@ -104,100 +97,77 @@ class Reducer:
         """Times the steps and tells what has no gradient; there at debug level INFO and above."""
         self.unused: UnusedParameters | None = None
         self.on_launched: Callable[[int], None] | None = None
-        """Called with the number of each bucket that a pass launched in REDUCE_SCATTER mode."""
+        """Called with the number of each bucket that a pass has launched."""
         self.on_new_order: Callable[[], None] | None = None
         """Called when the buckets have been laid out in the order that was measured."""
-        self.order: list[int] = []
-        """Numbers of the parameters in the order in which their gradients are expected."""
-        self.hook: CommHook | None = None
-        """What reduces the buckets instead, in ALL_REDUCE mode."""
+        self.num_passes = 0
+        """Backward passes, and shadowed steps, that have sent gradients."""
+        self._reduction: Reduction = AllReduce()
+        self._pass = Pass.NONE
         self._on_backward_end = on_backward_end
         self._on_agreement = on_agreement
         self._has_next = has_next
         self._cursors = cursors
-        self._bucket_bytes = bucket_bytes
-        self.buckets: list[GradientBucket] = []
-        self._home: dict[int, tuple[GradientBucket, torch.Tensor]] = {}
-        self._vote_work: Work | None = None
         self._failure: CollectiveError | None = None
-        self._has_repeats = has_repeats
-        self._expected: dict[int, int] | None = None  # gradients per pass, where there are repeats
-        self._in_backward = False
-        self._sees_end = False
-        self._num_launched = 0
-        self.num_passes = 0
-        """Backward passes, and shadowed steps, that have sent gradients."""
-        self._has_leftover = False  # gradients were accumulated under no_sync and not sent yet
-        # Gradients of this pass by parameter; in the order of the last ones.
+        self._expected: dict[int, int] | None = None if has_repeats else {}
+        """Gradients that a pass brings a parameter, by number; one where it is not in here. None
+        until a first pass has counted them."""
         self._arrivals: dict[int, int] = {}
+        """Gradients of this pass by parameter; in the order of the last ones."""
+        self._num_launched = 0
+        self._has_measured_order = False
+        self._has_leftover = False
+        """Whether gradients were accumulated under no_sync and not sent yet."""
         self._watches: list[RemovableHandle] = []
         self.add_parameters(named)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self.gradients.parameters
+
+    @property
+    def buckets(self) -> list[GradientBucket]:
+        return self.gradients.buckets
+
+    @property
+    def hook(self) -> CommHook | None:
+        """The communication hook that reduces the buckets."""
+        return self._reduction.hook
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank gets the sum for its shard only, and an optimizer finishes the step."""
+        return isinstance(self._reduction, ReduceScatter)
 
     def add_parameters(
         self, named: Sequence[tuple[str, torch.nn.Parameter]]
     ) -> list[GradientBucket]:
         """Reduce these too, from now on; called alike on all ranks. Returns their buckets.
 
-        Those go behind the others: what is made trainable later is mostly what lies deeper. Between
-        a backward pass and the sharded step that it is for, what the parameters hold is sent too.
+        Between a backward pass and the sharded step that it is for, what the parameters hold is
+        sent too.
         """
-        is_in_step = bool(self.buckets) and self.has_launched and self.mode is Mode.REDUCE_SCATTER
-        before = len(self.parameters)
-        self.names += [name for name, _ in named]
-        self.parameters += [parameter for _, parameter in named]
-        added = range(before, len(self.parameters))
-        self.order += reversed(added)
-        fresh = self._buckets_for(list(added), None)
-        self.buckets += fresh
-        for bucket in fresh:
-            if self.mode is Mode.REDUCE_SCATTER:
-                bucket.prepare_shard(self.group)
-            self._take_home(bucket)
-        for number in added:
-            parameter = self.parameters[number]
+        is_in_step = bool(self.kept())
+        first = len(self.parameters)
+        numel = vote_numel(self.group.size, first + len(named), self._num_cursors)
+        fresh = self.gradients.add(named, self.group, numel)
+        self._reduction.adopt(fresh, self.group)
+        for number, (_, parameter) in enumerate(named, start=first):
             watch = parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
             self._watches.append(watch)
         self._place_vote()
         self._has_measured_order = len(self.buckets) == 1  # Then there is nothing to gain.
         for bucket in fresh if is_in_step else ():
+            # Not by `_launch`: no pass has launched it, so nothing is to be done with it early.
             self._num_launched += 1
-            self._reduce_scatter(bucket)
+            self._reduction.launch(bucket, self._num_launched - 1, self.group)
         return fresh
 
     def lay_out(self, order: Sequence[int]) -> None:
         """Make all buckets anew for gradients that come in this order, equal on all ranks.
         Gradients that are there move; between steps only, and never once shards are cut."""
-        self.order = list(order)
-        self.buckets = self._buckets_for(list(range(len(self.parameters))), order)
-        for bucket in self.buckets:
-            self._take_home(bucket)
+        self.gradients.lay_out(order, self.group, self._vote_numel())
         self._place_vote()
-
-    def _buckets_for(self, numbers: list[int], order: Sequence[int] | None) -> list[GradientBucket]:
-        """numbers: consecutive ones. order: of them all, from 0; None: reversed."""
-        parameters = [self.parameters[number] for number in numbers]
-        plans = plan_buckets(
-            [p.numel() for p in parameters],
-            [(p.dtype, p.device) for p in parameters],
-            [p.element_size() for p in parameters],
-            bucket_bytes=self._bucket_bytes,
-            first_bucket_bytes=min(FIRST_BUCKET_BYTES, self._bucket_bytes),
-            order=order,
-        )
-        return [
-            GradientBucket(
-                plan.numbered_from(numbers[0]), self.parameters, self.group, self._vote_numel()
-            )
-            for plan in plans
-        ]
-
-    def _take_home(self, bucket: GradientBucket) -> None:
-        for number, view in bucket.views.items():
-            self._home[number] = (bucket, view)
-            parameter = self.parameters[number]
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                view.copy_(parameter.grad)
-                parameter.grad = view
 
     def _vote_numel(self) -> int:
         return vote_numel(self.group.size, len(self.parameters), self._num_cursors)
@@ -207,82 +177,61 @@ class Reducer:
         return MAX_ITERATIONS if self._cursors is not None else 0
 
     def _place_vote(self) -> None:
-        last = self.buckets[-1]
-        numel = self._vote_numel()
-        counts = last.flat.dtype in (torch.float32, torch.float64)
-        self._vote_rides = counts and self.hook is None
-        self._vote = (
-            last.flat[last.plan.content : last.plan.content + numel]
-            if self._vote_rides
-            else torch.zeros(numel, dtype=torch.float32, device=last.flat.device)
-        )
+        self._reduction.place_vote(self.buckets[-1], self._vote_numel())
 
     # -- the backward pass ---------------------------------------------------------------------
 
     def output_has_gradient(self) -> None:
         """A backward pass has come to the model's output: the pass whose end counts. Parameters
         may get their gradients in passes inside it, one for each checkpointed segment."""
-        if self.is_syncing and not self._sees_end:
-            self._see_end()
+        if self.is_syncing and self._pass is Pass.NONE:
+            self._pass = Pass.ENTERED
+            self._ask_for_the_end()
 
-    def _see_end(self) -> None:
-        self._sees_end = True
+    def _ask_for_the_end(self) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
 
     def _pass_ended(self) -> None:
-        self._sees_end = False
-        if self._in_backward:  # Else it was for gradients of something else than parameters.
+        stood, self._pass = self._pass, Pass.NONE
+        # A pass that has only entered was for gradients of something else than parameters.
+        if stood is Pass.ARRIVING:
             self._end_backward()
 
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
-        bucket, view = self._home[number]
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout is not torch.strided:
-            raise ValueError(
-                f"parameter {self.names[number]} of shape {tuple(parameter.shape)} has a "
-                f"{gradient.layout} gradient; only dense gradients are reduced (for nn.Embedding: "
-                "sparse=False)"
-            )
-        if gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-            parameter.grad = view
+        """Autograd has added to a parameter's gradient."""
+        bucket = self.gradients.bring_home(number)
         if not self.is_syncing:
             self._has_leftover = True
             return
-        if not self._in_backward:
+        if self._pass is not Pass.ARRIVING:
             self._begin_backward()
         so_far = self._arrivals.pop(number, 0)
         self._arrivals[number] = so_far + 1
         if so_far < self._num_expected(number):
             bucket.missing -= 1
-        elif self._is_launched(bucket):
+        elif bucket in self.buckets[: self._num_launched]:
+            # What is on the way lacks this gradient. A bucket that waits takes the sum.
             raise RuntimeError(
-                f"parameter {self.names[number]} of shape {tuple(parameter.shape)} got another "
-                "gradient in the same backward pass after its bucket was sent: it is used in "
-                "several checkpointed segments. Checkpoint with use_reentrant=False, or pass "
+                f"parameter {self.gradients.names[number]} of shape {tuple(parameter.shape)} got "
+                "another gradient in the same backward pass after its bucket was sent: it is used "
+                "in several checkpointed segments. Checkpoint with use_reentrant=False, or pass "
                 "static_graph=True, which waits for all of them"
             )
         if bucket.missing == 0:
             self._launch_complete_buckets()
 
     def _num_expected(self, number: int) -> int:
-        if self._is_frozen(number):
+        if self.gradients.is_frozen(number):
             return 0
         return self._expected.get(number, 1) if self._expected else 1
 
-    def _is_frozen(self, number: int) -> bool:
-        return not self.parameters[number].requires_grad
-
-    def _is_launched(self, bucket: GradientBucket) -> bool:
-        return bucket in self.buckets[: self._num_launched]
-
     def _begin_backward(self) -> None:
-        self._in_backward = True
+        is_announced = self._pass is Pass.ENTERED
+        self._pass = Pass.ARRIVING
         self.is_live = True
         self._begin_launching()
-        if not self._sees_end:
-            self._see_end()
+        if not is_announced:  # No output of the model was seen, as in a pass from inside of it.
+            self._ask_for_the_end()
 
     def _begin_launching(self) -> None:
         self.num_passes += 1
@@ -292,13 +241,39 @@ class Reducer:
             bucket.missing = sum(self._num_expected(number) for number in bucket.views)
             for number, view in bucket.views.items():
                 # Now, because a bucket may be on its way when the pass ends.
-                if self._is_frozen(number) and self.parameters[number].grad is None:
+                if self.gradients.is_frozen(number) and self.parameters[number].grad is None:
                     view.zero_()
+
+    def _launch_complete_buckets(self) -> None:
+        # Until the gradients of a pass have been counted, no bucket is known to be complete.
+        if not self.launches_early or self._expected is None:
+            return
+        # The vote says which parameters were used, which is known when the pass has ended; so the
+        # last bucket waits for that. Without a vote, it need not.
+        num_early = len(self.buckets) - (0 if self.is_sharded else 1)
+        while self._num_launched < num_early:
+            bucket = self.buckets[self._num_launched]
+            if bucket.missing:  # Buckets behind it wait, since all ranks launch in one order.
+                return
+            self._launch(bucket)
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        number = self._num_launched
+        self._num_launched += 1
+        bucket.launch_number = next(_launch_numbers)
+        try:
+            self._reduction.launch(bucket, number, self.group)
+        except CollectiveError as error:
+            # The buckets are kept, so the pass goes on, and the step begins again from them.
+            if not self.parks or not ends_a_generation(error):
+                raise
+            self._failure = error
+        if self.on_launched is not None:
+            self.on_launched(number)
 
     def _end_backward(self) -> None:
         """Send what is left; parameters outside this backward pass contribute what they hold."""
-        self._in_backward = False
-        if self._has_repeats and self._expected is None:
+        if self._expected is None:
             self._expected = dict(self._arrivals)
         self._on_backward_end()
         if self.clock is not None:
@@ -309,56 +284,23 @@ class Reducer:
             for number, view in bucket.views.items():
                 if number not in self._arrivals and self.parameters[number].grad is None:
                     view.zero_()
+        self._send_rest()
+
+    def _send_rest(self) -> None:
         self._launch_rest()
         self._has_leftover = False
-        if self.mode is Mode.ALL_REDUCE:
-            self._finish_all_reduce()
-
-    def _launch_complete_buckets(self) -> None:
-        if not self.launches_early or (self._has_repeats and self._expected is None):
-            return
-        while self._num_launched < len(self.buckets):
-            bucket = self.buckets[self._num_launched]
-            carries_vote = self.mode is Mode.ALL_REDUCE and bucket is self.buckets[-1]
-            # The vote says which parameters were used: known when the backward pass has ended.
-            if bucket.missing or carries_vote:
-                return
-            self._launch(bucket)
+        if not self.is_sharded:  # Else the optimizer waits, in its step.
+            self._finish()
 
     def _launch_rest(self) -> None:
-        if self.mode is Mode.ALL_REDUCE:
-            self._write_vote(self._vote, self._has_next())
+        if self._reduction.vote is not None:
+            self._write_vote(self._reduction.vote)
         for bucket in self.buckets[self._num_launched :]:
             self._launch(bucket)
-        if self.mode is Mode.ALL_REDUCE and not self._vote_rides and self.hook is None:
-            self._vote_work = self.group.all_reduce(self._vote)
+        self._reduction.launch_vote(self.group)
 
-    def _launch(self, bucket: GradientBucket) -> None:
-        self._num_launched += 1
-        bucket.launch_number = next(_launch_numbers)
-        if self.mode is Mode.REDUCE_SCATTER:
-            try:
-                self._reduce_scatter(bucket)
-            except CollectiveError as error:
-                if not self.parks or not ends_a_generation(error):
-                    raise
-                self._failure = error
-            if self.on_launched is not None:
-                self.on_launched(self._num_launched - 1)
-        elif self.hook is not None:
-            index = self._num_launched - 1
-            is_last = self._num_launched == len(self.buckets)
-            bucket.future = self.hook.launch(
-                GradBucket(index, bucket.content(), bucket.plan.spans, self.parameters, is_last)
-            )
-        else:
-            rider = len(self._vote) if self._vote_rides and bucket is self.buckets[-1] else 0
-            bucket.work = self.group.all_reduce(bucket.flat[: bucket.plan.content + rider])
-
-    def _reduce_scatter(self, bucket: GradientBucket) -> None:
-        bucket.work = self.group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
-
-    def _write_vote(self, vote: torch.Tensor, has_next: bool) -> None:
+    def _write_vote(self, vote: torch.Tensor) -> None:
+        has_next = self._has_next()
         cursors = list(self._cursors()) if self._cursors is not None else []
         write_vote(
             vote,
@@ -366,36 +308,26 @@ class Reducer:
             self.group.size,
             live=self.is_live,
             has_next=has_next,
-            used=self.local_usage(),
+            used=self.gradients.usage(),
             weight=self.weight,
             stop=boundary().steps.stop_is_wanted,
             cursors=cursors + [0] * (self._num_cursors - len(cursors)),
         )
 
-    def local_usage(self) -> list[bool]:
-        """Per parameter, whether this rank holds a gradient for it."""
-        return [parameter.grad is not None for parameter in self.parameters]
-
-    def _finish_all_reduce(self) -> None:
+    def _finish(self) -> None:
+        """Wait for the sums and the votes; then `.grad` is what an optimizer of any kind steps."""
         self.wait()
-        if self.hook is not None:
-            for bucket in self.buckets:
-                assert bucket.future is not None
-                future, bucket.future = bucket.future, None
-                self.hook.finish(future, bucket.flat[: bucket.plan.content], self.group)
-            self._vote_work = self.group.all_reduce(self._vote)
-        if self._vote_work is not None:
-            self._vote_work.wait()
-        agreement = read_agreement(self._vote.tolist(), self.group.size, self._num_cursors)
+        self._reduction.finish(self.buckets, self.group)
+        vote = self._reduction.vote
+        assert vote is not None
+        agreement = read_agreement(vote.tolist(), self.group.size, self._num_cursors)
         self.weight = None
         divisor = self._on_agreement(agreement)
         boundary().step_agreed(agreement, self.group, ends_step=self.ends_steps)
-        if divisor not in (0, 1) and self.hook is None:  # Hooks divide themselves.
-            for bucket in self.buckets:
-                bucket.flat[: bucket.plan.content].div_(divisor)
+        self._reduction.divide(self.buckets, divisor)
         for number, parameter in enumerate(self.parameters):
-            # Who has no gradient on any rank keeps none: an optimizer must not step it.
-            parameter.grad = self._home[number][1] if agreement.used[number] else None
+            # A parameter without a gradient on any rank keeps none: optimizers must not step it.
+            parameter.grad = self.gradients.views[number] if agreement.used[number] else None
         if agreement.live and not self._has_measured_order:
             self._take_order_of(min(agreement.live))
         if self.ends_steps:
@@ -403,17 +335,18 @@ class Reducer:
 
     def _take_order_of(self, rank: int) -> None:
         self._has_measured_order = True
-        rest = [number for number in self.order if number not in self._arrivals]
+        expected = self.gradients.order
+        rest = [number for number in expected if number not in self._arrivals]
         measured = torch.tensor([*self._arrivals, *rest], dtype=torch.int32).to(self.group.device)
         self.group.broadcast(measured, rank).wait()
         order = measured.tolist()
-        if order != self.order:
+        if order != expected:
             self.lay_out(order)
         if self.on_new_order is not None:
             self.on_new_order()
 
     def wait(self) -> None:
-        """Block until all launched buckets are reduced."""
+        """Block until the works of all launched buckets are done."""
         if self._failure is not None:
             raise self._failure
         operations = [bucket.work.operation for bucket in self.buckets if bucket.work is not None]
@@ -431,19 +364,19 @@ class Reducer:
 
     def reduce_by(self, hook: CommHook) -> None:
         """From now on `hook` reduces the buckets; between steps, on all ranks."""
-        self.hook = hook
+        self._reduction = ByHook(hook, self.parameters)
         self._place_vote()
 
     def reduce_by_shards(self) -> None:
-        """From now on REDUCE_SCATTER: an optimizer takes over the second half of the step.
+        """From now on every rank gets the sum for its shard only, and an optimizer takes over the
+        second half of the step.
 
         Raises ValueError for gradients that a communication hook reduces.
         """
         if self.hook is not None:
             raise ValueError(why_not_sharded(self.hook.name))
-        self.mode = Mode.REDUCE_SCATTER
-        for bucket in self.buckets:
-            bucket.prepare_shard(self.group)
+        self._reduction = ReduceScatter()
+        self._reduction.adopt(self.buckets, self.group)
 
     def tell_no_samples(self) -> None:
         """From now on no vote says how many samples were taken; between steps, on all ranks."""
@@ -456,23 +389,15 @@ class Reducer:
         for watch in self._watches:
             watch.remove()
 
-    def change_group(self, group: Group) -> None:
-        """The buckets stay as they are, also if they were launched; see `launch_again`."""
-        self.group = group
-        self._failure = None
-        for bucket in self.buckets:
-            bucket.change_group(group)
-        self._place_vote()
-
-    def kept(self) -> list[GradientBucket]:
-        """Buckets that were launched for a sharded step that is not over."""
-        is_in_step = self.mode is Mode.REDUCE_SCATTER and self.has_launched
-        return self.buckets if is_in_step else []
-
-    def launch_again(self, bucket: GradientBucket) -> None:
-        """Reduce a kept bucket once more, in the group that is there now."""
-        self._launch(bucket)
-        self._num_launched = len(self.buckets)
+    def shadow(self) -> None:
+        """Take part in one step of other ranks: with what was accumulated and never sent, then
+        with zeros. As after a backward pass, `.grad` holds the result."""
+        self.is_live = self._has_leftover
+        for number, view in self.gradients.views.items():
+            if not self._has_leftover or self.parameters[number].grad is None:
+                view.zero_()
+        self._begin_launching()
+        self._send_rest()
 
     @property
     def has_begun(self) -> bool:
@@ -489,32 +414,35 @@ class Reducer:
         self._num_launched = 0
         self.weight = None
 
+    # -- from one generation to the next -------------------------------------------------------
+
+    def change_group(self, group: Group) -> None:
+        """The buckets stay as they are, also if they were launched; see `launch_again`."""
+        self.group = group
+        self._failure = None
+        for bucket in self.buckets:
+            bucket.change_group(group)
+        self._place_vote()
+
+    def kept(self) -> list[GradientBucket]:
+        """Buckets that were launched for a sharded step that is not over."""
+        return self.buckets if self.is_sharded and self.has_launched else []
+
+    def launch_again(self, bucket: GradientBucket) -> None:
+        """Reduce a kept bucket once more, in the group that is there now."""
+        self._launch(bucket)
+        self._num_launched = len(self.buckets)
+
     def move_to(self, group: Group) -> None:
         """Go on in a group of the same ranks, at the beginning of a step, without gradients."""
         self.group = group
         self.is_syncing = True
         self.is_live = False
-        self._in_backward = False
-        self._sees_end = False
+        self._pass = Pass.NONE
         self._arrivals.clear()
         self._has_leftover = False
-        self._vote_work = None
         self._failure = None
         for bucket in self.buckets:
             bucket.work = None
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.gradients.drop()
         self.end_step()
-
-    def shadow(self) -> None:
-        """Take part in one step of other ranks: with what was accumulated and never sent, then
-        with zeros. As after a backward pass, `.grad` holds the result."""
-        self.is_live = self._has_leftover
-        for number, (_, view) in self._home.items():
-            if not self._has_leftover or self.parameters[number].grad is None:
-                view.zero_()
-        self._begin_launching()
-        self._launch_rest()
-        self._has_leftover = False
-        if self.mode is Mode.ALL_REDUCE:
-            self._finish_all_reduce()

@@ -1,13 +1,45 @@
-"""Finds out, before anything is overwritten, whether all ranks build the same thing."""
+"""The same model on all ranks: found out before anything is overwritten, and brought about."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
+
 from collectives import Group
+from collectives.contract.dtypes import DTYPES
 from collectives.diagnosis.blame import check_like_rank_0
 from collectives.objects.blocking import all_gather_row
+
+
+def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group) -> None:
+    """Raises ValueError for parameters on several devices, or on another one than the group's."""
+    first_name, first = named[0]
+    for name, parameter in named:
+        if parameter.device != first.device:
+            raise ValueError(
+                f"parameters are on several devices: {first_name} on {first.device}, {name} on "
+                f"{parameter.device}. A rank owns one device; move the module with "
+                f".to({str(group.device)!r})"
+            )
+    if first.device != group.device:
+        raise ValueError(
+            f"the module is on {first.device}, but this rank's group reduces on {group.device}; "
+            f"move the module with .to({str(group.device)!r}) (in a session: ctx.device)"
+        )
+
+
+def check_same_model(
+    operation: str, named: Sequence[tuple[str, torch.nn.Parameter]], group: Group
+) -> None:
+    """As `check_same_parameters`: names, shapes, dtypes, and which of them are frozen."""
+    check_same_parameters(
+        operation,
+        [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
+        group,
+    )
 
 
 def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> None:
@@ -31,3 +63,22 @@ def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> 
         detail = f"parameter {number} differs from rank 0's; on rank {group.rank} it is {text}"
         said = [theirs[number] for theirs in everybody]
         check_like_rank_0(operation, group.generation, said, detail)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Sequence[torch.Tensor], root: int, group: Group) -> None:
+    """Copy rank `root`'s tensors into those of all ranks: one broadcast per dtype.
+
+    tensors: any shapes and dtypes, same on all ranks, on the group's device.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(tensor)
+    for dtype, same in by_dtype.items():
+        # Masks and small integers are few; they travel as int32, which every backend has.
+        wire = dtype if dtype in DTYPES else torch.int32
+        flat = torch.cat([tensor.reshape(-1).to(wire) for tensor in same])
+        group.broadcast(flat, root).wait()
+        if group.rank != root:
+            for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+                tensor.copy_(part.view(tensor.shape))

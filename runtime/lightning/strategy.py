@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from collectives import Group, ReduceOp
 from collectives.objects.blocking import all_gather_object
 
-from ..data_parallel.distributed_data_parallel import DistributedDataParallel
-from ..data_parallel.replication import broadcast_tensors
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
+from ..data_parallel.same_model import broadcast_tensors
 from ..data_parallel.sync_batch_norm import SyncBatchNorm
 from ..process.running import Running, current
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -188,7 +188,7 @@ class ChoruslineStrategy(ParallelStrategy):
             self._epochs.close()
             self._epochs = None
         if isinstance(self.model, DistributedDataParallel):
-            self.model.release()
+            engine_of(self.model).release()
             self.model = self.lightning_module
         super().teardown()
 

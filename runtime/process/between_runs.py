@@ -24,7 +24,8 @@ from collectives import Group
 class Wrapped(Protocol):
     """What holds a group and can go on in another one of the same ranks."""
 
-    group: Group
+    @property
+    def group(self) -> Group: ...
 
     def move_to(self, group: Group) -> None:
         """Go on in `group`, at the beginning of a step: gradients of a step that was not finished

@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 class Survival(Protocol):
-    """What takes models and optimizers into the next generation (recovery.py). A model is a
-    DistributedDataParallel here, an optimizer a ZeroRedundancyOptimizer."""
+    """What takes models and optimizers into the next generation (recovery.py). A model is the
+    engine of a DistributedDataParallel here, an optimizer a ZeroRedundancyOptimizer."""
 
     def watch_model(self, model: Any) -> None:
         """Take this model along, as long as it lives."""

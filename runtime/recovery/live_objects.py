@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from actors.messages import DROPPED, Progress
 
-from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..data_parallel.engine import ModelEngine
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
@@ -20,7 +20,7 @@ class Made:
 
     def __init__(self) -> None:
         self._optimizers: list[weakref.ref[ZeroRedundancyOptimizer]] = []
-        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._models: list[weakref.ref[ModelEngine]] = []
         self.stepped_last: ZeroRedundancyOptimizer | None = None
         """Its step is over here. Others may still be in it, and need what this rank holds, also
         when the function has returned; they have ended it when another step is over."""
@@ -35,14 +35,14 @@ class Made:
     def add_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
 
-    def add_model(self, model: DistributedDataParallel) -> None:
+    def add_model(self, model: ModelEngine) -> None:
         self._models.append(weakref.ref(model))
 
     def optimizers(self) -> dict[int, ZeroRedundancyOptimizer]:
         """By number, those that are still there."""
         return {n: one for n, made in enumerate(self._optimizers) if (one := made())}
 
-    def models(self) -> dict[int, DistributedDataParallel]:
+    def models(self) -> dict[int, ModelEngine]:
         """As `optimizers`."""
         return {n: one for n, made in enumerate(self._models) if (one := made())}
 

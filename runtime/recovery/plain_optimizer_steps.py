@@ -29,8 +29,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..data_parallel.distributed_data_parallel import DistributedDataParallel
-from ..data_parallel.reducer import Mode
+from ..data_parallel.engine import ModelEngine
 from ..join.join import Joinable
 from ..process.registry import Registered, Registry
 
@@ -136,18 +135,18 @@ class PlainSteps:
             self._taken = self._seen
             self._on_taken(cursors, iterations)
 
-    def why_not_again(self, registry: Registry, models: Iterable[DistributedDataParallel]) -> str:
+    def why_not_again(self, registry: Registry, models: Iterable[ModelEngine]) -> str:
         """What keeps the function from running again from the top, because of these models; empty
         if nothing does."""
         registered = {id(entry.object) for entry in registry}
         for model in models:
-            if id(model) not in registered:
+            if id(model.face) not in registered:
                 return f"{_name(model)} is not registered (ctx.register)"
-            if model.reducer.mode is Mode.ALL_REDUCE and (why := self._why_not_stepped(model)):
+            if not model.reducer.is_sharded and (why := self._why_not_stepped(model)):
                 return why
         return ""
 
-    def _why_not_stepped(self, model: DistributedDataParallel) -> str:
+    def _why_not_stepped(self, model: ModelEngine) -> str:
         reducer = model.reducer
         if reducer.hook is not None and reducer.hook.trains_apart:
             return (
@@ -164,7 +163,7 @@ class PlainSteps:
             optimizer = watched.optimizer()
             for group in optimizer.param_groups if optimizer is not None else ():
                 steps_it.update((id(parameter), watched) for parameter in group["params"])
-        for name, parameter in zip(reducer.names, reducer.parameters, strict=True):
+        for name, parameter in zip(reducer.gradients.names, reducer.parameters, strict=True):
             if not parameter.requires_grad:
                 continue
             stepping = steps_it.get(id(parameter))
@@ -197,5 +196,5 @@ def _is_plain(stateful: object) -> TypeGuard[torch.optim.Optimizer]:
     )
 
 
-def _name(model: DistributedDataParallel) -> str:
+def _name(model: ModelEngine) -> str:
     return f"the DistributedDataParallel over {type(model.module).__name__}"

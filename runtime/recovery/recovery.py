@@ -45,7 +45,7 @@ from collectives.objects.blocking import all_gather_object
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import CheckpointConfig
 from ..data.dealer import DataPosition, Dealer
-from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..data_parallel.engine import ModelEngine
 from ..join import join
 from ..partition.resharding import Range
 from ..process.registry import Registered, Registry
@@ -160,7 +160,7 @@ class Recovery:
     def has_stepped(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._made.stepped_last = optimizer
 
-    def watch_model(self, model: DistributedDataParallel) -> None:
+    def watch_model(self, model: ModelEngine) -> None:
         self._made.add_model(model)
 
     def cursors(self) -> list[int]:
@@ -188,7 +188,7 @@ class Recovery:
         self.dealer.record(cursors, iterations, is_settled=False)
         self._step_counts()
         for model in self._made.models().values():
-            model.keep_agreed_buffers()
+            model.buffers.keep_agreed()
         self._call.count_step()
 
     def _step_counts(self) -> None:
@@ -363,9 +363,7 @@ class Recovery:
         for number in everywhere:
             optimizers[number].change_group(group, held.pop(number))
         for model in models.values():
-            model.group = group
-            if model.reducer.group is not group:
-                model.reducer.change_group(group)
+            model.change_group(group)
         join.change_group(group)
         for number in everywhere:  # (f)
             optimizers[number].shard.gather()
@@ -376,7 +374,7 @@ class Recovery:
                     if optimizer.model is model:
                         step = optimizer.progress.ballots
                         live = list(optimizer.last_live)
-                model.sync_buffers_again(synced, step or max(synced), live)
+                model.buffers.sync_again(synced, step or max(synced), live, group)
         self._made.launch_again([one.passes for one in standings])  # (g)
         self.num_recoveries += 1
 
@@ -400,7 +398,7 @@ class Recovery:
         group = self._lifeline.connect()  # (c)
         mine = Standing(
             {number: (state.ranges, state.described) for number, state in held.items()},
-            {number: model.synced_step for number, model in models.items()},
+            {number: model.buffers.synced_step for number, model in models.items()},
             {number: model.reducer.num_passes for number, model in models.items()},
             self.dealer.position(),
         )

@@ -20,8 +20,8 @@ from actors.messages import Progress
 from collectives import Group
 from collectives.objects.blocking import broadcast_object
 
-from ..data_parallel.distributed_data_parallel import DistributedDataParallel
-from ..data_parallel.replication import broadcast_tensors
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
+from ..data_parallel.same_model import broadcast_tensors
 from ..partition.resharding import Range
 from ..process.registry import Registered, Registry
 from ..zero.shard_state import Description, HeldState
@@ -87,7 +87,7 @@ class Retained:
             elif isinstance(made, torch.nn.Module):
                 retained.tensors[entry.name] = _tensors_of(made, committed=True)
                 if isinstance(made, DistributedDataParallel):
-                    retained.synced[entry.name] = made.synced_step
+                    retained.synced[entry.name] = engine_of(made).buffers.synced_step
             else:
                 retained.states[entry.name] = copy.deepcopy(made.state_dict())
         return retained
@@ -166,6 +166,6 @@ def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.
     tensors = {name: p.detach() for name, p in inner.named_parameters()}
     buffers = dict(inner.named_buffers())
     if committed and isinstance(module, DistributedDataParallel):
-        buffers = module.committed_buffers()
+        buffers = engine_of(module).buffers.committed()
     tensors |= buffers
     return {name: tensor.clone() for name, tensor in tensors.items()} if committed else tensors

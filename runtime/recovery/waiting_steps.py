@@ -23,7 +23,7 @@ import torch
 from collectives import Group
 from collectives.objects.blocking import all_gather_object, broadcast_object
 
-from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..partition.resharding import Range, Transfer, by_holders
 from ..process.registry import Registry
 from ..zero.shard_state import VALUES, HeldState, exchange
@@ -73,8 +73,9 @@ class Holdings:
             if isinstance(made, ZeroRedundancyOptimizer):
                 states[entry.name] = held.get(id(made)) or made.shard.held()
             elif isinstance(made, DistributedDataParallel):
-                synced[entry.name] = made.synced_step
-                buffers[entry.name] = made.committed_buffers()
+                model = engine_of(made)
+                synced[entry.name] = model.buffers.synced_step
+                buffers[entry.name] = model.buffers.committed()
         return cls(states, synced, buffers)
 
 
@@ -112,17 +113,17 @@ def complete(
         if told.buffers:
             _send_buffers(group, has, words, targets, waiting)  # (c)
     if waiting is not None and waiting.model is not None:
-        waiting.model.end_step(waiting.progress.ballots)
+        waiting.model.buffers.end_step(waiting.progress.ballots)
 
 
 def _want(registry: Registry, waiting: ZeroRedundancyOptimizer) -> _Want:
     names = {id(entry.object): entry.name for entry in registry}
     model, buckets = waiting.model, waiting.shard.buckets
     assert model is not None
-    travel = model.broadcast_buffers and bool(waiting.last_live)
+    travel = model.buffers.travel and bool(waiting.last_live)
     return _Want(
         names[id(waiting)],
-        names[id(model)],
+        names[id(model.face)],
         tuple(bucket.plan.content for bucket in buckets),
         tuple(bucket.own.master.dtype for bucket in buckets),
         waiting.progress.ballots,

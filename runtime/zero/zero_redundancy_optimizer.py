@@ -30,7 +30,8 @@ from actors.errors import ends_a_generation
 from actors.messages import Progress
 from collectives import CollectiveError, CollectiveMismatch, Group
 
-from ..data_parallel.distributed_data_parallel import DistributedDataParallel, names_of, owner_of
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..data_parallel.engine import ModelEngine, names_of, owner_of
 from ..data_parallel.gradient_bucket import GradientBucket
 from ..data_parallel.reducer import Reducer
 from ..data_parallel.same_model import check_same_parameters
@@ -179,7 +180,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             self.reducer.parks = True
             self._recovery.watch_optimizer(self)
         if self._model:
-            self._model.reducer.ends_steps = False
+            self._model.leave_steps_to_optimizer()
         between_runs().wrap(self)
 
     def _overlap(self, replicas: int) -> EarlyUpdate:
@@ -317,7 +318,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         for gather in self._apply(outcome):  # (4), and (5) begins
             gather.wait()
         if self._model is not None and self.reducer is not None:
-            self._model.sync_buffers(outcome.agreement.live)
+            self._model.sync_buffers(outcome.agreement.live, self._join)
 
     def _vote(self, is_live: bool) -> Vote:
         join = self._join
@@ -438,7 +439,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         return self._shard
 
     @property
-    def model(self) -> DistributedDataParallel | None:
+    def model(self) -> ModelEngine | None:
         """Whose gradients travel once; None where there is none."""
         return self._model
 
@@ -473,7 +474,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         self.num_steps, self._seen = num_steps, progress
         self._ballot_of_step = progress.ballots
         if self._model is not None:
-            self._model.synced_step = progress.ballots
+            self._model.buffers.synced_step = progress.ballots
         sent_bytes = self._shard.complete(held, told, self.group)
         reduced = [bucket.shard for bucket in self.reducer.buckets]
         self._shard.recut(self.group, reduced, self.param_groups, held)
@@ -569,7 +570,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         if self._model is None:
             return
-        if [j for j in joinables if j is self or j is self._model] != [self._model, self]:
+        model = self._model.face
+        if [j for j in joinables if j is self or j is model] != [model, self]:
             raise ValueError(
                 "this ZeroRedundancyOptimizer finishes the steps of its model, so the model has to "
                 "be joined with it, and before it: Join([model, optimizer])"

@@ -153,7 +153,7 @@ def test_a_hook_that_torch_calls_is_recorded_at_the_line_of_backward(alone: Grou
     parameter.sum().backward()
     # The hook itself is the user's code here, so it counts.
     assert alone.flight_recorder.collectives[0].line == hook_of.__code__.co_firstlineno + 2
-    from runtime.data_parallel.replication import broadcast_tensors
+    from runtime.data_parallel.same_model import broadcast_tensors
 
     here = line() + 1
     broadcast_tensors([torch.ones(2)], 0, alone)

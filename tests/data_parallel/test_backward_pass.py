@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import chorusline as cl
+from runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
@@ -36,7 +37,8 @@ def orders(group, sharded):
     optimizer = make(
         model.parameters(), **({"optimizer_class": torch.optim.SGD} if sharded else {}), lr=0.1
     )
-    seen, broadcasts = [list(model.reducer.order)], []
+    gradients = engine_of(model).reducer.gradients
+    seen, broadcasts = [list(gradients.order)], []
     for _ in range(3):
         before = group.statistics.snapshot()
         x = torch.full((2, 4), 1.0 + group.rank, dtype=torch.float64)
@@ -44,8 +46,8 @@ def orders(group, sharded):
         optimizer.step()
         optimizer.zero_grad()
         broadcasts.append(group.statistics.since(before).operations.get("broadcast", 0))
-        seen.append(list(model.reducer.order))
-    buckets = [bucket.plan.spans[0][0] for bucket in model.reducer.buckets]
+        seen.append(list(gradients.order))
+    buckets = [bucket.plan.spans[0][0] for bucket in gradients.buckets]
     return seen, broadcasts, buckets, [p.detach().clone() for p in model.parameters()]
 
 
@@ -77,7 +79,8 @@ def first_step_without_rank_0(group):
             model(torch.ones(2, 4).double()).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return model.reducer.order, [p.detach().clone() for p in model.parameters()]
+    order = engine_of(model).reducer.gradients.order
+    return order, [p.detach().clone() for p in model.parameters()]
 
 
 def test_a_rank_that_never_had_data_takes_the_order_of_the_others(ranks_of):
@@ -198,7 +201,7 @@ def train_with(group, options):
         loss_of(model, batch).backward()
         are_views = all(
             p.grad.untyped_storage().data_ptr()
-            in {b.flat.untyped_storage().data_ptr() for b in model.reducer.buckets}
+            in {b.flat.untyped_storage().data_ptr() for b in engine_of(model).reducer.buckets}
             for p in model.parameters()
         )
         optimizer.step()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.references.training import batches_of
 
 
@@ -131,11 +132,11 @@ def train(group, options):
         joined, followers = [model], [stepper]
     with cl.Join(joined, step_along=followers, skew_warning=None):
         for number, batch in enumerate(samples_of(group.rank, options), start=1):
-            model.reducer.is_syncing = number % options.accumulate == 0
+            engine_of(model).reducer.is_syncing = number % options.accumulate == 0
             loss = loss_of(outputs_of(model, batch, options))
             loss = model.weigh(loss, len(batch)) if options.weighed else loss
             (scaler.scale(loss) if scaler else loss).backward()
-            if model.reducer.is_syncing:
+            if engine_of(model).reducer.is_syncing:
                 stepper.step()
                 optimizer.zero_grad()
     return {name: tensor.clone() for name, tensor in model.module.state_dict().items()}

@@ -214,3 +214,25 @@ def test_arguments_of_torch_scripts_are_taken_or_refused_with_the_mend() -> None
             cl.DistributedDataParallel(net, group, device_ids=[0, 1])
         with pytest.raises(ValueError, match=r"use torch\.autocast"):
             cl.DistributedDataParallel(net, group, mixed_precision=object())
+
+
+def test_completion_shows_torchs_names_and_the_public_ones_only() -> None:
+    def shown(model: torch.nn.Module) -> set[str]:
+        return {n for n in dir(model) if not n.startswith("_")} - set(dir(torch.nn.Module()))
+
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        model = cl.DistributedDataParallel(torch.nn.Linear(2, 2), group)
+        pure = cl.PureDistributedDataParallel(torch.nn.Linear(2, 2), group)
+        assert shown(pure) == {"module", "group", "no_sync"}
+        assert shown(model) == {
+            "module",
+            "group",
+            "broadcast_buffers",
+            "no_sync",
+            "weigh",
+            "statistics",
+            "register_comm_hook",
+            "join_hook",
+            "join_device",
+            "join_group",
+        }

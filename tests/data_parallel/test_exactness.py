@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import chorusline as cl
+from runtime.data_parallel.distributed_data_parallel import engine_of
 
 _OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
@@ -137,7 +138,7 @@ def distributed(group, scenario):
     with join:
         for number, (samples, branch) in enumerate(batches, start=1):
             sends = number % scenario.accumulate == 0
-            model.reducer.is_syncing = sends
+            engine_of(model).reducer.is_syncing = sends
             loss = model(samples, branch).square().mean()
             (model.weigh(loss, len(samples)) if scenario.weighed else loss).backward()
             if sends:

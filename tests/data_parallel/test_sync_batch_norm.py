@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.harness.ranks import NCCL, on_gpus, run_ranks
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, loss_of
@@ -93,9 +94,9 @@ def train(group, lengths, sharded, accumulate, looks_ahead):
     )
     with join:
         for number, batch in enumerate(data, start=1):
-            model.reducer.is_syncing = number % accumulate == 0
+            engine_of(model).reducer.is_syncing = number % accumulate == 0
             model(batch.to(group.device)).square().mean().backward()
-            if model.reducer.is_syncing:
+            if engine_of(model).reducer.is_syncing:
                 optimizer.step()
                 optimizer.zero_grad()
     return {name: tensor.cpu().clone() for name, tensor in model.module.state_dict().items()}

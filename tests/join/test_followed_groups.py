@@ -9,6 +9,7 @@ import chorusline as cl
 from collectives.contract.dtypes import DTYPES
 from collectives.contract.operation import Kind
 from collectives.neutral import neutral_element, take_part, why_not_without
+from runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.harness.standing_ranks import another_group
 from tests.join.test_user_joinables import CountingJoinable
 from tests.references.training import batches_of, loss_of, make_model
@@ -246,7 +247,7 @@ def accumulating_beside_a_joinable(group, lengths):
         for number, batch in enumerate(
             batches_of(group.rank, lengths[group.rank], torch.float64), 1
         ):
-            model.reducer.is_syncing = number % 3 == 0
+            engine_of(model).reducer.is_syncing = number % 3 == 0
             loss_of(model, batch).backward()
             if number % 3 == 0:
                 optimizer.step()

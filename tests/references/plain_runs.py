@@ -24,6 +24,7 @@ import torch
 from ray import cloudpickle
 
 import chorusline as cl
+from runtime.data_parallel.distributed_data_parallel import engine_of
 from runtime.program.context import call_of
 from tests.references import killed_runs
 from tests.references.killed_runs import Diary, Kind, Net, reference, wrap
@@ -112,16 +113,16 @@ def is_left(model: Any) -> None:
             time.sleep(0.01)
         raise failure
 
-    wrap(model, "sync_buffers", then=until_it_fails)
+    wrap(engine_of(model), "sync_buffers", then=until_it_fails)
 
 
 MOMENTS: dict[str, Callable[[Any, Any], None]] = {
     "in the forward pass": lambda model, optim: dies_before(model, "forward"),
     "before the gradients are sent": lambda model, optim: dies_before(
-        model.reducer, "_launch_rest"
+        engine_of(model).reducer, "_launch_rest"
     ),
-    "before it has the result": lambda model, optim: dies_before(model.reducer, "wait"),
-    "when it has the result": lambda model, optim: dies_after(model.reducer, "_finish_all_reduce"),
+    "before it has the result": lambda model, optim: dies_before(engine_of(model).reducer, "wait"),
+    "when it has the result": lambda model, optim: dies_after(engine_of(model).reducer, "_finish"),
     "before it steps": lambda model, optim: dies_before(optim, "step"),
     "after the step": lambda model, optim: dies_after(optim, "step"),
     "when it has asked for more rows": lambda model, optim: wrap(
@@ -178,7 +179,8 @@ def train_plain(
     count = ctx.register("count", Count())
     stepping = Stepping(optim, scaler, schedule, count)
     pending: list[list[int]] = []
-    shadow = model.reducer.shadow
+    reducer = engine_of(model).reducer
+    shadow = reducer.shadow
 
     def note() -> None:
         diary.note((ctx.generation, ctx.rank, count.value, [*pending]))
@@ -189,7 +191,7 @@ def train_plain(
             note()
         shadow()
 
-    model.reducer.shadow = shadow_with_leftovers
+    reducer.shadow = shadow_with_leftovers
     for epoch in ctx.epochs(kind.num_epochs, resume=folder if kind.resumes else None):
         along: list[Any] = [stepping if kind.along else count]
         with contextlib.ExitStack() as stack:

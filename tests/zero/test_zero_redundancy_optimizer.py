@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.harness.standing_ranks import another_group
 from tests.references.sharded_training import ELEMENTWISE, assert_same_state, plain_run, sharded_run
 from tests.references.training import OPTIMIZERS, batches_of, loss_of, make_model
@@ -299,7 +300,7 @@ def test_a_group_of_some_ranks_trains_on_its_own(ranks_of):
 def generator_of_parameters(group):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = cl.ZeroRedundancyOptimizer((p for p in model.parameters()), torch.optim.SGD, lr=0.1)
-    return optimizer.reducer is model.reducer
+    return optimizer.reducer is engine_of(model).reducer
 
 
 def test_the_models_parameters_are_recognised_in_any_form(ranks_of):

@@ -1,0 +1,139 @@
+"""The three ways in which the buckets of a model are reduced: one small class for each.
+
+AllReduce      every rank gets the sum of all gradients; any optimizer can step. The step's vote
+               (agreement.py) rides behind the content of the last bucket if its dtype can count
+               ranks, and is reduced on its own otherwise.
+ByHook         as AllReduce, but a communication hook (comm_hooks.py) reduces the buckets. The
+               vote goes when all of them are there: the hook may issue collectives until then.
+ReduceScatter  every rank gets the sum for its shard only, out of place: the local buckets are
+               kept until the step is over. There is no vote here: the optimizer that owns the
+               shards finishes the step, and holds a ballot on it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from collectives import Group, Work
+
+from .comm_hooks import CommHook, GradBucket
+from .gradient_bucket import GradientBucket
+
+_COUNTING = (torch.float32, torch.float64)
+"""Dtypes whose sums count ranks and samples exactly; bfloat16 stops at 256."""
+
+
+class Reduction(ABC):
+    """How the buckets of one model are reduced.
+
+    hook: what reduces them, if that is a communication hook.
+    vote: (vote_numel,) this rank writes its vote here before the last bucket is launched, and finds
+    the sum of all votes here after `finish`; None where an optimizer holds a ballot instead.
+    """
+
+    hook: CommHook | None = None
+    vote: torch.Tensor | None = None
+
+    def adopt(self, fresh: Sequence[GradientBucket], group: Group) -> None:
+        """Reduce these buckets, too, from now on."""
+
+    def place_vote(self, last: GradientBucket, numel: int) -> None:
+        """Between two steps: the last bucket is another one, or the vote has another length."""
+
+    @abstractmethod
+    def launch(self, bucket: GradientBucket, number: int, group: Group) -> None:
+        """Begin to reduce a bucket. All ranks launch them in the order of their numbers."""
+
+    def launch_vote(self, group: Group) -> None:
+        """The vote is written, and all buckets are launched."""
+
+    def finish(self, buckets: Sequence[GradientBucket], group: Group) -> None:
+        """Return when buckets and vote hold what all ranks gave. The works of the buckets are
+        done before."""
+
+    def divide(self, buckets: Sequence[GradientBucket], divisor: float) -> None:
+        """Make the mean of the sum. divisor: 0 where no rank was live, so that nothing counts."""
+
+
+class AllReduce(Reduction):
+    """In place, and all buckets whole."""
+
+    vote: torch.Tensor
+
+    def __init__(self) -> None:
+        self._carrier: GradientBucket | None = None
+        """The bucket that the vote rides behind."""
+        self._vote_work: Work | None = None
+
+    def place_vote(self, last: GradientBucket, numel: int) -> None:
+        self._vote_work = None
+        if last.flat.dtype in _COUNTING:
+            self._carrier = last
+            self.vote = last.flat[last.plan.content : last.plan.content + numel]
+        else:
+            self._carrier = None
+            self.vote = torch.zeros(numel, dtype=torch.float32, device=last.flat.device)
+
+    def launch(self, bucket: GradientBucket, number: int, group: Group) -> None:
+        rider = self.vote.numel() if bucket is self._carrier else 0
+        bucket.work = group.all_reduce(bucket.flat[: bucket.plan.content + rider])
+
+    def launch_vote(self, group: Group) -> None:
+        if self._carrier is None:
+            self._vote_work = group.all_reduce(self.vote)
+
+    def finish(self, buckets: Sequence[GradientBucket], group: Group) -> None:
+        if self._vote_work is not None:
+            self._vote_work.wait()
+            self._vote_work = None
+
+    def divide(self, buckets: Sequence[GradientBucket], divisor: float) -> None:
+        if divisor not in (0, 1):
+            for bucket in buckets:
+                bucket.flat[: bucket.plan.content].div_(divisor)
+
+
+class ByHook(Reduction):
+    """As a communication hook does it; hooks divide the sum themselves.
+
+    parameters: of the model, by number; those that are made trainable later appear in it.
+    """
+
+    hook: CommHook
+    vote: torch.Tensor
+
+    def __init__(self, hook: CommHook, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.hook = hook
+        self._parameters = parameters
+        self._last: GradientBucket | None = None
+
+    def place_vote(self, last: GradientBucket, numel: int) -> None:
+        self._last = last
+        self.vote = torch.zeros(numel, dtype=torch.float32, device=last.flat.device)
+
+    def launch(self, bucket: GradientBucket, number: int, group: Group) -> None:
+        is_last = bucket is self._last
+        bucket.future = self.hook.launch(
+            GradBucket(number, bucket.content(), bucket.plan.spans, self._parameters, is_last)
+        )
+
+    def finish(self, buckets: Sequence[GradientBucket], group: Group) -> None:
+        for bucket in buckets:
+            assert bucket.future is not None
+            future, bucket.future = bucket.future, None
+            self.hook.finish(future, bucket.flat[: bucket.plan.content], group)
+        group.all_reduce(self.vote).wait()
+
+
+class ReduceScatter(Reduction):
+    """Each rank gets the sum for its shard of a bucket, and its optimizer divides that."""
+
+    def adopt(self, fresh: Sequence[GradientBucket], group: Group) -> None:
+        for bucket in fresh:
+            bucket.prepare_shard(group)
+
+    def launch(self, bucket: GradientBucket, number: int, group: Group) -> None:
+        bucket.work = group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
