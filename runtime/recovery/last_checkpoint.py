@@ -4,7 +4,7 @@ Their functions have been left, as for running them again from the top, and what
 is retained (recovery/restart.py). Nothing is moved and no object is made for it:
 
     (a) tell each other what is held, and where each was in its data,
-    (b) of each range of a sharded state, the lowest rank that holds it writes it,
+    (b) each range of a sharded state is written by one of the ranks that hold it,
     (c) what all ranks have alike is written by one, what each has of its own by itself,
     (d) and the manifest comes last, as of any checkpoint (checkpoint/checkpoints.py).
 
@@ -38,12 +38,15 @@ from ..checkpoint.format.pieces import Contents, Path, TensorRange
 from ..checkpoint.format.storage import open_storage
 from ..checkpoint.sharded_state import GROUPS, NUM_STEPS, STATE, ShardedState
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
-from ..partition.resharding import Range, RangesLost, by_holders, merged, overlap
+from ..partition.resharding import Range, RangesLost, overlap, plan_transfers
 from ..process.registry import Registry
 from ..zero.optimizer_state import MASTER
 from ..zero.shard_state import VALUES, HeldState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .restart import Retained, Summary, leader_of, up_to_date
+
+_CHECKPOINT = -1
+"""Where ranges go when they are written: a target of transfers that is no rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +182,12 @@ def _written_by(
     group: Group, held: Mapping[int, Sequence[Range]], layout: Layout
 ) -> Iterator[Range]:
     """The ranges that this rank writes. Raises StateLost for those that nobody holds."""
-    lost: list[Range] = []
-    mine: list[Range] = []
-    for bucket, content in enumerate(layout.contents):
-        for part, holders in by_holders(Range(bucket, 0, content), held):
-            if not holders:
-                lost.append(part)
-            elif min(holders) == group.rank:
-                mine.append(part)
-    if lost:
-        raise StateLost(group.generation, 1, str(RangesLost(merged(lost))))
-    return iter(mine)
+    everything = [Range(bucket, 0, content) for bucket, content in enumerate(layout.contents)]
+    try:
+        plan = plan_transfers(held, {_CHECKPOINT: everything})
+    except RangesLost as lost:
+        raise StateLost(group.generation, 1, str(lost)) from None
+    return (one.range for one in plan if one.source == group.rank)
 
 
 def _collect_sharded(

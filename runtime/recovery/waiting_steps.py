@@ -24,7 +24,7 @@ from collectives import Group
 from collectives.objects.blocking import all_gather_object, broadcast_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
-from ..partition.resharding import Range, Transfer, by_holders
+from ..partition.resharding import Range, plan_transfers
 from ..process.registry import Registry
 from ..zero.shard_state import VALUES, HeldState, exchange
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -104,7 +104,8 @@ def complete(
         targets = [rank for rank, one in wants.items() if one.optimizer == name]
         told = wants[targets[0]]
         by_rank = {rank: word.held.get(name, ()) for rank, word in enumerate(words)}
-        plan = _plan(by_rank, told.contents, targets)
+        everything = [Range(bucket, 0, content) for bucket, content in enumerate(told.contents)]
+        plan = plan_transfers(by_rank, dict.fromkeys(targets, everything), missing_ok=True)
         mine = has.held[name].copy() if name in has.held else HeldState([], [], {})
         exchange(mine, plan, [{VALUES: dtype} for dtype in told.dtypes], group)  # (b)
         if group.rank in targets and waiting is not None:
@@ -129,23 +130,6 @@ def _want(registry: Registry, waiting: ZeroRedundancyOptimizer) -> _Want:
         tuple(name for name, _ in model.module.named_buffers()) if travel else (),
         waiting.group.rank if waiting.group.rank in waiting.last_live else -1,
     )
-
-
-def _plan(
-    held: Mapping[int, Sequence[Range]], contents: Sequence[int], targets: Sequence[int]
-) -> list[Transfer]:
-    """All of it to all targets. Of several holders the one with least to send so far sends."""
-    sent = dict.fromkeys(held, 0)
-    plan = []
-    for bucket, content in enumerate(contents):
-        for part, holders in by_holders(Range(bucket, 0, content), held):
-            for target in targets:
-                if target in holders or not holders:
-                    continue
-                source = min(holders, key=lambda rank: (sent[rank], rank))
-                sent[source] += part.numel
-                plan.append(Transfer(source, target, part))
-    return plan
 
 
 def _send_buffers(

@@ -16,7 +16,7 @@ import torch
 from actors.errors import StateLost
 from collectives import Group
 
-from ..partition.resharding import Range, RangesLost, Transfer, overlap, plan_transfers
+from ..partition.resharding import Range, RangesLost, Transfer, kept_by, overlap, plan_transfers
 
 VALUES = "values"
 """Beside the optimizer's own names: the numbers that are stepped, parameters or their masters."""
@@ -123,14 +123,13 @@ def complete(
     """
     for _, described in told:
         held.learn(described)
+    staying = [rank for rank in range(group.size) if rank not in leaving]
+    wanted = {
+        rank: kept_by(number, len(staying), contents, replicas)
+        for number, rank in enumerate(staying)
+    }
     try:
-        staying = [rank for rank in range(group.size) if rank not in leaving]
-        order = [*staying, *leaving]
-        by_rank = {number: told[rank][0] for number, rank in enumerate(order)}
-        plan = [
-            Transfer(order[one.source], order[one.target], one.range)
-            for one in plan_transfers(by_rank, len(staying), contents, replicas)
-        ]
+        plan = plan_transfers({rank: ranges for rank, (ranges, _) in enumerate(told)}, wanted)
     except RangesLost as lost:
         raise StateLost(group.generation, replicas, str(lost)) from None
     return exchange(held, plan, tensors_of(held.described), group)
