@@ -42,7 +42,6 @@ class KeptPiece:
     piece: Piece
     where: Range
     range: ShardRange
-    is_own: bool
 
 
 class ParameterShard:
@@ -105,11 +104,17 @@ class ParameterShard:
     def _pieces_of(self, number: int, bucket: ParameterBucket) -> list[KeptPiece]:
         tile = _CPU_TILE_NUMEL if self._elementwise and _is_on_cpu(self.group) else sys.maxsize
         plan, size = bucket.plan, self.group.size
-        return [
-            self._keep(number, bucket, kept, piece)
-            for kept in bucket.ranges
-            for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile)
-        ]
+        pieces = []
+        for kept in bucket.ranges:
+            base = kept.owner * shard_numel(plan.content, size)
+            for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile):
+                start, stop = piece.shard_start, piece.shard_start + piece.numel
+                tensor = kept.master[start:stop]
+                if not self._elementwise:
+                    tensor = tensor.view(self.parameters[piece.parameter].shape)
+                where = Range(number, base + start, base + stop)
+                pieces.append(KeptPiece(torch.nn.Parameter(tensor), piece, where, kept))
+        return pieces
 
     def _plan(
         self, parameters: Sequence[torch.nn.Parameter], first_number: int
@@ -135,16 +140,6 @@ class ParameterShard:
             plan = BucketPlan(tuple((same[i], at, n) for i, at, n in spans), content)
             plans.append(plan.numbered_from(first_number))
         return plans
-
-    def _keep(
-        self, number: int, bucket: ParameterBucket, kept: ShardRange, piece: Piece
-    ) -> KeptPiece:
-        tensor = kept.master[piece.shard_start : piece.shard_start + piece.numel]
-        if not self._elementwise:
-            tensor = tensor.view(self.parameters[piece.parameter].shape)
-        start = kept.owner * shard_numel(bucket.plan.content, self.group.size) + piece.shard_start
-        where = Range(number, start, start + piece.numel)
-        return KeptPiece(torch.nn.Parameter(tensor), piece, where, kept, kept is bucket.own)
 
     def _admit(self, pieces: Sequence[KeptPiece], groups: Sequence[Mapping[str, Any]]) -> None:
         """Give the optimizer new pieces, each in the group that its parameter is in."""
@@ -192,7 +187,7 @@ class ParameterShard:
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         for bucket, pieces in zip(self.buckets, self.pieces, strict=True):
             reduced = bucket.own.reduced
-            own = [mine for mine in pieces if mine.is_own]
+            own = [mine for mine in pieces if mine.range is bucket.own]
             local = map(self._gradient_of, own) if reduced is None else [reduced]
             for gradient in local:
                 if gradient is not None:

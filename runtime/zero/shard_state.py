@@ -261,41 +261,38 @@ def exchange(
     tensors_of: by bucket, the names and dtypes that travel. Same plan and names on all ranks. What
     arrives is added to `held` when all of it is there.
     """
-    dtypes = sorted({dtype for names in tensors_of for dtype in names.values()}, key=str)
-    received: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+    received: dict[Range, dict[str, torch.Tensor]] = defaultdict(dict)
     sent_bytes = 0
-    for dtype in dtypes:
-        outgoing: list[list[torch.Tensor]] = [[] for _ in range(group.size)]
-        incoming = [0] * group.size
-        for transfer in plan:
-            names = [n for n, d in sorted(tensors_of[transfer.range.bucket].items()) if d == dtype]
-            numel = transfer.range.numel
-            if transfer.source == group.rank:
-                for name in names:
-                    empty = torch.zeros(numel, dtype=dtype, device=group.device)
-                    outgoing[transfer.target].append(held.cut(transfer.range, name, empty))
-            elif transfer.target == group.rank:
-                incoming[transfer.source] += numel * len(names)
-        inputs = [_joined(tensors, dtype, group.device) for tensors in outgoing]
-        outputs = [torch.zeros(n, dtype=dtype, device=group.device) for n in incoming]
+    for dtype in sorted({dtype for names in tensors_of for dtype in names.values()}, key=str):
+        moves = [
+            (one, name)
+            for one in plan
+            for name, kind in sorted(tensors_of[one.range.bucket].items())
+            if kind == dtype
+        ]
+        going = [move for move in moves if move[0].source == group.rank]
+        coming = [move for move in moves if move[0].target == group.rank]
+        inputs, views = _room([(one.target, one.range.numel) for one, _ in going], dtype, group)
+        for (one, name), view in zip(going, views, strict=True):
+            held.cut(one.range, name, view)
+        outputs, views = _room([(one.source, one.range.numel) for one, _ in coming], dtype, group)
         group.all_to_all(outputs, inputs).wait()
         sent_bytes += sum(tensor.nbytes for tensor in inputs)
-        at = [0] * group.size
-        for number, transfer in enumerate(plan):
-            if transfer.target != group.rank:
-                continue
-            for name, kind in sorted(tensors_of[transfer.range.bucket].items()):
-                if kind == dtype:
-                    begin = at[transfer.source]
-                    at[transfer.source] = begin + transfer.range.numel
-                    arrived = outputs[transfer.source][begin : at[transfer.source]]
-                    received[number][name] = arrived
-    for number, tensors in received.items():
-        held.add(Part(plan[number].range, tensors))
+        for (one, name), view in zip(coming, views, strict=True):
+            received[one.range][name] = view
+    for where, tensors in received.items():
+        held.add(Part(where, tensors))
     return sent_bytes
 
 
-def _joined(
-    tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    return torch.cat(list(tensors)) if tensors else torch.empty(0, dtype=dtype, device=device)
+def _room(
+    numels: Sequence[tuple[int, int]], dtype: torch.dtype, group: Group
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Zeros by rank, and views of them, one for each of (rank, elements), one behind the other."""
+    totals = [0] * group.size
+    places = []
+    for rank, numel in numels:
+        places.append((rank, totals[rank], totals[rank] + numel))
+        totals[rank] += numel
+    room = [torch.zeros(total, dtype=dtype, device=group.device) for total in totals]
+    return room, [room[rank][start:stop] for rank, start, stop in places]
