@@ -94,10 +94,8 @@ class SavedOptimizer:
             below.setdefault(entry.path[2], []).append(entry)
         for bucket in range(len(self.layout.plans)):
             held = ShardState()
-            for wanted in ranges:
-                for number, start, where in (
-                    self.layout.parameters_in(wanted) if wanted.bucket == bucket else ()
-                ):
+            for wanted in (one for one in ranges if one.bucket == bucket):
+                for number, start, where in self.layout.parameters_in(wanted):
                     entries = below.get(saved_names[self.parameters[number]], [])
                     self._read_piece(reader, entries, number, start, where, held)
             yield held

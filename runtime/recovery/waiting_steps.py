@@ -26,7 +26,7 @@ from collectives.objects.blocking import all_gather_object, broadcast_object
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..partition.resharding import Range, plan_transfers
 from ..process.registry import Registry
-from ..zero.shard_state import MASTER, Layout, ShardState, exchange
+from ..zero.shard_state import Layout, ShardState, exchange
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .restart import Retained
 
@@ -111,7 +111,7 @@ def complete(
         wanted = dict.fromkeys(targets, told.layout.everything())
         plan = plan_transfers(by_rank, wanted, missing_ok=True)
         mine = has.held[name].copy() if name in has.held else ShardState()
-        exchange(mine, plan, [{MASTER: dtype} for dtype in told.layout.dtypes], group)  # (b)
+        exchange(mine, plan, told.layout.travelling({}), group)  # (b)
         if group.rank in targets and waiting is not None:
             waiting.shard.publish(mine)
         if told.buffers:

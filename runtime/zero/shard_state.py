@@ -153,10 +153,6 @@ class ShardState:
     def inventory(self) -> Inventory:
         return Inventory(self.ranges, self.described)
 
-    def learn(self, theirs: Mapping[int, Description]) -> None:
-        """What another rank says of parameters that this one has no piece of."""
-        self.described = {**theirs, **self.described}
-
     def put(
         self,
         parameter: int,
@@ -236,8 +232,8 @@ def complete(
 
     Raises StateLost, on all ranks, if nobody has some of it any more.
     """
-    for one in inventories:
-        held.learn(one.described)
+    for one in inventories:  # Of parameters that this rank has no piece of, others know it.
+        held.described = {**one.described, **held.described}
     staying = [rank for rank in range(group.size) if rank not in leaving]
     wanted = {
         rank: kept_by(number, len(staying), layout.contents, replicas)
