@@ -290,7 +290,7 @@ class ParameterShard:
         leaving: Sequence[int] = (),
     ) -> int:
         """Bring `held` to what a rank of `group` keeps, for `recut`; returns the bytes sent.
-        inventories, leaving: as for held_state.complete."""
+        inventories, leaving: as for shard_state.complete."""
         return complete(held, inventories, self.layout, self.replicas, group, leaving)
 
     def recut(
