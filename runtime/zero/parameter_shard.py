@@ -296,16 +296,19 @@ class ParameterShard:
     def recut(
         self,
         group: Group,
-        reduced: Sequence[torch.Tensor],
+        reduced_in: Sequence[GradientBucket],
         groups: Sequence[Mapping[str, Any]],
         held: ShardState,
     ) -> None:
-        """Keep what a rank of `group` keeps. reduced: where each bucket's sum arrives there.
-        held: values and state of all that, at least."""
+        """Keep what a rank of `group` keeps.
+
+        reduced_in, groups: as for `add`.
+        held: values and state of all that, at least.
+        """
         self.group = group
         self.pieces = []
-        for number, (bucket, arrives_in) in enumerate(zip(self.buckets, reduced, strict=True)):
-            bucket.cut(group, arrives_in, self.replicas)
+        for number, (bucket, reduced) in enumerate(zip(self.buckets, reduced_in, strict=True)):
+            bucket.cut(group, reduced.shard, self.replicas)
             self.pieces.append(self._pieces_of(number, bucket))
             for mine in self.pieces[-1]:
                 held.cut(mine.where, MASTER, mine.tensor.data)

@@ -9,6 +9,7 @@ receives, what a user loads and what a checkpoint holds are all a `ShardState`.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,7 +140,8 @@ class ShardState:
     def __init__(self, ranges: Sequence[Range] = ()) -> None:
         self.ranges = list(ranges)
         self.described: dict[int, Description] = {}
-        self._parts: dict[int, list[Part]] = defaultdict(list)  # by bucket
+        # By bucket, in order and without overlaps: what is held already is never received.
+        self._parts: dict[int, list[Part]] = defaultdict(list)
 
     def copy(self) -> ShardState:
         """Another list of the same tensors."""
@@ -168,24 +170,31 @@ class ShardState:
         names = {name: tensor.dtype for name, tensor in elements.items() if name != MASTER}
         if names or whole:
             self.described[parameter] = Description(names, whole)
-        self._parts[where.bucket].append(Part(where, elements))
+        self._insert(Part(where, elements))
 
     def add(self, part: Part) -> None:
+        """Hold what another rank has sent."""
         self.ranges.append(part.range)
-        self._parts[part.range.bucket].append(part)
+        self._insert(part)
+
+    def _insert(self, part: Part) -> None:
+        insort(self._parts[part.range.bucket], part, key=lambda one: one.range.start)
 
     def overlapping(self, wanted: Range) -> Iterator[tuple[Range, Part]]:
-        for part in self._parts[wanted.bucket]:
-            common = overlap(wanted, part.range)
-            if common is not None:
-                yield common, part
+        """What is there of `wanted`, in order, and the part that it is in."""
+        parts = self._parts[wanted.bucket]
+        first = bisect_right(parts, wanted.start, key=lambda one: one.range.stop)
+        for number in range(first, len(parts)):
+            common = overlap(wanted, parts[number].range)
+            if common is None:
+                return
+            yield common, parts[number]
 
     def views(self, wanted: Range, name: str) -> tuple[torch.Tensor, ...]:
         """Views of the tensors that hold the elements of `wanted`, one behind the other."""
-        found = sorted(self.overlapping(wanted), key=lambda one: one[0].start)
         return tuple(
             part.tensors[name][common.start - part.range.start : common.stop - part.range.start]
-            for common, part in found
+            for common, part in self.overlapping(wanted)
         )
 
     def cut(self, wanted: Range, name: str, into: torch.Tensor) -> torch.Tensor:

@@ -477,8 +477,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         if self._model is not None:
             self._model.synced_step = progress.ballots
         sent_bytes = self._shard.complete(held, inventories, self.group)
-        reduced = [bucket.shard for bucket in self.reducer.buckets]
-        self._shard.recut(self.group, reduced, self.param_groups, held)
+        self._shard.recut(self.group, self.reducer.buckets, self.param_groups, held)
         self._shard.gather()
         return sent_bytes
 
@@ -488,8 +487,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         assert self.reducer is not None
         self.group = group
         self.reducer.change_group(group)
-        reduced = [bucket.shard for bucket in self.reducer.buckets]
-        self._shard.recut(group, reduced, self.param_groups, held)
+        self._shard.recut(group, self.reducer.buckets, self.param_groups, held)
         num_options = len(self._option_numbers())
         self._ballot = Ballot(group, len(self._shard.parameters), num_options)
         self._consolidated = None
