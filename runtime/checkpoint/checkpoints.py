@@ -52,7 +52,7 @@ from .format.storage import Storage, open_storage
 from .opening import choose, probe
 from .restore import restore
 from .saving import Saving, SavingTimes
-from .sharded_state import ShardedState
+from .sharded_state import SavedOptimizer
 
 _LOOK_S = 0.5
 """Seconds between two looks at whether the group has ended while other ranks' words are awaited."""
@@ -247,13 +247,14 @@ class Checkpoints:
         alike = [e for e in self.registry if kind_of(e) not in (ZERO, PER_RANK)]
         found = collect_replicated(alike, rank, live)
         for entry in self.registry:
-            more = Contents()
-            if isinstance(entry.object, ZeroRedundancyOptimizer):
-                more = ShardedState(entry.name, entry.object).collect(rank == live[0])
+            optimizer = entry.object
+            if isinstance(optimizer, ZeroRedundancyOptimizer):
+                saved = SavedOptimizer.of(entry.name, optimizer)
+                saved.collect(optimizer.shard.held(), optimizer.shard.kept(1), found)
+                if rank == live[0]:
+                    saved.collect_leaves(optimizer.num_steps, found)
             elif kind_of(entry) == PER_RANK:
-                more = collect_own((entry.name, rank), state_of(entry))
-            found.ranges += more.ranges
-            found.leaves |= more.leaves
+                collect_own((entry.name, rank), state_of(entry), found)
         return found
 
     def _finish_last(self) -> None:

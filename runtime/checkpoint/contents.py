@@ -120,15 +120,18 @@ def whole_of(path: Path, tensor: torch.Tensor) -> TensorRange:
     return TensorRange(path, tuple(tensor.shape), tensor.dtype, 0, flat.numel(), (flat,))
 
 
-def collect_own(path: Path, state: Any) -> Contents:
-    """A state that this rank alone has, whole."""
-    found = Contents()
+def add_leaf(path: Path, value: Any, found: Contents) -> None:
+    """Add a tensor, whole, or any other object."""
+    if is_dense(value):
+        found.ranges.append(whole_of(path, value))
+    else:
+        found.leaves[path] = pickled(value)
+
+
+def collect_own(path: Path, state: Any, found: Contents) -> None:
+    """Add a state that this rank alone has, whole."""
     for below, value in leaves_of(path, state):
-        if is_dense(value):
-            found.ranges.append(whole_of(below, value))
-        else:
-            found.leaves[below] = pickled(value)
-    return found
+        add_leaf(below, value, found)
 
 
 class HostCopy:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..process.registry import Registered
-from ..zero.optimizer_state import MASTER
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .contents import PER_RANK, ZERO, is_dense, leaves_of, tree_of
 from .format.errors import CheckpointMismatch
-from .format.manifest import Entry, dtype_name, name_of
+from .format.manifest import dtype_name, name_of
 from .format.pieces import Path
 from .format.reader import CheckpointReader
-from .sharded_state import GROUPS, NUM_STEPS, STATE, Run, ShardedState, is_per_element
+from .sharded_state import GROUPS, NUM_STEPS, STATE, SavedOptimizer
 
 _NAMED = 3
 """Differences that an error lists; the first ones tell what is wrong."""
@@ -38,7 +37,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         )
     stateful = entry.object
     if isinstance(stateful, ZeroRedundancyOptimizer):
-        _restore_sharded(ShardedState(entry.name, stateful), reader, by_number=kind != ZERO)
+        _restore_sharded(entry.name, stateful, reader, by_number=kind != ZERO)
     elif kind == ZERO:
         if not isinstance(stateful, torch.optim.Optimizer):
             raise CheckpointMismatch(
@@ -96,76 +95,41 @@ def _raise_differences(reader: CheckpointReader, differences: list[str], what: s
 # -- Sharded optimizers ----------------------------------------------------------------------------
 
 
-def _restore_sharded(state: ShardedState, reader: CheckpointReader, *, by_number: bool) -> None:
+def _restore_sharded(
+    name: str, optimizer: ZeroRedundancyOptimizer, reader: CheckpointReader, *, by_number: bool
+) -> None:
     """by_number: it was saved by a plain optimizer, which counts its parameters.
 
-    1. Compare the groups. 2. Read this rank's pieces. 3. Hand them to the rank's optimizer.
+    1. Compare the groups. 2. Read this rank's ranges, and hand them to the rank's optimizer.
     """
-    groups = _checked_groups(state, reader, by_number)  # 1
-    saved_name = {
+    here = SavedOptimizer.of(name, optimizer)
+    groups = _checked_groups(here, reader, by_number)  # 1
+    saved_names = {
         ours: theirs
-        for mine, saved in zip(state.named_groups(), groups, strict=True)
+        for mine, saved in zip(here.groups, groups, strict=True)
         for ours, theirs in zip(mine["params"], saved["params"], strict=True)
     }
-    below: dict[Any, list[Entry]] = {}
-    for entry in reader.below(state.name, STATE):
-        below.setdefault(entry.path[2], []).append(entry)
-    pieces: dict[int, dict[str, Any]] = {}  # 2, by id of the piece's tensor
-    masters: list[tuple[Run, torch.Tensor]] = []
-    for run in state.runs:
-        name = state.name_of(run)
-        for tensor, loaded in _read_run(state, run, reader, below.get(saved_name[name], [])):
-            pieces[id(tensor)] = loaded
-        if state.has_master(run):
-            copy = reader.find((state.name, STATE, saved_name[name], MASTER))
-            if copy is None:
-                raise CheckpointMismatch(
-                    reader.path,
-                    f"it has no float32 copy of {name}, which is in half precision here; the "
-                    "optimizer that saved it stepped another dtype",
-                )
-            masters.append((run, reader.tensor(copy, run.start, run.stop)))
-    steps = reader.find((state.name, NUM_STEPS))  # 3
+    states = here.read(reader, optimizer.shard.kept(), saved_names)  # 2
+    options = [{**mine, **saved} for mine, saved in zip(here.groups, groups, strict=True)]
+    optimizer.shard.load(states, options)
+    steps = reader.find((name, NUM_STEPS))
     if steps is not None:
-        state.optimizer.num_steps = reader.object(steps)
-    for options, saved in zip(state.optimizer.param_groups, groups, strict=True):
-        options.update({key: value for key, value in saved.items() if key != "params"})
-    with torch.no_grad():
-        for run, master in masters:
-            for owned in run.pieces:
-                at = owned.piece.parameter_start - run.start
-                flat = master[at : at + owned.piece.numel]
-                owned.tensor.copy_(flat.view(owned.tensor.shape))
-    inner = state.inner
-    if inner is None:
-        return
-    tensors = [p for options in inner.param_groups for p in options["params"]]
-    plain = inner.state_dict()["param_groups"]
-    for ours, options in zip(plain, state.optimizer.param_groups, strict=True):
-        ours.update({k: v for k, v in options.items() if k not in ("params", "param_names")})
-    inner.load_state_dict(
-        {
-            "state": {
-                number: pieces[id(tensor)]
-                for number, tensor in enumerate(tensors)
-                if pieces.get(id(tensor))
-            },
-            "param_groups": plain,
-        }
-    )
+        optimizer.num_steps = reader.object(steps)
+    for mine, saved in zip(optimizer.param_groups, groups, strict=True):
+        mine.update({key: value for key, value in saved.items() if key != "params"})
 
 
 def _checked_groups(
-    state: ShardedState, reader: CheckpointReader, by_number: bool
+    here: SavedOptimizer, reader: CheckpointReader, by_number: bool
 ) -> list[dict[str, Any]]:
     """The saved groups. Raises CheckpointMismatch where they hold other parameters."""
-    entry = reader.find((state.name, GROUPS))
+    entry = reader.find((here.name, GROUPS))
     if entry is None:
-        plain = reader.find((state.name,))  # Without any state the whole of it is one leaf.
+        plain = reader.find((here.name,))  # Without any state the whole of it is one leaf.
         saved = reader.object(plain)["param_groups"] if plain is not None else []
     else:
         saved = reader.object(entry)
-    ours = state.named_groups()
+    ours = here.groups
     differences = []
     if len(saved) != len(ours):
         differences.append(f"it has {len(saved)} parameter groups, and there are {len(ours)} here")
@@ -183,44 +147,9 @@ def _checked_groups(
                 )
                 if here != there
             ]
-    _raise_differences(reader, differences, f"{state.name!r} steps other parameters")
+    _raise_differences(reader, differences, f"{here.name!r} steps other parameters")
     result: list[dict[str, Any]] = saved
     return result
-
-
-def _read_run(
-    state: ShardedState, run: Run, reader: CheckpointReader, entries: Iterable[Entry]
-) -> Iterable[tuple[torch.Tensor, dict[str, Any]]]:
-    """The state of every piece of a run, in memory of its own."""
-    shape = state.shape_of(run)
-    loaded: list[dict[str, Any]] = [{} for _ in run.pieces]
-    for entry in entries:
-        key = str(entry.path[3])
-        if key == MASTER and state.has_master(run):
-            continue
-        if entry.dtype is None or key == "step" or entry.shape != shape:
-            if entry.numel > 1 and entry.dtype is not None and not _fits(entry.shape, shape):
-                raise CheckpointMismatch(
-                    reader.path,
-                    f"{name_of(entry.path)} is {entry} in it, and the parameter is {shape} here",
-                )
-            for into in loaded:
-                into[key] = reader.value(entry)
-            continue
-        whole = reader.tensor(entry, run.start, run.stop)
-        for owned, into in zip(run.pieces, loaded, strict=True):
-            at = owned.piece.parameter_start - run.start
-            part = whole[at : at + owned.piece.numel].view(owned.tensor.shape)
-            assert is_per_element(key, part, owned.tensor.shape)
-            into[key] = part
-    return [(owned.tensor, into) for owned, into in zip(run.pieces, loaded, strict=True)]
-
-
-def _fits(summary: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can sum a parameter up: its shape, with some lengths made 1."""
-    return len(summary) == len(shape) and all(
-        ours in (1, whole) for ours, whole in zip(summary, shape, strict=True)
-    )
 
 
 def plain_optimizer_state(name: str, reader: CheckpointReader) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A `ZeroRedundancyOptimizer` in a checkpoint: every rank writes and reads the pieces it steps.
+"""A `ZeroRedundancyOptimizer` in a checkpoint: every rank writes and reads ranges of its state.
 
     name/state/<parameter>/<tensor>    as in the optimizer's plain state, by parameter name
     name/state/<parameter>/master      the float32 copy of a parameter in half precision
@@ -9,138 +9,128 @@ Names instead of numbers are also what torch.distributed.checkpoint uses for opt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-import torch
-
-from ..zero.optimizer_state import MASTER
-from ..zero.parameter_shard import KeptPiece
+from ..partition.resharding import Range
+from ..zero.optimizer_state import is_summary
+from ..zero.shard_state import MASTER, Layout, ShardState, is_per_element
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from .contents import pickled, whole_of
+from .contents import add_leaf, pickled
+from .format.errors import CheckpointMismatch
+from .format.manifest import Entry, name_of
 from .format.pieces import Contents, Path, TensorRange
+from .format.reader import CheckpointReader
 
 STATE, GROUPS, NUM_STEPS = "state", "param_groups", "num_steps"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Pieces of one parameter, one behind the other."""
+class SavedOptimizer:
+    """What a checkpoint has to know of a sharded optimizer; it outlives the optimizer.
 
-    parameter: int
-    pieces: tuple[KeptPiece, ...]
+    name: under which it is registered.
+    parameters: their names, by number in the layout; where it knows none, their numbers.
+    layout: where the parameters' elements lie.
+    groups: the user's, with the names of their parameters.
+    """
 
-    @property
-    def start(self) -> int:
-        return self.pieces[0].piece.parameter_start
+    name: str
+    parameters: Sequence[str]
+    layout: Layout
+    groups: list[dict[str, Any]]
 
-    @property
-    def stop(self) -> int:
-        last = self.pieces[-1].piece
-        return last.parameter_start + last.numel
-
-
-class ShardedState:
-    """What a checkpoint needs to know of one optimizer on one rank."""
-
-    def __init__(self, name: str, optimizer: ZeroRedundancyOptimizer) -> None:
-        self.name = name
-        self.optimizer = optimizer
-        shard = optimizer.shard
-        self.inner = shard.optimizer
-        self.parameters: Sequence[torch.nn.Parameter] = shard.parameters
-        pieces = [kept for of_bucket in shard.pieces for kept in of_bucket]
-        self.runs = [] if self.inner is None else list(_runs_of(pieces))
-        """Of this rank's own shard and of the replicas that it keeps: both are read."""
-        self._names = names_of(optimizer)
-
-    def name_of(self, run: Run) -> str:
-        return self.name_of_parameter(self.parameters[run.parameter])
-
-    def name_of_parameter(self, parameter: torch.nn.Parameter) -> str:
-        return self._names[id(parameter)]
-
-    def shape_of(self, run: Run) -> tuple[int, ...]:
-        return tuple(self.parameters[run.parameter].shape)
-
-    def has_master(self, run: Run) -> bool:
-        kept = run.pieces[0].range
-        return kept.master is not kept.values
-
-    def state_path(self, parameter: str, key: str) -> Path:
-        return (self.name, STATE, parameter, key)
-
-    def named_groups(self) -> list[dict[str, Any]]:
-        return [
+    @classmethod
+    def of(cls, name: str, optimizer: ZeroRedundancyOptimizer) -> Self:
+        numbered = [p for options in optimizer.param_groups for p in options["params"]]
+        names = {id(parameter): str(number) for number, parameter in enumerate(numbered)}
+        names |= optimizer._names()
+        groups = [
             {
                 **{key: value for key, value in options.items() if key != "param_names"},
-                "params": [self._names[id(p)] for p in options["params"]],
+                "params": [names[id(p)] for p in options["params"]],
             }
-            for options in self.optimizer.param_groups
+            for options in optimizer.param_groups
         ]
+        shard = optimizer.shard
+        return cls(name, [names[id(p)] for p in shard.parameters], shard.layout, groups)
 
-    def collect(self, writes_leaves: bool) -> Contents:
-        """This rank's pieces. writes_leaves: and what all ranks have alike."""
-        found = Contents()
-        for run in self.runs:
-            if run.pieces[0].is_own:
-                self._collect_run(run, found)
-        if writes_leaves:
-            found.leaves[self.name, GROUPS] = pickled(self.named_groups())
-            found.leaves[self.name, NUM_STEPS] = pickled(self.optimizer.num_steps)
-        return found
+    def collect(self, state: ShardState, ranges: Iterable[Range], found: Contents) -> None:
+        """Add what a rank writes of these ranges, all of which `state` holds, to `found`."""
+        for written in ranges:
+            for number, start, where in self.layout.parameters_in(written):
+                described, shape = state.described.get(number), self.layout.shapes[number]
+                for key in self.layout.saved(where.bucket, described):
+                    parts = state.views(where, key)
+                    found.ranges.append(
+                        TensorRange(
+                            self._path(number, key),
+                            shape,
+                            parts[0].dtype,
+                            start,
+                            start + where.numel,
+                            parts,
+                        )
+                    )
+                # Equal wherever a piece lives; who has the beginning writes it.
+                for key, value in described.whole.items() if described and start == 0 else ():
+                    add_leaf(self._path(number, key), value, found)
 
-    def _collect_run(self, run: Run, found: Contents) -> None:
-        assert self.inner is not None
-        name, shape = self.name_of(run), self.shape_of(run)
+    def collect_leaves(self, num_steps: int, found: Contents) -> None:
+        """Add what all ranks have alike."""
+        found.leaves[self.name, GROUPS] = pickled(self.groups)
+        found.leaves[self.name, NUM_STEPS] = pickled(num_steps)
 
-        def ranged(path: Path, parts: list[torch.Tensor]) -> TensorRange:
-            flat = tuple(part.detach().reshape(-1) for part in parts)
-            return TensorRange(path, shape, flat[0].dtype, run.start, run.stop, flat)
+    def read(
+        self, reader: CheckpointReader, ranges: Sequence[Range], saved_names: Mapping[str, str]
+    ) -> Iterator[ShardState]:
+        """The state of these ranges, by bucket. saved_names: by the parameters' names here.
 
-        states = [self.inner.state.get(owned.tensor, {}) for owned in run.pieces]
-        for key, value in states[0].items():
-            path = self.state_path(name, key)
-            if is_per_element(key, value, run.pieces[0].tensor.shape):
-                found.ranges.append(ranged(path, [state[key] for state in states]))
-            elif run.start > 0:
-                continue  # Equal wherever a piece lives; who has the beginning writes it.
-            elif isinstance(value, torch.Tensor) and value.numel() > 0:
-                found.ranges.append(whole_of(path, value))
-            else:
-                found.leaves[path] = pickled(value)
-        if self.has_master(run):
-            masters: list[torch.Tensor] = [owned.tensor for owned in run.pieces]
-            found.ranges.append(ranged(self.state_path(name, MASTER), masters))
+        Raises CheckpointMismatch where it is that of other parameters.
+        """
+        below: dict[str | int, list[Entry]] = {}
+        for entry in reader.below(self.name, STATE):
+            below.setdefault(entry.path[2], []).append(entry)
+        for bucket in range(len(self.layout.plans)):
+            held = ShardState()
+            for wanted in (one for one in ranges if one.bucket == bucket):
+                for number, start, where in self.layout.parameters_in(wanted):
+                    entries = below.get(saved_names[self.parameters[number]], [])
+                    self._read_piece(reader, entries, number, start, where, held)
+            yield held
 
-
-def is_per_element(key: str, value: object, shape: torch.Size) -> bool:
-    """Whether a tensor of the state has an element for each of the piece's, which has `shape`."""
-    return isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
-
-
-def names_of(optimizer: ZeroRedundancyOptimizer) -> dict[int, str]:
-    """Names of an optimizer's parameters by id: those that it knows, or else their numbers."""
-    numbered = [p for options in optimizer.param_groups for p in options["params"]]
-    names = {id(parameter): str(number) for number, parameter in enumerate(numbered)}
-    return names | optimizer._names()
-
-
-def _runs_of(pieces: Sequence[KeptPiece]) -> Iterator[Run]:
-    """Pieces as the shard lists them, joined where one goes on where the last ended."""
-    run: list[KeptPiece] = []
-    for owned in pieces:
-        if run:
-            last = run[-1].piece
-            goes_on = (
-                owned.range is run[-1].range
-                and owned.piece.parameter == last.parameter
-                and owned.piece.parameter_start == last.parameter_start + last.numel
+    def _read_piece(
+        self,
+        reader: CheckpointReader,
+        entries: Sequence[Entry],
+        number: int,
+        start: int,
+        where: Range,
+        held: ShardState,
+    ) -> None:
+        """Read the state of a parameter's elements from `start` on, which lie at `where`."""
+        shape, has_master = self.layout.shapes[number], self.layout.has_masters[where.bucket]
+        elements, whole = {}, {}
+        for entry in entries:
+            key = str(entry.path[3])
+            if entry.dtype is not None and is_per_element(key, entry.shape, shape):
+                if key != MASTER or has_master:
+                    elements[key] = reader.tensor(entry, start, start + where.numel)
+                continue
+            if entry.dtype is not None and entry.numel > 1 and not is_summary(entry.shape, shape):
+                raise CheckpointMismatch(
+                    reader.path,
+                    f"{name_of(entry.path)} is {entry} in it, and the parameter is {shape} here",
+                )
+            whole[key] = reader.value(entry)
+        if has_master and MASTER not in elements:
+            raise CheckpointMismatch(
+                reader.path,
+                f"it has no float32 copy of {self.parameters[number]}, which is in half precision "
+                "here; the optimizer that saved it stepped another dtype",
             )
-            if not goes_on:
-                yield Run(run[0].piece.parameter, tuple(run))
-                run = []
-        run.append(owned)
-    if run:
-        yield Run(run[0].piece.parameter, tuple(run))
+        held.put(number, where, elements, whole)
+
+    def _path(self, number: int, key: str) -> Path:
+        return (self.name, STATE, self.parameters[number], key)

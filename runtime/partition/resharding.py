@@ -75,37 +75,45 @@ def guarded_ranks(rank: int, num_ranks: int, replicas: int) -> list[int]:
     return [(rank - distance) % num_ranks for distance in range(min(replicas, num_ranks))]
 
 
+def kept_by(rank: int, num_ranks: int, contents: Sequence[int], replicas: int) -> list[Range]:
+    """The ranges that `rank` keeps: its shard, and its replicas of other ranks' shards."""
+    return [
+        mine
+        for owner in guarded_ranks(rank, num_ranks, replicas)
+        for mine in shard_of(owner, num_ranks, contents)
+    ]
+
+
 def plan_transfers(
     held: Mapping[int, Sequence[Range]],
-    num_ranks: int,
-    contents: Sequence[int],
-    replicas: int,
+    wanted: Mapping[int, Sequence[Range]],
+    *,
+    missing_ok: bool = False,
 ) -> list[Transfer]:
-    """What has to travel until every rank holds its shard and its replicas.
+    """What has to travel until every target holds what it wants. Every rank makes the same plan.
 
-    held: by rank of the new map, what it has; a newcomer has nothing. Numbers beyond the map are of
-    ranks that leave: they send, and get nothing. Every rank makes the same plan. A range is cut
-    where its holders change; of several holders the one that has been given least to send so far
-    sends it, the lowest of those.
+    held: by rank, what it has; a newcomer has nothing.
+    wanted: by target, what it shall have. A rank without an entry sends, and gets nothing. A
+        target may be no rank at all (a file): it holds nothing, so all that it wants is sent.
+    missing_ok: leave out what no rank holds, instead of raising.
 
-    Raises RangesLost naming every range that nobody holds.
+    A range is cut where its holders change. Of several holders the one that has been given least
+    to send so far sends it, the lowest of those.
+
+    Raises RangesLost naming every range that no rank holds.
     """
-    sent = dict.fromkeys([*range(num_ranks), *held], 0)
+    sent = dict.fromkeys(held, 0)
     plan: list[Transfer] = []
     lost: list[Range] = []
-    for target in range(num_ranks):
-        for owner in guarded_ranks(target, num_ranks, replicas):
-            for wanted in shard_of(owner, num_ranks, contents):
-                for part, holders in by_holders(wanted, held):
-                    if target in holders:
-                        continue
-                    if not holders:
-                        lost.append(part)
-                        continue
-                    source = min(holders, key=lambda rank: (sent[rank], rank))
-                    sent[source] += part.numel
-                    plan.append(Transfer(source, target, part))
-    if lost:
+    for target, ranges in wanted.items():
+        for part, holders in (cut for one in ranges for cut in by_holders(one, held)):
+            if not holders:
+                lost.append(part)
+            elif target not in holders:
+                source = min(holders, key=lambda rank: (sent[rank], rank))
+                sent[source] += part.numel
+                plan.append(Transfer(source, target, part))
+    if lost and not missing_ok:
         raise RangesLost(merged(lost))
     return plan
 

@@ -4,16 +4,16 @@ Their functions have been left, as for running them again from the top, and what
 is retained (recovery/restart.py). Nothing is moved and no object is made for it:
 
     (a) tell each other what is held, and where each was in its data,
-    (b) of each range of a sharded state, the lowest rank that holds it writes it,
+    (b) each range of a sharded state is written by one of the ranks that hold it,
     (c) what all ranks have alike is written by one, what each has of its own by itself,
     (d) and the manifest comes last, as of any checkpoint (checkpoint/checkpoints.py).
 
-A layout tells what the ranges are of: in a checkpoint state has the names of parameters.
+A `SavedOptimizer` tells what the ranges are of: in a checkpoint state has names of parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -25,60 +25,33 @@ from collectives.objects.blocking import all_gather_object
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import NEVER, CheckpointConfig
-from ..checkpoint.contents import (
-    PER_RANK,
-    ZERO,
-    collect_own,
-    kind_of,
-    pickled,
-    whole_of,
-)
+from ..checkpoint.contents import PER_RANK, ZERO, collect_own, kind_of
 from ..checkpoint.format import catalog
-from ..checkpoint.format.pieces import Contents, Path, TensorRange
+from ..checkpoint.format.pieces import Contents
 from ..checkpoint.format.storage import open_storage
-from ..checkpoint.sharded_state import GROUPS, NUM_STEPS, STATE, ShardedState
+from ..checkpoint.sharded_state import SavedOptimizer
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
-from ..partition.resharding import Range, RangesLost, by_holders, merged, overlap
+from ..partition.resharding import RangesLost, plan_transfers
 from ..process.registry import Registry
-from ..zero.optimizer_state import MASTER
-from ..zero.shard_state import VALUES, HeldState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .restart import Retained, Summary, leader_of, up_to_date
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Of a sharded optimizer. names, shapes: of its parameters, by number. contents, spans: of its
-    buckets, as in BucketPlan. has_masters: whether what is stepped is a float32 copy, by bucket.
-    groups: options, with the names of their parameters."""
-
-    names: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    contents: Sequence[int]
-    spans: Sequence[Sequence[tuple[int, int, int]]]
-    has_masters: Sequence[bool]
-    groups: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, name: str, optimizer: ZeroRedundancyOptimizer) -> Self:
-        state, buckets = ShardedState(name, optimizer), optimizer.shard.buckets
-        return cls(
-            [state.name_of_parameter(p) for p in state.parameters],
-            [tuple(p.shape) for p in state.parameters],
-            [bucket.plan.content for bucket in buckets],
-            [bucket.plan.spans for bucket in buckets],
-            [bucket.own.has_master for bucket in buckets],
-            state.named_groups(),
-        )
+_CHECKPOINT = -1
+"""Where ranges go when they are written: a target of transfers that is no rank."""
 
 
 @dataclass(slots=True)
 class Saveable:
-    """What a checkpoint needs besides what is retained. kinds: of all that is registered, by name.
-    modules: their state_dict, of the tensors that are retained. step: ctx.step."""
+    """What a checkpoint needs besides what is retained.
+
+    kinds: of all that is registered, by name.
+    optimizers: those that are sharded, by name.
+    modules: their state_dict, of the tensors that are retained.
+    step: ctx.step.
+    """
 
     kinds: dict[str, str] = field(default_factory=dict)
-    layouts: dict[str, Layout] = field(default_factory=dict)
+    optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
     step: int = 0
 
@@ -87,7 +60,7 @@ class Saveable:
         made = cls({entry.name: kind_of(entry) for entry in registry}, step=step)
         for entry in registry:
             if isinstance(entry.object, ZeroRedundancyOptimizer):
-                made.layouts[entry.name] = Layout.of(entry.name, entry.object)
+                made.optimizers[entry.name] = SavedOptimizer.of(entry.name, entry.object)
             elif isinstance(entry.object, torch.nn.Module):
                 made.modules[entry.name] = _state_of(entry.object, retained.tensors[entry.name])
         return made
@@ -131,8 +104,8 @@ def save(
     Raises StateLost, on all ranks, if nobody has some of it any more; what saving raises; and what
     ends the group.
     """
-    mine = _Word(retained.summary(was_there, data), saveable.kinds, saveable.step)
-    words: list[_Word] = all_gather_object(group, mine)  # (a)
+    word = _Word(retained.summary(was_there, data), saveable.kinds, saveable.step)
+    words: list[_Word] = all_gather_object(group, word)  # (a)
     there = [rank for rank, word in enumerate(words) if word.summary.was_there]
     if not there:
         raise StateLost(group.generation, 1, "all that was registered and had taken a step")
@@ -141,22 +114,22 @@ def save(
     found = Contents()
     for name, kind in kinds.items() if was_there else ():
         if kind == ZERO:
-            held = {rank: words[rank].summary.held[name][0] for rank in there}
-            layout = saveable.layouts[name]
-            writes = _written_by(group, held, layout)  # (b)
-            _collect_sharded(name, layout, retained.optimizers[name].held, writes, found)
+            saved, mine = saveable.optimizers[name], retained.optimizers[name]
+            held = {rank: words[rank].summary.held[name].ranges for rank in there}
+            try:
+                plan = plan_transfers(held, {_CHECKPOINT: saved.layout.everything()})  # (b)
+            except RangesLost as lost:
+                raise StateLost(group.generation, 1, str(lost)) from None
+            ranges = [one.range for one in plan if one.source == group.rank]
+            saved.collect(mine.held, ranges, found)
             if group.rank == leader:
-                found.leaves[name, GROUPS] = pickled(layout.groups)
-                found.leaves[name, NUM_STEPS] = pickled(retained.optimizers[name].num_steps)
+                saved.collect_leaves(mine.num_steps, found)
             continue
         state = saveable.modules[name] if name in saveable.modules else retained.states[name]
-        more = Contents()
         if kind == PER_RANK:  # (c)
-            more = collect_own((name, there.index(group.rank)), state)
+            collect_own((name, there.index(group.rank)), state, found)
         elif group.rank == leader:
-            more = collect_own((name,), state)
-        found.ranges += more.ranges
-        found.leaves |= more.leaves
+            collect_own((name,), state, found)
     # A place of its own among them: nothing of what was being written when the ranks were left.
     checkpoints = Checkpoints(group, Registry(), replace(config, resume=NEVER))
     checkpoints.begin()
@@ -173,59 +146,3 @@ def newest(config: CheckpointConfig) -> str | None:
     """The path of the last checkpoint that is there."""
     storage = open_storage(config.storage_path)
     return next((storage.path_of(name) for name in catalog.listing(storage).whole), None)
-
-
-def _written_by(
-    group: Group, held: Mapping[int, Sequence[Range]], layout: Layout
-) -> Iterator[Range]:
-    """The ranges that this rank writes. Raises StateLost for those that nobody holds."""
-    lost: list[Range] = []
-    mine: list[Range] = []
-    for bucket, content in enumerate(layout.contents):
-        for part, holders in by_holders(Range(bucket, 0, content), held):
-            if not holders:
-                lost.append(part)
-            elif min(holders) == group.rank:
-                mine.append(part)
-    if lost:
-        raise StateLost(group.generation, 1, str(RangesLost(merged(lost))))
-    return iter(mine)
-
-
-def _collect_sharded(
-    name: str, layout: Layout, held: HeldState, writes: Iterator[Range], found: Contents
-) -> None:
-    for written in writes:
-        for number, offset, numel in layout.spans[written.bucket]:
-            common = overlap(written, Range(written.bucket, offset, offset + numel))
-            if common is None:
-                continue
-            start = common.start - offset
-
-            def path(key: str, number: int = number) -> Path:
-                return (name, STATE, layout.names[number], key)
-
-            state = held.state_of(number, common, torch.device("cpu"))
-            described = held.described.get(number)
-            elements = described.elements if described is not None else {}
-            if layout.has_masters[written.bucket]:
-                values = torch.zeros(common.numel)
-                state[MASTER] = held.cut(common, VALUES, values)
-            for key, value in state.items():
-                if key in elements or key == MASTER:
-                    found.ranges.append(
-                        TensorRange(
-                            path(key),
-                            layout.shapes[number],
-                            value.dtype,
-                            start,
-                            start + common.numel,
-                            (value,),
-                        )
-                    )
-                elif start > 0:
-                    continue  # Equal wherever a piece lives; who has the beginning writes it.
-                elif isinstance(value, torch.Tensor) and value.numel() > 0:
-                    found.ranges.append(whole_of(path(key), value))
-                else:
-                    found.leaves[path(key)] = pickled(value)

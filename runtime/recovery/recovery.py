@@ -47,9 +47,8 @@ from ..checkpoint.config import CheckpointConfig
 from ..data.dealer import DataPosition, Dealer
 from ..data_parallel.engine import ModelEngine
 from ..join import join
-from ..partition.resharding import Range
 from ..process.registry import Registered, Registry
-from ..zero.shard_state import Description, HeldState
+from ..zero.shard_state import Inventory, ShardState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from . import last_checkpoint
 from . import waiting_steps as whole_parameters
@@ -81,11 +80,11 @@ class RunningCall(Protocol):
 class Standing:
     """What a rank tells the others in (c).
 
-    held, described: per optimizer that it has. synced: per model, the step whose buffers it has
+    held: per optimizer that it has. synced: per model, the step whose buffers it has
     taken over. passes: per model, how often its gradients were sent. position: in the samples.
     """
 
-    held: Mapping[int, tuple[list[Range], Mapping[int, Description]]]
+    held: Mapping[int, Inventory]
     synced: Mapping[int, int]
     passes: Mapping[int, int]
     position: DataPosition
@@ -121,7 +120,7 @@ class Recovery:
         """How the function runs again, once it has been left."""
         self._met = NOWHERE
         """The last generation whose ranks have met because functions run again in it."""
-        self._on_the_way: Mapping[int, HeldState] = {}
+        self._on_the_way: Mapping[int, ShardState] = {}
         """By id() of an optimizer, what it has of attempts to go on in place, when its function is
         to run again. Others may have entered that generation, and dropped what came here."""
         self._retained: Retained | None = None
@@ -217,7 +216,7 @@ class Recovery:
         its parameters are whole, and raises FunctionLeft if not.
         """
         self.pass_boundary()
-        held: dict[int, HeldState] = {}
+        held: dict[int, ShardState] = {}
         handed_over = False
         while True:
             # A plain model has gradients of the lost rank's, and may have stepped with them.
@@ -347,7 +346,7 @@ class Recovery:
 
     # -- in place --------------------------------------------------------------------------------
 
-    def _go_on(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
+    def _go_on(self, resumption: Resumption, held: dict[int, ShardState]) -> None:
         """held: by optimizer, what an attempt that failed has left here."""
         optimizers, models = self._made.optimizers(), self._made.models()
         group, standings = self._meet(resumption, held)
@@ -378,7 +377,7 @@ class Recovery:
         self._made.launch_again([one.passes for one in standings])  # (g)
         self.num_recoveries += 1
 
-    def _hand_over(self, resumption: Resumption, held: dict[int, HeldState]) -> None:
+    def _hand_over(self, resumption: Resumption, held: dict[int, ShardState]) -> None:
         """Return when all who stay have what they keep without those that leave. Nobody enters this
         generation: what it has brought stays in `held`, for the next one."""
         group, standings = self._meet(resumption, held)
@@ -388,7 +387,7 @@ class Recovery:
     def _meet(
         self,
         resumption: Resumption,
-        held: dict[int, HeldState],
+        held: dict[int, ShardState],
     ) -> tuple[Group, list[Standing]]:
         models = self._made.models()
         self._made.catch_up(resumption.progress)  # (b)
@@ -397,7 +396,7 @@ class Recovery:
                 held[number] = optimizer.shard.held()
         group = self._lifeline.connect()  # (c)
         mine = Standing(
-            {number: (state.ranges, state.described) for number, state in held.items()},
+            {number: state.inventory for number, state in held.items()},
             {number: model.buffers.synced_step for number, model in models.items()},
             {number: model.reducer.num_passes for number, model in models.items()},
             self.dealer.position(),
@@ -406,7 +405,7 @@ class Recovery:
 
     def _move(
         self,
-        held: Mapping[int, HeldState],
+        held: Mapping[int, ShardState],
         standings: Sequence[Standing],
         group: Group,
         leaving: Sequence[int] = (),
@@ -415,9 +414,9 @@ class Recovery:
         optimizers = self._made.optimizers()
         everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
         for number in everywhere:
-            told = [standing.held[number] for standing in standings]
+            inventories = [standing.held[number] for standing in standings]
             shard = optimizers[number].shard
-            self.bytes_moved += shard.complete(held[number], told, group, leaving)
+            self.bytes_moved += shard.complete(held[number], inventories, group, leaving)
         return everywhere
 
     def _former_ranks(self) -> tuple[int, ...]:

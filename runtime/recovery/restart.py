@@ -22,9 +22,8 @@ from collectives.objects.blocking import broadcast_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..data_parallel.same_model import broadcast_tensors
-from ..partition.resharding import Range
 from ..process.registry import Registered, Registry
-from ..zero.shard_state import Description, HeldState
+from ..zero.shard_state import Inventory, ShardState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .plain_optimizer_steps import Place
 
@@ -33,7 +32,7 @@ from .plain_optimizer_steps import Place
 class RetainedOptimizer:
     """held: what this rank keeps of the state. num_steps, options: equal on all ranks."""
 
-    held: HeldState
+    held: ShardState
     progress: Progress
     num_steps: int
     options: list[dict[str, Any]]
@@ -51,7 +50,7 @@ class Summary:
     was_there: bool
     place: Place
     steps_taken: int
-    held: Mapping[str, tuple[list[Range], Mapping[int, Description]]]
+    held: Mapping[str, Inventory]
     data: Any
 
 
@@ -69,7 +68,7 @@ class Retained:
     steps_taken: int | None = None
 
     @classmethod
-    def of(cls, registry: Registry, place: Place, on_the_way: Mapping[int, HeldState]) -> Retained:
+    def of(cls, registry: Registry, place: Place, on_the_way: Mapping[int, ShardState]) -> Retained:
         """on_the_way: by id() of an optimizer, what it has received beyond what it steps."""
         retained = cls(place=place)
         for entry in registry:
@@ -97,9 +96,7 @@ class Retained:
         return [one.progress for one in self.optimizers.values()]
 
     def summary(self, was_there: bool, data: Any) -> Summary:
-        held = {
-            name: (one.held.ranges, one.held.described) for name, one in self.optimizers.items()
-        }
+        held = {name: one.held.inventory for name, one in self.optimizers.items()}
         return Summary(was_there, self.place, self.steps_taken or 0, held, data)
 
     def restore(self, entry: Registered, summaries: Sequence[Summary], group: Group) -> int | None:
@@ -140,9 +137,9 @@ class Retained:
         mine = self.optimizers.get(name)
         told = (mine.progress, mine.num_steps, mine.options) if mine else None
         progress, num_steps, options = broadcast_object(group, told, leader_of(summaries))
-        held = HeldState([], [], {}) if mine is None else mine.held.copy()
-        by_rank = [one.held.get(name, ([], {})) for one in summaries]
-        return optimizer.take_over(held, by_rank, progress, num_steps, options)
+        held = ShardState() if mine is None else mine.held.copy()
+        inventories = [one.held.get(name, Inventory()) for one in summaries]
+        return optimizer.take_over(held, inventories, progress, num_steps, options)
 
 
 def leader_of(summaries: Sequence[Summary]) -> int:

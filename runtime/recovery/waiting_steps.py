@@ -24,23 +24,27 @@ from collectives import Group
 from collectives.objects.blocking import all_gather_object, broadcast_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
-from ..partition.resharding import Range, Transfer, by_holders
+from ..partition.resharding import Range, plan_transfers
 from ..process.registry import Registry
-from ..zero.shard_state import VALUES, HeldState, exchange
+from ..zero.shard_state import Layout, ShardState, exchange
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .restart import Retained
 
 
 @dataclass(frozen=True, slots=True)
 class _Want:
-    """Of a rank that waits: optimizer, model: their names. contents, dtypes: of the buckets, dtypes
-    of what is stepped. step: its ballot. buffers: names of the model's, empty if they do not
-    travel. newest: this rank's number when it took the step, -1 if it had no data."""
+    """What a rank that waits says of the step.
+
+    optimizer, model: their names.
+    layout: of the optimizer's parameters.
+    step: its ballot.
+    buffers: names of the model's, empty if they do not travel.
+    newest: this rank's number when it took the step, -1 if it had no data.
+    """
 
     optimizer: str
     model: str
-    contents: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
+    layout: Layout
     step: int
     buffers: tuple[str, ...]
     newest: int
@@ -51,7 +55,7 @@ class Holdings:
     """What a rank has when it comes. held: by optimizer. synced: by model, the step whose buffers
     it has. buffers: of these models, by name."""
 
-    held: Mapping[str, HeldState] = field(default_factory=dict)
+    held: Mapping[str, ShardState] = field(default_factory=dict)
     synced: Mapping[str, int] = field(default_factory=dict)
     buffers: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
@@ -62,10 +66,10 @@ class Holdings:
         return cls(held, retained.synced, retained.tensors)
 
     @classmethod
-    def of_live(cls, registry: Registry, held: Mapping[int, HeldState]) -> Holdings:
+    def of_live(cls, registry: Registry, held: Mapping[int, ShardState]) -> Holdings:
         """Of a rank that waits. held: by id() of an optimizer, what it has of earlier attempts to
         go on."""
-        states: dict[str, HeldState] = {}
+        states: dict[str, ShardState] = {}
         synced: dict[str, int] = {}
         buffers: dict[str, Mapping[str, torch.Tensor]] = {}
         for entry in registry:
@@ -105,9 +109,10 @@ def complete(
         targets = [rank for rank, one in wants.items() if one.optimizer == name]
         told = wants[targets[0]]
         by_rank = {rank: word.held.get(name, ()) for rank, word in enumerate(words)}
-        plan = _plan(by_rank, told.contents, targets)
-        mine = has.held[name].copy() if name in has.held else HeldState([], [], {})
-        exchange(mine, plan, [{VALUES: dtype} for dtype in told.dtypes], group)  # (b)
+        wanted = dict.fromkeys(targets, told.layout.everything())
+        plan = plan_transfers(by_rank, wanted, missing_ok=True)
+        mine = has.held[name].copy() if name in has.held else ShardState()
+        exchange(mine, plan, told.layout.travelling({}), group)  # (b)
         if group.rank in targets and waiting is not None:
             waiting.shard.publish(mine)
         if told.buffers:
@@ -118,35 +123,17 @@ def complete(
 
 def _want(registry: Registry, waiting: ZeroRedundancyOptimizer) -> _Want:
     names = {id(entry.object): entry.name for entry in registry}
-    model, buckets = waiting.model, waiting.shard.buckets
+    model = waiting.model
     assert model is not None
     travel = model.buffers.travel and bool(waiting.last_live)
     return _Want(
         names[id(waiting)],
         names[id(model.face)],
-        tuple(bucket.plan.content for bucket in buckets),
-        tuple(bucket.own.master.dtype for bucket in buckets),
+        waiting.shard.layout,
         waiting.progress.ballots,
         tuple(name for name, _ in model.module.named_buffers()) if travel else (),
         waiting.group.rank if waiting.group.rank in waiting.last_live else -1,
     )
-
-
-def _plan(
-    held: Mapping[int, Sequence[Range]], contents: Sequence[int], targets: Sequence[int]
-) -> list[Transfer]:
-    """All of it to all targets. Of several holders the one with least to send so far sends."""
-    sent = dict.fromkeys(held, 0)
-    plan = []
-    for bucket, content in enumerate(contents):
-        for part, holders in by_holders(Range(bucket, 0, content), held):
-            for target in targets:
-                if target in holders or not holders:
-                    continue
-                source = min(holders, key=lambda rank: (sent[rank], rank))
-                sent[source] += part.numel
-                plan.append(Transfer(source, target, part))
-    return plan
 
 
 def _send_buffers(

@@ -7,7 +7,7 @@ pieces of parameters in it are what the rank's optimizer steps.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +17,11 @@ from collectives import Group, Work
 
 from ..data_parallel.gradient_bucket import GradientBucket
 from ..partition.buckets import BucketPlan, plan_buckets
-from ..partition.resharding import Range
-from ..partition.shards import (
-    Piece,
-    pieces_of,
-    shard_numel,
-    whole_parameter_spans,
-)
-from .optimizer_state import MASTER, BucketLayout, PieceState, check_fits, gather_state, slice_state
+from ..partition.resharding import Range, kept_by
+from ..partition.shards import Piece, pieces_of, shard_numel, whole_parameter_spans
+from .optimizer_state import check_fits, gather_state
 from .parameter_bucket import Gather, ParameterBucket, ShardRange
-from .shard_state import VALUES, Description, HeldState, Part, Told, complete
+from .shard_state import MASTER, Inventory, Layout, ShardState, complete, divided
 from .shardable_optimizers import ELEMENTWISE
 
 _BUCKET_BYTES = 25 << 20
@@ -40,12 +35,13 @@ class KeptPiece:
     """A piece of a parameter that this rank steps, as part of its own shard or of a replica.
 
     tensor: view of the master, of shape (piece.numel,), or the parameter's where it is whole.
+    where: its elements in the bucket.
     """
 
     tensor: torch.nn.Parameter
     piece: Piece
+    where: Range
     range: ShardRange
-    is_own: bool
 
 
 class ParameterShard:
@@ -99,20 +95,26 @@ class ParameterShard:
         for number, plan in enumerate(plans):
             reduced = None if reduced_in is None else reduced_in[number].shard
             bucket = ParameterBucket(plan, self.parameters, self.group, reduced, self.replicas)
-            pieces = self._pieces_of(bucket)
+            pieces = self._pieces_of(len(self.buckets), bucket)
             self.buckets.append(bucket)
             self.pieces.append(pieces)
             fresh += pieces
         self._admit(fresh, groups)
 
-    def _pieces_of(self, bucket: ParameterBucket) -> list[KeptPiece]:
+    def _pieces_of(self, number: int, bucket: ParameterBucket) -> list[KeptPiece]:
         tile = _CPU_TILE_NUMEL if self._elementwise and _is_on_cpu(self.group) else sys.maxsize
         plan, size = bucket.plan, self.group.size
-        return [
-            self._keep(kept, piece, kept is bucket.own)
-            for kept in bucket.ranges
-            for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile)
-        ]
+        pieces = []
+        for kept in bucket.ranges:
+            base = kept.owner * shard_numel(plan.content, size)
+            for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile):
+                start, stop = piece.shard_start, piece.shard_start + piece.numel
+                tensor = kept.master[start:stop]
+                if not self._elementwise:
+                    tensor = tensor.view(self.parameters[piece.parameter].shape)
+                where = Range(number, base + start, base + stop)
+                pieces.append(KeptPiece(torch.nn.Parameter(tensor), piece, where, kept))
+        return pieces
 
     def _plan(
         self, parameters: Sequence[torch.nn.Parameter], first_number: int
@@ -138,12 +140,6 @@ class ParameterShard:
             plan = BucketPlan(tuple((same[i], at, n) for i, at, n in spans), content)
             plans.append(plan.numbered_from(first_number))
         return plans
-
-    def _keep(self, kept: ShardRange, piece: Piece, is_own: bool) -> KeptPiece:
-        tensor = kept.master[piece.shard_start : piece.shard_start + piece.numel]
-        if not self._elementwise:
-            tensor = tensor.view(self.parameters[piece.parameter].shape)
-        return KeptPiece(torch.nn.Parameter(tensor), piece, kept, is_own)
 
     def _admit(self, pieces: Sequence[KeptPiece], groups: Sequence[Mapping[str, Any]]) -> None:
         """Give the optimizer new pieces, each in the group that its parameter is in."""
@@ -191,7 +187,7 @@ class ParameterShard:
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         for bucket, pieces in zip(self.buckets, self.pieces, strict=True):
             reduced = bucket.own.reduced
-            own = [mine for mine in pieces if mine.is_own]
+            own = [mine for mine in pieces if mine.range is bucket.own]
             local = map(self._gradient_of, own) if reduced is None else [reduced]
             for gradient in local:
                 if gradient is not None:
@@ -260,127 +256,118 @@ class ParameterShard:
         """Begin to send this rank's reduced gradients to those that keep replicas of its shard."""
         return [work for bucket in self.buckets if (work := bucket.start_replicating(self.group))]
 
-    # -- another group ---------------------------------------------------------------------------
+    # -- state by ranges -------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(
+            [tuple(parameter.shape) for parameter in self.parameters],
+            [bucket.plan for bucket in self.buckets],
+            [bucket.own.master.dtype for bucket in self.buckets],
+            [bucket.own.has_master for bucket in self.buckets],
+        )
+
+    def kept(self, replicas: int | None = None) -> list[Range]:
+        """The ranges that this rank keeps: its shard, and its replicas; with 1 its shard alone."""
+        contents = [bucket.plan.content for bucket in self.buckets]
+        return kept_by(self.group.rank, self.group.size, contents, replicas or self.replicas)
+
+    def held(self) -> ShardState:
+        """All that this rank keeps; the tensors are the very ones that are stepped."""
+        held = ShardState(self.kept())
+        for mine in (mine for pieces in self.pieces for mine in pieces):
+            assert self.optimizer is not None
+            state = self.optimizer.state.get(mine.tensor, {})
+            elements, whole = divided({**state, MASTER: mine.tensor}, mine.tensor.shape)
+            held.put(mine.piece.parameter, mine.where, elements, whole)
+        return held
+
+    def complete(
+        self,
+        held: ShardState,
+        inventories: Sequence[Inventory],
+        group: Group,
+        leaving: Sequence[int] = (),
+    ) -> int:
+        """Bring `held` to what a rank of `group` keeps, for `recut`; returns the bytes sent.
+        inventories, leaving: as for shard_state.complete."""
+        return complete(held, inventories, self.layout, self.replicas, group, leaving)
 
     def recut(
         self,
         group: Group,
-        reduced: Sequence[torch.Tensor],
+        reduced_in: Sequence[GradientBucket],
         groups: Sequence[Mapping[str, Any]],
-        held: HeldState,
+        held: ShardState,
     ) -> None:
-        """Keep what a rank of `group` keeps. reduced: where each bucket's sum arrives there.
-        held: values and state of all that, at least."""
+        """Keep what a rank of `group` keeps.
+
+        reduced_in, groups: as for `add`.
+        held: values and state of all that, at least.
+        """
         self.group = group
         self.pieces = []
-        for number, (bucket, arrives_in) in enumerate(zip(self.buckets, reduced, strict=True)):
-            bucket.cut(group, arrives_in, self.replicas)
+        for number, (bucket, reduced) in enumerate(zip(self.buckets, reduced_in, strict=True)):
+            bucket.cut(group, reduced.shard, self.replicas)
+            self.pieces.append(self._pieces_of(number, bucket))
+            for mine in self.pieces[-1]:
+                held.cut(mine.where, MASTER, mine.tensor.data)
             for kept in bucket.ranges:
-                wanted = self._range_of(number, kept)
-                if wanted is not None:
-                    held.cut(wanted, VALUES, kept.master[: wanted.numel])
                 kept.publish_master()
-            self.pieces.append(self._pieces_of(bucket))
         self.optimizer = None
-        self._admit([mine for pieces in self.pieces for mine in pieces], groups)
+        pieces = [mine for of_bucket in self.pieces for mine in of_bucket]
+        self._admit(pieces, groups)
         optimizer: torch.optim.Optimizer | None = self.optimizer
-        for number, pieces in enumerate(self.pieces if optimizer else ()):
-            for mine in pieces:
-                wanted = self._range_of_piece(number, mine)
-                state = held.state_of(mine.piece.parameter, wanted, mine.tensor.device)
-                if state and optimizer is not None:
-                    optimizer.state[mine.tensor] = state
+        for mine in pieces if optimizer is not None else ():
+            state = held.state_of(mine.piece.parameter, mine.where, mine.tensor)
+            if state and optimizer is not None:
+                optimizer.state[mine.tensor] = state
 
-    def publish(self, held: HeldState) -> None:
+    def publish(self, held: ShardState) -> None:
         """Make the parameters what `held` has of them; elsewhere they stay as they are."""
-        for number, bucket in enumerate(self.buckets):
-            content = bucket.plan.content
-            held.cut(Range(number, 0, content), VALUES, bucket.flat[:content])
+        for everything in self.layout.everything():
+            held.cut(everything, MASTER, self.buckets[everything.bucket].flat[: everything.stop])
 
-    def held(self) -> HeldState:
-        """All that this rank keeps, for `recut`; the tensors are the very ones that are stepped."""
-        ranges, parts, described = [], [], {}
-        for number, (bucket, pieces) in enumerate(zip(self.buckets, self.pieces, strict=True)):
-            for kept in bucket.ranges:
-                whole = self._range_of(number, kept)
-                if whole is not None:
-                    ranges.append(whole)
+    def load(self, states: Iterable[ShardState], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Make the optimizer's state what `states` have, by bucket; nothing of them is kept.
+
+        states: of all that this rank keeps, at least. They may be made one by one: nothing changes
+        before the last is there. groups: the user's, whose options count.
+        """
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        loaded: dict[int, dict[str, Any]] = {}
+        masters: list[tuple[KeptPiece, torch.Tensor]] = []
+        for held, pieces in zip(states, self.pieces, strict=True):
             for mine in pieces:
-                assert self.optimizer is not None
-                state = self.optimizer.state.get(mine.tensor, {})
-                elements = {
-                    name: value
-                    for name, value in state.items()
-                    if isinstance(value, torch.Tensor)
-                    and value.shape == mine.tensor.shape
-                    and name != "step"
-                }
-                if state:
-                    described[mine.piece.parameter] = Description(
-                        {name: value.dtype for name, value in elements.items()},
-                        {name: value for name, value in state.items() if name not in elements},
-                    )
-                tensors = {VALUES: mine.tensor.detach(), **elements}
-                parts.append(Part(self._range_of_piece(number, mine), tensors))
-        return HeldState(ranges, parts, described)
+                state = held.state_of(mine.piece.parameter, mine.where, mine.tensor)
+                loaded[id(mine.tensor)] = state
+                if mine.range.has_master:
+                    master = held.cut(mine.where, MASTER, mine.tensor.detach().clone())
+                    masters.append((mine, master))
+        plain = optimizer.state_dict()["param_groups"]
+        for options, ours in zip(plain, groups, strict=True):
+            options.update(_options(ours))
+        tensors = [tensor for options in optimizer.param_groups for tensor in options["params"]]
+        by_number = {n: state for n, tensor in enumerate(tensors) if (state := loaded[id(tensor)])}
+        optimizer.load_state_dict({"state": by_number, "param_groups": plain})
+        for mine, master in masters:
+            mine.tensor.data.copy_(master)
 
-    def complete(
-        self, held: HeldState, told: Sequence[Told], group: Group, leaving: Sequence[int] = ()
-    ) -> int:
-        """Bring `held` to what a rank of `group` keeps, for `recut`; returns the bytes sent.
-        leaving: as for held_state.complete."""
-        contents = [bucket.plan.content for bucket in self.buckets]
-        return complete(held, told, contents, self.replicas, self.travelling, group, leaving)
-
-    def travelling(self, described: Mapping[int, Description]) -> list[dict[str, torch.dtype]]:
-        """Names and dtypes of the tensors that go with a range, by bucket."""
-        by_bucket = []
-        for bucket in self.buckets:
-            names = {VALUES: bucket.own.master.dtype}
-            for parameter, _, _ in bucket.plan.spans:
-                if parameter in described:
-                    names.update(described[parameter].elements)
-            by_bucket.append(names)
-        return by_bucket
-
-    def _range_of(self, number: int, kept: ShardRange) -> Range | None:
-        """Without the slack; None if there is nothing else."""
-        content = self.buckets[number].plan.content
-        length = shard_numel(content, self.group.size)
-        start, stop = kept.owner * length, min((kept.owner + 1) * length, content)
-        return Range(number, start, stop) if start < stop else None
-
-    def _range_of_piece(self, number: int, mine: KeptPiece) -> Range:
-        content = self.buckets[number].plan.content
-        start = mine.range.owner * shard_numel(content, self.group.size) + mine.piece.shard_start
-        return Range(number, start, start + mine.piece.numel)
-
-    # -- state ---------------------------------------------------------------------------------
+    # -- state of whole parameters ---------------------------------------------------------------
 
     def gather_state(self, to: int) -> dict[int, dict[str, Any]]:
         """State of all parameters, by their id(), on rank `to`; empty on the others."""
-        layouts = [
-            BucketLayout(
-                bucket.plan.content,
-                bucket.plan.spans,
-                [
-                    PieceState(mine.piece, mine.tensor.shape, self._state_of(mine))
-                    for mine in pieces
-                    if mine.is_own
-                ],
-            )
-            for bucket, pieces in zip(self.buckets, self.pieces, strict=True)
-        ]
-        shapes = [parameter.shape for parameter in self.parameters]
-        gathered = gather_state(layouts, shapes, self.group, to)
+        gathered = gather_state(self.layout, self.held(), self.group, to)
         return {id(self.parameters[number]): state for number, state in gathered.items()}
 
-    def _state_of(self, mine: KeptPiece) -> dict[str, Any]:
-        assert self.optimizer is not None
-        state = dict(self.optimizer.state.get(mine.tensor, {}))
-        if mine.range.has_master:
-            state[MASTER] = mine.tensor.detach()
-        return state
+    def load_state(
+        self, saved: Mapping[int, tuple[str, Mapping[str, Any]]], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        """Take this rank's part of what fits. saved: by id() of a parameter its name, for errors,
+        and its state. groups: the user's, with the options as they were loaded."""
+        self.load(self._whole(saved), groups)
 
     def check_fits(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> None:
         """Raises ValueError for state that does not fit its parameter, whoever owns it. saved: as
@@ -389,37 +376,15 @@ class ParameterShard:
             name, state = saved.get(id(parameter), ("", {}))
             check_fits(state, parameter.shape, name, may_be_cut=self._elementwise)
 
-    def load_state(
-        self, saved: Mapping[int, tuple[str, Mapping[str, Any]]], groups: Sequence[dict[str, Any]]
-    ) -> None:
-        """Take this rank's part of what fits. saved: by id() of a parameter its name, for errors,
-        and its state. groups: the user's, with the options as they were loaded."""
-        optimizer = self.optimizer
-        if optimizer is None:
-            return
-        place = {
-            id(tensor): number
-            for number, tensor in enumerate(p for g in optimizer.param_groups for p in g["params"])
-        }
-        sliced: dict[int, dict[str, Any]] = {}
-        masters: list[tuple[KeptPiece, torch.Tensor]] = []
-        for mine in (mine for pieces in self.pieces for mine in pieces):
-            parameter = self.parameters[mine.piece.parameter]
-            _, whole = saved.get(id(parameter), ("", {}))
-            if not whole:
-                continue
-            state = slice_state(whole, mine.piece, mine.tensor.shape, parameter.shape)
-            master = state.pop(MASTER, None)
-            if master is not None and mine.range.has_master:
-                masters.append((mine, master))
-            if state:
-                sliced[place[id(mine.tensor)]] = state
-        plain = optimizer.state_dict()["param_groups"]
-        for options, ours in zip(plain, groups, strict=True):
-            options.update(_options(ours))
-        optimizer.load_state_dict({"state": sliced, "param_groups": plain})
-        for mine, master in masters:
-            mine.tensor.data.copy_(master)
+    def _whole(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> Iterator[ShardState]:
+        for number, bucket in enumerate(self.buckets):
+            held = ShardState()
+            for parameter, offset, numel in bucket.plan.spans:
+                _, state = saved.get(id(self.parameters[parameter]), ("", {}))
+                if state and numel > 0:
+                    elements, whole = divided(state, self.parameters[parameter].shape)
+                    held.put(parameter, Range(number, offset, offset + numel), elements, whole)
+            yield held
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,18 @@
-"""What a rank holds of the optimizer's state, by ranges of buckets, and how it gets what it lacks.
+"""The state of a sharded optimizer by ranges of buckets, and how a rank gets the ranges it lacks.
 
-Only for elementwise optimizers: there a tensor of the state has one number for each of the
-parameter's, or belongs to the parameter as a whole (`step`) and is equal wherever a piece of it is.
+A tensor of the state either has a number for each element of its parameter (`exp_avg`), or is kept
+for the parameter as a whole: `step`, which is equal wherever a piece of the parameter is, or, where
+parameters are not cut, anything (Adafactor's row and column sums). The former is held by ranges,
+the latter by parameter. A range is a piece of a parameter or all of it: what a rank steps, what it
+receives, what a user loads and what a checkpoint holds are all a `ShardState`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +20,85 @@ import torch
 from actors.errors import StateLost
 from collectives import Group
 
-from ..partition.resharding import Range, RangesLost, Transfer, overlap, plan_transfers
+from ..partition.buckets import BucketPlan
+from ..partition.resharding import Range, RangesLost, Transfer, kept_by, overlap, plan_transfers
 
-VALUES = "values"
-"""Beside the optimizer's own names: the numbers that are stepped, parameters or their masters."""
+MASTER = "master"
+"""Beside the optimizer's own names: the numbers that are stepped. They are the parameters
+themselves, or the float32 copies of parameters in half precision; only the copies are saved. Plain
+optimizers carry them along and do not look at them."""
+
+
+def is_per_element(name: str, shape: Sequence[int], parameter_shape: Sequence[int]) -> bool:
+    """Whether a tensor of the state has a number for each element of the parameter, or piece.
+
+    shape: of the tensor.
+    """
+    return tuple(shape) == tuple(parameter_shape) and name != "step"
+
+
+def divided(
+    state: Mapping[str, Any], shape: Sequence[int]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors with a number for each element, flat, and the rest of a parameter's state.
+
+    shape: of the parameter, or of the piece that the state is of.
+    """
+    elements = {
+        name: value.detach().reshape(-1)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and is_per_element(name, value.shape, shape)
+    }
+    return elements, {name: value for name, value in state.items() if name not in elements}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the elements of a sharded optimizer's parameters lie; alike on all ranks.
+
+    shapes: of the parameters, by number.
+    plans: of the buckets.
+    dtypes: of the numbers that are stepped, by bucket.
+    has_masters: whether these are copies of the parameters, by bucket.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    plans: Sequence[BucketPlan]
+    dtypes: Sequence[torch.dtype]
+    has_masters: Sequence[bool]
+
+    @property
+    def contents(self) -> list[int]:
+        return [plan.content for plan in self.plans]
+
+    def everything(self) -> list[Range]:
+        return [Range(bucket, 0, n) for bucket, n in enumerate(self.contents) if n > 0]
+
+    def parameters_in(self, wanted: Range) -> Iterator[tuple[int, int, Range]]:
+        """The parameters that have elements in `wanted`: the number, which element of the parameter
+        is the first of them, and the range of the bucket that they are."""
+        for parameter, offset, numel in self.plans[wanted.bucket].spans:
+            start, stop = max(wanted.start, offset), min(wanted.stop, offset + numel)
+            if start < stop:
+                yield parameter, start - offset, Range(wanted.bucket, start, stop)
+
+    def saved(self, bucket: int, description: Description | None) -> dict[str, torch.dtype]:
+        """Names and dtypes of the tensors by elements that are saved of a parameter."""
+        elements = {} if description is None else dict(description.elements)
+        if self.has_masters[bucket]:
+            elements[MASTER] = self.dtypes[bucket]
+        return elements
+
+    def travelling(self, described: Mapping[int, Description]) -> list[dict[str, torch.dtype]]:
+        """Names and dtypes of the tensors that go with a range, by bucket."""
+        by_bucket = []
+        for plan, dtype in zip(self.plans, self.dtypes, strict=True):
+            names = {MASTER: dtype}
+            for parameter, _, _ in plan.spans:
+                if parameter in described:
+                    names.update(described[parameter].elements)
+            by_bucket.append(names)
+        return by_bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,102 +121,142 @@ class Description:
     whole: Mapping[str, Any]
 
 
-class HeldState:
-    """ranges: what is held, whole shards of buckets with the gaps between their parameters.
-    parts: the numbers, gaps left out. described: by parameter; on every rank the same, once told.
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a rank tells the others of its ShardState: its ranges and descriptions, no tensors."""
+
+    ranges: Sequence[Range] = ()
+    described: Mapping[int, Description] = field(default_factory=dict)
+
+
+class ShardState:
+    """What one rank has of an optimizer's state, by ranges. It holds the tensors that it is given.
+
+    ranges: of a rank's own state, what is held: whole shards of buckets, with the gaps between
+        their parameters.
+    described: by parameter; on every rank the same, once all have told what they hold.
     """
 
-    def __init__(
-        self, ranges: Sequence[Range], parts: Sequence[Part], described: Mapping[int, Description]
-    ) -> None:
+    def __init__(self, ranges: Sequence[Range] = ()) -> None:
         self.ranges = list(ranges)
-        self.described = dict(described)
+        self.described: dict[int, Description] = {}
+        # By bucket, in order and without overlaps: what is held already is never received.
         self._parts: dict[int, list[Part]] = defaultdict(list)
-        for part in parts:
-            self._parts[part.range.bucket].append(part)
 
-    def copy(self) -> HeldState:
+    def copy(self) -> ShardState:
         """Another list of the same tensors."""
-        return HeldState(
-            self.ranges, [part for parts in self._parts.values() for part in parts], self.described
-        )
+        state = ShardState(self.ranges)
+        state.described = dict(self.described)
+        for bucket, parts in self._parts.items():
+            state._parts[bucket] = list(parts)
+        return state
 
-    def learn(self, theirs: Mapping[int, Description]) -> None:
-        """What another rank says of parameters that this one has no piece of."""
-        self.described = {**theirs, **self.described}
+    @property
+    def inventory(self) -> Inventory:
+        return Inventory(self.ranges, self.described)
+
+    def put(
+        self,
+        parameter: int,
+        where: Range,
+        elements: Mapping[str, torch.Tensor],
+        whole: Mapping[str, Any],
+    ) -> None:
+        """Hold the state of a piece of a parameter, or of all of it.
+
+        where: its elements in the bucket. elements, whole: as `divided` makes them; the numbers
+        that are stepped are among the elements, or are not held here.
+        """
+        names = {name: tensor.dtype for name, tensor in elements.items() if name != MASTER}
+        if names or whole:
+            self.described[parameter] = Description(names, whole)
+        self._insert(Part(where, elements))
 
     def add(self, part: Part) -> None:
+        """Hold what another rank has sent."""
         self.ranges.append(part.range)
-        self._parts[part.range.bucket].append(part)
+        self._insert(part)
+
+    def _insert(self, part: Part) -> None:
+        insort(self._parts[part.range.bucket], part, key=lambda one: one.range.start)
 
     def overlapping(self, wanted: Range) -> Iterator[tuple[Range, Part]]:
-        for part in self._parts[wanted.bucket]:
-            common = overlap(wanted, part.range)
-            if common is not None:
-                yield common, part
+        """What is there of `wanted`, in order, and the part that it is in."""
+        parts = self._parts[wanted.bucket]
+        first = bisect_right(parts, wanted.start, key=lambda one: one.range.stop)
+        for number in range(first, len(parts)):
+            common = overlap(wanted, parts[number].range)
+            if common is None:
+                return
+            yield common, parts[number]
+
+    def views(self, wanted: Range, name: str) -> tuple[torch.Tensor, ...]:
+        """Views of the tensors that hold the elements of `wanted`, one behind the other."""
+        return tuple(
+            part.tensors[name][common.start - part.range.start : common.stop - part.range.start]
+            for common, part in self.overlapping(wanted)
+        )
 
     def cut(self, wanted: Range, name: str, into: torch.Tensor) -> torch.Tensor:
-        """Copy what is there of `wanted` to `into`, (wanted.numel,); the gaps stay as they are."""
+        """Copy what is there of `wanted` to `into`, of wanted.numel elements; the gaps stay as they
+        are."""
+        flat = into.view(-1)
         for common, part in self.overlapping(wanted):
             tensor = part.tensors.get(name)
             if tensor is not None:
                 start = common.start - part.range.start
-                target = into[common.start - wanted.start : common.stop - wanted.start]
+                target = flat[common.start - wanted.start : common.stop - wanted.start]
                 target.copy_(tensor[start : start + common.numel])
         return into
 
-    def state_of(self, parameter: int, wanted: Range, device: torch.device) -> dict[str, Any]:
-        """The state of a piece of a parameter, in memory of its own; empty if it has none."""
-        described = self.described.get(parameter)
-        if described is None:
+    def state_of(self, parameter: int, wanted: Range, like: torch.Tensor) -> dict[str, Any]:
+        """The optimizer's state of a piece of a parameter, in memory of its own; empty if it has
+        none. like: the piece, for its device and shape."""
+        description = self.described.get(parameter)
+        if description is None:
             return {}
         state: dict[str, Any] = {
-            name: self.cut(wanted, name, torch.zeros(wanted.numel, dtype=dtype, device=device))
-            for name, dtype in described.elements.items()
+            name: self.cut(wanted, name, torch.zeros(like.shape, dtype=dtype, device=like.device))
+            for name, dtype in description.elements.items()
         }
-        for name, value in described.whole.items():
+        for name, value in description.whole.items():
             state[name] = value.clone() if isinstance(value, torch.Tensor) else value
         return state
 
 
-Told = tuple[Sequence[Range], Mapping[int, Description]]
-"""What a rank says of its HeldState: ranges, described."""
-
-
 def complete(
-    held: HeldState,
-    told: Sequence[Told],
-    contents: Sequence[int],
+    held: ShardState,
+    inventories: Sequence[Inventory],
+    layout: Layout,
     replicas: int,
-    tensors_of: Callable[[Mapping[int, Description]], Sequence[Mapping[str, torch.dtype]]],
     group: Group,
     leaving: Sequence[int] = (),
 ) -> int:
     """Bring `held` to all that this rank shall keep in `group`; returns the bytes that it sent.
 
-    told: of all ranks. contents: of the buckets. tensors_of: by bucket the names and dtypes that
-    travel, of such descriptions. leaving: ranks that hand over; the others get what they shall keep
-    in a group without those, where they have the same order.
+    inventories: of all ranks.
+    replicas: ranks that keep each shard.
+    leaving: ranks that hand over; the others get what they shall keep in a group without those,
+        where they have the same order.
 
     Raises StateLost, on all ranks, if nobody has some of it any more.
     """
-    for _, described in told:
-        held.learn(described)
+    for one in inventories:  # Of parameters that this rank has no piece of, others know it.
+        held.described = {**one.described, **held.described}
+    staying = [rank for rank in range(group.size) if rank not in leaving]
+    wanted = {
+        rank: kept_by(number, len(staying), layout.contents, replicas)
+        for number, rank in enumerate(staying)
+    }
     try:
-        staying = [rank for rank in range(group.size) if rank not in leaving]
-        order = [*staying, *leaving]
-        by_rank = {number: told[rank][0] for number, rank in enumerate(order)}
-        plan = [
-            Transfer(order[one.source], order[one.target], one.range)
-            for one in plan_transfers(by_rank, len(staying), contents, replicas)
-        ]
+        plan = plan_transfers({rank: one.ranges for rank, one in enumerate(inventories)}, wanted)
     except RangesLost as lost:
         raise StateLost(group.generation, replicas, str(lost)) from None
-    return exchange(held, plan, tensors_of(held.described), group)
+    return exchange(held, plan, layout.travelling(held.described), group)
 
 
 def exchange(
-    held: HeldState,
+    held: ShardState,
     plan: Sequence[Transfer],
     tensors_of: Sequence[Mapping[str, torch.dtype]],
     group: Group,
@@ -147,41 +266,38 @@ def exchange(
     tensors_of: by bucket, the names and dtypes that travel. Same plan and names on all ranks. What
     arrives is added to `held` when all of it is there.
     """
-    dtypes = sorted({dtype for names in tensors_of for dtype in names.values()}, key=str)
-    received: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+    received: dict[Range, dict[str, torch.Tensor]] = defaultdict(dict)
     sent_bytes = 0
-    for dtype in dtypes:
-        outgoing: list[list[torch.Tensor]] = [[] for _ in range(group.size)]
-        incoming = [0] * group.size
-        for transfer in plan:
-            names = [n for n, d in sorted(tensors_of[transfer.range.bucket].items()) if d == dtype]
-            numel = transfer.range.numel
-            if transfer.source == group.rank:
-                for name in names:
-                    empty = torch.zeros(numel, dtype=dtype, device=group.device)
-                    outgoing[transfer.target].append(held.cut(transfer.range, name, empty))
-            elif transfer.target == group.rank:
-                incoming[transfer.source] += numel * len(names)
-        inputs = [_joined(tensors, dtype, group.device) for tensors in outgoing]
-        outputs = [torch.zeros(n, dtype=dtype, device=group.device) for n in incoming]
+    for dtype in sorted({dtype for names in tensors_of for dtype in names.values()}, key=str):
+        moves = [
+            (one, name)
+            for one in plan
+            for name, kind in sorted(tensors_of[one.range.bucket].items())
+            if kind == dtype
+        ]
+        going = [move for move in moves if move[0].source == group.rank]
+        coming = [move for move in moves if move[0].target == group.rank]
+        inputs, views = _room([(one.target, one.range.numel) for one, _ in going], dtype, group)
+        for (one, name), view in zip(going, views, strict=True):
+            held.cut(one.range, name, view)
+        outputs, views = _room([(one.source, one.range.numel) for one, _ in coming], dtype, group)
         group.all_to_all(outputs, inputs).wait()
         sent_bytes += sum(tensor.nbytes for tensor in inputs)
-        at = [0] * group.size
-        for number, transfer in enumerate(plan):
-            if transfer.target != group.rank:
-                continue
-            for name, kind in sorted(tensors_of[transfer.range.bucket].items()):
-                if kind == dtype:
-                    begin = at[transfer.source]
-                    at[transfer.source] = begin + transfer.range.numel
-                    arrived = outputs[transfer.source][begin : at[transfer.source]]
-                    received[number][name] = arrived
-    for number, tensors in received.items():
-        held.add(Part(plan[number].range, tensors))
+        for (one, name), view in zip(coming, views, strict=True):
+            received[one.range][name] = view
+    for where, tensors in received.items():
+        held.add(Part(where, tensors))
     return sent_bytes
 
 
-def _joined(
-    tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    return torch.cat(list(tensors)) if tensors else torch.empty(0, dtype=dtype, device=device)
+def _room(
+    numels: Sequence[tuple[int, int]], dtype: torch.dtype, group: Group
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Zeros by rank, and views of them, one for each of (rank, elements), one behind the other."""
+    totals = [0] * group.size
+    places = []
+    for rank, numel in numels:
+        places.append((rank, totals[rank], totals[rank] + numel))
+        totals[rank] += numel
+    room = [torch.zeros(total, dtype=dtype, device=group.device) for total in totals]
+    return room, [room[rank][start:stop] for rank, start, stop in places]

@@ -45,7 +45,7 @@ from .early_update import EarlyUpdate
 from .loss_scale import check_scale, given_scale
 from .parameter_bucket import Gather
 from .parameter_shard import ParameterShard
-from .shard_state import HeldState, Told
+from .shard_state import Inventory, ShardState
 from .shardable_optimizers import (
     ELEMENTWISE,
     check_shardable,
@@ -457,8 +457,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     @torch.no_grad()
     def take_over(
         self,
-        held: HeldState,
-        told: Sequence[Told],
+        held: ShardState,
+        inventories: Sequence[Inventory],
         progress: Progress,
         num_steps: int,
         options: Sequence[Mapping[str, Any]],
@@ -466,7 +466,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         """Go on where an optimizer of the same parameters was, which the ranks still keep: called
         on all ranks before the first step. Returns the bytes that this rank sent.
 
-        held: what this rank keeps of its state. told: what all ranks do.
+        held: what this rank keeps of its state.
+        inventories: what all ranks keep, by rank.
+        progress, num_steps, options: of the other optimizer.
         """
         assert self.reducer is not None
         for ours, theirs in zip(self.param_groups, options, strict=True):
@@ -475,20 +477,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         self._ballot_of_step = progress.ballots
         if self._model is not None:
             self._model.buffers.synced_step = progress.ballots
-        sent_bytes = self._shard.complete(held, told, self.group)
-        reduced = [bucket.shard for bucket in self.reducer.buckets]
-        self._shard.recut(self.group, reduced, self.param_groups, held)
+        sent_bytes = self._shard.complete(held, inventories, self.group)
+        self._shard.recut(self.group, self.reducer.buckets, self.param_groups, held)
         self._shard.gather()
         return sent_bytes
 
     @torch.no_grad()
-    def change_group(self, group: Group, held: HeldState) -> None:
+    def change_group(self, group: Group, held: ShardState) -> None:
         """Go on as a rank of another group. held: the state of what this rank shall keep there."""
         assert self.reducer is not None
         self.group = group
         self.reducer.change_group(group)
-        reduced = [bucket.shard for bucket in self.reducer.buckets]
-        self._shard.recut(group, reduced, self.param_groups, held)
+        self._shard.recut(group, self.reducer.buckets, self.param_groups, held)
         num_options = len(self._option_numbers())
         self._ballot = Ballot(group, len(self._shard.parameters), num_options)
         self._consolidated = None

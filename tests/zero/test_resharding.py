@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from runtime.partition.resharding import (
     Range,
     RangesLost,
+    Transfer,
     guarded_ranks,
+    kept_by,
     merged,
     overlap,
     plan_transfers,
@@ -27,6 +29,14 @@ def kept(rank: int, num_ranks: int, replicas: int, contents: list[int]) -> list[
         for owner in guarded_ranks(rank, num_ranks, replicas)
         for mine in shard_of(owner, num_ranks, contents)
     ]
+
+
+def plan_for(
+    held: dict[int, list[Range]], num_ranks: int, contents: list[int], replicas: int
+) -> list[Transfer]:
+    """Until each of `num_ranks` ranks has its shard and its replicas; ranks beyond them leave."""
+    wanted = {rank: kept_by(rank, num_ranks, contents, replicas) for rank in range(num_ranks)}
+    return plan_transfers(held, wanted)
 
 
 def elements(ranges: list[Range]) -> set[tuple[int, int]]:
@@ -53,9 +63,9 @@ def test_any_membership_is_reached_from_any_other(before: int, after: int, repli
         for owner in range(before)
     ):
         with pytest.raises(RangesLost):
-            plan_transfers(held, after, CONTENTS, replicas)
+            plan_for(held, after, CONTENTS, replicas)
         return
-    plan = plan_transfers(held, after, CONTENTS, replicas)
+    plan = plan_for(held, after, CONTENTS, replicas)
     for rank in range(after):
         received = [transfer.range for transfer in plan if transfer.target == rank]
         wanted = elements(kept(rank, after, replicas, CONTENTS))
@@ -71,7 +81,7 @@ def test_any_membership_is_reached_from_any_other(before: int, after: int, repli
 
 def test_the_same_membership_moves_nothing() -> None:
     held = {rank: kept(rank, 4, 2, CONTENTS) for rank in range(4)}
-    assert plan_transfers(held, 4, CONTENTS, 2) == []
+    assert plan_for(held, 4, CONTENTS, 2) == []
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
@@ -79,14 +89,14 @@ def test_one_death_loses_nothing_where_there_are_two_replicas(num_ranks: int) ->
     for dead in range(num_ranks):
         survivors = [rank for rank in range(num_ranks) if rank != dead]
         held = {new: kept(old, num_ranks, 2, CONTENTS) for new, old in enumerate(survivors)}
-        plan_transfers(held, len(survivors), CONTENTS, 2)
+        plan_for(held, len(survivors), CONTENTS, 2)
 
 
 def test_a_shard_whose_owner_and_replica_are_gone_is_named() -> None:
     held = {0: kept(0, 4, 2, [256]), 1: kept(3, 4, 2, [256])}
     # Rank 1's shard was held by ranks 1 and 2.
     with pytest.raises(RangesLost, match=r"no rank holds bucket 0\[64:128\]"):
-        plan_transfers(held, 2, [256], 2)
+        plan_for(held, 2, [256], 2)
 
 
 def test_a_move_that_was_interrupted_goes_on_from_what_is_there() -> None:
@@ -95,7 +105,7 @@ def test_a_move_that_was_interrupted_goes_on_from_what_is_there() -> None:
         0: kept(0, 4, 2, CONTENTS) + kept(0, 3, 2, CONTENTS),
         1: kept(1, 3, 2, CONTENTS),
     }
-    plan = plan_transfers(held, 2, CONTENTS, 2)
+    plan = plan_for(held, 2, CONTENTS, 2)
     for rank in range(2):
         received = [transfer.range for transfer in plan if transfer.target == rank]
         assert elements(held[rank]) | elements(received) == elements(
@@ -103,10 +113,27 @@ def test_a_move_that_was_interrupted_goes_on_from_what_is_there() -> None:
         )
 
 
+def test_what_nobody_holds_is_left_out_where_that_is_asked_for() -> None:
+    everything = [Range(0, 0, 256)]
+    held = {0: [Range(0, 0, 64)], 1: [Range(0, 0, 128)]}
+    plan = plan_transfers(held, {0: everything, 1: everything}, missing_ok=True)
+    assert plan == [Transfer(1, 0, Range(0, 64, 128))]
+
+
+def test_of_what_goes_to_no_rank_every_element_is_sent_once() -> None:
+    held = {rank: kept(rank, 4, 2, CONTENTS) for rank in range(4)}
+    everything = [Range(i, 0, content) for i, content in enumerate(CONTENTS)]
+    plan = plan_transfers(held, {-1: everything})
+    assert merged([transfer.range for transfer in plan]) == everything
+    assert sum(transfer.range.numel for transfer in plan) == sum(CONTENTS)
+    for transfer in plan:
+        assert elements([transfer.range]) <= elements(held[transfer.source])
+
+
 def test_those_who_hold_the_same_share_the_sending() -> None:
     everything = [Range(0, 0, 64 * 64)]
     held = {0: everything, 1: everything, 2: [], 3: []}
-    plan = plan_transfers(held, 4, [64 * 64], 1)
+    plan = plan_for(held, 4, [64 * 64], 1)
     by_source = {s: sum(t.range.numel for t in plan if t.source == s) for s in (0, 1)}
     assert by_source[0] == by_source[1] == 16 * 64
 
@@ -125,10 +152,10 @@ def test_every_element_arrives_from_somebody_who_has_it(data: st.DataObject) -> 
     wanted = elements([Range(i, 0, content) for i, content in enumerate(contents)])
     if there != wanted:
         with pytest.raises(RangesLost) as raised:
-            plan_transfers(held, after, contents, replicas)
+            plan_for(held, after, contents, replicas)
         assert elements(raised.value.ranges) == wanted - there
         return
-    plan = plan_transfers(held, after, contents, replicas)
+    plan = plan_for(held, after, contents, replicas)
     for rank in range(after):
         received = elements([transfer.range for transfer in plan if transfer.target == rank])
         assert elements(kept(rank, after, replicas, contents)) <= elements(held[rank]) | received
@@ -149,7 +176,7 @@ def test_ranks_that_leave_send_what_only_they_hold_and_get_nothing(
     staying = [rank for rank in range(before) if rank not in leaving]
     order = [*staying, *sorted(leaving)]  # Those beyond the new map leave.
     held = {number: kept(rank, before, replicas, CONTENTS) for number, rank in enumerate(order)}
-    plan = plan_transfers(held, len(staying), CONTENTS, replicas)
+    plan = plan_for(held, len(staying), CONTENTS, replicas)
     assert {transfer.target for transfer in plan} <= set(range(len(staying)))
     for number in range(len(staying)):
         received = [transfer.range for transfer in plan if transfer.target == number]

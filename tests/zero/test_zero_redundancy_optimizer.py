@@ -98,7 +98,7 @@ def test_no_replica_is_behind_its_owner_after_any_step(ranks_of, replicas):
         for where in {where for held in of_ranks for where in held}:
             copies = [held[where] for held in of_ranks if where in held]
             assert len(copies) == replicas
-            assert {"values", "exp_avg", "exp_avg_sq"} <= set(copies[0])
+            assert {"master", "exp_avg", "exp_avg_sq"} <= set(copies[0])
             for copy_ in copies[1:]:
                 assert all(torch.equal(copy_[name], copies[0][name]) for name in copies[0])
 
