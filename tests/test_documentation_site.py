@@ -24,7 +24,7 @@ PAGES = [
 
 
 def on_reference_pages() -> list[str]:
-    pattern = re.compile(r"^::: chorusline\.(\w+)$", re.MULTILINE)
+    pattern = re.compile(r"^(?:#+ )?::: chorusline\.(\w+)$", re.MULTILINE)
     return [name for page in REFERENCE for name in pattern.findall(page.read_text())]
 
 

@@ -114,7 +114,7 @@ def _places() -> dict[str, list[str]]:
     """The pages of the reference that each name stands on."""
     places: dict[str, list[str]] = {}
     for page in sorted(REFERENCE.glob("*.md")):
-        for name in re.findall(r"^::: chorusline\.(\w+)$", page.read_text(), re.MULTILINE):
+        for name in re.findall(r"^(?:#+ )?::: chorusline\.(\w+)$", page.read_text(), re.MULTILINE):
             places.setdefault(name, []).append(page.stem)
     return places
 
