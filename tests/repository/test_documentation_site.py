@@ -13,7 +13,7 @@ import pytest
 
 import chorusline as cl
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 PAGES = [
     ROOT / "README.md",
@@ -59,6 +59,36 @@ def test_links_between_pages_lead_to_files(page: Path) -> None:
         if "://" not in link and not (page.parent / link).exists() and link != "index.md"
     ]
     assert missing == []
+
+
+def files_named_on(page: Path) -> set[str]:
+    return set(re.findall(r"(?<![\w/.~])[\w/]+/\w+\.py\b", page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    """A path is from the root of the repository, or inside one of the packages."""
+    places = [ROOT, *(ROOT / package for package in ("collectives", "actors", "runtime"))]
+    missing = {
+        name
+        for name in files_named_on(page)
+        if not any((place / name).exists() for place in places)
+    }
+    assert missing == set()
+
+
+def test_a_walk_says_how_many_files_it_enters() -> None:
+    walks = (ROOT / "docs/architecture.md").read_text().split("### The walk of ")[1:]
+    assert [walk.split("\n")[0] for walk in walks] == [
+        "a gradient",
+        "a batch",
+        "a SIGKILL",
+        "a save",
+    ]
+    for walk in walks:
+        said = re.search(r"It\s+enters\s+(\d+)\s+files", walk)
+        assert said is not None
+        assert int(said[1]) == len(set(re.findall(r"`([\w/]+\.py)`", walk)))
 
 
 def test_the_readme_is_what_a_person_reads_before_the_first_run() -> None:
