@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: run test test-slow check bench clean
+.PHONY: run test test-slow check docs bench clean
 
 run: $(INSTALLED)  ## train the example on two CPU workers, with Join and ZeRO on
 	$(BIN)/chorusline run examples/stdlib_gpt.py $(ARGS)
@@ -20,6 +20,10 @@ check: $(INSTALLED)  ## lint, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: $(INSTALLED)  ## the documentation site, in site/; broken links and undocumented names fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "written: site/index.html (the search needs a server: python -m http.server -d site)"
+
 bench: $(INSTALLED)  ## every benchmark, as tables
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/join.py
@@ -32,7 +36,7 @@ bench: $(INSTALLED)  ## every benchmark, as tables
 	$(BIN)/python benchmarks/torch_backend.py
 
 clean:
-	rm -rf .venv out .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf .venv out site .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
 # The stamp is newer than what says what to install, or everything is installed again.
 $(INSTALLED): pyproject.toml constraints.txt

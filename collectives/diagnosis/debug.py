@@ -43,6 +43,7 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
+    """Set the level of this process. DETAIL concerns groups that are made from then on."""
     global _level
     if not isinstance(level, DebugLevel):
         raise TypeError(

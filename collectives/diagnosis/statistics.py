@@ -25,11 +25,13 @@ class Statistics:
     elements_sent: Counter[str] = field(default_factory=Counter)
 
     def count(self, kind: Kind, elements: float) -> None:
+        """Add one operation that sends so many elements."""
         name = _NAMES[kind]
         self.operations[name] += 1
         self.elements_sent[name] += elements  # type: ignore[assignment]
 
     def snapshot(self) -> Statistics:
+        """A copy, which later operations do not change."""
         return Statistics(Counter(self.operations), Counter(self.elements_sent))
 
     def since(self, earlier: Statistics) -> Statistics:
@@ -39,9 +41,11 @@ class Statistics:
         )
 
     def total_operations(self) -> int:
+        """The number of operations of all kinds."""
         return sum(self.operations.values())
 
     def total_elements_sent(self) -> float:
+        """The number of elements sent by operations of all kinds."""
         return sum(self.elements_sent.values())
 
 

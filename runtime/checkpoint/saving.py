@@ -66,6 +66,7 @@ class Saving:
             self._future.result()
 
     def end(self, outcome: SavingTimes | BaseException) -> None:
+        """End the wait: the checkpoint is whole, or this is why it is not."""
         if isinstance(outcome, BaseException):
             self._future.set_exception(outcome)
         else:

@@ -144,6 +144,7 @@ class Shard(Batches):
     # -- for the dealer --------------------------------------------------------------------------
 
     def begin_dealt(self, dealer: Dealer, number: int, cuts: Sequence[Cut]) -> None:
+        """Begin an epoch of which `cuts` have already dealt out a part."""
         hands = self._dealt(cuts[0].dealt_for if cuts else dealer.world_size)
         for cut in cuts:
             self._note_lost(hands, cut)
@@ -151,6 +152,7 @@ class Shard(Batches):
         self._take_hand(hands, dealer.rank)
 
     def go_on(self, cut: Cut) -> Left:
+        """Deal out again what no rank has taken; how many batches each rank has left."""
         taken, busy = _taken(self.hands, cut), cut.busy
         self._note_lost(self.hands, cut)
         self._take_hand(self._cut(self.hands, cut), self._dealer.rank)
@@ -165,6 +167,7 @@ class Shard(Batches):
         return Left([*map(self._num_batches, to_take)], [*map(self._num_batches, to_do)])
 
     def ids_of(self, counted: Counted) -> list[int]:
+        """The numbers of the samples that `counted` counts, of all ranks."""
         return [
             number
             for hand, count in zip(self.hands, counted.counts, strict=True)

@@ -17,6 +17,7 @@ class RandomState:
     """
 
     def state_dict(self) -> dict[str, Any]:
+        """The state of each generator, by the name of its library."""
         state: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": numpy.random.get_state(),
@@ -27,6 +28,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the generators to a state that `state_dict` has returned."""
         random.setstate(state_dict["python"])
         numpy.random.set_state(state_dict["numpy"])
         torch.set_rng_state(state_dict["torch"])

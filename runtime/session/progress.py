@@ -167,6 +167,7 @@ class Progress:
             self.say(plain_line(self._seen, self._num_steps))
 
     def on_report(self, report: Report) -> None:
+        """Show what a rank has reported: hand this method to a session as its on_report."""
         now_s = time.monotonic()
         before, self._seen = self._seen, self._seen.add(report)
         if news := joining(before, self._seen):

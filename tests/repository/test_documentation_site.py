@@ -1,0 +1,131 @@
+"""The site that `make docs` builds: what it has to have, and what fails it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import chorusline as cl
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+def on_reference_pages() -> list[str]:
+    pattern = re.compile(r"^(?:#+ )?::: chorusline\.(\w+)$", re.MULTILINE)
+    return [name for page in REFERENCE for name in pattern.findall(page.read_text())]
+
+
+def built(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", site],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def test_every_public_name_stands_on_one_page_of_the_reference() -> None:
+    assert sorted(on_reference_pages()) == sorted(cl.__all__)
+
+
+@pytest.mark.parametrize("name", cl.__all__)
+def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
+    text = vars(getattr(cl, name)).get("__doc__") or getattr(cl, name).__doc__
+    assert text is not None
+    inherited = [base.__doc__ for base in getattr(getattr(cl, name), "__mro__", ())[1:]]
+    assert inspect.cleandoc(text) and text not in inherited
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [
+        link
+        for link in links
+        if "://" not in link and not (page.parent / link).exists() and link != "index.md"
+    ]
+    assert missing == []
+
+
+def files_named_on(page: Path) -> set[str]:
+    return set(re.findall(r"(?<![\w/.~])[\w/]+/\w+\.py\b", page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    """A path is from the root of the repository, or inside one of the packages."""
+    places = [ROOT, *(ROOT / package for package in ("collectives", "actors", "runtime"))]
+    missing = {
+        name
+        for name in files_named_on(page)
+        if not any((place / name).exists() for place in places)
+    }
+    assert missing == set()
+
+
+def test_a_walk_says_how_many_files_it_enters() -> None:
+    walks = (ROOT / "docs/architecture.md").read_text().split("### The walk of ")[1:]
+    assert [walk.split("\n")[0] for walk in walks] == [
+        "a gradient",
+        "a batch",
+        "a SIGKILL",
+        "a save",
+    ]
+    for walk in walks:
+        said = re.search(r"It\s+enters\s+(\d+)\s+files", walk)
+        assert said is not None
+        assert int(said[1]) == len(set(re.findall(r"`([\w/]+\.py)`", walk)))
+
+
+def test_the_readme_is_what_a_person_reads_before_the_first_run() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    tree = (ROOT / "README.md").read_text().split("## Where things are")[1].split("```")[1]
+    named = re.findall(r"^ *((?:[\w.]+[/.]\w* )+)", tree, re.MULTILINE)
+    assert 15 < len(tree.strip().splitlines()) <= 30 and named
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    ran = built(ROOT, tmp_path / "site")
+    assert ran.returncode == 0, ran.stderr
+    assert "chorusline.Session" in (tmp_path / "site/reference/sessions.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_broken_link_and_an_undocumented_name_fail_the_site(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    for name in ("collectives", "actors", "runtime", "docs", "notebooks"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("chorusline.py", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    with (tmp_path / "docs/zero.md").open("a") as page:
+        page.write("\n[nowhere](nowhere.md), [no such heading](training.md#nothing)\n")
+    with (tmp_path / "runtime/silent.py").open("w") as file:
+        file.write("def silent() -> None:\n    pass\n")
+    door = (tmp_path / "chorusline.py").read_text()
+    door = door.replace(
+        "from actors.messages", "from runtime.silent import silent\nfrom actors.messages"
+    )
+    (tmp_path / "chorusline.py").write_text(door.replace('"Session",', '"Session",\n    "silent",'))
+    ran = built(tmp_path, tmp_path / "site")
+    assert ran.returncode != 0
+    assert "chorusline.silent has no docstring" in ran.stderr
+    assert "chorusline.silent has to stand on one page of docs/reference" in ran.stderr
+    assert "nowhere.md" in ran.stderr and "training.md#nothing" in ran.stderr
