@@ -21,7 +21,12 @@ from ray import cloudpickle
 from ray.util import placement_group_table
 
 import chorusline as cl
+import tests
 from tests.harness.standing_ranks import StandingRanks
+
+# Workers need not find tests/: what is in there, helpers too, is sent to them by value, as Ray
+# sends the functions of a script.
+cloudpickle.register_pickle_by_value(tests)
 
 NUM_CPUS = 5  # as Ray counts them, one for the session that stands; the machine may have fewer
 _LEAK_PATIENCE_S = 10.0
@@ -67,15 +72,6 @@ def ranks_of() -> Iterator[Callable[[int], StandingRanks]]:
     yield of_size
     for ranks in started.values():
         ranks.stop()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _send_test_module_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Workers cannot import test modules: send the functions in them by value, as Ray does with
-    those of a script."""
-    cloudpickle.register_pickle_by_value(request.module)
-    yield
-    cloudpickle.unregister_pickle_by_value(request.module)
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
 import chorusline as cl
 from actors.errors import WorkerLost
 from actors.messages import RunRequest
-from tests.references import training_to_kill
 from tests.references.killed_runs import wrap
 from tests.references.training_to_kill import (
     BATCH_SIZE,
@@ -31,8 +29,6 @@ from tests.references.training_to_kill import (
     loss_of,
     network,
 )
-
-cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
 pytestmark = pytest.mark.slow
 

@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
 import chorusline as cl
 from actors.errors import StateLost, WorkerLost
 from runtime.program.context import call_of
 from runtime.zero.parameter_shard import ParameterShard
-from tests.references import training_to_kill
 from tests.references.training_to_kill import (
     BATCH_SIZE,
     LEARNING_RATE,
@@ -30,8 +28,6 @@ from tests.references.training_to_kill import (
     loss_of,
     network,
 )
-
-cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
 
 @dataclass

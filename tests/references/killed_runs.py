@@ -4,7 +4,6 @@ Every rank notes, in a file that outlives it, which samples it took for which st
 takes the same steps over the same samples, and adds gradients in the same order: what the survivors
 end with has to be that, bit by bit where no norm is taken, whose sum is cut by shards.
 
-Workers cannot import this module, so it is sent to them by value, like those of the tests.
 Of its samples, number 7 may have no finite loss (`Kind.scaler`).
 """
 
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
 import chorusline as cl
-from tests.references import training_to_kill
 from tests.references.training_to_kill import BATCH_SIZE, NUM_SAMPLES, Samples, die
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-cloudpickle.register_pickle_by_value(training_to_kill)
 
 
 class Net(torch.nn.Module):

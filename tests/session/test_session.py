@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray import cloudpickle
 
 from actors.errors import RankFailed, StartupError, WorkerLost
 from actors.messages import Report, WorkerSnapshot
@@ -25,10 +24,7 @@ from collectives.contract.errors import CollectiveTimeout, GroupAborted, PeerLos
 from runtime.process.running import current, current_group
 from runtime.program.context import Context
 from runtime.session.session import Session, SessionState, run
-from tests.harness import open_sockets
 from tests.harness.open_sockets import ports
-
-cloudpickle.register_pickle_by_value(open_sockets)  # Workers cannot import what tests share.
 
 WITHIN_S = 4.0  # "Within seconds": well below every deadline that a blocked rank would wait for.
 
