@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from runtime.process.running import current, current_group
 from runtime.program.context import Context
 from runtime.session.session import Session, SessionState, run
 from tests.harness.open_sockets import ports
+from tests.harness.programs import output_of
 
 WITHIN_S = 4.0  # "Within seconds": well below every deadline that a blocked rank would wait for.
 
@@ -613,8 +613,4 @@ if __name__ == "__main__":
         time.sleep(0.05)
     print("nothing left")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "nothing left" in done.stdout
+    assert "nothing left" in output_of("-c", script, timeout_s=90)
