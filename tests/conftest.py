@@ -61,6 +61,13 @@ def on_cluster(cluster: None) -> dict[str, str]:
     return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
 
+@pytest.fixture
+def alone() -> Iterator[cl.Group]:
+    """A group of this process only."""
+    with cl.Group.create(cl.HashStore(), 0, 1) as group:
+        yield group
+
+
 @pytest.fixture(scope="session")
 def ranks_of() -> Iterator[Callable[[int], StandingRanks]]:
     """ranks_of(size): processes that are the ranks of one group; no Ray."""

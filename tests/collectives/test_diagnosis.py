@@ -19,14 +19,12 @@ import torch
 from collectives import (
     DebugLevel,
     Group,
-    HashStore,
     ReduceOp,
     get_debug_level,
     set_debug_level,
     set_debug_level_from_env,
 )
 from collectives.contract.errors import (
-    CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
     StoreTimeout,
@@ -35,15 +33,7 @@ from collectives.contract.operation import State
 from collectives.diagnosis.debug import inform
 from collectives.diagnosis.flight_recorder import CAPACITY, tell_positions
 from collectives.transports.liveness import Position, culprits
-from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
-
-transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
-
-
-@pytest.fixture
-def alone() -> Iterator[Group]:
-    with Group.create(HashStore(), 0, 1) as group:
-        yield group
+from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, error_of, run_ranks, transports
 
 
 @pytest.fixture
@@ -51,14 +41,6 @@ def level() -> Iterator[None]:
     before = get_debug_level()
     yield
     set_debug_level(before)
-
-
-def error_of(call: Callable[[], object]) -> CollectiveError | None:
-    try:
-        call()
-    except CollectiveError as error:
-        return error
-    return None
 
 
 def line() -> int:
