@@ -28,6 +28,9 @@ from tests.harness.standing_ranks import StandingRanks
 # sends the functions of a script.
 cloudpickle.register_pickle_by_value(tests)
 
+# The assertions of contracts say what they compare, as those of test modules do.
+pytest.register_assert_rewrite("tests.contracts")
+
 NUM_CPUS = 5  # as Ray counts them, one for the session that stands; the machine may have fewer
 _LEAK_PATIENCE_S = 10.0
 _OF_RAY_DATA = {"_StatsActor", "_AutoscalingCoordinatorActor"}  # It has them stay.

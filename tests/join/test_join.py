@@ -9,7 +9,7 @@ import chorusline as cl
 from runtime.join.ledger import JoinLedger
 from runtime.process.agreement import Agreement
 from tests.harness.standing_ranks import another_group
-from tests.join.test_user_joinables import CountingJoinable
+from tests.references.joinables import CountingJoinable
 from tests.references.training import (
     OPTIMIZERS,
     batches_of,
