@@ -64,10 +64,12 @@ def on_gpus(size: int) -> Any:
     )
 
 
-def error_of(call: Callable[[], object]) -> CollectiveError | None:
+def error_of(call: Callable[[], object], *kinds: type[Exception]) -> Any:
+    """What `call` raises, of `kinds` (CollectiveError if none is given); None if nothing."""
+    wanted = kinds or (CollectiveError,)
     try:
         call()
-    except CollectiveError as error:
+    except wanted as error:
         return error
     return None
 
