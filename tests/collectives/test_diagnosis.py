@@ -32,7 +32,7 @@ from collectives.contract.errors import (
 from collectives.contract.operation import State
 from collectives.diagnosis.debug import inform
 from collectives.diagnosis.flight_recorder import CAPACITY, tell_positions
-from collectives.transports.liveness import Position, culprits
+from collectives.transports.liveness import StorePosition, culprits
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, error_of, run_ranks, transports
 
 
@@ -222,9 +222,9 @@ def fall_behind(rank: Rank) -> Any:
 
 
 def test_who_waits_for_somebody_further_behind_is_not_to_blame() -> None:
-    inside, idle = Position(1, "is at", waits=True), Position(1, "has finished")
-    assert culprits({1: Position(-1, "was not heard of"), 2: inside}) == [1]
-    assert culprits({1: Position(0, "has finished"), 2: idle}) == [1, 2]
+    inside, idle = StorePosition(1, "is at", waits=True), StorePosition(1, "has finished")
+    assert culprits({1: StorePosition(-1, "was not heard of"), 2: inside}) == [1]
+    assert culprits({1: StorePosition(0, "has finished"), 2: idle}) == [1, 2]
     assert culprits({1: inside, 2: inside}) == [1, 2]
     assert culprits({}) == []
 
