@@ -18,7 +18,7 @@ from tests.harness.programs import output_of
 from tests.references.killed_runs import (
     BATCH_SIZE,
     NUM_SAMPLES,
-    PHASES,
+    SIX_PHASES,
     Kind,
     Lines,
     assert_as_if_nothing_was,
@@ -28,7 +28,7 @@ from tests.references.killed_runs import (
 
 CASES = [
     pytest.param(phase, i % 3, marks=[pytest.mark.slow] if i != 3 else [], id=phase)
-    for i, phase in enumerate(PHASES)
+    for i, phase in enumerate(SIX_PHASES)
 ]
 
 

@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ import chorusline as cl
 from actors.errors import StateLost, WorkerLost
 from runtime.program.context import call_of
 from runtime.zero.parameter_shard import ParameterShard
+from tests.references.killed_runs import PHASES, wrap
 from tests.references.training_to_kill import (
     BATCH_SIZE,
     LEARNING_RATE,
@@ -42,36 +42,6 @@ class Told:
     ids_of_the_lost: list[int]
     num_steps: int
     state_numel: int
-
-
-def before(owner: Any, name: str) -> None:
-    """Die when `owner.name` is called next."""
-    assert hasattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: die())
-
-
-def after(owner: Any, name: str) -> None:
-    """Die when `owner.name` has returned next."""
-    original = getattr(owner, name)
-
-    def called(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        die()
-
-    setattr(owner, name, called)
-
-
-PHASES: dict[str, Callable[[Any], None]] = {
-    "while gradients are reduced (1)": lambda optim: before(optim.reducer, "wait"),
-    "after they are reduced": lambda optim: after(optim.reducer, "wait"),
-    "while replicas get theirs (2)": lambda optim: after(optim.shard, "start_replicating"),
-    "before it votes (3)": lambda optim: before(optim._ballot, "hold"),
-    "when it has seen the ballot": lambda optim: after(optim._ballot, "hold"),
-    "before it applies (4)": lambda optim: before(optim.shard, "apply"),
-    "when it has applied": lambda optim: after(optim.shard, "apply"),
-    "while parameters are gathered (5)": lambda optim: after(optim.shard, "start_gather"),
-    "after the step": lambda optim: after(optim, "_try_step"),
-}
 
 
 def train(
@@ -188,16 +158,16 @@ async def test_one_death_after_another_leaves_one_that_has_everything(session: c
 
 
 def dies_before(name: str) -> Callable[[cl.Context], None]:
-    return lambda ctx: before(call_of(ctx).recovery, name)
+    return lambda ctx: wrap(call_of(ctx).recovery, name, first=die)
 
 
 def dies_before_it_sends(ctx: cl.Context) -> None:
-    before(ParameterShard, "complete")
+    wrap(ParameterShard, "complete", first=die)
 
 
 def dies_before_it_connects(ctx: cl.Context) -> None:
     assert call_of(ctx).recovery is not None
-    before(call_of(ctx).recovery._lifeline, "connect")
+    wrap(call_of(ctx).recovery._lifeline, "connect", first=die)
 
 
 IN_RECOVERY = {

@@ -145,12 +145,21 @@ def wrap(owner: Any, name: str, *, first: Any = None, then: Any = None) -> None:
 
 PHASES: dict[str, Callable[[Any], None]] = {
     "while gradients are reduced (1)": lambda optim: wrap(optim.reducer, "wait", first=die),
+    "after they are reduced": lambda optim: wrap(optim.reducer, "wait", then=die),
     "while replicas get theirs (2)": lambda optim: wrap(optim.shard, "start_replicating", then=die),
     "before it votes (3)": lambda optim: wrap(optim._ballot, "hold", first=die),
     "when it has seen the ballot": lambda optim: wrap(optim._ballot, "hold", then=die),
+    "before it applies (4)": lambda optim: wrap(optim.shard, "apply", first=die),
     "when it has applied (4)": lambda optim: wrap(optim.shard, "apply", then=die),
     "while parameters are gathered (5)": lambda optim: wrap(optim.shard, "start_gather", then=die),
+    "after the step": lambda optim: wrap(optim, "_try_step", then=die),
 }
+SIX_PHASES = [
+    phase
+    for phase in PHASES
+    if phase not in ("after they are reduced", "before it applies (4)", "after the step")
+]
+"""For tests that have many other cases."""
 
 
 def train(
