@@ -16,18 +16,11 @@ import torch
 
 import chorusline as cl
 from actors.errors import StateLost, WorkerLost
+from benchmarks.chaos_training import loss_of, network, take_step
 from runtime.program.context import call_of
 from runtime.zero.parameter_shard import ParameterShard
 from tests.references.killed_runs import PHASES, wrap
-from tests.references.training_to_kill import (
-    BATCH_SIZE,
-    LEARNING_RATE,
-    NUM_SAMPLES,
-    Samples,
-    die,
-    loss_of,
-    network,
-)
+from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
 
 @dataclass
@@ -113,15 +106,7 @@ def reference(told: list[Told], victim: int, num_ranks: int) -> list[torch.Tenso
     ]
     for step in range(1, told[0].num_steps + 1):
         batches = [numbers for of_rank in taken if (numbers := of_rank.get(step))]
-        total = [torch.zeros_like(p) for p in model.parameters()]
-        for numbers in batches:
-            model.zero_grad()
-            loss_of(model, samples.inputs[numbers], samples.targets[numbers]).backward()
-            for so_far, p in zip(total, model.parameters(), strict=True):
-                so_far += p.grad
-        for so_far, p in zip(total, model.parameters(), strict=True):
-            p.grad = so_far / len(batches)
-        optim.step()
+        take_step(model, optim, samples, batches)
     return [p.detach() for p in model.parameters()]
 
 

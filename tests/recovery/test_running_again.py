@@ -19,16 +19,9 @@ import torch
 import chorusline as cl
 from actors.errors import WorkerLost
 from actors.messages import Report
+from benchmarks.chaos_training import loss_of, network
 from runtime.program.context import call_of
-from tests.references.training_to_kill import (
-    BATCH_SIZE,
-    LEARNING_RATE,
-    NUM_SAMPLES,
-    Samples,
-    die,
-    loss_of,
-    network,
-)
+from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
 
 class Ledger:
