@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +145,24 @@ def possible_steps(told: list[Told], folder: str) -> Iterator[Steps]:
         yield steps
 
 
+def take_step(
+    model: torch.nn.Module,
+    optim: torch.optim.Optimizer,
+    samples: Samples,
+    batches: Sequence[list[int]],
+) -> None:
+    """One step of one process, with the mean of the gradients of `batches`, added in that order."""
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for numbers in batches:
+        model.zero_grad()
+        loss_of(model, samples.inputs[numbers], samples.targets[numbers]).backward()
+        for so_far, p in zip(total, model.parameters(), strict=True):
+            so_far += p.grad
+    for so_far, p in zip(total, model.parameters(), strict=True):
+        p.grad = so_far / len(batches)
+    optim.step()
+
+
 def reference(steps: Steps) -> list[torch.Tensor]:
     """One process that takes the same steps and adds in the same order."""
     threads = torch.get_num_threads()
@@ -152,15 +170,8 @@ def reference(steps: Steps) -> list[torch.Tensor]:
     model, samples = network(), Samples()
     optim = torch.optim.AdamW(model.parameters(), lr=RATE)
     for ballot in sorted(steps):
-        total = [torch.zeros_like(p) for p in model.parameters()]
-        for _, (_, numbers) in sorted(steps[ballot].items()):
-            model.zero_grad()
-            loss_of(model, samples.inputs[numbers], samples.targets[numbers]).backward()
-            for so_far, p in zip(total, model.parameters(), strict=True):
-                so_far += p.grad
-        for so_far, p in zip(total, model.parameters(), strict=True):
-            p.grad = so_far / len(steps[ballot])
-        optim.step()
+        taken = sorted(steps[ballot].items())
+        take_step(model, optim, samples, [numbers for _, (_, numbers) in taken])
     torch.set_num_threads(threads)
     return [p.detach() for p in model.parameters()]
 

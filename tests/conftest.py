@@ -21,7 +21,15 @@ from ray import cloudpickle
 from ray.util import placement_group_table
 
 import chorusline as cl
+import tests
 from tests.harness.standing_ranks import StandingRanks
+
+# Workers need not find tests/: what is in there, helpers too, is sent to them by value, as Ray
+# sends the functions of a script.
+cloudpickle.register_pickle_by_value(tests)
+
+# The assertions of contracts say what they compare, as those of test modules do.
+pytest.register_assert_rewrite("tests.contracts")
 
 NUM_CPUS = 5  # as Ray counts them, one for the session that stands; the machine may have fewer
 _LEAK_PATIENCE_S = 10.0
@@ -56,6 +64,13 @@ def on_cluster(cluster: None) -> dict[str, str]:
     return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
 
+@pytest.fixture
+def alone() -> Iterator[cl.Group]:
+    """A group of this process only."""
+    with cl.Group.create(cl.HashStore(), 0, 1) as group:
+        yield group
+
+
 @pytest.fixture(scope="session")
 def ranks_of() -> Iterator[Callable[[int], StandingRanks]]:
     """ranks_of(size): processes that are the ranks of one group; no Ray."""
@@ -67,15 +82,6 @@ def ranks_of() -> Iterator[Callable[[int], StandingRanks]]:
     yield of_size
     for ranks in started.values():
         ranks.stop()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _send_test_module_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Workers cannot import test modules: send the functions in them by value, as Ray does with
-    those of a script."""
-    cloudpickle.register_pickle_by_value(request.module)
-    yield
-    cloudpickle.unregister_pickle_by_value(request.module)
 
 
 @pytest.fixture(autouse=True)

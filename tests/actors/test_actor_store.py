@@ -22,7 +22,7 @@ from collectives.contract.errors import (
     StoreTimeout,
 )
 from collectives.stores.store import HashStore, PrefixStore, Store
-from tests.collectives.test_store import StoreContract
+from tests.contracts.store import StoreContract
 
 
 class StoreActorToEmpty(StoreActor):

@@ -19,14 +19,12 @@ import torch
 from collectives import (
     DebugLevel,
     Group,
-    HashStore,
     ReduceOp,
     get_debug_level,
     set_debug_level,
     set_debug_level_from_env,
 )
 from collectives.contract.errors import (
-    CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
     StoreTimeout,
@@ -34,16 +32,8 @@ from collectives.contract.errors import (
 from collectives.contract.operation import State
 from collectives.diagnosis.debug import inform
 from collectives.diagnosis.flight_recorder import CAPACITY, tell_positions
-from collectives.transports.liveness import Position, culprits
-from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
-
-transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
-
-
-@pytest.fixture
-def alone() -> Iterator[Group]:
-    with Group.create(HashStore(), 0, 1) as group:
-        yield group
+from collectives.transports.liveness import StorePosition, culprits
+from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, error_of, run_ranks, transports
 
 
 @pytest.fixture
@@ -51,14 +41,6 @@ def level() -> Iterator[None]:
     before = get_debug_level()
     yield
     set_debug_level(before)
-
-
-def error_of(call: Callable[[], object]) -> CollectiveError | None:
-    try:
-        call()
-    except CollectiveError as error:
-        return error
-    return None
 
 
 def line() -> int:
@@ -240,9 +222,9 @@ def fall_behind(rank: Rank) -> Any:
 
 
 def test_who_waits_for_somebody_further_behind_is_not_to_blame() -> None:
-    inside, idle = Position(1, "is at", waits=True), Position(1, "has finished")
-    assert culprits({1: Position(-1, "was not heard of"), 2: inside}) == [1]
-    assert culprits({1: Position(0, "has finished"), 2: idle}) == [1, 2]
+    inside, idle = StorePosition(1, "is at", waits=True), StorePosition(1, "has finished")
+    assert culprits({1: StorePosition(-1, "was not heard of"), 2: inside}) == [1]
+    assert culprits({1: StorePosition(0, "has finished"), 2: idle}) == [1, 2]
     assert culprits({1: inside, 2: inside}) == [1, 2]
     assert culprits({}) == []
 
@@ -535,11 +517,9 @@ def test_detail_names_a_rank_that_leaves_an_operation_out(transport: str, tmp_pa
 def detail_on_one(rank: Rank) -> Any:
     if rank.rank == 0:
         set_debug_level(DebugLevel.DETAIL)
-    try:
+    with pytest.raises(StoreTimeout) as raised:
         rank.group(timeout_s=1).close()
-    except StoreTimeout as error:
-        return str(error)
-    return ""
+    return str(raised.value)
 
 
 def test_detail_on_some_ranks_only_is_told(tmp_path: Path) -> None:

@@ -19,9 +19,7 @@ import torch
 
 from collectives import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupClosed, PeerLost
 from collectives.group import Group
-from tests.harness.ranks import GLOO, SHARED_MEMORY, Body, Rank, Ranks, run_ranks
-
-both_transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
+from tests.harness.ranks import GLOO, Body, Rank, Ranks, run_ranks, transports
 
 
 def works_again(rank: Rank) -> None:
@@ -150,7 +148,7 @@ def a_close(rank: Rank) -> None:
     group.close()
 
 
-@both_transports
+@transports
 @pytest.mark.parametrize(
     "body",
     [
@@ -182,7 +180,7 @@ def survivors(rank: Rank) -> None:
     group.close()
 
 
-@both_transports
+@transports
 def test_a_killed_sender_is_named_by_every_survivor(transport: str, tmp_path: Path) -> None:
     with Ranks(survivors, 3, tmp_path, transport) as ranks:
         ranks.wait_for("ready")
@@ -245,7 +243,7 @@ def test_between_hosts_no_thread_stays_in_a_wait_when_it_is_over(tmp_path: Path)
         assert ranks.results(ranks=[0]) == [[]]
 
 
-@both_transports
+@transports
 def test_messages_of_many_tags_cross_in_any_order(transport: str, tmp_path: Path) -> None:
     run_ranks(many_messages, 3, tmp_path, transport)
 
@@ -265,7 +263,7 @@ def asked_only(rank: Rank) -> None:
         group.barrier().wait()
 
 
-@both_transports
+@transports
 def test_messages_move_without_being_waited_for(transport: str, tmp_path: Path) -> None:
     run_ranks(asked_only, 2, tmp_path, transport)
 

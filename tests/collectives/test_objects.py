@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,7 @@ from collectives.contract.errors import (
 )
 from collectives.group import Group
 from collectives.objects.blocking import all_gather_object
-from collectives.stores.store import HashStore
-from tests.collectives.test_subgroups import error_of
-from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, run_ranks
-
-transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
+from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, error_of, run_ranks, transports
 
 
 class Touchy:
@@ -229,12 +224,6 @@ def test_a_rank_that_dies_is_named_by_those_who_wait_for_its_object(
 
 
 # -- one rank ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone() -> Iterator[Group]:
-    with Group.create(HashStore(), 0, 1) as group:
-        yield group
 
 
 def test_tensors_inside_go_where_map_location_says(alone: Group) -> None:

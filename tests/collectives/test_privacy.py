@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from tests.harness.open_sockets import descriptors, names_of_sockets, ports
+from tests.harness.programs import output_of
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
 
 NOBODY = 65534
@@ -146,13 +145,6 @@ def test_a_session_works_where_rays_token_authentication_is_on(tmp_path: Path) -
     program = textwrap.dedent(WITH_TOKEN)
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     environment |= {"RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environment,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == str([[2.0] * 3] * 2)
+    said = output_of("-c", program, timeout_s=280, environment=environment)
+    assert said.strip() == str([[2.0] * 3] * 2)
     assert (tmp_path / ".ray" / "auth_token").read_text()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,9 +17,8 @@ import torch
 
 from collectives import Group, StaleStore, StoreLost, StoreTimeout, store_from_url
 from collectives.stores.file_store import FileStore
+from tests.harness.programs import output_of
 from tests.harness.ranks import FORKS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -253,12 +250,7 @@ def test_torchrun_hosts_the_store_and_its_second_attempt_starts_anew(tmp_path: P
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, str(program)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("sum 3.0") == 2
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launcher = ("-m", "torch.distributed.run")
+    said = output_of(*launcher, *options, program, timeout_s=100, environment=one_thread)
+    assert said.count("sum 3.0") == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from collectives.contract.errors import (
-    CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
@@ -21,19 +19,7 @@ from collectives.contract.errors import (
     PeerLost,
 )
 from collectives.group import Group
-from collectives.stores.store import HashStore
-from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, run_ranks
-
-transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
-
-
-def error_of(call: Any) -> Any:
-    try:
-        call()
-    except CollectiveError as error:
-        return error
-    return None
-
+from tests.harness.ranks import Rank, Ranks, error_of, run_ranks, transports
 
 # -- ends ----------------------------------------------------------------------------------------
 
@@ -150,12 +136,6 @@ def test_a_rank_that_does_not_come_to_new_group_is_named(tmp_path: Path) -> None
 
 
 # -- mistakes of one caller ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone() -> Iterator[Group]:
-    with Group.create(HashStore(), 0, 1) as group:
-        yield group
 
 
 @pytest.mark.parametrize(

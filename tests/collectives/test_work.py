@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,7 @@ import torch
 
 from collectives.contract.errors import CollectiveTimeout, GroupAborted, GroupClosed
 from collectives.group import Group
-from collectives.stores.store import HashStore
-from tests.collectives.test_subgroups import error_of
-from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
-
-transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
+from tests.harness.ranks import GLOO, Rank, error_of, run_ranks, transports
 
 
 def cancel_one(rank: Rank) -> Any:
@@ -152,12 +147,6 @@ def test_awaiting_a_late_rank_neither_blocks_nor_spins_the_loop(
 
 
 # -- where it cannot be used -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone() -> Iterator[Group]:
-    with Group.create(HashStore(), 0, 1) as group:
-        yield group
 
 
 def test_a_closed_group_says_so_at_once(alone: Group) -> None:

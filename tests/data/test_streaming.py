@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +14,11 @@ import ray
 import torch
 
 import chorusline as cl
+from tests.harness.programs import output_of
 from tests.references.killed_runs import (
     BATCH_SIZE,
     NUM_SAMPLES,
-    PHASES,
+    SIX_PHASES,
     Kind,
     Lines,
     assert_as_if_nothing_was,
@@ -29,7 +28,7 @@ from tests.references.killed_runs import (
 
 CASES = [
     pytest.param(phase, i % 3, marks=[pytest.mark.slow] if i != 3 else [], id=phase)
-    for i, phase in enumerate(PHASES)
+    for i, phase in enumerate(SIX_PHASES)
 ]
 
 
@@ -382,7 +381,4 @@ asyncio.run(main())
 
 @pytest.mark.slow
 def test_a_stream_outlives_the_cluster_that_a_run_has_started() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_CLUSTERS], capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of("-c", TWO_CLUSTERS, timeout_s=150)

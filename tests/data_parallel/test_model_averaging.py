@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from tests.harness.ranks import error_of
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, largest_difference, loss_of, make_model
 
@@ -236,10 +237,7 @@ def refusals(group):
     told = []
 
     def attempt(call):
-        try:
-            call()
-        except (ValueError, RuntimeError) as error:
-            told.append(str(error))
+        told.append(str(error_of(call, ValueError, RuntimeError)))
 
     def hierarchy(sizes):
         return lambda: cl.HierarchicalModelAverager(sizes, process_group=group)

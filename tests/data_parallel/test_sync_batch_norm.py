@@ -8,7 +8,7 @@ import torch
 
 import chorusline as cl
 from runtime.data_parallel.distributed_data_parallel import engine_of
-from tests.harness.ranks import NCCL, on_gpus, run_ranks
+from tests.harness.ranks import NCCL, error_of, on_gpus, run_ranks
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, loss_of
 
@@ -222,8 +222,7 @@ def ways_to_wrap(group):
     alone = copy.deepcopy(model.module)
     alone.eval()
     same = torch.equal(alone(torch.ones(2, 7).double()), model.eval()(torch.ones(2, 7).double()))
-    told = []
-    for call in (
+    calls = (
         lambda: cl.DistributedDataParallel(
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(make_model()), group
         ),
@@ -231,11 +230,8 @@ def ways_to_wrap(group):
         lambda: alone.train()(torch.ones(2, 7).double()),
         lambda: cl.SyncBatchNorm(3, process_group=group)(torch.ones(2)),
         lambda: cl.SyncBatchNorm(3, process_group=group)(torch.ones(2, 4)),
-    ):
-        try:
-            call()
-        except (ValueError, TypeError, RuntimeError) as error:
-            told.append(str(error))
+    )
+    told = [str(error_of(call, ValueError, TypeError, RuntimeError)) for call in calls]
     return names, alone[1].group is None, same, told
 
 
@@ -253,11 +249,9 @@ def test_layers_are_converted_copied_and_refused_with_the_mend(ranks_of):
 
 def one_value(group):
     with another_group(group) as own:
-        try:
+        with pytest.raises(ValueError) as raised:
             cl.SyncBatchNorm(2, process_group=own)(torch.ones(1 - own.rank, 2))
-        except ValueError as error:
-            return str(error)
-    return ""
+        return str(raised.value)
 
 
 def test_one_value_per_channel_over_all_ranks_is_refused_on_all(ranks_of):

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +28,10 @@ from collectives.contract.operation import ReduceOp
 from collectives.contract.work import Work
 from collectives.group import Group
 from collectives.stores.store import HashStore
-from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, run_ranks
-
-transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
+from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, error_of, run_ranks, transports
 
 PATIENCE_S = {SHARED_MEMORY: 2.0, GLOO: 8.0}
 """For all to know of a failure. Gloo's ranks ask each other through the store; 2.5 s to answer."""
-
-
-def error_of(call: Callable[[], object]) -> CollectiveError | None:
-    try:
-        call()
-    except CollectiveError as error:
-        return error
-    return None
 
 
 def wait_by_polling(work: Work) -> None:
@@ -624,12 +614,6 @@ def test_closing_frees_the_threads_that_wait(transport: str, tmp_path: Path) -> 
 
 
 # -- mistakes of one caller, told before anything is issued ----------------------------------------
-
-
-@pytest.fixture
-def alone() -> Iterator[Group]:
-    with Group.create(HashStore(), 0, 1) as group:
-        yield group
 
 
 def test_a_tensor_on_another_device_is_refused_with_the_remedy(alone: Group) -> None:

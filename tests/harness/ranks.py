@@ -21,11 +21,14 @@ from typing import Any
 import pytest
 import torch
 
+from collectives.contract.errors import CollectiveError
 from collectives.group import Group
 from collectives.stores.file_store import FileStore
 from collectives.transports.nccl import load_nccl
 
 SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
+
+transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -59,6 +62,16 @@ def on_gpus(size: int) -> Any:
     return pytest.param(
         size, marks=[pytest.mark.gpu, pytest.mark.skipif(reason != "", reason=reason)]
     )
+
+
+def error_of(call: Callable[[], object], *kinds: type[Exception]) -> Any:
+    """What `call` raises, of `kinds` (CollectiveError if none is given); None if nothing."""
+    wanted = kinds or (CollectiveError,)
+    try:
+        call()
+    except wanted as error:
+        return error
+    return None
 
 
 @dataclass

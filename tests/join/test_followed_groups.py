@@ -11,7 +11,7 @@ from collectives.contract.operation import Kind
 from collectives.neutral import neutral_element, take_part, why_not_without
 from runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.harness.standing_ranks import another_group
-from tests.join.test_user_joinables import CountingJoinable
+from tests.references.joinables import CountingJoinable
 from tests.references.training import batches_of, loss_of, make_model
 
 _REDUCTIONS = [op for op in cl.ReduceOp if op is not cl.ReduceOp.AVG]

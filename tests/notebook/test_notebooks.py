@@ -12,9 +12,10 @@ import pytest
 import ray
 from nbclient import NotebookClient
 
+from tests import ROOT
 from tests.harness.kernels import Kernel
 
-NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 START = """
 import chorusline as cl

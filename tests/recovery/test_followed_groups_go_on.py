@@ -13,14 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
 import chorusline as cl
-from tests.references import training_to_kill
 from tests.references.killed_runs import one_thread, wrap
 from tests.references.training_to_kill import BATCH_SIZE, NUM_SAMPLES, Samples, die
-
-cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
 pytestmark = pytest.mark.slow
 

@@ -15,24 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
 import chorusline as cl
 from actors.errors import WorkerLost
 from actors.messages import RunRequest
-from tests.references import training_to_kill
+from benchmarks.chaos_training import loss_of, network, take_step
 from tests.references.killed_runs import wrap
-from tests.references.training_to_kill import (
-    BATCH_SIZE,
-    LEARNING_RATE,
-    NUM_SAMPLES,
-    Samples,
-    die,
-    loss_of,
-    network,
-)
-
-cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
+from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
 pytestmark = pytest.mark.slow
 
@@ -136,15 +125,7 @@ def reference(notes: list[Note]) -> list[torch.Tensor]:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optim, gamma=0.9)
     for step in range(1, max(note.step for note in notes) + 1):
         taken = sorted((n.rank, n.numbers) for n in notes if n.step == step)
-        total = [torch.zeros_like(p) for p in model.parameters()]
-        for _, numbers in taken:
-            model.zero_grad()
-            loss_of(model, samples.inputs[numbers], samples.targets[numbers]).backward()
-            for so_far, p in zip(total, model.parameters(), strict=True):
-                so_far += p.grad
-        for so_far, p in zip(total, model.parameters(), strict=True):
-            p.grad = so_far / len(taken)
-        optim.step()
+        take_step(model, optim, samples, [numbers for _, numbers in taken])
         schedule.step()
     return [p.detach() for p in model.parameters()]
 

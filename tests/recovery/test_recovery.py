@@ -10,28 +10,17 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
 import chorusline as cl
 from actors.errors import StateLost, WorkerLost
+from benchmarks.chaos_training import loss_of, network, take_step
 from runtime.program.context import call_of
 from runtime.zero.parameter_shard import ParameterShard
-from tests.references import training_to_kill
-from tests.references.training_to_kill import (
-    BATCH_SIZE,
-    LEARNING_RATE,
-    NUM_SAMPLES,
-    Samples,
-    die,
-    loss_of,
-    network,
-)
-
-cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
+from tests.references.killed_runs import PHASES, wrap
+from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
 
 @dataclass
@@ -46,36 +35,6 @@ class Told:
     ids_of_the_lost: list[int]
     num_steps: int
     state_numel: int
-
-
-def before(owner: Any, name: str) -> None:
-    """Die when `owner.name` is called next."""
-    assert hasattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: die())
-
-
-def after(owner: Any, name: str) -> None:
-    """Die when `owner.name` has returned next."""
-    original = getattr(owner, name)
-
-    def called(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        die()
-
-    setattr(owner, name, called)
-
-
-PHASES: dict[str, Callable[[Any], None]] = {
-    "while gradients are reduced (1)": lambda optim: before(optim.reducer, "wait"),
-    "after they are reduced": lambda optim: after(optim.reducer, "wait"),
-    "while replicas get theirs (2)": lambda optim: after(optim.shard, "start_replicating"),
-    "before it votes (3)": lambda optim: before(optim._ballot, "hold"),
-    "when it has seen the ballot": lambda optim: after(optim._ballot, "hold"),
-    "before it applies (4)": lambda optim: before(optim.shard, "apply"),
-    "when it has applied": lambda optim: after(optim.shard, "apply"),
-    "while parameters are gathered (5)": lambda optim: after(optim.shard, "start_gather"),
-    "after the step": lambda optim: after(optim, "_try_step"),
-}
 
 
 def train(
@@ -147,15 +106,7 @@ def reference(told: list[Told], victim: int, num_ranks: int) -> list[torch.Tenso
     ]
     for step in range(1, told[0].num_steps + 1):
         batches = [numbers for of_rank in taken if (numbers := of_rank.get(step))]
-        total = [torch.zeros_like(p) for p in model.parameters()]
-        for numbers in batches:
-            model.zero_grad()
-            loss_of(model, samples.inputs[numbers], samples.targets[numbers]).backward()
-            for so_far, p in zip(total, model.parameters(), strict=True):
-                so_far += p.grad
-        for so_far, p in zip(total, model.parameters(), strict=True):
-            p.grad = so_far / len(batches)
-        optim.step()
+        take_step(model, optim, samples, batches)
     return [p.detach() for p in model.parameters()]
 
 
@@ -192,16 +143,16 @@ async def test_one_death_after_another_leaves_one_that_has_everything(session: c
 
 
 def dies_before(name: str) -> Callable[[cl.Context], None]:
-    return lambda ctx: before(call_of(ctx).recovery, name)
+    return lambda ctx: wrap(call_of(ctx).recovery, name, first=die)
 
 
 def dies_before_it_sends(ctx: cl.Context) -> None:
-    before(ParameterShard, "complete")
+    wrap(ParameterShard, "complete", first=die)
 
 
 def dies_before_it_connects(ctx: cl.Context) -> None:
     assert call_of(ctx).recovery is not None
-    before(call_of(ctx).recovery._lifeline, "connect")
+    wrap(call_of(ctx).recovery._lifeline, "connect", first=die)
 
 
 IN_RECOVERY = {

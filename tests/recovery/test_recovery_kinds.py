@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from tests.references.killed_runs import PHASES, Kind, assert_as_if_nothing_was, train
+from tests.references.killed_runs import SIX_PHASES, Kind, assert_as_if_nothing_was, train
 
 KINDS = {
     "AdamW": Kind(),
@@ -41,7 +41,7 @@ CASES = [
         id=f"{name}-{phase}",
     )
     for i, name in enumerate(KINDS)
-    for j, phase in enumerate(PHASES)
+    for j, phase in enumerate(SIX_PHASES)
 ]
 
 

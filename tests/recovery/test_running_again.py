@@ -15,24 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
 import chorusline as cl
 from actors.errors import WorkerLost
 from actors.messages import Report
+from benchmarks.chaos_training import loss_of, network
 from runtime.program.context import call_of
-from tests.references import training_to_kill
-from tests.references.training_to_kill import (
-    BATCH_SIZE,
-    LEARNING_RATE,
-    NUM_SAMPLES,
-    Samples,
-    die,
-    loss_of,
-    network,
-)
-
-cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
+from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
 
 class Ledger:

@@ -14,17 +14,13 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray import cloudpickle
 from torch.optim.swa_utils import AveragedModel
 
 import chorusline as cl
 from actors.messages import MemberState
 from runtime.program.context import call_of
-from tests.references import training_to_kill
 from tests.references.killed_runs import one_thread
 from tests.references.training_to_kill import NUM_SAMPLES, Samples, die
-
-cloudpickle.register_pickle_by_value(training_to_kill)  # Workers cannot import it.
 
 NUM_STEPS, FAILS_IN = 7, 4
 

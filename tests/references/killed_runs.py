@@ -4,7 +4,6 @@ Every rank notes, in a file that outlives it, which samples it took for which st
 takes the same steps over the same samples, and adds gradients in the same order: what the survivors
 end with has to be that, bit by bit where no norm is taken, whose sum is cut by shards.
 
-Workers cannot import this module, so it is sent to them by value, like those of the tests.
 Of its samples, number 7 may have no finite loss (`Kind.scaler`).
 """
 
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
 import chorusline as cl
-from tests.references import training_to_kill
 from tests.references.training_to_kill import BATCH_SIZE, NUM_SAMPLES, Samples, die
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-cloudpickle.register_pickle_by_value(training_to_kill)
 
 
 class Net(torch.nn.Module):
@@ -152,12 +145,21 @@ def wrap(owner: Any, name: str, *, first: Any = None, then: Any = None) -> None:
 
 PHASES: dict[str, Callable[[Any], None]] = {
     "while gradients are reduced (1)": lambda optim: wrap(optim.reducer, "wait", first=die),
+    "after they are reduced": lambda optim: wrap(optim.reducer, "wait", then=die),
     "while replicas get theirs (2)": lambda optim: wrap(optim.shard, "start_replicating", then=die),
     "before it votes (3)": lambda optim: wrap(optim._ballot, "hold", first=die),
     "when it has seen the ballot": lambda optim: wrap(optim._ballot, "hold", then=die),
+    "before it applies (4)": lambda optim: wrap(optim.shard, "apply", first=die),
     "when it has applied (4)": lambda optim: wrap(optim.shard, "apply", then=die),
     "while parameters are gathered (5)": lambda optim: wrap(optim.shard, "start_gather", then=die),
+    "after the step": lambda optim: wrap(optim, "_try_step", then=die),
 }
+SIX_PHASES = [
+    phase
+    for phase in PHASES
+    if phase not in ("after they are reduced", "before it applies (4)", "after the step")
+]
+"""For tests that have many other cases."""
 
 
 def train(

@@ -3,8 +3,6 @@
 Every rank notes, in a file that outlives it, what it is about to take, and as which step. A step
 that was left and taken again stands there twice: what counts is the generation that came last. One
 process then takes those steps over those samples, as for sharded runs (killed_runs.py).
-
-Workers cannot import this module, so it is sent to them by value, like those of the tests.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,17 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ray import cloudpickle
 
 import chorusline as cl
 from runtime.data_parallel.distributed_data_parallel import engine_of
 from runtime.program.context import call_of
-from tests.references import killed_runs
 from tests.references.killed_runs import Diary, Kind, Net, reference, wrap
 from tests.references.training_to_kill import BATCH_SIZE, Samples, die
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-cloudpickle.register_pickle_by_value(killed_runs)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,6 @@ import signal
 import time
 
 from benchmarks import chaos_training
-from benchmarks.chaos_training import loss_of, network
-
-__all__ = ["BATCH_SIZE", "LEARNING_RATE", "NUM_SAMPLES", "Samples", "die", "loss_of", "network"]
 
 NUM_SAMPLES, BATCH_SIZE, LEARNING_RATE = 61, 4, 0.05
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/before-and-after.md"
+from tests import ROOT
+
+PAGE = ROOT / "docs/before-and-after.md"
 SCRIPTS = {
     (side, name): script
     for side, name, script in re.findall(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,8 +24,7 @@ from benchmarks.chaos_faults import (
     draw,
 )
 from benchmarks.chaos_training import Told, complaints
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.programs import figures_of
 
 
 def test_a_seed_draws_the_same_faults_again() -> None:
@@ -116,9 +112,5 @@ def test_whether_the_last_batch_of_a_lost_process_counts_is_found_out(
 @pytest.mark.timeout(400)
 def test_two_minutes_of_chaos_leave_nothing_to_complain_about() -> None:
     """Of this seed, the first four rounds have faults of all kinds."""
-    command = [sys.executable, str(ROOT / "benchmarks/chaos.py"), "--seed", "542"]
-    command += ["--minutes", "2", "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    figures = json.loads(ran.stdout.splitlines()[-1])["figures"]
+    figures = figures_of("chaos.py", "--seed", "542", "--minutes", "2", timeout_s=380)
     assert figures["faults"] > 0 and figures["wrong"] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from runtime.commands.arguments import names_function, workers
+from tests import ROOT
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs/clusters"
+FOLDER = ROOT / "docs/clusters"
 
 
 def loaded(name: str) -> Any:

@@ -1,13 +1,12 @@
 """The programs in the README and in docs/ run as they stand."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+from tests.harness.programs import output_of
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -41,9 +40,6 @@ SLOW = {
 def test_a_program_of_the_documentation_runs(tmp_path, name, on_cluster):
     script = tmp_path / "program.py"
     script.write_text(programs()[name])
-    ran = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, env=on_cluster
-    )
-    assert ran.returncode == 0, ran.stderr
+    said = output_of(script, timeout_s=100, environment=on_cluster)
     if name == "README-0":
-        assert len(eval(ran.stdout.strip().splitlines()[-1])) == 2, "one result per rank"
+        assert len(eval(said.strip().splitlines()[-1])) == 2, "one result per rank"

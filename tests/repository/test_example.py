@@ -13,8 +13,8 @@ import torch
 from matplotlib.image import imread
 
 from actors.messages import Report
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "stdlib_gpt.py"
 TINY = ["--preset", "tiny", "--files", "9", "--block", "32", "--batch-size", "32"]
 

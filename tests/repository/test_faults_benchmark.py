@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks.faults import Outcome, Plan, Report, draw, judge
 from collectives.contract.errors import CollectiveTimeout, GroupAborted, PeerLost
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.programs import figures_of
 
 
 @pytest.mark.slow
 def test_a_few_seeds_leave_nothing_to_complain_about() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/faults.py"), "--seeds", "6", "--json"]
-    command += ["--transport", "shared-memory"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    figures = json.loads(ran.stdout.splitlines()[-1])["figures"]
+    flags = ("--seeds", "6", "--transport", "shared-memory")
+    figures = figures_of("faults.py", *flags, timeout_s=100)
     assert figures["seeds"] == 6
     assert figures["hangs"] == figures["wrong"] == figures["leaks"] == 0
 

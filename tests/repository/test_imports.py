@@ -15,7 +15,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 LAYERS = ("collectives", "actors", "runtime", "chorusline")
 """From the bottom up: each may import itself and what stands before it."""
 ORDER = {

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.harness.programs import output_of
 
 PROGRAM = """
 import asyncio, os, sys, time
@@ -68,14 +67,6 @@ def test_ranks_leave_a_node_that_is_drained_and_the_others_go_on(
 ) -> None:
     program = tmp_path / "drain.py"
     program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, program, str(replicas)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "RANKS 2" in done.stdout
-    assert done.stdout.count("SIZES 3 2 160") == 2, done.stdout
+    said = output_of(program, str(replicas), timeout_s=150)
+    assert "RANKS 2" in said
+    assert said.count("SIZES 3 2 160") == 2, said

@@ -4,15 +4,19 @@ workers are wanted, and nodes that a test adds and drains."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.harness.autoscaling_head import autoscaling_head
 from tests.harness.head_node import ENVIRONMENT
+from tests.harness.programs import completed, last_line_of
+
+
+def at(address: str) -> dict[str, str]:
+    """The environment of a program whose sessions come to the cluster at `address`."""
+    return ENVIRONMENT | {"RAY_ADDRESS": address}
+
 
 GROWS = """
 import asyncio, json, os, sys, time
@@ -60,15 +64,7 @@ def test_an_autoscaler_brings_the_nodes_that_a_run_wants_and_it_goes_on_with_the
     tmp_path: Path,
 ) -> None:
     with autoscaling_head(tmp_path, num_cpus=1, most_nodes=2) as address:
-        done = subprocess.run(
-            [sys.executable, "-c", GROWS],
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-            env=ENVIRONMENT | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
+        done = completed("-c", GROWS, timeout_s=180, environment=at(address))
     at_start, told = json.loads(done.stdout.splitlines()[-1])
     assert at_start == 1
     assert len(told) == 3
@@ -116,15 +112,7 @@ def test_a_session_starts_on_a_cluster_that_has_no_workers_yet(
     if version == 1:  # It does not tell what it can never do; so this would wait for its minute.
         script = script.replace('({"num_workers": 4}, {"num_workers": 1, "use_gpu": True})', "()")
     with head as address:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-            env=ENVIRONMENT | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
+        done = completed("-c", script, timeout_s=200, environment=at(address))
     refusals, ranks = json.loads(done.stdout.splitlines()[-1])
     assert ranks in ([2, 2], [3, 3, 3])
     *never, too_late = refusals
@@ -182,23 +170,14 @@ asyncio.run(main())
 @pytest.mark.timeout(360)
 def test_a_session_that_is_strictly_spread_grows_onto_nodes_of_their_own(tmp_path: Path) -> None:
     with autoscaling_head(tmp_path, num_cpus=1, most_nodes=2) as address:
-        done = subprocess.run(
-            [sys.executable, "-c", SPREADS],
-            capture_output=True,
-            text=True,
-            timeout=260,
-            check=False,
-            env=ENVIRONMENT | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
+        done = completed("-c", SPREADS, timeout_s=260, environment=at(address))
     at_start, nodes = json.loads(done.stdout.splitlines()[-1])
     assert at_start < 3, "it has grown"
     assert len(nodes) == len(set(nodes)) == 3
 
 
 TWO_FOUR_THREE = """
-import asyncio, json, sys, tempfile, time
-sys.path.insert(0, sys.argv[1])
+import asyncio, json, tempfile, time
 import ray
 from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
@@ -251,16 +230,9 @@ finally:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_ranks_become_four_and_then_three_and_take_the_steps_of_one_process() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_FOUR_THREE, str(Path(__file__).resolve().parents[2])],
-        capture_output=True,
-        text=True,
-        timeout=230,
-        check=False,
-        env=ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    sizes, wrong, are_the_same = last_line_of(
+        "-c", TWO_FOUR_THREE, timeout_s=230, environment=ENVIRONMENT
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    sizes, wrong, are_the_same = json.loads(done.stdout.splitlines()[-1])
     assert wrong == []
     assert are_the_same, "no process was started anew"
     # Two nodes come one after the other, so some steps may be taken by three in between.

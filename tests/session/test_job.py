@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from ray.job_submission import JobSubmissionClient
 
+from tests import ROOT
 from tests.harness.head_node import BIN, ENVIRONMENT, MARK, free_ports, head_node, wait_until
 
-ROOT = Path(__file__).parents[2]
 TINY = ["--preset", "tiny", "--files", "6", "--block", "32", "--batch-size", "32"]
 
 

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -31,8 +29,8 @@ from runtime.program.context import Context
 from runtime.session.session import Session
 from runtime.session.trace import RankTraced, clock_offsets, events
 from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+from tests.harness.programs import figures_of, last_line_of
 
 
 @pytest.fixture(scope="module")
@@ -252,11 +250,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 def test_prometheus_scrapes_what_workers_do() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRAPED], capture_output=True, text=True, timeout=110
-    )
-    assert ran.returncode == 0, ran.stderr
-    seen = json.loads(ran.stdout.splitlines()[-1])
+    seen = last_line_of("-c", SCRAPED, timeout_s=110)
     for seat in "01":
         assert seen[f"ray_chorusline_steps_total{seat}"] > 10
         assert 0 < seen[f"ray_chorusline_step_seconds{seat}"] < 5
@@ -327,14 +321,7 @@ async def test_a_driver_refuses_workers_whose_torch_is_not_the_callers(session: 
 
 
 def test_the_simulation_counts_the_messages_of_a_generation_change() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/scale.py", "--workers", "3,200", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    small, large = json.loads(done.stdout.splitlines()[-1])["figures"]["scales"]
+    small, large = figures_of("scale.py", "--workers", "3,200", timeout_s=100)["scales"]
     for one in (small, large):
         others = one["workers"] - 1
         # The death, and for each of the others: freeze, frozen, resume.

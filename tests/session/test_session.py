@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray import cloudpickle
 
 from actors.errors import RankFailed, StartupError, WorkerLost
 from actors.messages import Report, WorkerSnapshot
@@ -25,10 +23,8 @@ from collectives.contract.errors import CollectiveTimeout, GroupAborted, PeerLos
 from runtime.process.running import current, current_group
 from runtime.program.context import Context
 from runtime.session.session import Session, SessionState, run
-from tests.harness import open_sockets
 from tests.harness.open_sockets import ports
-
-cloudpickle.register_pickle_by_value(open_sockets)  # Workers cannot import what tests share.
+from tests.harness.programs import output_of
 
 WITHIN_S = 4.0  # "Within seconds": well below every deadline that a blocked rank would wait for.
 
@@ -617,8 +613,4 @@ if __name__ == "__main__":
         time.sleep(0.05)
     print("nothing left")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "nothing left" in done.stdout
+    assert "nothing left" in output_of("-c", script, timeout_s=90)

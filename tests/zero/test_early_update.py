@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from tests.harness.ranks import error_of
 from tests.harness.standing_ranks import another_group
 from tests.references.sharded_training import ELEMENTWISE, assert_same_state, groups_of, plain_run
 from tests.references.training import batches_of, loss_of, make_model
@@ -96,25 +97,20 @@ def refusals(group):
         model = overlapped_model(own)
         plain = list(make_model(torch.float32).parameters())
         overlap = {"overlap_with_ddp": True, "lr": 0.1}
-        told = []
 
         def step_once(zero):
             for _ in range(2):
                 loss_of(model, torch.randn(3, 7)).backward()
 
-        for call in (
+        calls = (
             lambda: cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, max_norm=1.0, **overlap),
             lambda: cl.ZeroRedundancyOptimizer(plain, torch.optim.SGD, group=own, **overlap),
             lambda: cl.ZeroRedundancyOptimizer(model, torch.optim.Adafactor, **overlap),
             lambda: cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, replicas=2, **overlap),
             lambda: cl.GradScaler(cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **overlap)),
             lambda: step_once(cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **overlap)),
-        ):
-            try:
-                call()
-            except (RuntimeError, ValueError) as error:
-                told.append(str(error))
-        return told
+        )
+        return [str(error_of(call, RuntimeError, ValueError)) for call in calls]
 
 
 def test_what_cannot_be_undone_is_refused_with_the_reason(ranks_of):

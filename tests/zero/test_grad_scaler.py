@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from tests.harness.ranks import error_of
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
@@ -83,21 +84,16 @@ def refusals(group):
     with another_group(group) as own:
         model = cl.DistributedDataParallel(make_model(torch.float32), own)
         optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
-        told = []
         stock = torch.amp.GradScaler("cpu")
         stock.scale(loss_of(model, torch.randn(3, 7))).backward()
         scaler = cl.GradScaler(optimizer)
         optimizer.uses_scaler = False
-        for call in (
+        calls = (
             lambda: stock.step(optimizer),
             lambda: scaler.unscale_(optimizer),
             lambda: cl.Join([model, scaler, optimizer]),
-        ):
-            try:
-                call()
-            except (RuntimeError, ValueError) as error:
-                told.append(str(error))
-        return told
+        )
+        return [str(error_of(call, RuntimeError, ValueError)) for call in calls]
 
 
 def test_what_would_decide_by_local_gradients_is_refused(ranks_of):
