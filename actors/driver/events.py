@@ -65,6 +65,10 @@ class RankEnded:
 class RankFroze:
     frozen: Frozen
 
+    @property
+    def generation(self) -> int:
+        return self.frozen.generation
+
 
 @dataclass(frozen=True, slots=True)
 class RankFinished:

@@ -1,0 +1,279 @@
+"""The table in membership.py: what each event does in each phase of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+
+from actors.driver import events, instructions
+from actors.driver.events import Event
+from actors.driver.membership import Membership
+from actors.driver.run_state import Phase, RunState
+from actors.driver.situation import Situation, assess
+from actors.messages import (
+    Failure,
+    Frozen,
+    Loss,
+    Progress,
+    Success,
+    WorkerInfo,
+)
+from collectives.contract.errors import PeerLost
+
+GONE = PeerLost("all_reduce #7", 0, [1], "gone")
+
+
+def worker(seat: int, incarnation: int = 0) -> WorkerInfo:
+    return WorkerInfo(f"worker-{seat}-{incarnation}", seat, "node", "node", 100 + seat, "cpu", 1.0)
+
+
+def froze(rank: int, generation: int = 0, **more: object) -> events.RankFroze:
+    word = Frozen(rank, generation, (Progress(5, (5.0,)),), GONE, 0, True, True, can_save=True)
+    return events.RankFroze(replace(word, **more))  # type: ignore[arg-type]
+
+
+def death(seat: int) -> Event:
+    return events.WorkerDied(worker(seat).worker_id, "SIGKILL")
+
+
+def returned(rank: int, seat: int | None = None) -> Event:
+    info = worker(rank if seat is None else seat)
+    return events.RankEnded(Success(rank, b"result", 0), info.worker_id)
+
+
+def raised(rank: int, seat: int) -> Event:
+    failure = Failure(rank, None, "ValueError: no", "", (rank,), False)
+    return events.RankEnded(failure, worker(seat).worker_id)
+
+
+def membership_after(
+    *happened: Event, num: int = 3, fewest: int = 2, saves_last: bool = True
+) -> Membership:
+    membership = Membership()
+    for seat in range(num):
+        membership.handle(events.WorkerRegistered(worker(seat)))
+    membership.handle(events.RunStarted(0, fewest, None, saves_last))
+    for event in happened:
+        membership.handle(event)
+    return membership
+
+
+def run_of(membership: Membership) -> RunState:
+    assert membership._run is not None
+    return membership._run
+
+
+def phase_of(membership: Membership) -> Phase | None:
+    return membership._run.phase if membership._run is not None else None
+
+
+def given_up() -> Membership:
+    """Ranks 0 and 1 are in the last generation: three were the fewest."""
+    membership = membership_after(death(2), froze(0), froze(1), fewest=3)
+    membership.handle(events.PauseEnded(0))
+    return membership
+
+
+def in_phase(phase: Phase) -> Membership:
+    """A run that was begun with three ranks, of which the first two are left."""
+    match phase:
+        case Phase.PAUSED:
+            membership = membership_after(death(2), froze(0), froze(1), fewest=3)
+        case Phase.SAVING_LAST:
+            membership = given_up()
+        case Phase.FREEZING_LAST:
+            membership = given_up()
+            membership.handle(froze(0, 1))
+        case Phase.FREEZING:
+            membership = membership_after(froze(0))
+        case Phase.RELEASED:
+            membership = membership_after(*(events.RankFinished(rank, 0) for rank in range(3)))
+        case Phase.STOPPING:
+            membership = membership_after(events.RunCancelled("enough"))
+        case Phase.RUNNING:
+            membership = membership_after()
+    assert phase_of(membership) is phase
+    return membership
+
+
+STOP, VOID = Phase.STOPPING, None
+"""The phase behind an event; VOID: it changes nothing, and nobody is told anything."""
+
+COLUMNS = tuple(Phase)
+assert COLUMNS == (
+    Phase.RUNNING,
+    Phase.FREEZING,
+    Phase.PAUSED,
+    Phase.SAVING_LAST,
+    Phase.FREEZING_LAST,
+    Phase.RELEASED,
+    Phase.STOPPING,
+)
+
+F, P, S, L, R = (
+    Phase.FREEZING,
+    Phase.PAUSED,
+    Phase.SAVING_LAST,
+    Phase.FREEZING_LAST,
+    Phase.RELEASED,
+)
+Row = tuple[Callable[[int], Event], tuple[Phase | None, ...]]
+TABLE: dict[str, Row] = {
+    # The event, made for a generation; the phase behind it, by the phase before it (COLUMNS).
+    "a rank is lost": (lambda _: death(1), (F, F, P, L, STOP, STOP, STOP)),
+    "a rank froze": (lambda at: froze(1, at), (F, F, P, L, STOP, VOID, VOID)),
+    "a newcomer": (
+        lambda _: events.WorkerRegistered(worker(3)),
+        (F, F, Phase.RUNNING, VOID, VOID, VOID, VOID),
+    ),
+    "a notice": (
+        lambda _: events.Leaving(worker(1).worker_id, "SIGTERM"),
+        (F, VOID, VOID, VOID, VOID, VOID, VOID),
+    ),
+    "a rank raised": (lambda _: raised(1, 1), (STOP,) * 7),
+    "a rank returned": (lambda _: returned(1), (Phase.RUNNING, F, P, S, L, R, STOP)),
+    "all finished": (
+        lambda at: events.RankFinished(2, at),
+        (R, VOID, VOID, VOID, VOID, VOID, VOID),
+    ),
+    "patience ended": (events.PatienceEnded, (VOID, F, VOID, VOID, L, VOID, VOID)),
+    "pause ended": (events.PauseEnded, (VOID, VOID, S, VOID, VOID, VOID, VOID)),
+    "last save ended": (events.LastSaveEnded, (VOID, VOID, VOID, STOP, STOP, VOID, VOID)),
+    "cancelled": (lambda _: events.RunCancelled("enough"), (STOP,) * 7),
+}
+
+
+@pytest.mark.parametrize("phase", COLUMNS, ids=lambda phase: phase.name)
+@pytest.mark.parametrize("name", TABLE)
+def test_each_event_does_in_each_phase_what_the_table_says(name: str, phase: Phase) -> None:
+    make, expected = TABLE[name]
+    after = expected[COLUMNS.index(phase)]
+    membership = in_phase(phase)
+    if name == "all finished":
+        for rank in (0, 1):
+            membership.handle(events.RankFinished(rank, membership._generation))
+    told = membership.handle(make(membership._generation))
+    if after is VOID:
+        assert told == [] and phase_of(membership) is phase
+    else:
+        assert phase_of(membership) is after
+    # Ranks are told to freeze, to stop and to end once, by the event that changes the phase.
+    kinds = {type(one) for one in told}
+    opened = after in (Phase.FREEZING, Phase.FREEZING_LAST) and after is not phase
+    assert (instructions.StartPatience in kinds) == opened
+    assert (instructions.StartGrace in kinds) == (after is STOP and phase is not STOP)
+    assert (instructions.ReleaseRank in kinds) == (after is R and phase is not R)
+    assert (instructions.Fence in kinds) == (name == "patience ended" and after is not VOID)
+
+
+@pytest.mark.parametrize("phase", COLUMNS, ids=lambda phase: phase.name)
+def test_the_grace_period_ends_only_a_run_that_stops(phase: Phase) -> None:
+    membership = in_phase(phase)
+    told = membership.handle(events.GraceEnded())
+    assert [type(one) for one in told] == ([instructions.EndRun] if phase is STOP else [])
+    assert phase_of(membership) is (None if phase is STOP else phase)
+
+
+@pytest.mark.parametrize("phase", COLUMNS, ids=lambda phase: phase.name)
+def test_what_is_sent_of_another_generation_is_void(phase: Phase) -> None:
+    for off in (-1, 1):
+        for make in (
+            lambda at: froze(1, at),
+            lambda at: events.RankFinished(1, at),
+            lambda at: events.RankSilent(worker(1).worker_id, at),
+            events.PatienceEnded,
+            events.PauseEnded,
+            events.LastSaveEnded,
+        ):
+            membership = in_phase(phase)
+            assert membership.handle(make(membership._generation + off)) == []
+            assert phase_of(membership) is phase
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["saves", "saves nothing"])
+@pytest.mark.parametrize("situation", Situation, ids=lambda situation: situation.name)
+@pytest.mark.parametrize(
+    "phase", [Phase.FREEZING, Phase.PAUSED, Phase.FREEZING_LAST], ids=lambda phase: phase.name
+)
+def test_what_is_decided_follows_from_phase_and_situation(
+    phase: Phase, situation: Situation, saves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All cells of the second table. Where a phase cannot meet a situation it is told of it."""
+    membership = membership_after(death(2), fewest=2, saves_last=saves)
+    membership.handle(froze(0))
+    run = run_of(membership)
+    if phase is Phase.FREEZING_LAST:
+        run.gives_up = Loss(2, worker(2), "SIGKILL")
+    run.round.froze(froze(1).frozen)
+    seen = assess(run, membership._members.values())
+    assert seen.situation is Situation.READY
+    run.phase = phase
+    outlook = replace(seen, situation=situation, why="no more losses")
+    monkeypatch.setattr("actors.driver.membership.assess", lambda run, known: outlook)
+    kinds = {type(one) for one in membership._decide(run)}
+    hopeless = (Phase.SAVING_LAST, {instructions.ResumeRank, instructions.StartLastSave})
+    stop = (Phase.STOPPING, {instructions.AbortRank, instructions.StartGrace})
+    wait: tuple[Phase, set[type]] = (phase, set())
+    cells: dict[Situation, tuple[Phase, set[type]]] = {
+        Situation.INCOMPLETE: wait,
+        Situation.HOPELESS: hopeless if saves else stop,
+        Situation.TOO_FEW: wait
+        if phase is Phase.PAUSED
+        else (Phase.PAUSED, {instructions.StartPause}),
+        Situation.READY: (Phase.RUNNING, {instructions.ResumeRank}),
+    }
+    expected = cells[situation]
+    if phase is Phase.FREEZING_LAST and situation is not Situation.INCOMPLETE:
+        expected = stop
+    assert (phase_of(membership), kinds) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "newcomer", "fewest", "max_failures", "expected"),
+    [
+        ({}, False, 2, None, Situation.READY),
+        ({"is_parked": False}, False, 2, None, Situation.READY),
+        ({}, False, 3, None, Situation.TOO_FEW),
+        ({}, True, 3, None, Situation.READY),
+        ({"can_restart": False}, False, 2, None, Situation.READY),
+        ({"can_restart": False}, True, 3, None, Situation.HOPELESS),
+        ({"can_restart": False, "is_parked": False}, False, 2, None, Situation.HOPELESS),
+        ({"progress": ()}, False, 2, None, Situation.HOPELESS),
+        ({}, False, 2, 0, Situation.HOPELESS),
+    ],
+)
+def test_the_situation_follows_from_the_reports_and_to_assess_it_changes_nothing(
+    words: dict[str, object],
+    newcomer: bool,
+    fewest: int,
+    max_failures: int | None,
+    expected: Situation,
+) -> None:
+    membership = membership_after(froze(0), death(2))
+    if newcomer:
+        membership.handle(events.WorkerRegistered(worker(2, 1)))
+    run = run_of(membership)
+    run.fewest, run.max_failures = fewest, max_failures
+    known = list(membership._members.values())
+    assert assess(run, known).situation is Situation.INCOMPLETE
+    run.round.froze(froze(1, 0, **words).frozen)
+    before = deepcopy((run.num_vain, run.achieved, run.takes_newcomers, run.phase, run.losses))
+    outlook = assess(run, known)
+    assert outlook.situation is expected
+    assert (outlook.plan is not None) == (expected is Situation.READY)
+    assert bool(outlook.why) == (expected is Situation.HOPELESS)
+    assert assess(run, known) == outlook
+    assert before == (run.num_vain, run.achieved, run.takes_newcomers, run.phase, run.losses)
+    if outlook.plan is not None:
+        assert [one.info.seat for one in outlook.plan.members] == [0, 1, 2][: 2 + newcomer]
+        assert outlook.plan.restarts == (newcomer or words.get("is_parked") is False)
+
+
+def test_the_end_of_a_pause_is_void_when_the_run_stops_already() -> None:
+    membership = in_phase(Phase.PAUSED)
+    membership.handle(events.RunCancelled("enough"))
+    assert membership.handle(events.PauseEnded(0)) == []
+    assert membership.handle(events.PauseEnded(0)) == []
