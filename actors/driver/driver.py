@@ -281,6 +281,9 @@ class Driver(StoreActor):
     def worker(self, worker_id: str) -> Actor:
         return self._workers[worker_id]
 
+    def knows(self, worker_id: str) -> bool:
+        return worker_id in self._workers
+
 
 class _Errands:
     """Instructions on their way: each is a task of the run's group and ends as an event."""
@@ -414,19 +417,18 @@ class _Errands:
             await answer(worker.release.remote(self._request.run), GRACE_S)
 
     async def _ask_ranks(self, ask: AskRanks) -> None:
+        # A worker that died with the driver before this one is nobody that could be asked.
         calls = {
             rank: self._driver.worker(worker_id).testify.remote()
             for rank, worker_id in enumerate(ask.worker_ids)
+            if self._driver.knows(worker_id)
         }
         said = await answers(calls, _TESTIMONY_S)
-        self._events.put_nowait(
-            RanksTold(
-                {
-                    rank: word.detail if isinstance(word, ActorGone | NoAnswer) else word
-                    for rank, word in said.items()
-                }
-            )
-        )
+        told = {
+            rank: word.detail if isinstance(word, ActorGone | NoAnswer) else word
+            for rank, word in said.items()
+        }
+        self._events.put_nowait(RanksTold(told))
 
     async def _end_grace(self) -> None:
         await asyncio.sleep(GRACE_S)

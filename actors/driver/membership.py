@@ -36,7 +36,7 @@ or too late. Events that carry a generation are void when it is over.
     a newcomer       open (a)  decide    decide
     a notice         open (b)  note      note
     a rank raised    stop      stop      stop      stop         stop           stop      note
-    a rank returned  note      note      note      note         note           note      note
+    a rank returned  note (c)  stop (c)  stop (c)  stop (c)     stop (c)       note      note
     all finished     release
     patience ended             fence               .            fence
     pause ended                          give up
@@ -47,6 +47,7 @@ or too late. Events that carry a generation are void when it is over.
     open: end the generation for all its ranks; FREEZING, or FREEZING_LAST where it was the last.
     stop: note the cause and tell the ranks to stop; STOPPING. The run ends with the last of them.
     (a) if functions can be run again as far as is known. (b) if the others are enough.
+    (c) `_rank_returned` says why.
 
 A loss stops the run at once where it is one too many and nothing can be saved, or where no rank is
 left. What *decide* does depends on what the reports of the round add up to (situation.py):
@@ -243,7 +244,7 @@ class Membership:
             taken.fewest,
             taken.max_failures,
             tuple(members),
-            set(range(size)),
+            set(by_rank),  # All who are lost are left out before any loss is acted on.
             taken.saves_last,
         )
         told: list[Instruction] = [
@@ -261,7 +262,8 @@ class Membership:
                 run.gives_up, run.phase = resumption.gives_up, Phase.SAVING_LAST
                 told.append(instructions.StartLastSave(generation))
         for rank in sorted(set(range(size)) - by_rank.keys()):
-            told += self._worker_died(run, members[rank].info.worker_id, "it died with the driver")
+            self._formed = ()
+            told += self._lose(run, Loss(rank, members[rank].info, "it died with the driver"))
         return told
 
     # ── How a rank ends ──────────────────────────────────────────────────────────────────────────
@@ -279,7 +281,32 @@ class Membership:
             run.nobody_began = run.nobody_began or ending.nobody_began
             return self._stop(run, ending)
         run.returned[ending.rank] = ending
-        return [] if run.running or run.is_asking else self._end(run)
+        told = self._rank_returned(run) if run.goes_on else []
+        return told if run.running or run.is_asking or self._run is None else self._end(run)
+
+    def _rank_returned(self, run: RunState) -> list[Instruction]:
+        """A rank has ended with its result, in a run that goes on: a rank does that only when it
+        was released, so the function has returned on all ranks. A driver that has taken the run
+        over may hear of it by this result only."""
+        match run.phase:
+            case Phase.RUNNING:
+                # The driver before died while it released the ranks.
+                return self._release(run)
+            case Phase.RELEASED | Phase.STOPPING:
+                return []
+        # A round is open in a generation that was released. The ranks that have ended can take no
+        # part in it, and what was lost is the result of a rank.
+        if run.losses:
+            loss = run.losses[-1]
+            returned = "the function had returned on all ranks, and the result of this one is lost"
+            return self._stop(run, replace(loss, detail=f"{loss.detail}; {returned}"))
+        return self._stop(
+            run,
+            Cancellation(
+                "the function had returned on all ranks, and a driver that did not know it ended "
+                "their generation"
+            ),
+        )
 
     def _worker_died(self, run: RunState, worker_id: str, detail: str) -> list[Instruction]:
         for rank in sorted(run.running):

@@ -1,8 +1,10 @@
-"""The table in membership.py: what each event does in each phase of a run."""
+"""The table in membership.py: what each event does in each phase of a run; and the pairs of faults
+that a new driver finds when it takes a run over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 
@@ -10,14 +12,20 @@ import pytest
 
 from actors.driver import events, instructions
 from actors.driver.events import Event
+from actors.driver.instructions import Instruction
 from actors.driver.membership import Membership
 from actors.driver.run_state import Phase, RunState
 from actors.driver.situation import Situation, assess
 from actors.messages import (
+    Assignment,
     Failure,
     Frozen,
     Loss,
+    MemberState,
     Progress,
+    RunFailed,
+    RunSucceeded,
+    Stand,
     Success,
     WorkerInfo,
 )
@@ -134,7 +142,7 @@ TABLE: dict[str, Row] = {
         (F, VOID, VOID, VOID, VOID, VOID, VOID),
     ),
     "a rank raised": (lambda _: raised(1, 1), (STOP,) * 7),
-    "a rank returned": (lambda _: returned(1), (Phase.RUNNING, F, P, S, L, R, STOP)),
+    "a rank returned": (lambda _: returned(1), (R, STOP, STOP, STOP, STOP, R, STOP)),
     "all finished": (
         lambda at: events.RankFinished(2, at),
         (R, VOID, VOID, VOID, VOID, VOID, VOID),
@@ -277,3 +285,109 @@ def test_the_end_of_a_pause_is_void_when_the_run_stops_already() -> None:
     membership.handle(events.RunCancelled("enough"))
     assert membership.handle(events.PauseEnded(0)) == []
     assert membership.handle(events.PauseEnded(0)) == []
+
+
+# ── A driver dies together with workers ──────────────────────────────────────────────────────────
+
+
+def taken_over(
+    *seats: int, size: int = 3, max_failures: int | None = None
+) -> tuple[Membership, list[Instruction]]:
+    """Another driver finds only the workers in these seats in a run of `size` ranks."""
+    membership = Membership()
+    for seat in seats:
+        membership.handle(events.WorkerRegistered(worker(seat), 0))
+    stands = tuple(
+        Stand(worker(seat), Assignment(0, seat, size, seat, size, 0), None) for seat in seats
+    )
+    return membership, membership.handle(events.RunTakenOver(0, 1, max_failures, stands))
+
+
+def called(told: Sequence[Instruction]) -> set[str]:
+    """Ids of the workers that instructions are for."""
+    ids = (getattr(one, "worker_id", None) for one in told)
+    return {worker_id for worker_id in ids if worker_id is not None}
+
+
+@pytest.mark.parametrize("max_failures", [None, 2, 1, 0])
+@pytest.mark.parametrize(
+    "left", [seats for num in (1, 2) for seats in itertools.combinations(range(3), num)]
+)
+def test_no_worker_is_called_that_died_with_the_driver(
+    left: tuple[int, ...], max_failures: int | None
+) -> None:
+    membership, told = taken_over(*left, max_failures=max_failures)
+    alive = {worker(seat).worker_id for seat in left}
+    assert called(told) == alive
+    goes_on = max_failures is None or 3 - len(left) <= max_failures
+    assert phase_of(membership) is (Phase.FREEZING if goes_on else Phase.STOPPING)
+    for seat in left:
+        told += membership.handle(froze(seat) if goes_on else returned(seat))
+    told += membership.handle(events.PatienceEnded(0))
+    assert called(told) == alive
+    if goes_on:
+        resumed = [one for one in told if isinstance(one, instructions.ResumeRank)]
+        assert {one.worker_id for one in resumed} == alive
+        assert {one.resumption.former_ranks for one in resumed} == {left}
+        assert phase_of(membership) is Phase.RUNNING
+    else:
+        (end,) = [one for one in told if isinstance(one, instructions.EndRun)]
+        assert isinstance(end.outcome, RunFailed) and isinstance(end.outcome.cause, Loss)
+        assert end.outcome.cause.detail == "it died with the driver"
+
+
+def test_ranks_that_end_after_their_driver_died_are_enough_for_the_others_to_be_released() -> None:
+    """The driver before had released rank 0 only, which has ended; 1 and 2 wait still."""
+    membership, _ = taken_over(0, 1, 2)
+    told = membership.handle(returned(0))
+    assert called(told) == {"worker-1-0", "worker-2-0"}
+    assert {type(one) for one in told} == {instructions.ReleaseRank}
+    # A worker that has ended is idle, and no newcomer to a run that ends.
+    assert membership.handle(events.WorkerRegistered(worker(0), 0)) == []
+    assert membership.handle(events.RankFinished(1, 0)) == []
+    membership.handle(returned(1))
+    (end,) = membership.handle(returned(2))
+    assert end == instructions.EndRun(RunSucceeded(0, (b"result",) * 3))
+
+
+@pytest.mark.parametrize("still_wait", [False, True], ids=["all have ended", "one waits"])
+def test_a_result_that_died_with_the_driver_ends_the_run_with_the_loss(still_wait: bool) -> None:
+    """All had returned, and the driver and rank 1 died before they had said so."""
+    membership, told = taken_over(*((0, 2) if still_wait else (0,)), size=3 if still_wait else 2)
+    assert called(told) <= {"worker-0-0", "worker-2-0"}
+    told = membership.handle(returned(0))
+    if still_wait:
+        assert called(told) == {"worker-2-0"}
+        assert isinstance(told[0], instructions.AbortRank)
+        echo = Failure(2, None, "PeerLost", "", (1,), True)
+        told = membership.handle(events.RankEnded(echo, "worker-2-0"))
+    (end,) = told
+    assert isinstance(end, instructions.EndRun) and isinstance(end.outcome, RunFailed)
+    assert isinstance(end.outcome.cause, Loss) and end.outcome.cause.rank == 1
+    assert end.outcome.cause.detail == (
+        "it died with the driver; the function had returned on all ranks, and the result of this "
+        "one is lost"
+    )
+    assert end.outcome.returned == (0,)
+
+
+def test_a_released_generation_that_a_new_driver_has_ended_is_told_as_such() -> None:
+    """A newcomer came before the new driver heard that the function had returned."""
+    membership, _ = taken_over(0, 1, size=2)
+    assert called(membership.handle(events.WorkerRegistered(worker(3)))) == {
+        "worker-0-0",
+        "worker-1-0",
+    }
+    told = membership.handle(returned(0))
+    abort = next(one for one in told if isinstance(one, instructions.AbortRank))
+    assert abort.worker_id == "worker-1-0"
+    assert "the function had returned on all ranks" in str(abort.error)
+
+
+def test_a_driver_that_takes_over_asks_the_ranks_though_one_has_died_with_the_one_before() -> None:
+    membership, _ = taken_over(0, 1, size=3, max_failures=0)
+    late = Failure(0, None, "CollectiveTimeout", "", (1,), False, asks_all=True)
+    told = membership.handle(events.RankEnded(late, "worker-0-0"))
+    assert [type(one) for one in told] == [instructions.AskRanks]
+    states = [state for _, state in membership.snapshot(0).members]
+    assert states == [MemberState.READY, MemberState.RUNNING]
