@@ -121,8 +121,8 @@ class Membership:
                 return self._rank_ended(run, ending, worker_id)
             case events.Leaving(who, why):
                 return self._leaving(run, who, why)
-            case events.RanksTold(told):
-                return self._ranks_told(run, told)
+            case events.RanksTold(answers):
+                return self._ranks_told(run, answers)
             case events.RunCancelled(reason):
                 return self._stop(run, Cancellation(reason))
             case events.GraceEnded():
@@ -186,8 +186,8 @@ class Membership:
         unready = [m for m in self._members.values() if m.state is not MemberState.READY]
         # A seat may stay empty whose node is gone, as long as there are enough of the others.
         if len(ready) < fewest or any(m.state is not MemberState.LOST for m in unready):
-            told = "; ".join(f"{member.info} is {member.state.value}" for member in unready)
-            raise RuntimeError(f"run {number} cannot start: {told or 'no worker has registered'}")
+            why = "; ".join(f"{member.info} is {member.state.value}" for member in unready)
+            raise RuntimeError(f"run {number} cannot start: {why or 'no worker has registered'}")
         self._members = {member.info.seat: member for member in ready}
         members = tuple(in_rank_order(ready))
         order = tuple(member.info.worker_id for member in members)
@@ -247,12 +247,12 @@ class Membership:
             set(by_rank),  # All who are lost are left out before any loss is acted on.
             taken.saves_last,
         )
-        told: list[Instruction] = [
+        todo: list[Instruction] = [
             instructions.AttachRank(stand.info.worker_id) for _, stand in sorted(by_rank.items())
         ]
         if resumption is not None:
             assignments = assign(members, generation)
-            told += [
+            todo += [
                 instructions.ResumeRank(
                     stand.info.worker_id, replace(resumption, assignment=assignments[rank])
                 )
@@ -260,11 +260,11 @@ class Membership:
             ]
             if resumption.gives_up is not None:
                 run.gives_up, run.phase = resumption.gives_up, Phase.SAVING_LAST
-                told.append(instructions.StartLastSave(generation))
+                todo.append(instructions.StartLastSave(generation))
         for rank in sorted(set(range(size)) - by_rank.keys()):
             self._formed = ()
-            told += self._lose(run, Loss(rank, members[rank].info, "it died with the driver"))
-        return told
+            todo += self._lose(run, Loss(rank, members[rank].info, "it died with the driver"))
+        return todo
 
     # ── How a rank ends ──────────────────────────────────────────────────────────────────────────
 
@@ -281,8 +281,8 @@ class Membership:
             run.nobody_began = run.nobody_began or ending.nobody_began
             return self._stop(run, ending)
         run.returned[ending.rank] = ending
-        told = self._rank_returned(run) if run.goes_on else []
-        return told if run.running or run.is_asking or self._run is None else self._end(run)
+        todo = self._rank_returned(run) if run.goes_on else []
+        return todo if run.running or run.is_asking or self._run is None else self._end(run)
 
     def _rank_returned(self, run: RunState) -> list[Instruction]:
         """A rank has ended with its result, in a run that goes on: a rank does that only when it
@@ -338,16 +338,16 @@ class Membership:
             return self._stop(run, loss)
         if run.has_lost_too_many and not (run.goes_on and run.saves_last):
             return self._stop(run, loss)  # One that is saved first is given up when all are frozen.
-        told = self._open_round(run, stop_error(loss, self._generation))
+        todo = self._open_round(run, stop_error(loss, self._generation))
         run.round.died(loss.rank)
-        return [*told, *self._decide(run)]
+        return [*todo, *self._decide(run)]
 
     def _rank_froze(self, run: RunState, frozen: messages.Frozen) -> list[Instruction]:
         if run.phase in (Phase.RELEASED, Phase.STOPPING):
             return []
-        told = self._open_round(run, frozen.error, but=frozen.rank)
+        todo = self._open_round(run, frozen.error, but=frozen.rank)
         run.round.froze(frozen)
-        return [*told, *self._decide(run)]
+        return [*todo, *self._decide(run)]
 
     def _newcomer(self, run: RunState, worker: messages.WorkerInfo) -> list[Instruction]:
         match run.phase:
@@ -443,7 +443,7 @@ class Membership:
         run.num_vain, run.achieved = plan.num_vain, plan.achieved
         self._generation += 1
         self._formed = tuple(member.info.worker_id for member in plan.members)
-        told: list[Instruction] = [*dismissed]
+        todo: list[Instruction] = [*dismissed]
         assignments = assign(plan.members, self._generation)
         for member, assignment in zip(plan.members, assignments, strict=True):
             member.state = MemberState.RUNNING
@@ -452,10 +452,10 @@ class Membership:
                 assignment, former, plan.progress, entered, plan.restarts, leaving, run.gives_up
             )
             if id(member) in rank_before:
-                told.append(instructions.ResumeRank(worker_id, resumption))
+                todo.append(instructions.ResumeRank(worker_id, resumption))
             else:
-                told.append(instructions.StartRank(worker_id, assignment, resumption))
-        return told
+                todo.append(instructions.StartRank(worker_id, assignment, resumption))
+        return todo
 
     def _give_up(self, run: RunState, why: str) -> list[Instruction]:
         """The run cannot go on: it ends with the last loss, or with what a rank has met with.
@@ -510,13 +510,13 @@ class Membership:
         return [*ask, *aborts, instructions.StartGrace()]
 
     def _ranks_told(
-        self, run: RunState, told: Mapping[int, whereabouts.Testimony | str]
+        self, run: RunState, answers: Mapping[int, whereabouts.Testimony | str]
     ) -> list[Instruction]:
         if not run.is_asking:
             return []
         run.is_asking = False
         late = run.cause.culprits if isinstance(run.cause, Failure) else ()
-        run.story = whereabouts.tell(told, late)
+        run.story = whereabouts.tell(answers, late)
         return [] if run.running else self._end(run)
 
     def _end(self, run: RunState) -> list[Instruction]:

@@ -140,5 +140,5 @@ def _newcomers(run: RunState, known: Iterable[Member]) -> list[Member]:
 
 def missing_in(frozen: Mapping[int, Frozen]) -> str:
     """What keeps the functions from running again, as the first rank reports that knows it."""
-    told = (word.missing for _, word in sorted(frozen.items()) if not word.can_restart)
-    return next(filter(None, told), "the function has not registered what has to survive")
+    reasons = (word.missing for _, word in sorted(frozen.items()) if not word.can_restart)
+    return next(filter(None, reasons), "the function has not registered what has to survive")
