@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.util.metrics import Counter, Gauge
 
-from .run_status import Steps
+from .run_status import RunStatus
 
 if TYPE_CHECKING:
     from collectives.group import Group
@@ -51,7 +51,7 @@ OF_DRIVER = {
 class Look:
     """What the worker shows: of the run in progress, or None between runs."""
 
-    steps: Steps
+    steps: RunStatus
     group: Group | None
     is_running: bool
     generation: int
@@ -63,7 +63,7 @@ class Meter:
     """Turns looks into readings: values of gauges, and what to add to counters. No Ray."""
 
     def __init__(self) -> None:
-        self._steps: Steps | None = None
+        self._steps: RunStatus | None = None
         self._taken = 0
         self._waited_s = 0.0
         self._group: Group | None = None

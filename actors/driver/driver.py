@@ -354,7 +354,7 @@ class _Errands:
     async def _ask(self, worker_ids: tuple[str, ...]) -> None:
         # A worker that died with the driver before this one is nobody that could be asked.
         calls = {
-            rank: self._remote(worker_id, "testify")
+            rank: self._remote(worker_id, "whereabouts")
             for rank, worker_id in enumerate(worker_ids)
             if self._driver.knows(worker_id)
         }
@@ -363,7 +363,7 @@ class _Errands:
             rank: word.detail if isinstance(word, ActorGone | NoAnswer) else word
             for rank, word in said.items()
         }
-        self._events.put_nowait(events.RanksTold(by_rank))
+        self._events.put_nowait(events.RanksAnswered(by_rank))
 
     async def _after(self, delay_s: float, event: Event) -> None:
         await asyncio.sleep(delay_s)

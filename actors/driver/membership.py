@@ -121,8 +121,8 @@ class Membership:
                 return self._rank_ended(run, ending, worker_id)
             case events.Leaving(who, why):
                 return self._leaving(run, who, why)
-            case events.RanksTold(answers):
-                return self._ranks_told(run, answers)
+            case events.RanksAnswered(answers):
+                return self._ranks_answered(run, answers)
             case events.RunCancelled(reason):
                 return self._stop(run, Cancellation(reason))
             case events.GraceEnded():
@@ -481,7 +481,7 @@ class Membership:
         """The last generation is over, one way or the other."""
         assert run.gives_up is not None
         run.epilogue = epilogue
-        return self._stop(run, last_generation.told_with(run.gives_up, epilogue))
+        return self._stop(run, last_generation.with_epilogue(run.gives_up, epilogue))
 
     # ── Rule 2: how a run ends ───────────────────────────────────────────────────────────────────
 
@@ -509,8 +509,8 @@ class Membership:
         ]
         return [*ask, *aborts, instructions.StartGrace()]
 
-    def _ranks_told(
-        self, run: RunState, answers: Mapping[int, whereabouts.Testimony | str]
+    def _ranks_answered(
+        self, run: RunState, answers: Mapping[int, whereabouts.Whereabouts | str]
     ) -> list[Instruction]:
         if not run.is_asking:
             return []

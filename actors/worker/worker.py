@@ -50,9 +50,9 @@ from ..messages import (
     WorkerState,
 )
 from ..meter import Look, Publisher
-from ..run_status import Steps
+from ..run_status import RunStatus
 from ..versions import versions_here
-from ..whereabouts import Testimony
+from ..whereabouts import Whereabouts
 from .lifeline import Lifeline
 from .sigterm import hear_sigterm
 from .training_thread import TrainingThread
@@ -88,12 +88,12 @@ class Program(Protocol):
         group: Group,
         journal: Journal,
         lifeline: Lifeline,
-        steps: Steps,
+        steps: RunStatus,
         resumption: Resumption | None,
     ) -> object: ...
 
 
-class _RunHere:
+class RunHere:
     """The run in progress. stop_error: set when this rank was told to stop. store: of the
     generation; a cancelled one stays so, and the next generation has its own."""
 
@@ -109,7 +109,7 @@ class _RunHere:
         self.request = request
         self.store = store
         self.journal = journal
-        self.steps = Steps(rank=assignment.rank)
+        self.steps = RunStatus(rank=assignment.rank)
         self.driver = driver
         self.lifeline: Lifeline | None = None
         self.thread: TrainingThread[Success | Failure] | None = None
@@ -145,12 +145,12 @@ class Worker:
             versions=versions_here(),
         )
         self._lock = threading.Lock()
-        self._run: _RunHere | None = None
+        self._run: RunHere | None = None
         self._group: Group | None = None  # of the last generation; lives on between runs
         self._last: tuple[int, Journal] = (-1, Journal(keep=False))  # number, journal of a run
-        self._last_steps = Steps()
+        self._last_steps = RunStatus()
         self._generation = -1
-        self._ended: _RunHere | None = None  # the last one
+        self._ended: RunHere | None = None  # the last one
         self._early_stops: dict[int, CollectiveError] = {}  # by run; the calls may overtake `run`
         self._early_freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
         self._publisher = Publisher(session, seat, self._look)
@@ -184,7 +184,7 @@ class Worker:
         nothing. One barrier alone would not prove it, as some leave it while others are in it.
         Where the group is made for a run that goes on, its lifeline sees to who does not come.
         """
-        run = _RunHere(assignment, request, store, Journal(keep=request.keep_reports), driver)
+        run = RunHere(assignment, request, store, Journal(keep=request.keep_reports), driver)
         with self._lock:
             if self._run is not None:
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
@@ -272,11 +272,11 @@ class Worker:
         )
 
     @ray.method(concurrency_group="control")
-    async def testify(self) -> Testimony:
+    async def whereabouts(self) -> Whereabouts:
         """What this rank has done last, and where its training thread is now."""
         with self._lock:
             run, group = self._run, self._group
-        return Testimony(
+        return Whereabouts(
             recordings=tuple(group.flight_recorders()) if group else (),
             stack=run.thread.stack() if run and run.thread else "",
             is_over=run is None or run.thread is None or run.thread.wait_ended(0),
@@ -326,7 +326,7 @@ class Worker:
             lifeline.attach(driver)
         return await asyncio.wrap_future(current.ending)
 
-    def _in_run(self, run: int) -> _RunHere | None:
+    def _in_run(self, run: int) -> RunHere | None:
         for one in (self._run, self._ended):
             if one is not None and one.request.run == run:
                 return one
@@ -420,7 +420,7 @@ class Worker:
 
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
-    def _train(self, run: _RunHere, payload: bytes, resumption: Resumption | None) -> object:
+    def _train(self, run: RunHere, payload: bytes, resumption: Resumption | None) -> object:
         import torch
 
         if self._device.type == "cuda":
@@ -448,7 +448,7 @@ class Worker:
         assignment, group, resumption = lifeline.begin()
         return program(assignment, group, run.journal, lifeline, run.steps, resumption)
 
-    def _see_all(self, run: _RunHere, group: Group) -> None:
+    def _see_all(self, run: RunHere, group: Group) -> None:
         """A barrier with the ranks that this one has met in an earlier run."""
         with self._lock:
             error = run.stop_error or run.early_freeze
@@ -457,7 +457,7 @@ class Worker:
             raise fresh_copy(error)
         _pass_barrier(group)
 
-    def _meet(self, run: _RunHere) -> Group:
+    def _meet(self, run: RunHere) -> Group:
         """The group of the run's generation."""
         with self._lock:
             assignment, store = run.assignment, run.store
@@ -498,7 +498,7 @@ class Worker:
         return group
 
     def _conclude(
-        self, run: _RunHere, value: object, error: BaseException | None
+        self, run: RunHere, value: object, error: BaseException | None
     ) -> Success | Failure:
         rank = run.assignment.rank
         if error is None:

@@ -36,7 +36,7 @@ from typing import Any, Protocol
 
 from actors.errors import StateLost, ends_a_generation
 from actors.messages import NOWHERE, Assignment, Progress, Resumption
-from actors.run_status import Steps
+from actors.run_status import RunStatus
 from actors.worker.lifeline import Lifeline
 from collectives import ChoruslineError, CollectiveError, Group, GroupAborted, GroupClosed
 from collectives.contract.operation import State
@@ -559,7 +559,7 @@ class Recovery:
         self._retained, self._is_newcomer = Retained(), True
 
     def begin_again(
-        self, resumption: Resumption, group: Group, steps: Steps
+        self, resumption: Resumption, group: Group, steps: RunStatus
     ) -> list[dict[str, Any]]:
         """Meet the others before the function runs again; where they were in their data, the
         leader first. steps: this rank's; a newcomer's go on from those of the others."""
