@@ -1,8 +1,9 @@
 """How a rank gets from one generation into the next, seen from its training thread.
 
-The thread has met with the end of a generation, and calls `regenerate`: it says how far it is, and
-waits for the driver's word. The words come to the control loop, `resume`, `stop` and `release`, and
-are handed over here. Locks are held for assignments only.
+When the thread meets with the end of a generation it calls `leave_generation` and `regenerate`: it
+reports how far this rank is, and waits for what the driver decides. The decision comes to the
+control loop, as a call of `resume`, `stop` or `release`, and is handed to the thread here. Locks
+are held for assignments only.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
 
 
 class Lifeline:
-    """One rank's, for one run.
+    """The lifeline of one rank in one run.
 
-    connect: makes the group of the generation that this rank was put into last; it has published
-    it for the control loop by the time it returns, so that it can be aborted. Errors of its own end
-    that generation, too. resumption: of a run that others are in already, when this rank comes.
+    connect: makes the group of the generation that this rank was put into last. By the time it
+    returns, the group is known to the control loop, so that it can be aborted. An error that it
+    raises ends that generation as well.
+    resumption: what the other ranks are told of the generation, if they are in the run already.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Lifeline:
         self.group: Group | None = None
         self.assignment = assignment
         self.generation = assignment.generation
-        """The last one that this rank was put into; its group may not have come about."""
+        """The generation that this rank was put into last; its group may not exist yet."""
         self._request = request
         self._driver = driver
         self._connect = connect
@@ -53,13 +55,15 @@ class Lifeline:
         self._is_released = False
         self.last_resumption = resumption
         self._unanswered: Callable[[Actor], object] | None = None
-        """What this rank has told the driver, and waits for the answer to."""
+        """The call to the driver that this rank waits for the answer to."""
 
     def begin(self) -> tuple[Assignment, Group, Resumption | None]:
-        """Meet the others, before the function is called; again and again where that fails, and
-        the run goes on: who does not come is replaced, and others may come meanwhile.
+        """Meet the other ranks before the function is called.
 
-        Returns what `last_resumption` then is, but None if nobody has begun.
+        In a run that goes on, this is tried again where it fails: a rank that does not come is
+        replaced, and newcomers may come meanwhile.
+
+        Returns assignment and group, and `last_resumption` unless no rank has begun.
         """
         while True:
             try:
@@ -71,9 +75,9 @@ class Lifeline:
                 frozen = self.leave_generation(error)
                 self.regenerate(replace(frozen, is_parked=False, can_restart=True))
                 continue
-            told = self.last_resumption
-            has_begun = told is not None and told.entered != NOWHERE
-            return self.assignment, group, told if has_begun else None
+            last = self.last_resumption
+            has_begun = last is not None and last.entered != NOWHERE
+            return self.assignment, group, last if has_begun else None
 
     def leave_generation(self, error: BaseException) -> Frozen:
         """End the generation for this rank: nothing of it can complete here any more.
@@ -112,10 +116,10 @@ class Lifeline:
         return self.group
 
     def finish(self) -> CollectiveError | None:
-        """The function has returned: wait until it has on all ranks.
+        """The function has returned on this rank: wait until it has on all ranks.
 
-        Returns None when that is so, or the error for which this rank has to take part in another
-        regeneration first. Raises what the run was stopped with.
+        Returns None when it has, or the error for which this rank has to take part in another
+        regeneration first. Raises the error that the run was stopped with.
         """
         run, rank, generation = self._request.run, self.assignment.rank, self.generation
         self._tell(lambda driver: driver.finished.remote(run, rank, generation))
@@ -128,11 +132,11 @@ class Lifeline:
                 raise fresh_copy(self._stop_error)
             return None if self._is_released else self._freeze_error
 
-    def _tell(self, word: Callable[[Actor], object]) -> None:
-        """Nobody waits for the call: if the driver dies, the next one hears it again (`attach`)."""
+    def _tell(self, report: Callable[[Actor], object]) -> None:
+        """Make a call that is not awaited: if the driver dies, `attach` repeats it to the next."""
         with self._changed:
-            self._unanswered = word
-            word(self._driver)
+            self._unanswered = report
+            report(self._driver)
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -148,7 +152,7 @@ class Lifeline:
             self._changed.notify_all()
 
     def attach(self, driver: Actor) -> None:
-        """Another driver has taken over."""
+        """Another driver has taken the run over."""
         with self._changed:
             self._driver = driver
             if self._unanswered is not None:
