@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from collectives.contract.errors import CollectiveError
 from collectives.diagnosis.debug import DebugLevel
 
-from .run_status import Steps
+from .run_status import RunStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +379,7 @@ class WorkerSnapshot:
     running_s: float | None = None
     collectives: dict[str, int] = field(default_factory=dict)
     last_report: Report | None = None
-    steps: Steps = field(default_factory=Steps)
+    steps: RunStatus = field(default_factory=RunStatus)
     memory_bytes: int = 0
     device_memory_bytes: int = 0
 

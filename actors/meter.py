@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.util.metrics import Counter, Gauge
 
-from .run_status import Steps
+from .run_status import RunStatus
 
 if TYPE_CHECKING:
     from collectives.group import Group
@@ -51,7 +51,7 @@ OF_DRIVER = {
 class Look:
     """What the worker shows: of the run in progress, or None between runs."""
 
-    steps: Steps
+    status: RunStatus
     group: Group | None
     is_running: bool
     generation: int
@@ -63,7 +63,7 @@ class Meter:
     """Turns looks into readings: values of gauges, and what to add to counters. No Ray."""
 
     def __init__(self) -> None:
-        self._steps: Steps | None = None
+        self._status: RunStatus | None = None
         self._taken = 0
         self._waited_s = 0.0
         self._group: Group | None = None
@@ -76,19 +76,19 @@ class Meter:
         """By name, GAUGES and COUNTERS together; a name is left out while nothing is known."""
         now, since = time.monotonic(), self._at
         self._at = now
-        steps, group = look.steps, look.group
+        status, group = look.status, look.group
         values = {
             "chorusline_generation": float(look.generation),
-            "chorusline_joined": float(look.is_running and steps.has_joined),
-            "chorusline_batches_left": float(steps.batches_left or 0) if look.is_running else 0.0,
+            "chorusline_joined": float(look.is_running and status.has_joined),
+            "chorusline_batches_left": float(status.batches_left or 0) if look.is_running else 0.0,
             "chorusline_rank": -1.0,
             "chorusline_memory_bytes": float(look.memory_bytes),
             "chorusline_device_memory_bytes": float(look.device_memory_bytes),
         }
-        if steps is not self._steps:  # Another run has begun.
-            self._steps, self._taken, self._waited_s = steps, 0, 0.0
+        if status is not self._status:  # Another run has begun.
+            self._status, self._taken, self._waited_s = status, 0, 0.0
             self._stepped_at = since
-        taken, waited_s = steps.taken, steps.waited_s
+        taken, waited_s = status.taken, status.waited_s
         if taken > self._taken:
             values["chorusline_steps"] = taken - self._taken
             values["chorusline_step_seconds"] = (now - self._stepped_at) / (taken - self._taken)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Steps:
+class RunStatus:
     """The training thread writes all but `stop_is_wanted`, the control loop reads; each field is
     one word, so nothing is locked.
 

@@ -20,29 +20,27 @@ GroupId = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Testimony:
+class Whereabouts:
     """What one worker says of its rank.
 
     recordings: of its groups, the session's first; none before it had one. stack: of the training
     thread, the user's frames; empty if it is over, or in no code of the user's.
     """
 
-    __test__ = False  # For pytest, which takes the name for that of a test.
-
     recordings: tuple[FlightRecording, ...]
     stack: str
     is_over: bool
 
 
-def tell(testimonies: Mapping[int, Testimony | str], late: Sequence[int]) -> str:
+def tell(of_ranks: Mapping[int, Whereabouts | str], late: Sequence[int]) -> str:
     """The story for a person: one sentence of all ranks, then the late ones, each with its stack.
 
     It is about the group whose collective failed first. Where that is one that was made of the
     session's, the sentence names it; its ranks are told as the session counts them.
 
-    testimonies: by rank; a text says why a rank said nothing. late: the ranks to blame.
+    of_ranks: by rank; a text says why a rank said nothing. late: the ranks to blame.
     """
-    answers = {rank: said for rank, said in testimonies.items() if isinstance(said, Testimony)}
+    answers = {rank: said for rank, said in of_ranks.items() if isinstance(said, Whereabouts)}
     session = next((_id(said.recordings[0]) for said in answers.values() if said.recordings), None)
     group, before = _first_failure(answers.values()) or (session, None)
     lines = []
@@ -56,8 +54,8 @@ def tell(testimonies: Mapping[int, Testimony | str], late: Sequence[int]) -> str
         if group is not None and group != session:
             told = f"in group {group[0]!r}, of ranks {list(group[1])}: {told}"
         lines.append(told)
-    for rank in sorted(testimonies):
-        said = testimonies[rank]
+    for rank in sorted(of_ranks):
+        said = of_ranks[rank]
         if isinstance(said, str):
             lines.append(f"rank {rank} {said}; its process may be stopped, or busy without end")
         elif rank in late:
@@ -71,7 +69,7 @@ def _id(recording: FlightRecording) -> GroupId:
     return recording.name, recording.ranks
 
 
-def _place(said: Testimony, group: GroupId | None, before: float | None) -> str:
+def _place(said: Whereabouts, group: GroupId | None, before: float | None) -> str:
     for recording in said.recordings:
         if _id(recording) == group and (at := recording.position(before)):
             return at.place
@@ -79,7 +77,7 @@ def _place(said: Testimony, group: GroupId | None, before: float | None) -> str:
 
 
 def _doing(
-    said: Testimony, group: GroupId | None, session: GroupId | None, before: float | None
+    said: Whereabouts, group: GroupId | None, session: GroupId | None, before: float | None
 ) -> str:
     if not said.recordings:
         return "has not met the other ranks" + ("; its Python stack:" if said.stack else "")
@@ -102,12 +100,12 @@ def _doing(
     return f"{words}; its Python stack:" if said.stack else words
 
 
-def _first_failure(testimonies: Iterable[Testimony]) -> tuple[GroupId, float] | None:
+def _first_failure(of_ranks: Iterable[Whereabouts]) -> tuple[GroupId, float] | None:
     """In which group the generation ended, and when, in seconds since the epoch: what was issued
     later came too late, and would hide where its rank was when it mattered."""
     ends = [
         (recorded.ended_at, _id(recording))
-        for said in testimonies
+        for said in of_ranks
         for recording in said.recordings
         for recorded in recording.collectives
         if recorded.state is State.FAILED and recorded.ended_at is not None

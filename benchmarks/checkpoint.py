@@ -30,7 +30,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import chorusline as cl
 from actors.journal import Journal
 from actors.messages import Assignment, RunRequest
-from actors.run_status import Steps
+from actors.run_status import RunStatus
 from actors.worker.lifeline import Lifeline
 from benchmarks.alternation import finish, parser, spawn, table
 from runtime.program.program import Program
@@ -97,7 +97,9 @@ def measure(
     driver: Any = None  # Nobody to tell of a loss: it ends the run.
     lifeline = Lifeline(request, driver, assignment, lambda: group)
     lifeline.begin()
-    seconds = Program(train, {})(assignment, group, Journal(keep=False), lifeline, Steps(), None)
+    seconds = Program(train, {})(
+        assignment, group, Journal(keep=False), lifeline, RunStatus(), None
+    )
     group.close()
     dist.destroy_process_group()
     assert isinstance(seconds, dict)

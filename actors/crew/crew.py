@@ -22,7 +22,7 @@ from ..errors import DriverLost, StartupError
 from ..journal import JournalReader
 from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from ..versions import versions_here
-from ..whereabouts import Testimony
+from ..whereabouts import Whereabouts
 from ..worker.worker import worker_class
 from .recruiting import Recruiter, Seats
 
@@ -296,15 +296,15 @@ class Crew:
             for _, word in sorted(said.items())
         )
 
-    async def testimonies(
+    async def whereabouts(
         self, timeout_s: float
-    ) -> dict[int, tuple[WorkerSnapshot, Testimony] | str]:
+    ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]:
         """Who each worker is, and what it has done last; by seat."""
         workers = sorted(self._workers.items())
         calls = {(seat, 0): worker.snapshot.remote() for seat, worker in workers}
-        calls |= {(seat, 1): worker.testify.remote() for seat, worker in workers}
+        calls |= {(seat, 1): worker.whereabouts.remote() for seat, worker in workers}
         said = await answers(calls, timeout_s)
-        told: dict[int, tuple[WorkerSnapshot, Testimony] | str] = {}
+        told: dict[int, tuple[WorkerSnapshot, Whereabouts] | str] = {}
         for seat, _ in workers:
             who, what = said[seat, 0], said[seat, 1]
             if isinstance(who, ActorGone | NoAnswer):

@@ -17,7 +17,7 @@ from the top, which goes on from what ranks keep in their shards: the notice com
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..messages import Frozen, WorkerInfo
 
@@ -64,12 +64,11 @@ class Departures:
         functions are to run again from the top.
         """
         leaving = [rank for rank in sorted(frozen) if self.why(members[rank]) is not None]
-        handed, self._handing = self._handing, frozenset()
         if not leaving or len(frozen) - len(leaving) < fewest:
             return [], []
         ids = frozenset(members[rank].worker_id for rank in leaving)
         # Who has seen the end of the barrier knows that all have what they need.
-        is_handed = ids <= handed and any(word.handed_over for word in frozen.values())
+        is_handed = ids <= self._handing and any(word.handed_over for word in frozen.values())
         spare = min(word.spare for word in frozen.values())
         if len(lost) + len(leaving) <= spare:
             return leaving, []
@@ -77,5 +76,8 @@ class Departures:
             return [], []
         if is_handed and not lost:
             return leaving, []
-        self._handing = ids
         return [], leaving
+
+    def hand_over(self, worker_ids: Iterable[str]) -> None:
+        """The next generation has formed, and these workers hand over in it."""
+        self._handing = frozenset(worker_ids)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..messages import Failure, Frozen, Stand, Success, WorkerInfo
-from ..whereabouts import Testimony
+from ..whereabouts import Whereabouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,10 @@ class RankEnded:
 class RankFroze:
     frozen: Frozen
 
+    @property
+    def generation(self) -> int:
+        return self.frozen.generation
+
 
 @dataclass(frozen=True, slots=True)
 class RankFinished:
@@ -113,10 +117,10 @@ class LastSaveEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class RanksTold:
+class RanksAnswered:
     """Where the ranks are; by rank, a text says why one said nothing."""
 
-    testimonies: Mapping[int, Testimony | str]
+    answers: Mapping[int, Whereabouts | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ Event: TypeAlias = (
     | PauseEnded
     | LastSaveEnded
     | Leaving
-    | RanksTold
+    | RanksAnswered
     | WorkerDied
     | RunCancelled
     | GraceEnded

@@ -38,7 +38,7 @@ def epilogue(frozen: Mapping[int, Frozen]) -> str:
     )
 
 
-def told_with(cause: Loss | Failure, words: str) -> Loss | Failure:
+def with_epilogue(cause: Loss | Failure, words: str) -> Loss | Failure:
     """The cause with its epilogue, where its text is ours."""
     if isinstance(cause, Loss):
         return replace(cause, detail=f"{cause.detail}; {words}")

@@ -1,78 +1,110 @@
-"""A run in progress, as the driver's decisions know it: its ranks, and how it stands. Pure."""
+"""A run in progress, as the driver's decisions know it: its phase and its ranks. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from collectives.contract.errors import CollectiveError, GroupAborted, PeerLost
 
-from .. import outcomes
-from ..messages import (
-    Assignment,
-    Cancellation,
-    Failure,
-    Frozen,
-    Loss,
-    MemberState,
-    Success,
-    WorkerInfo,
-)
+from .. import messages, outcomes
+from ..messages import Cancellation, Failure, Loss
 from .departures import Departures
 from .regeneration import Regeneration
 
 
+class Phase(enum.Enum):
+    """Where a run stands. membership.py has the table of what each event does in each phase."""
+
+    RUNNING = "running"
+    """The ranks are in a generation, and no failure is known. After a change of drivers some may
+    have failed, or have been released, without this driver's knowing yet."""
+
+    FREEZING = "freezing"
+    """The generation has ended and the run may go on. A round is open: its ranks freeze or die, one
+    after another, and nothing is decided before the last of them."""
+
+    PAUSED = "paused"
+    """All ranks that live are frozen, and they are too few. The round stays open until newcomers
+    come, or the pause is over."""
+
+    SAVING_LAST = "saving last"
+    """The run is given up (`RunState.gives_up`). Its ranks write a checkpoint in their last
+    generation."""
+
+    FREEZING_LAST = "freezing last"
+    """The last generation has ended, and its round is open: the reports say whether the checkpoint
+    is whole. No generation follows."""
+
+    RELEASED = "released"
+    """The function has returned on all ranks, and each ends with its result. A rank that is lost
+    now takes its result along, so the run cannot go on without it."""
+
+    STOPPING = "stopping"
+    """The run ends with `RunState.cause`. The ranks that still run were told to stop; the run is
+    over when they have stopped and the questions are answered, or with the grace period."""
+
+    @property
+    def has_open_round(self) -> bool:
+        return self in (Phase.FREEZING, Phase.PAUSED, Phase.FREEZING_LAST)
+
+
 @dataclass(slots=True)
 class Member:
-    info: WorkerInfo
-    state: MemberState
+    info: messages.WorkerInfo
+    state: messages.MemberState
 
 
 @dataclass(slots=True)
-class Run:
-    """A run in progress. running: ranks that have not stopped. cause: as known so far (rule 2 of
-    membership.py).
+class RunState:
+    """What the driver knows of a run in progress.
 
-    is_asking: the ranks were asked what they do, and the answers are still to come. story: what
-    follows from the answers; None before anybody was asked.
-    losses: workers that it has gone on without. finished: ranks that wait for the others to return;
-    is_released: all have, and were told so.
-    regeneration: while one generation has ended and the next has not begun. takes_newcomers: as far
-    as is known. is_paused: too few are left; the round is complete, and waits for newcomers.
-    departures: who leaves on notice.
-    saves_last: the ranks save what they have before it is given up. gives_up: what it ends with
-    when its last generation is over; None while there may be others. epilogue: what came of that.
-    nobody_began: a rank has said so, and it is for certain.
-    num_vain: generations in a row that ended though nobody died and nothing was achieved;
-    `achieved` says what was.
+    number, fewest, max_failures: as in RunRequest.
+    members: by rank, of the generation that the run is in, or that has just ended.
+    running: ranks that have not stopped.
+    saves_last: the ranks save what they have before the run is given up.
+    round: the open round, or the last one; before the first one it has no ranks.
+    finished: ranks whose function has returned in this generation, and that wait for the others.
+    returned: the results of ranks that have ended with one.
+    losses: workers that the run has lost, in this order.
+    takes_newcomers: False once the functions of some rank could not be run again from the top.
+    departures: workers that leave on notice.
+    gives_up: what the run ends with when its last generation is over; None before that.
+    epilogue: what has become of the last generation.
+    cause: why the run ends, as far as is known (rule 2 of membership.py).
+    is_asking: the ranks were asked what they do, and the answers are still to come.
+    story: what follows from the answers; None before the ranks are asked.
+    nobody_began: the function cannot have been called on any rank.
+    num_vain: generations in a row that ended though no rank was lost and nothing was achieved.
+    achieved: ballots and plain steps by the end of the last round.
     """
 
     number: int
     fewest: int
     max_failures: int | None
-    members: tuple[Member, ...]  # by rank
+    members: tuple[Member, ...]
     running: set[int]
-    returned: dict[int, Success] = field(default_factory=dict)
-    cause: Failure | Loss | Cancellation | None = None
-    is_stopping: bool = False
-    is_asking: bool = False
-    story: str | None = None
-    losses: list[Loss] = field(default_factory=list)
-    finished: set[int] = field(default_factory=set)
-    is_released: bool = False
-    regeneration: Regeneration | None = None
-    takes_newcomers: bool = True
-    is_paused: bool = False
-    departures: Departures = field(default_factory=Departures)
     saves_last: bool = False
+    phase: Phase = Phase.RUNNING
+    round: Regeneration = field(default_factory=lambda: Regeneration(-1, ()))
+    finished: set[int] = field(default_factory=set)
+    returned: dict[int, messages.Success] = field(default_factory=dict)
+    losses: list[Loss] = field(default_factory=list)
+    takes_newcomers: bool = True
+    departures: Departures = field(default_factory=Departures)
     gives_up: Loss | Failure | None = None
     epilogue: str = ""
+    cause: Failure | Loss | Cancellation | None = None
+    is_asking: bool = False
+    story: str | None = None
     nobody_began: bool = False
     num_vain: int = 0
     achieved: int = -1
 
     @property
     def goes_on(self) -> bool:
+        """Whether the loss of a worker may be survived."""
         return self.max_failures != 0
 
     @property
@@ -89,27 +121,30 @@ def in_rank_order(members: Iterable[Member]) -> list[Member]:
     return sorted(by_seat, key=lambda member: first_seat[member.info.node_id])
 
 
-def assign(workers: list[WorkerInfo], generation: int) -> list[Assignment]:
-    """workers: by rank, those of one node adjacent."""
-    of_node: dict[str, list[WorkerInfo]] = {}
-    for worker in workers:
-        of_node.setdefault(worker.node_id, []).append(worker)
-    node_ranks = {node: number for number, node in enumerate(of_node)}
+def assign(members: Iterable[Member], generation: int) -> list[messages.Assignment]:
+    """The assignments of a generation. members: by rank, those of one node adjacent."""
+    nodes = [member.info.node_id for member in members]
+    sizes: dict[str, int] = {}
+    local_ranks = []
+    for node in nodes:
+        local_ranks.append(sizes.get(node, 0))
+        sizes[node] = local_ranks[-1] + 1
+    node_ranks = {node: number for number, node in enumerate(sizes)}
     return [
-        Assignment(
+        messages.Assignment(
             generation=generation,
             rank=rank,
-            world_size=len(workers),
-            local_rank=of_node[worker.node_id].index(worker),
-            local_world_size=len(of_node[worker.node_id]),
-            node_rank=node_ranks[worker.node_id],
+            world_size=len(nodes),
+            local_rank=local_rank,
+            local_world_size=sizes[node],
+            node_rank=node_ranks[node],
         )
-        for rank, worker in enumerate(workers)
+        for rank, (node, local_rank) in enumerate(zip(nodes, local_ranks, strict=True))
     ]
 
 
 def stop_error(cause: Failure | Loss | Cancellation, generation: int) -> CollectiveError:
-    """What the collectives of the other ranks raise: who began it, and where."""
+    """The error that the collectives of the other ranks raise: which rank began it, and where."""
     match cause:
         case Failure():
             return GroupAborted(generation, cause.culprits, cause.reason, cause.traceback)
@@ -119,15 +154,9 @@ def stop_error(cause: Failure | Loss | Cancellation, generation: int) -> Collect
             return GroupAborted(generation, [], cause.reason)
 
 
-def missing_in(frozen: Mapping[int, Frozen]) -> str:
-    """What keeps the functions from running again, as the first rank says that has something."""
-    told = (word.missing for _, word in sorted(frozen.items()) if not word.can_restart)
-    return next(filter(None, told), "the function has not registered what has to survive")
-
-
-def failure_of(met: Frozen) -> Failure:
-    """What a frozen rank would have raised."""
-    return replace(outcomes.failure(met.rank, met.error), is_echo=False)
+def failure_of(frozen: messages.Frozen) -> Failure:
+    """What a frozen rank would have raised, if the run could not go on."""
+    return replace(outcomes.failure(frozen.rank, frozen.error), is_echo=False)
 
 
 def is_echo(cause: Failure | Loss | Cancellation) -> bool:

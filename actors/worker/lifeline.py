@@ -1,32 +1,35 @@
 """How a rank gets from one generation into the next, seen from its training thread.
 
-The thread has met with the end of a generation, and calls `regenerate`: it says how far it is, and
-waits for the driver's word. The words come to the control loop, `resume`, `stop` and `release`, and
-are handed over here. Locks are held for assignments only.
+When the thread meets with the end of a generation it calls `leave_generation` and `regenerate`: it
+reports how far this rank is, and waits for what the driver decides. The decision comes to the
+control loop, as a call of `resume`, `stop` or `release`, and is handed to the thread here. Locks
+are held for assignments only.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
 
 from ..calls import Actor
 from ..errors import ends_a_generation
-from ..messages import NOWHERE, Assignment, Frozen, Progress, Resumption, RunRequest
+from ..messages import NOWHERE, Assignment, Frozen, Resumption, RunRequest
 
 if TYPE_CHECKING:
     from collectives.group import Group
 
 
 class Lifeline:
-    """One rank's, for one run.
+    """The lifeline of one rank in one run.
 
-    connect: makes the group of the generation that this rank was put into last; it has published
-    it for the control loop by the time it returns, so that it can be aborted. Errors of its own end
-    that generation, too. resumption: of a run that others are in already, when this rank comes.
+    connect: makes the group of the generation that this rank was put into last. By the time it
+    returns, the group is known to the control loop, so that it can be aborted. An error that it
+    raises ends that generation as well.
+    resumption: what the other ranks are told of the generation, if they are in the run already.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class Lifeline:
         self.group: Group | None = None
         self.assignment = assignment
         self.generation = assignment.generation
-        """The last one that this rank was put into; its group may not have come about."""
+        """The generation that this rank was put into last; its group may not exist yet."""
         self._request = request
         self._driver = driver
         self._connect = connect
@@ -52,13 +55,15 @@ class Lifeline:
         self._is_released = False
         self.last_resumption = resumption
         self._unanswered: Callable[[Actor], object] | None = None
-        """What this rank has told the driver, and waits for the answer to."""
+        """The call to the driver that this rank waits for the answer to."""
 
     def begin(self) -> tuple[Assignment, Group, Resumption | None]:
-        """Meet the others, before the function is called; again and again where that fails, and
-        the run goes on: who does not come is replaced, and others may come meanwhile.
+        """Meet the other ranks before the function is called.
 
-        Returns what `last_resumption` then is, but None if nobody has begun.
+        In a run that goes on, this is tried again where it fails: a rank that does not come is
+        replaced, and newcomers may come meanwhile.
+
+        Returns assignment and group, and `last_resumption` unless no rank has begun.
         """
         while True:
             try:
@@ -66,64 +71,33 @@ class Lifeline:
             except Exception as error:
                 if not self.goes_on or not ends_a_generation(error):
                     raise
-                # Nothing was begun here: it needs nothing registered to begin once more.
-                self.regenerate(
-                    error,
-                    tuple,
-                    NOWHERE,
-                    is_parked=False,
-                    can_restart=True,
-                    spare=0,
-                    handed_over=False,
-                )
+                # Nothing has begun here, so nothing has to be registered to begin once more.
+                frozen = self.leave_generation(error)
+                self.regenerate(replace(frozen, is_parked=False, can_restart=True))
                 continue
-            told = self.last_resumption
-            has_begun = told is not None and told.entered != NOWHERE
-            return self.assignment, group, told if has_begun else None
+            last = self.last_resumption
+            has_begun = last is not None and last.entered != NOWHERE
+            return self.assignment, group, last if has_begun else None
 
-    def regenerate(
-        self,
-        error: BaseException,
-        progress: Callable[[], tuple[Progress, ...]],
-        entered: int,
-        *,
-        is_parked: bool,
-        can_restart: bool,
-        spare: int,
-        handed_over: bool,
-        missing: str = "",
-        plain_steps: int = 0,
-        can_save: bool = False,
-        saved: str = "",
-    ) -> Resumption:
-        """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
+    def leave_generation(self, error: BaseException) -> Frozen:
+        """End the generation for this rank: nothing of it can complete here any more.
 
-        1. End the generation for this rank: nothing of it can complete here any more.
-        2. Say how far this rank is, and wait.
-        3. Note which generation comes next; `connect` meets the others.
-
-        Raises what the run was stopped with, if it does not go on.
+        Returns the report for `regenerate`, of a rank that has not begun. How far a rank is must be
+        read after this call, when it can no longer change.
         """
         met = self._as_collective_error(error)
         if self.group is not None and not self.group.failure():
-            self.group.abort(met)  # 1
-        frozen = Frozen(
-            self.assignment.rank,
-            self.generation,
-            progress(),
-            met,
-            entered,
-            is_parked,
-            can_restart,
-            spare,
-            handed_over,
-            missing,
-            plain_steps,
-            can_save,
-            saved,
-        )
+            self.group.abort(met)
+        return Frozen(self.assignment.rank, self.generation, (), met, NOWHERE)
+
+    def regenerate(self, frozen: Frozen) -> Resumption:
+        """Report that this rank is frozen, and wait for the driver's decision.
+
+        Blocks the training thread. `connect` then meets the others in the next generation.
+        Raises the error that the run was stopped with, if it does not go on.
+        """
         run = self._request.run
-        self._tell(lambda driver: driver.froze.remote(run, frozen))  # 2
+        self._tell(lambda driver: driver.froze.remote(run, frozen))
         with self._changed:
             self._changed.wait_for(lambda: self._resumption or self._stop_error)
             self._unanswered = None
@@ -132,7 +106,7 @@ class Lifeline:
             resumption, self._resumption = self._resumption, None
             assert resumption is not None
             self.last_resumption = resumption
-            self.assignment = resumption.assignment  # 3
+            self.assignment = resumption.assignment
             self.generation = self.assignment.generation
             self._freeze_error = None
         return resumption
@@ -142,10 +116,10 @@ class Lifeline:
         return self.group
 
     def finish(self) -> CollectiveError | None:
-        """The function has returned: wait until it has on all ranks.
+        """The function has returned on this rank: wait until it has on all ranks.
 
-        Returns None when that is so, or the error for which this rank has to take part in another
-        regeneration first. Raises what the run was stopped with.
+        Returns None when it has, or the error for which this rank has to take part in another
+        regeneration first. Raises the error that the run was stopped with.
         """
         run, rank, generation = self._request.run, self.assignment.rank, self.generation
         self._tell(lambda driver: driver.finished.remote(run, rank, generation))
@@ -158,11 +132,11 @@ class Lifeline:
                 raise fresh_copy(self._stop_error)
             return None if self._is_released else self._freeze_error
 
-    def _tell(self, word: Callable[[Actor], object]) -> None:
-        """Nobody waits for the call: if the driver dies, the next one hears it again (`attach`)."""
+    def _tell(self, report: Callable[[Actor], object]) -> None:
+        """Make a call that is not awaited: if the driver dies, `attach` repeats it to the next."""
         with self._changed:
-            self._unanswered = word
-            word(self._driver)
+            self._unanswered = report
+            report(self._driver)
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -178,7 +152,7 @@ class Lifeline:
             self._changed.notify_all()
 
     def attach(self, driver: Actor) -> None:
-        """Another driver has taken over."""
+        """Another driver has taken the run over."""
         with self._changed:
             self._driver = driver
             if self._unanswered is not None:

@@ -1,12 +1,12 @@
-"""SIGTERM to a worker's process, heard.
+"""How a worker's process notices SIGTERM.
 
-In a worker of Ray the main thread is in C++ for good, so no Python handler ever runs: the signal is
-caught, and nothing happens. Nor can another thread have Python do better: `set_wakeup_fd` wants the
-main thread, and `sigwait` a signal that every thread blocks. What is left is a handler in C. A
-callback of ctypes would want the interpreter's lock in the middle of anything. But libc's `alarm`
-is a handler as it stands: safe in a signal, and it leaves a trace that any thread can read. It gets
-the signal's number as its argument, so 15 s later the process would end, as one that cannot hear
-should.
+The main thread of Ray's worker processes never leaves C++, so no Python handler ever runs there:
+the signal is caught, and nothing happens. Another thread cannot do better in Python:
+`set_wakeup_fd` works in the main thread only, and `sigwait` needs a signal that every thread
+blocks. What is left is a handler in C. A callback of ctypes would take the interpreter's lock at
+any point of the program. But libc's `alarm` can be used as a handler as it stands: it is safe in a
+signal handler, and it starts a timer that any thread can read. Its argument is the signal's number,
+so the timer would end the process 15 s later, which is right for one that does not notice it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def hear_sigterm(heard: Callable[[], None]) -> None:
         while not signal.getitimer(signal.ITIMER_REAL)[0]:
             time.sleep(_LOOK_S)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        set_handler(signal.SIGTERM, signal.SIG_IGN)  # The next one tells nothing new.
+        set_handler(signal.SIGTERM, signal.SIG_IGN)  # Another one would say nothing new.
         heard()
 
-    # Processes that the user's code forks end by it, as they would elsewhere.
+    # A process that the user's code forks ends by SIGTERM, as it would elsewhere.
     os.register_at_fork(after_in_child=lambda: set_handler(signal.SIGTERM, signal.SIG_DFL))
     set_handler(signal.SIGTERM, alarm)
     threading.Thread(target=listen, name="sigterm", daemon=True).start()

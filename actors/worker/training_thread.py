@@ -24,14 +24,15 @@ Outcome = TypeVar("Outcome")
 
 
 class TrainingThread(Generic[Outcome]):
-    """Runs `function` once; an awaitable that it returns is awaited on the thread's own loop.
+    """Runs a function once; an awaitable that it returns is awaited on the thread's own loop.
 
+    The thread is a daemon: a function that never returns does not keep the process alive.
+
+    function: what is run.
     conclude: makes the outcome of the value, or of the error (then the value is None). It runs in
     the thread too, since pickling a large result takes time; `run` raises what it raises.
-    num_threads: for torch's operators in this thread (OpenMP counts per thread, so it is set
-    here and not once for the process).
-
-    A daemon: a function that never returns does not keep the process alive.
+    num_threads: of torch's operators in this thread. OpenMP counts them per thread, so the number
+    is set here and not once for the process.
     """
 
     def __init__(
@@ -59,25 +60,25 @@ class TrainingThread(Generic[Outcome]):
         return await self._delivered
 
     def cancel(self) -> None:
-        """Cancel the coroutine, if there is one; from any thread. A blocking call goes on."""
+        """Cancel the coroutine, if there is one. A call that blocks goes on. For any thread."""
         with self._lock:
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def interrupt(self) -> None:
-        """Raise CancelledError in the function, wherever it runs Python; from any thread. A single
-        call into C goes on until it returns."""
+        """Raise CancelledError in the function, wherever it runs Python. A single call into C goes
+        on until it returns. For any thread."""
         if not self._has_ended.is_set() and self._thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread.ident), ctypes.py_object(asyncio.CancelledError)
             )
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Block until the function is over; whether it is."""
+        """Block until the function is over. Returns whether it is."""
         return self._has_ended.wait(timeout_s)
 
     def stack(self) -> str:
-        """Where the user's function is now, as text; empty if it is over. From any thread."""
+        """Where the user's function is now, as text; empty if it is over. For any thread."""
         if self._has_ended.is_set():
             return ""
         with self._lock:
@@ -93,7 +94,7 @@ class TrainingThread(Generic[Outcome]):
         return users_stack(reversed(list(traceback.walk_stack(frame))))
 
     def _main(self) -> None:
-        import torch  # See Worker, which has imported it.
+        import torch  # Not at the top of the file: see Worker.__init__, which has imported it.
 
         torch.set_num_threads(self._num_threads)
         value: object = None
@@ -107,8 +108,8 @@ class TrainingThread(Generic[Outcome]):
         outcome: Outcome | BaseException
         try:
             outcome = self._conclude(value, error)
-        except BaseException as ours:
-            outcome = ours  # A thread that dies without a word would leave the run waiting.
+        except BaseException as raised:
+            outcome = raised  # A thread that died and reported nothing would leave the run waiting.
         self._has_ended.set()
         # The control loop may be closed: the process is on its way out.
         if not self._caller.is_closed():
@@ -138,7 +139,7 @@ class TrainingThread(Generic[Outcome]):
 
 
 def _suspended(awaited: object) -> Iterator[tuple[FrameType, int]]:
-    """The frames of a coroutine that is suspended, and of those that it awaits."""
+    """The frames of a suspended coroutine, and of the coroutines that it awaits."""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
         if frame is not None:

@@ -1,19 +1,18 @@
 """The worker actor: one device, a control loop that always answers, and a training thread.
 
-    control loop    Ray's own, concurrency group "control": snapshot, abort, pull_reports, stop.
-                    Never blocked, whatever the user's function does.
-    default loop    holds `run` while the training thread works.
-    training thread makes the group, calls the user's function; when a generation ends and the run
-                    goes on, it waits in its lifeline (lifeline.py) and makes the next group.
+    control loop    is Ray's, of the concurrency group "control": snapshot, abort, pull_reports,
+                    stop. It is never blocked, whatever the user's function does.
+    default loop    holds the call of `run` while the training thread works.
+    training thread makes the group and calls the user's function. When a generation ends and the
+                    run goes on, it waits in its lifeline (lifeline.py) and makes the next group.
 
 The loops are two threads (Ray gives each concurrency group one), so what they share is behind a
-lock that is never held while anything blocks.
+lock, which no thread holds while it blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import os
 import signal
@@ -22,7 +21,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import cloudpickle
@@ -50,10 +49,11 @@ from ..messages import (
     WorkerState,
 )
 from ..meter import Look, Publisher
-from ..run_status import Steps
+from ..run_status import RunStatus
 from ..versions import versions_here
-from ..whereabouts import Testimony
+from ..whereabouts import Whereabouts
 from .lifeline import Lifeline
+from .run_here import Program, RunHere
 from .sigterm import hear_sigterm
 from .training_thread import TrainingThread
 
@@ -63,70 +63,24 @@ if TYPE_CHECKING:
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
 
 COROUTINE_GRACE_S = 1.0
-"""Seconds for a function to end by its collectives' error before its coroutine is cancelled as
-well, and as many more before it is interrupted in its Python code: code that sees the error can
-tell its story; code that waits for something else, or only computes, would never see it."""
-
+"""Seconds for a function to end by the error of its collectives before its coroutine is cancelled,
+and as many more before it is interrupted in its Python code. Code that sees the error can tell its
+story; code that waits for something else, or only computes, would never see it."""
 
 SIGTERM_EXIT = 128 + signal.SIGTERM
 
 _NOTICE_S = 0.5
 _LAST_WORDS_S = 2.0
-"""Seconds without a run, after which a process that is to end does: the result of the last one and
-its reports are read by then."""
-
-
-class Program(Protocol):
-    """What a run's payload unpickles to: the user's function, ready to be called.
-
-    An awaitable that it returns is awaited on the training thread's loop.
-    """
-
-    def __call__(
-        self,
-        assignment: Assignment,
-        group: Group,
-        journal: Journal,
-        lifeline: Lifeline,
-        steps: Steps,
-        resumption: Resumption | None,
-    ) -> object: ...
-
-
-class _RunHere:
-    """The run in progress. stop_error: set when this rank was told to stop. store: of the
-    generation; a cancelled one stays so, and the next generation has its own."""
-
-    def __init__(
-        self,
-        assignment: Assignment,
-        request: RunRequest,
-        store: ActorStore,
-        journal: Journal,
-        driver: Actor,
-    ) -> None:
-        self.assignment = assignment
-        self.request = request
-        self.store = store
-        self.journal = journal
-        self.steps = Steps(rank=assignment.rank)
-        self.driver = driver
-        self.lifeline: Lifeline | None = None
-        self.thread: TrainingThread[Success | Failure] | None = None
-        self.ending: concurrent.futures.Future[Success | Failure] = concurrent.futures.Future()
-        self.state = WorkerState.STARTING
-        self.stop_error: CollectiveError | None = None
-        self.early_freeze: CollectiveError | None = None  # of the first generation
-        self.nobody_began = False  # For certain, as long as this rank is in phase 2.
-        self.began_at = time.monotonic()
+"""Seconds without a run after which a process that was told to end does so: the result and the
+reports of the last run are read by then."""
 
 
 class Worker:
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
     def __init__(self, seat: int, use_gpu: bool, session: str = "") -> None:
-        # Here and not above: Ray imports this file wherever the handle of a worker is, and the
-        # driver, which has them all, starts with 0.7 s of CPU time without torch, not 1.8.
+        # Not at the top of the file: Ray imports it wherever the handle of a worker is. The driver
+        # has them all, and starts with 0.7 s of CPU time without torch, not 1.8.
         import torch
 
         runtime = ray.get_runtime_context()
@@ -145,13 +99,13 @@ class Worker:
             versions=versions_here(),
         )
         self._lock = threading.Lock()
-        self._run: _RunHere | None = None
-        self._group: Group | None = None  # of the last generation; lives on between runs
-        self._last: tuple[int, Journal] = (-1, Journal(keep=False))  # number, journal of a run
-        self._last_steps = Steps()
+        self._run: RunHere | None = None
+        self._group: Group | None = None  # of the last generation; it lives on between runs
+        self._last: tuple[int, Journal] = (-1, Journal(keep=False))  # number and journal of a run
+        self._last_status = RunStatus()
         self._generation = -1
-        self._ended: _RunHere | None = None  # the last one
-        self._early_stops: dict[int, CollectiveError] = {}  # by run; the calls may overtake `run`
+        self._ended: RunHere | None = None  # the run before
+        self._early_stops: dict[int, CollectiveError] = {}  # by run; a call may overtake `run`
         self._early_freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
         self._publisher = Publisher(session, seat, self._look)
         self._is_leaving = False
@@ -166,9 +120,9 @@ class Worker:
         driver: Actor,
         resumption: Resumption | None = None,
     ) -> Success | Failure:
-        """Run the program as this rank; its ending, never an exception.
+        """Run the program as this rank. Returns how it has ended; never raises an exception of it.
 
-        resumption: of a run that others are in already, what they are told of the generation.
+        resumption: what the other ranks are told of the generation, if they are in the run already.
 
         1. The training thread unpickles the program (a module missing here must not cost the
            others a rendezvous),
@@ -176,21 +130,22 @@ class Worker:
            else by making one,
         3. knows by another barrier that they all have met,
         4. calls the program,
-        5. and if that raised, ends the generation for the peers at once: no news to the driver
-           and back has to pass before they stop waiting for this rank.
+        5. and if that raised, ends the generation for the peers at once: they stop waiting for this
+           rank before the driver has heard of it and has told them.
 
         A rank that fails in 2 has not come to 3, so no rank has left 3: the function was not called
-        anywhere (`Failure.nobody_began`), and a worker that died between two runs costs a run
+        on any rank (`Failure.nobody_began`), and a worker that died between two runs costs a run
         nothing. One barrier alone would not prove it, as some leave it while others are in it.
-        Where the group is made for a run that goes on, its lifeline sees to who does not come.
+        Where the group is made for a run that goes on, the lifeline deals with a rank that does not
+        come.
         """
-        run = _RunHere(assignment, request, store, Journal(keep=request.keep_reports), driver)
+        run = RunHere(assignment, request, store, Journal(keep=request.keep_reports), driver)
         with self._lock:
             if self._run is not None:
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
             self._run = run
             self._last = (request.run, run.journal)
-            self._last_steps = run.steps
+            self._last_status = run.status
             self._generation = assignment.generation
             run.stop_error = self._early_stops.pop(request.run, None)
             self._early_stops.clear()
@@ -206,7 +161,9 @@ class Worker:
         try:
             ending = await run.thread.run()
             if self._is_leaving and run.stop_error is not None:
-                os._exit(SIGTERM_EXIT)  # It has left: its death tells that its seat is free.
+                os._exit(
+                    SIGTERM_EXIT
+                )  # The rank has left, and the death of its process frees the seat.
             run.ending.set_result(ending)
             return ending
         finally:
@@ -215,8 +172,8 @@ class Worker:
                 self._ended = run
 
     def _leave(self) -> None:
-        """This process was told to end: leave the run in progress first, if it can be left, else
-        see it through. In a thread of its own."""
+        """This process was told to end: leave the run in progress first, if it can be left, or see
+        it through. Called in a thread of its own."""
         self._is_leaving = True
         idle_s = 0.0
         while idle_s < _LAST_WORDS_S:
@@ -224,13 +181,13 @@ class Worker:
                 run = self._run
             idle_s = 0.0 if run is not None else idle_s + _NOTICE_S
             if run is not None and run.request.goes_on:
-                told = run.driver.leaves.remote(
+                call = run.driver.leaves.remote(
                     run.request.run,
                     self._info.worker_id,
                     f"process {self._info.pid} was sent SIGTERM",
                 )
-                with contextlib.suppress(RayError):  # The next driver is told the same.
-                    ray.get(told, timeout=_NOTICE_S)
+                with contextlib.suppress(RayError):  # A new driver is told it in the next round.
+                    ray.get(call, timeout=_NOTICE_S)
             time.sleep(_NOTICE_S)
         os._exit(SIGTERM_EXIT)
 
@@ -238,7 +195,7 @@ class Worker:
         with self._lock:
             run, group = self._run, self._group
         return Look(
-            steps=run.steps if run else self._last_steps,
+            status=run.status if run else self._last_status,
             group=group,
             is_running=run is not None,
             generation=self._generation,
@@ -247,7 +204,7 @@ class Worker:
         )
 
     def _device_memory_bytes(self) -> int:
-        """What torch holds of the GPU."""
+        """Memory of tensors on the GPU."""
         import torch
 
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
@@ -266,17 +223,17 @@ class Worker:
             running_s=time.monotonic() - run.began_at if run else None,
             collectives=dict(group.statistics.operations) if group else {},
             last_report=self._last[1].last,
-            steps=replace(run.steps if run else self._last_steps),
+            steps=replace(run.status if run else self._last_status),
             memory_bytes=_resident_bytes(),
             device_memory_bytes=self._device_memory_bytes(),
         )
 
     @ray.method(concurrency_group="control")
-    async def testify(self) -> Testimony:
+    async def whereabouts(self) -> Whereabouts:
         """What this rank has done last, and where its training thread is now."""
         with self._lock:
             run, group = self._run, self._group
-        return Testimony(
+        return Whereabouts(
             recordings=tuple(group.flight_recorders()) if group else (),
             stack=run.thread.stack() if run and run.thread else "",
             is_over=run is None or run.thread is None or run.thread.wait_ended(0),
@@ -284,22 +241,22 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def pull_reports(self, run: int, since: int) -> list[Report]:
-        """The reports of a run from number `since` on; those before are dropped here."""
+        """The reports of a run from number `since` on; the earlier ones are dropped here."""
         number, journal = self._last
         return journal.read(since) if number == run else []
 
     @ray.method(concurrency_group="control")
     async def stop_after_step(self, run: int) -> bool:
-        """Have all ranks stop a run after the step that they are in: this rank's next vote says so.
+        """Have all ranks stop a run after the step that they are in, by this rank's next vote.
 
-        Returns whether this rank is taking steps at all.
+        Returns whether this rank takes steps at all.
         """
         with self._lock:
             current = self._run
             if current is None or current.request.run != run:
                 return False
-            current.steps.stop_is_wanted = True
-            return current.steps.taken > 0
+            current.status.stop_is_wanted = True
+            return current.status.taken > 0
 
     @ray.method(concurrency_group="control")
     async def stand(self, run: int) -> Stand | None:
@@ -309,12 +266,12 @@ class Worker:
             if current is None:
                 return None
             lifeline = current.lifeline
-            told = lifeline.last_resumption if lifeline is not None else None
-            return Stand(self._info, current.assignment, told)
+            resumption = lifeline.last_resumption if lifeline is not None else None
+            return Stand(self._info, current.assignment, resumption)
 
     @ray.method(concurrency_group="control")
     async def attach(self, run: int, driver: Actor) -> Success | Failure:
-        """Answer to another driver from now on; the ending, when it comes."""
+        """Answer to another driver from now on. Returns how this rank has ended, when it has."""
         with self._lock:
             current = self._in_run(run)
             if current is None:
@@ -326,7 +283,7 @@ class Worker:
             lifeline.attach(driver)
         return await asyncio.wrap_future(current.ending)
 
-    def _in_run(self, run: int) -> _RunHere | None:
+    def _in_run(self, run: int) -> RunHere | None:
         for one in (self._run, self._ended):
             if one is not None and one.request.run == run:
                 return one
@@ -334,7 +291,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def abort(self, run: int, error: CollectiveError) -> None:
-        """Stop a run: whatever waits in it raises `error`.
+        """Stop a run: every call that waits in it raises `error`.
 
         Returns when the function is over, or was interrupted.
         """
@@ -364,9 +321,9 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def freeze(self, run: int, generation: int, error: CollectiveError) -> None:
-        """A generation is over, and the run goes on: whatever waits in its collectives raises.
+        """A generation is over, and the run goes on: its collectives raise.
 
-        The training thread says how far it is when it comes to that (Lifeline.regenerate).
+        The training thread then reports how far it is (Lifeline.regenerate).
         """
         with self._lock:
             current = self._run
@@ -375,7 +332,7 @@ class Worker:
                     self._early_freezes[run, generation] = error
                 return
             if current.assignment.generation != generation:
-                return  # It has gone on already.
+                return  # This rank has gone on already.
             group, store, lifeline = self._group, current.store, current.lifeline
         store.cancel(error)
         if group is not None and group.generation == generation:
@@ -385,7 +342,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def resume(self, run: int, resumption: Resumption) -> None:
-        """How the frozen training thread goes on."""
+        """Tell the frozen training thread how it goes on."""
         with self._lock:
             current = self._run
             if current is None or current.request.run != run or current.lifeline is None:
@@ -398,7 +355,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def release(self, run: int) -> None:
-        """The function has returned on all ranks."""
+        """The function has returned on all ranks: this one may end."""
         with self._lock:
             current = self._run
         if current is not None and current.request.run == run and current.lifeline is not None:
@@ -406,8 +363,8 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def stop(self, reason: str) -> None:
-        """End the run if there is one and close the group: this worker's driver is gone, or it is
-        to be killed next."""
+        """End the run, if there is one, and close the group: the driver is gone, or this worker is
+        about to be killed."""
         with self._lock:
             run = self._run
         if run is not None:
@@ -420,7 +377,7 @@ class Worker:
 
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
-    def _train(self, run: _RunHere, payload: bytes, resumption: Resumption | None) -> object:
+    def _train(self, run: RunHere, payload: bytes, resumption: Resumption | None) -> object:
         import torch
 
         if self._device.type == "cuda":
@@ -444,11 +401,12 @@ class Worker:
             except CollectiveTimeout:
                 if not run.request.goes_on:
                     raise
-                run.nobody_began = False  # Who hangs is killed, and the others go on (Lifeline).
+                # A rank that hangs is killed, and the others go on (Lifeline.begin).
+                run.nobody_began = False
         assignment, group, resumption = lifeline.begin()
-        return program(assignment, group, run.journal, lifeline, run.steps, resumption)
+        return program(assignment, group, run.journal, lifeline, run.status, resumption)
 
-    def _see_all(self, run: _RunHere, group: Group) -> None:
+    def _see_all(self, run: RunHere, group: Group) -> None:
         """A barrier with the ranks that this one has met in an earlier run."""
         with self._lock:
             error = run.stop_error or run.early_freeze
@@ -457,7 +415,7 @@ class Worker:
             raise fresh_copy(error)
         _pass_barrier(group)
 
-    def _meet(self, run: _RunHere) -> Group:
+    def _meet(self, run: RunHere) -> Group:
         """The group of the run's generation."""
         with self._lock:
             assignment, store = run.assignment, run.store
@@ -489,7 +447,7 @@ class Worker:
             if stop_error is None:
                 run.state = WorkerState.TRAINING
         if stop_error is not None:
-            # It came before there was a group that the control loop could have aborted.
+            # The order to stop came before there was a group that `abort` could have aborted.
             group.abort(stop_error)
             raise fresh_copy(stop_error)
         if run.nobody_began:
@@ -498,7 +456,7 @@ class Worker:
         return group
 
     def _conclude(
-        self, run: _RunHere, value: object, error: BaseException | None
+        self, run: RunHere, value: object, error: BaseException | None
     ) -> Success | Failure:
         rank = run.assignment.rank
         if error is None:
@@ -523,7 +481,7 @@ class Worker:
 
 
 def _pass_barrier(group: Group) -> None:
-    """Blocks this thread; on a GPU, where waiting is for the stream, as well."""
+    """Wait at a barrier. Blocks this thread on a GPU as well, where `wait` is the stream's."""
     work = group.meet()
     if group.device.type == "cuda":
         work.get_future()
@@ -537,5 +495,5 @@ def _resident_bytes() -> int:
 
 
 def worker_class() -> Any:
-    """The Ray class of Worker. A dead worker stays dead: the session replaces it knowingly."""
+    """The Ray class of Worker. Ray does not restart a dead worker: the session replaces it."""
     return actor_class(Worker, concurrency_groups={"control": 100})

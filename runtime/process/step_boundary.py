@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from actors.errors import Interrupted
-from actors.run_status import Steps
+from actors.run_status import RunStatus
 from collectives import Group
 
 from .agreement import Agreement
@@ -42,7 +42,7 @@ class Iteration:
 class Boundary:
     """The steps of one run on one rank."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: RunStatus) -> None:
         self.steps = steps
         self.place: Place | None = None
         """Of the loop over epochs that is to be resumed, inside such a loop."""
@@ -101,7 +101,7 @@ class Boundary:
             self.steps.has_joined = False
 
 
-_current = Boundary(Steps())  # Plain processes have no run: there nobody asks for a stop.
+_current = Boundary(RunStatus())  # Plain processes have no run: there nobody asks for a stop.
 
 
 def boundary() -> Boundary:
@@ -110,7 +110,7 @@ def boundary() -> Boundary:
 
 
 @contextlib.contextmanager
-def entered(steps: Steps) -> Iterator[None]:
+def entered(steps: RunStatus) -> Iterator[None]:
     """The steps of a run, for the length of a with-block."""
     global _current
     before, _current = _current, Boundary(steps)

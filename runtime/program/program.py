@@ -15,7 +15,7 @@ from ray import cloudpickle
 from actors.errors import Interrupted, StateLost, ends_a_generation
 from actors.journal import Journal
 from actors.messages import NOWHERE, Assignment, Resumption
-from actors.run_status import Steps
+from actors.run_status import RunStatus
 from actors.worker.lifeline import Lifeline
 from collectives.group import Group
 
@@ -33,7 +33,7 @@ LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (acto
 
 
 class Program:
-    """A train function and its arguments; what `actors.worker.worker.Program` asks for."""
+    """A train function and its arguments; what `actors.worker.run_here.Program` asks for."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Program:
         group: Group,
         journal: Journal,
         lifeline: Lifeline,
-        steps: Steps,
+        steps: RunStatus,
         resumption: Resumption | None,
     ) -> object:
         """None where the function was interrupted: all ranks have stopped alike, so no rank has
@@ -75,7 +75,7 @@ class FunctionRun:
         program: Program,
         journal: Journal,
         lifeline: Lifeline,
-        steps: Steps,
+        steps: RunStatus,
         *,
         is_newcomer: bool,
     ) -> None:

@@ -31,12 +31,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from actors.errors import StateLost, ends_a_generation
 from actors.messages import NOWHERE, Assignment, Progress, Resumption
-from actors.run_status import Steps
+from actors.run_status import RunStatus
 from actors.worker.lifeline import Lifeline
 from collectives import ChoruslineError, CollectiveError, Group, GroupAborted, GroupClosed
 from collectives.contract.operation import State
@@ -263,10 +263,10 @@ class Recovery:
         self, error: BaseException, entered: int, *, is_parked: bool, handed_over: bool = False
     ) -> Resumption:
         missing = "" if entered == NOWHERE else self._missing()
-        return self._lifeline.regenerate(
-            error,
-            self._progress,
-            entered,
+        frozen = replace(
+            self._lifeline.leave_generation(error),
+            progress=self._progress(),
+            entered=entered,
             is_parked=is_parked,
             can_restart=not missing,
             spare=self._spare(),
@@ -276,6 +276,7 @@ class Recovery:
             can_save=self._can_save(),
             saved=self._saved,
         )
+        return self._lifeline.regenerate(frozen)
 
     def _spare(self) -> int:
         """Ranks that may go at once, as others have what they keep."""
@@ -555,7 +556,7 @@ class Recovery:
         self._retained, self._is_newcomer = Retained(), True
 
     def begin_again(
-        self, resumption: Resumption, group: Group, steps: Steps
+        self, resumption: Resumption, group: Group, steps: RunStatus
     ) -> list[dict[str, Any]]:
         """Meet the others before the function runs again; where they were in their data, the
         leader first. steps: this rank's; a newcomer's go on from those of the others."""

@@ -279,7 +279,7 @@ class Session:
         how many collectives are in it. Also while a function runs, and after one has failed."""
         if self._crew is None:
             raise RuntimeError(_REMEDIES[self._state])
-        told = as_json(*traced(await self._crew.testimonies(timeout_s)))
+        told = as_json(*traced(await self._crew.whereabouts(timeout_s)))
         await asyncio.to_thread(Path(path).write_text, json.dumps(told))
         return sum(event["ph"] == "X" for event in told["traceEvents"])
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.messages import WorkerSnapshot
-from actors.whereabouts import Testimony
+from actors.whereabouts import Whereabouts
 from collectives import FlightRecording, RecordedCollective
 from collectives.contract.operation import State
 
@@ -37,11 +37,11 @@ class RankTraced:
     seat: int
     rank: int
     host: str
-    testimony: Testimony
+    whereabouts: Whereabouts
 
 
 def traced(
-    said: Mapping[int, tuple[WorkerSnapshot, Testimony] | str],
+    said: Mapping[int, tuple[WorkerSnapshot, Whereabouts] | str],
 ) -> tuple[list[RankTraced], dict[int, str]]:
     """The ranks, and by seat why a worker said nothing. said: by seat.
 
@@ -53,12 +53,12 @@ def traced(
         if isinstance(word, str):
             silent[seat] = word
             continue
-        who, testimony = word
-        if not testimony.recordings:
+        who, whereabouts = word
+        if not whereabouts.recordings:
             silent[seat] = "has not met the other ranks"
             continue
         host = f"{who.info.hostname} ({who.info.node_id[:8]})"
-        ranks.append(RankTraced(seat, testimony.recordings[0].rank, host, testimony))
+        ranks.append(RankTraced(seat, whereabouts.recordings[0].rank, host, whereabouts))
     return sorted(ranks, key=lambda one: one.rank), silent
 
 
@@ -79,7 +79,7 @@ def events(ranks: Sequence[RankTraced]) -> list[dict[str, Any]]:
             | {"args": {"sort_index": traced.rank}}
         )
         tid = 0
-        for recording in traced.testimony.recordings:
+        for recording in traced.whereabouts.recordings:
             free_at: list[float] = []  # by row
             for collective in recording.collectives:
                 start_us = (collective.issued_at - offset_s[traced.seat] - first_s) * 1e6
@@ -154,7 +154,7 @@ def clock_offsets(ranks: Sequence[RankTraced]) -> dict[int, float]:
 def _ends(traced: RankTraced) -> dict[tuple[str, int, int], float]:
     return {
         (recording.name, recording.generation, collective.sequence): collective.ended_at
-        for recording in traced.testimony.recordings
+        for recording in traced.whereabouts.recordings
         for collective in recording.collectives
         if collective.state is State.DONE
         and collective.ended_at is not None
@@ -170,7 +170,7 @@ def _all(
     ranks: Sequence[RankTraced],
 ) -> Iterable[tuple[RankTraced, FlightRecording, RecordedCollective]]:
     for traced in ranks:
-        for recording in traced.testimony.recordings:
+        for recording in traced.whereabouts.recordings:
             for collective in recording.collectives:
                 yield traced, recording, collective
 

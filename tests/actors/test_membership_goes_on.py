@@ -35,7 +35,8 @@ from actors.driver.instructions import (
     StartPause,
     StartRank,
 )
-from actors.driver.membership import MAX_VAIN, Membership
+from actors.driver.membership import Membership
+from actors.driver.situation import MAX_VAIN
 from actors.messages import (
     Assignment,
     FormerRanks,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from actors.driver.events import RankEnded, RanksTold, RunStarted, WorkerRegistered
+from actors.driver.events import RankEnded, RanksAnswered, RunStarted, WorkerRegistered
 from actors.driver.instructions import AbortRank, AskRanks, EndRun, StartGrace
 from actors.driver.membership import Membership
 from actors.messages import Failure, RunFailed, WorkerInfo
-from actors.whereabouts import Testimony, tell
+from actors.whereabouts import Whereabouts, tell
 from collectives import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -58,12 +58,12 @@ def recording(
 
 
 GATHER, REDUCE = "all_gather #117, train.py:41", "all_reduce #118, train.py:57"
-WAITING = Testimony((recording((GATHER, DONE, 99), (REDUCE, FAILED, 100)),), "", False)
+WAITING = Whereabouts((recording((GATHER, DONE, 99), (REDUCE, FAILED, 100)),), "", False)
 STACK = '  File "train.py", line 44, in load\n    time.sleep(9)\n'
 
 
 def test_the_sentence_names_the_rank_that_is_behind_and_its_stack() -> None:
-    late = Testimony((recording((GATHER, STARTED, 99)),), STACK, False)
+    late = Whereabouts((recording((GATHER, STARTED, 99)),), STACK, False)
     assert tell({0: WAITING, 1: WAITING, 2: late}, [2]) == (
         f"rank 2 is at {GATHER}, the others at {REDUCE}\n"
         f"rank 2 is in {GATHER}; its Python stack:\n" + STACK.rstrip()
@@ -71,7 +71,7 @@ def test_the_sentence_names_the_rank_that_is_behind_and_its_stack() -> None:
 
 
 def test_what_a_rank_issued_after_the_end_does_not_hide_where_it_was() -> None:
-    late = Testimony((recording((GATHER, DONE, 99), (REDUCE, FAILED, 130.5)),), "", True)
+    late = Whereabouts((recording((GATHER, DONE, 99), (REDUCE, FAILED, 130.5)),), "", True)
     assert tell({0: WAITING, 1: WAITING, 2: late}, [2]) == (
         f"rank 2 is at {GATHER}, the others at {REDUCE}\n"
         f"rank 2 has finished {GATHER}, and issued nothing since; its function is over"
@@ -79,7 +79,7 @@ def test_what_a_rank_issued_after_the_end_does_not_hide_where_it_was() -> None:
 
 
 def test_a_rank_that_says_nothing_is_told_with_the_others() -> None:
-    new = Testimony((), STACK, False)
+    new = Whereabouts((), STACK, False)
     told = tell({0: WAITING, 1: "did not answer within 2 s", 2: new}, [1, 2])
     assert told.splitlines()[:3] == [
         f"rank 0 is at {REDUCE}",
@@ -91,12 +91,12 @@ def test_a_rank_that_says_nothing_is_told_with_the_others() -> None:
 def test_the_story_is_of_the_group_that_failed_first_and_of_its_ranks() -> None:
     pair = ("pair", (2, 0))
 
-    def said(*in_pair: tuple[str, State, float], above: FlightRecording) -> Testimony:
-        return Testimony((above, recording(*in_pair, name=pair[0], ranks=pair[1])), "", False)
+    def said(*in_pair: tuple[str, State, float], above: FlightRecording) -> Whereabouts:
+        return Whereabouts((above, recording(*in_pair, name=pair[0], ranks=pair[1])), "", False)
 
     idle, busy = recording((GATHER, DONE, 99)), recording((GATHER, STARTED, 99))
     waits = said((REDUCE, FAILED, 100), above=idle)
-    outside = Testimony((busy,), "", False)
+    outside = Whereabouts((busy,), "", False)
     assert tell({0: waits, 1: outside, 2: said(above=busy)}, [2]) == (
         f"in group 'pair', of ranks [2, 0]: rank 2 is at nothing yet, the other at {REDUCE}\n"
         f"rank 2 has issued nothing in group 'pair'; in group 'default' it is in {GATHER}"
@@ -115,10 +115,10 @@ def test_all_are_asked_before_any_is_stopped_and_the_run_waits_for_the_answers()
     assert isinstance(abort, AbortRank) and isinstance(grace, StartGrace)
     echo = Failure(1, None, "CollectiveTimeout", "", (1,), False, asks_all=True)
     assert membership.handle(RankEnded(echo)) == [], "asked once; the answers are on their way"
-    (end,) = membership.handle(RanksTold({0: WAITING, 1: "is gone"}))
+    (end,) = membership.handle(RanksAnswered({0: WAITING, 1: "is gone"}))
     assert isinstance(end, EndRun) and isinstance(end.outcome, RunFailed)
     assert end.outcome.story.startswith(f"rank 0 is at {REDUCE}")
-    assert membership.handle(RanksTold({})) == []
+    assert membership.handle(RanksAnswered({})) == []
 
 
 # -- with real workers -----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.messages import Report, WorkerInfo, WorkerSnapshot, WorkerState
-from actors.run_status import Steps
+from actors.run_status import RunStatus
 from runtime.notebook.history import History
 from runtime.notebook.plots import Line, chart, ticks
 from runtime.notebook.view import ranks_as_html, run_as_html
@@ -21,7 +21,7 @@ def snapshot(rank: int, **steps: object) -> WorkerSnapshot:
         info,
         WorkerState.TRAINING,
         0,
-        steps=Steps(rank=rank, **steps),  # type: ignore[arg-type]
+        steps=RunStatus(rank=rank, **steps),  # type: ignore[arg-type]
         memory_bytes=3 * 2**20,
     )
 

@@ -11,7 +11,7 @@ import torch
 import chorusline as cl
 from actors.journal import Journal
 from actors.messages import Assignment, RunRequest
-from actors.run_status import Steps
+from actors.run_status import RunStatus
 from actors.worker.lifeline import Lifeline
 from runtime.program.program import Program
 
@@ -35,7 +35,7 @@ def in_run(
     lifeline = Lifeline(request, None, assignment, lambda: group)
     lifeline.begin()
     program = Program(train, kwargs, config)
-    return program(assignment, group, Journal(keep=False), lifeline, Steps(), None)
+    return program(assignment, group, Journal(keep=False), lifeline, RunStatus(), None)
 
 
 def make_model(

@@ -19,9 +19,9 @@ import ray
 import torch
 
 from actors.meter import COUNTERS, GAUGES, OF_DRIVER, Look, Meter
-from actors.run_status import Steps
+from actors.run_status import RunStatus
 from actors.versions import difference, versions_here
-from actors.whereabouts import Testimony
+from actors.whereabouts import Whereabouts
 from collectives import FlightRecording, Group, HashStore
 from collectives.diagnosis.flight_recorder import CAPACITY
 from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
@@ -118,7 +118,7 @@ def test_what_is_in_flight_at_once_has_rows_of_its_own() -> None:
         replace(collective, issued_at=start, ended_at=stop)
         for collective, (start, stop) in zip(recording.collectives, times, strict=True)
     )
-    told = Testimony((replace(recording, collectives=collectives),), "", True)
+    told = Whereabouts((replace(recording, collectives=collectives),), "", True)
     made = events([RankTraced(0, 0, "a", told)])
     rows = [event["tid"] for event in made if event["ph"] == "X"]
     assert rows == [1, 2, 2, 1]
@@ -142,7 +142,7 @@ def test_clocks_of_hosts_are_aligned_by_the_ends_of_collectives() -> None:
             group.barrier().wait()
         recording = group.flight_recorder
     ranks = [
-        RankTraced(seat, seat, host, Testimony((shifted(recording, by_s),), "", True))
+        RankTraced(seat, seat, host, Whereabouts((shifted(recording, by_s),), "", True))
         for seat, (host, by_s) in enumerate([("a", 0.0), ("b", 7.5), ("b", 7.5), ("c", -2.0)])
     ]
     offsets = clock_offsets(ranks)
@@ -156,12 +156,12 @@ def test_clocks_of_hosts_are_aligned_by_the_ends_of_collectives() -> None:
 # ── Metrics ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def look(steps: Steps, group: Group | None, *, is_running: bool = True) -> Look:
+def look(steps: RunStatus, group: Group | None, *, is_running: bool = True) -> Look:
     return Look(steps, group, is_running, 4, 1 << 20, 0)
 
 
 def test_a_meter_reads_what_happened_since_its_last_look() -> None:
-    meter, steps = Meter(), Steps(rank=0)
+    meter, steps = Meter(), RunStatus(rank=0)
     with Group.create(HashStore(), 0, 1) as group:
         assert "chorusline_steps" not in meter.read(look(steps, group))
         began_at = time.monotonic()
@@ -182,7 +182,7 @@ def test_a_meter_reads_what_happened_since_its_last_look() -> None:
         assert again["chorusline_wait_seconds"] == again["chorusline_collectives"] == 0
         between = meter.read(look(steps, group, is_running=False))
         assert (between["chorusline_joined"], between["chorusline_rank"]) == (0, -1)
-        another = Steps(rank=0, taken=2)
+        another = RunStatus(rank=0, taken=2)
         assert meter.read(look(another, group))["chorusline_steps"] == 2
         assert set(read) <= set(GAUGES) | set(COUNTERS)
 

@@ -1,0 +1,144 @@
+"""What the reports of a round add up to: can the next generation form, and of which workers? Pure.
+
+`assess` changes nothing. membership.py says what follows from a situation in each phase.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..messages import Frozen, MemberState, Progress
+from .regeneration import decide
+from .run_state import Member, RunState, in_rank_order
+
+MAX_VAIN = 3
+"""Generations in which ranks did not meet, one after another, before the run is given up."""
+
+
+class Situation(enum.Enum):
+    INCOMPLETE = "incomplete"
+    """Some rank has neither frozen nor died: it may still see what the others have not seen."""
+
+    HOPELESS = "hopeless"
+    """No generation can go on from what the ranks report; `Outlook.why` says what is missing."""
+
+    TOO_FEW = "too few"
+    """There are fewer workers than the run may go on with; newcomers could be taken in."""
+
+    READY = "ready"
+    """The next generation can form; `Outlook.plan` says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The next generation.
+
+    members: by their new rank.
+    progress: what holds for all ranks, by optimizer.
+    restarts: the functions run again from the top.
+    dismissed: workers that leave the run now.
+    handing: workers that hand over what they keep in this generation, to leave after it.
+    takes_newcomers: the functions can be run again from the top, so newcomers may begin with them.
+    num_vain, achieved: as in RunState.
+    """
+
+    members: tuple[Member, ...]
+    progress: tuple[Progress, ...]
+    restarts: bool
+    dismissed: tuple[Member, ...] = ()
+    handing: tuple[Member, ...] = ()
+    takes_newcomers: bool = False
+    num_vain: int = 0
+    achieved: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A situation, with what belongs to it."""
+
+    situation: Situation
+    why: str = ""
+    plan: Plan | None = None
+
+
+def assess(run: RunState, known: Iterable[Member]) -> Outlook:
+    """The situation of the open round of a run. known: the members of the session."""
+    if not run.round.is_complete:
+        return Outlook(Situation.INCOMPLETE)
+    frozen = run.round.frozen
+    can_restart = all(word.can_restart for word in frozen.values())
+    if run.has_lost_too_many:
+        return _hopeless(f"max_failures={run.max_failures} allows no more losses")
+    unparked = sorted(rank for rank, word in frozen.items() if not word.is_parked)
+    if unparked and not can_restart:
+        return _hopeless(
+            f"ranks {unparked} were outside a step of a sharded optimizer, or inside a Join "
+            "that follows groups, and their function cannot be run again in the middle, "
+            f"because {missing_in(frozen)}"
+        )
+    # A newcomer begins at the top of the function, and the others have to go there, too.
+    newcomers = _newcomers(run, known) if can_restart else []
+    restarts = bool(unparked or newcomers)
+    leavers, handing = run.departures.leavers(
+        [member.info for member in run.members],
+        frozen,
+        run.round.lost,
+        run.fewest,
+        restarts=restarts,
+    )
+    survivors = [run.members[rank] for rank in sorted(frozen) if rank not in leavers]
+    if len(survivors) + len(newcomers) < run.fewest:
+        if can_restart:
+            return Outlook(Situation.TOO_FEW)
+        return _hopeless(
+            f"fewer than {run.fewest} workers are left, and new ones cannot be taken in, "
+            f"because {missing_in(frozen)}"
+        )
+    try:
+        progress = decide(frozen)
+    except ValueError as error:
+        return _hopeless(str(error))
+    # Ranks may fail to meet again and again though none of them dies: a network that lets the
+    # driver through, and not the ranks. A loss, a change of members or a step is progress.
+    achieved = sum(one.ballots for one in progress)
+    achieved += max(word.plain_steps for word in frozen.values())
+    has_changed = run.round.lost or newcomers or leavers or achieved > run.achieved
+    num_vain = 0 if has_changed else run.num_vain + 1
+    if num_vain >= MAX_VAIN:
+        return _hopeless(f"ranks did not meet {MAX_VAIN} times in a row")
+    plan = Plan(
+        # Only newcomers change the order: those who stay keep theirs.
+        tuple(in_rank_order([*survivors, *newcomers]) if newcomers else survivors),
+        progress,
+        restarts,
+        dismissed=tuple(run.members[rank] for rank in leavers),
+        handing=tuple(run.members[rank] for rank in handing),
+        takes_newcomers=can_restart,
+        num_vain=num_vain,
+        achieved=achieved,
+    )
+    return Outlook(Situation.READY, plan=plan)
+
+
+def _hopeless(why: str) -> Outlook:
+    return Outlook(Situation.HOPELESS, why)
+
+
+def _newcomers(run: RunState, known: Iterable[Member]) -> list[Member]:
+    """Idle workers that have no rank in the run, and no notice to leave."""
+    members = {id(member) for member in run.members}
+    return [
+        member
+        for member in known
+        if member.state is MemberState.READY
+        and id(member) not in members
+        and run.departures.why(member.info) is None
+    ]
+
+
+def missing_in(frozen: Mapping[int, Frozen]) -> str:
+    """What keeps the functions from running again, as the first rank reports that knows it."""
+    reasons = (word.missing for _, word in sorted(frozen.items()) if not word.can_restart)
+    return next(filter(None, reasons), "the function has not registered what has to survive")

@@ -1,0 +1,72 @@
+"""A run on the worker that takes part in it: what the loops and the training thread share."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from collectives.contract.errors import CollectiveError
+
+from ..actor_store import ActorStore
+from ..calls import Actor
+from ..journal import Journal
+from ..messages import Assignment, Failure, Resumption, RunRequest, Success, WorkerState
+from ..run_status import RunStatus
+from .lifeline import Lifeline
+from .training_thread import TrainingThread
+
+if TYPE_CHECKING:
+    from collectives.group import Group
+
+
+class Program(Protocol):
+    """What a run's payload unpickles to: the user's function, ready to be called.
+
+    An awaitable that it returns is awaited on the training thread's loop.
+    """
+
+    def __call__(
+        self,
+        assignment: Assignment,
+        group: Group,
+        journal: Journal,
+        lifeline: Lifeline,
+        status: RunStatus,
+        resumption: Resumption | None,
+    ) -> object: ...
+
+
+class RunHere:
+    """The run in progress on this worker. The worker's lock guards all that changes.
+
+    store: of the generation. A cancelled store stays cancelled, so the next generation has another.
+    lifeline: None until the training thread has unpickled the program.
+    stop_error: the error that this rank was told to stop with.
+    early_freeze: the first generation was ended before the training thread was in it.
+    nobody_began: as long as this is true and this rank fails, no rank has called the function
+    (phase 2 of `Worker.run`).
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        request: RunRequest,
+        store: ActorStore,
+        journal: Journal,
+        driver: Actor,
+    ) -> None:
+        self.assignment = assignment
+        self.request = request
+        self.store = store
+        self.journal = journal
+        self.status = RunStatus(rank=assignment.rank)
+        self.driver = driver
+        self.lifeline: Lifeline | None = None
+        self.thread: TrainingThread[Success | Failure] | None = None
+        self.ending: concurrent.futures.Future[Success | Failure] = concurrent.futures.Future()
+        self.state = WorkerState.STARTING
+        self.stop_error: CollectiveError | None = None
+        self.early_freeze: CollectiveError | None = None
+        self.nobody_began = False
+        self.began_at = time.monotonic()
