@@ -287,7 +287,7 @@ def a_message_beside_a_collective(rank: Rank) -> None:
     asyncio.run(main())
 
 
-@both_transports
+@transports
 def test_a_message_and_a_collective_are_awaited_together(transport: str, tmp_path: Path) -> None:
     run_ranks(a_message_beside_a_collective, 2, tmp_path, transport)
 
