@@ -147,7 +147,7 @@ def stop_error(cause: Failure | Loss | Cancellation, generation: int) -> Collect
     """The error that the collectives of the other ranks raise: which rank began it, and where."""
     match cause:
         case Failure():
-            return GroupAborted(generation, cause.culprits, cause.reason, cause.traceback)
+            return GroupAborted(generation, list(cause.culprits), cause.reason, cause.traceback)
         case Loss():
             return PeerLost("run", generation, [cause.rank], f"{cause.worker}: {cause.detail}")
         case Cancellation():

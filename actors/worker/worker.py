@@ -475,7 +475,7 @@ class Worker:
         if isinstance(ending, Failure) and self._group is not None:
             generation = run.assignment.generation
             self._group.abort(
-                GroupAborted(generation, ending.culprits, ending.reason, ending.traceback)
+                GroupAborted(generation, list(ending.culprits), ending.reason, ending.traceback)
             )
         return ending
 

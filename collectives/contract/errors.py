@@ -18,60 +18,65 @@ A mistake of the caller's on one rank alone (a wrong shape, a root out of range)
 or a `TypeError`, as in torch, and is raised before anything is enqueued.
 
 These errors travel: through pickle between actors, and as JSON inside a group's shared memory, so
-that every rank raises the same one. Therefore every field is positional, handed to
-`super().__init__`, made of numbers, strings and lists of them, and the text is made in `__str__`.
+that every rank raises the same one. Therefore every field is positional, made of numbers, strings
+and lists of them, and among the arguments of the exception; and the text is made in `__str__`.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 
 class ChoruslineError(Exception):
     """Root of all errors that are not the caller's own mistake."""
 
+    def __post_init__(self) -> None:
+        """A subclass is a dataclass; pickle, and a rank that reads JSON, make it anew of `args`."""
+        for name, value in vars(self).items():
+            if isinstance(value, list | tuple):
+                setattr(self, name, list(value))  # A list of its own, as JSON gives it back.
+        kinds = fields(self)  # type: ignore[arg-type]
+        self.args = tuple(getattr(self, kind.name) for kind in kinds if kind.init)
 
+
+@dataclass(eq=False, repr=False)
 class StoreTimeout(ChoruslineError):
     """A key did not appear in a store in time: a rank never came to the rendezvous.
 
     keys: the keys that are missing. waited_s: seconds. detail: who is meant, and the mend.
     """
 
-    def __init__(self, keys: Sequence[str], waited_s: float, detail: str = "") -> None:
-        super().__init__(list(keys), waited_s, detail)
-        self.keys = list(keys)
-        self.waited_s = waited_s
-        self.detail = detail
+    keys: list[str]
+    waited_s: float
+    detail: str = ""
 
     def __str__(self) -> str:
         text = f"{', '.join(self.keys)} did not appear in the store within {self.waited_s:g} s"
         return f"{text}; {self.detail}" if self.detail else text
 
 
+@dataclass(eq=False, repr=False)
 class StoreLost(ChoruslineError):
     """What holds the store is gone or silent; `StoreTimeout` is a key that nobody wrote."""
 
-    def __init__(self, operation: str, detail: str) -> None:
-        super().__init__(operation, detail)
-        self.operation = operation
-        self.detail = detail
+    operation: str
+    detail: str
 
     def __str__(self) -> str:
         return f"{self.operation}: {self.detail}"
 
 
+@dataclass(eq=False, repr=False)
 class StaleStore(ChoruslineError):
     """A store's file was left behind by a run that is over. Nothing in it was used or changed.
 
     made_by: the process that made it, and when.
     """
 
-    def __init__(self, path: str, made_by: str) -> None:
-        super().__init__(path, made_by)
-        self.path = path
-        self.made_by = made_by
+    path: str
+    made_by: str
 
     def __str__(self) -> str:
         return (
@@ -82,6 +87,7 @@ class StaleStore(ChoruslineError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class CollectiveError(ChoruslineError, RuntimeError):
     """An operation of a group failed. `ranks` are the culprits, as far as known.
 
@@ -93,23 +99,12 @@ class CollectiveError(ChoruslineError, RuntimeError):
     ranks: list[int]
 
 
+@dataclass(eq=False, repr=False)
 class CollectiveTimeout(CollectiveError):
     """Ranks did not arrive before the deadline. Their processes exist (else: `PeerLost`)."""
 
-    def __init__(
-        self,
-        operation: str,
-        generation: int,
-        ranks: Sequence[int],
-        timeout_s: float,
-        whereabouts: str = "",
-    ) -> None:
-        super().__init__(operation, generation, list(ranks), timeout_s, whereabouts)
-        self.operation = operation
-        self.generation = generation
-        self.ranks = list(ranks)
-        self.timeout_s = timeout_s
-        self.whereabouts = whereabouts
+    timeout_s: float
+    whereabouts: str = ""
 
     def __str__(self) -> str:
         where = f"; {self.whereabouts}" if self.whereabouts else ""
@@ -120,15 +115,11 @@ class CollectiveTimeout(CollectiveError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class CollectiveMismatch(CollectiveError):
     """Ranks met in one place with different operations. No rank's tensor was changed."""
 
-    def __init__(self, operation: str, generation: int, ranks: Sequence[int], detail: str) -> None:
-        super().__init__(operation, generation, list(ranks), detail)
-        self.operation = operation
-        self.generation = generation
-        self.ranks = list(ranks)
-        self.detail = detail
+    detail: str
 
     def __str__(self) -> str:
         return (
@@ -138,15 +129,11 @@ class CollectiveMismatch(CollectiveError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class PeerLost(CollectiveError):
     """The process of a rank is gone, or it closed the group while others still need it."""
 
-    def __init__(self, operation: str, generation: int, ranks: Sequence[int], detail: str) -> None:
-        super().__init__(operation, generation, list(ranks), detail)
-        self.operation = operation
-        self.generation = generation
-        self.ranks = list(ranks)
-        self.detail = detail
+    detail: str
 
     def __str__(self) -> str:
         return (
@@ -156,19 +143,13 @@ class PeerLost(CollectiveError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class GroupAborted(CollectiveError):
     """Somebody ended the generation: `ranks` says who, `reason` why, `traceback` where."""
 
-    operation = "group"
-
-    def __init__(
-        self, generation: int, ranks: Sequence[int], reason: str, traceback: str = ""
-    ) -> None:
-        super().__init__(generation, list(ranks), reason, traceback)
-        self.generation = generation
-        self.ranks = list(ranks)
-        self.reason = reason
-        self.traceback = traceback
+    operation: str = field(default="group", init=False)
+    reason: str
+    traceback: str = ""
 
     def __str__(self) -> str:
         by = f" by ranks {self.ranks}" if self.ranks else ""
@@ -176,15 +157,11 @@ class GroupAborted(CollectiveError):
         return f"{text}\n\n{self.traceback}" if self.traceback else text
 
 
+@dataclass(eq=False, repr=False)
 class GroupClosed(CollectiveError):
     """The group was closed on this rank; nothing can be issued on it any more."""
 
-    ranks: list[int] = []  # noqa: RUF012  # Nobody is to blame; never mutated.
-
-    def __init__(self, operation: str, generation: int) -> None:
-        super().__init__(operation, generation)
-        self.operation = operation
-        self.generation = generation
+    ranks: list[int] = field(default_factory=list, init=False)  # No rank is to blame.
 
     def __str__(self) -> str:
         return (
@@ -193,6 +170,7 @@ class GroupClosed(CollectiveError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class PayloadUnreadable(CollectiveError):
     """`ranks` could not unpickle what they were sent. Raised on all ranks, of a message between two
     on the one that receives it; the group lives on.
@@ -200,20 +178,8 @@ class PayloadUnreadable(CollectiveError):
     detail: who could not read whose payload, and why. traceback: of the first of `ranks`.
     """
 
-    def __init__(
-        self,
-        operation: str,
-        generation: int,
-        ranks: Sequence[int],
-        detail: str,
-        traceback: str = "",
-    ) -> None:
-        super().__init__(operation, generation, list(ranks), detail, traceback)
-        self.operation = operation
-        self.generation = generation
-        self.ranks = list(ranks)
-        self.detail = detail
-        self.traceback = traceback
+    detail: str
+    traceback: str = ""
 
     def __str__(self) -> str:
         text = (
@@ -223,17 +189,14 @@ class PayloadUnreadable(CollectiveError):
         return f"{text}\n\n{self.traceback}" if self.traceback else text
 
 
+@dataclass(eq=False, repr=False)
 class UnsupportedOperation(CollectiveError):
     """The backend has no such operation, or not for this dtype. Raised before anything is sent."""
 
-    generation = -1
-    ranks: list[int] = []  # noqa: RUF012  # Nobody is to blame; never mutated.
-
-    def __init__(self, operation: str, backend: str, detail: str) -> None:
-        super().__init__(operation, backend, detail)
-        self.operation = operation
-        self.backend = backend
-        self.detail = detail
+    generation: int = field(default=-1, init=False)
+    ranks: list[int] = field(default_factory=list, init=False)  # No rank is to blame.
+    backend: str
+    detail: str
 
     def __str__(self) -> str:
         return f"{self.operation} is not supported by the {self.backend} backend: {self.detail}"

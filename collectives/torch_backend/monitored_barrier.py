@@ -16,16 +16,6 @@ _LOOK_S = 0.001
 class BarrierNotPassed(CollectiveTimeout):
     """What `monitored_barrier` of a process group raises: `CollectiveTimeout`, in torch's words."""
 
-    def __init__(
-        self,
-        operation: str,
-        generation: int,
-        ranks: list[int],
-        timeout_s: float,
-        whereabouts: str = "",
-    ) -> None:
-        super().__init__(operation, generation, ranks, timeout_s, whereabouts)
-
     def __str__(self) -> str:
         return (
             f"{self.whereabouts} ({self.operation} in generation {self.generation}, "
