@@ -27,11 +27,13 @@ from .run_status import RunStatus
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Who a worker is; nothing here changes while its process lives.
+    """What identifies a worker; nothing here changes while its process lives.
 
-    worker_id: Ray's actor id. seat: its place in the session, from 0; a replacement sits down in
-    the same seat. device: of its tensors, as torch writes it. num_cpus: promised by Ray, may be a
-    fraction. versions: as versions.py tells them.
+    worker_id: Ray's actor id.
+    seat: its place in the session, from 0. A replacement takes the same seat.
+    device: of its tensors, as torch writes it.
+    num_cpus: promised by Ray; may be a fraction.
+    versions: of Python, torch and chorusline (versions.py).
     """
 
     worker_id: str
@@ -57,8 +59,9 @@ class WorkerInfo:
 class Assignment:
     """A worker's part in one generation.
 
-    rank: in [0, world_size). local_rank: among the local_world_size ranks of its node.
-    node_rank: of its node among the generation's nodes. Ranks of one node are adjacent.
+    rank: in [0, world_size). Ranks of one node are adjacent.
+    local_rank: among the local_world_size ranks of the worker's node.
+    node_rank: of the worker's node, among the nodes of the generation.
     """
 
     generation: int
@@ -85,13 +88,16 @@ class Assignment:
 class RunRequest:
     """One call of `Session.run`.
 
-    run: its number in the session, from 0. timeout_s: deadline of rendezvous and of each
-    collective. keep_reports: whether somebody will pull the reports; if not, only the last stays.
-    debug_level: of the session's process; a worker whose own is higher keeps that.
-    fewest: workers with which the run goes on when others are lost. max_failures: how many may be
-    lost before the run fails; 0: the first loss ends it, None: any number. pause_s: how long the
-    run waits for new workers when fewer are left. last_save_s: how long it waits for the checkpoint
-    that the ranks write before it is given up; None: the session keeps no checkpoints.
+    run: its number in the session, from 0.
+    timeout_s: deadline of rendezvous and of each collective.
+    keep_reports: the session will pull the reports; otherwise a worker keeps only the last one.
+    debug_level: of the session's process; a worker whose own level is higher keeps its own.
+    fewest: the smallest number of workers with which the run goes on when others are lost.
+    max_failures: workers that may be lost before the run fails. With 0 the first loss ends it;
+    None allows any number.
+    pause_s: how long the run waits for new workers when fewer than `fewest` are left.
+    last_save_s: how long the run waits for the checkpoint that the ranks write before it is given
+    up; None if the session keeps no checkpoints.
     """
 
     run: int
@@ -121,10 +127,11 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank said by `ctx.report`.
+    """One call of `ctx.report` on one rank.
 
-    step: calls of `report` before this one, on this rank in this run. time: seconds since the
-    epoch, of that machine's clock. taken: optimizer steps of the run by then, on all ranks.
+    step: calls of `report` before this one, on this rank in this run.
+    time: seconds since the epoch, by the clock of that machine.
+    taken: optimizer steps of the run by then, on all ranks.
     """
 
     rank: int
@@ -139,36 +146,42 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one optimizer is. ballots: how many it has seen. payload: the last one's numbers, as
-    all ranks read them; empty before the first."""
+    """How far one optimizer is.
+
+    ballots: how many ballots it has seen.
+    payload: the numbers of the last one, as all ranks read them; empty before the first.
+    """
 
     ballots: int
     payload: tuple[float, ...] = ()
 
 
 DROPPED = Progress(-1)
-"""Of an optimizer that the function has let go of: nobody waits for it any more."""
+"""The progress of an optimizer that the function has let go of: no rank waits for it."""
 
 
 NOWHERE = -1
-"""In the place of a generation: of a rank that has not begun, and so has nothing to go on with."""
+"""The generation of a rank that has not begun, and so has nothing to go on with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
     """A rank has ended `generation` for itself and waits for the next one.
 
-    progress: of its optimizers, in the order in which they were made. error: what it met with.
-    entered: the last generation that it has gone on in, or NOWHERE; later ones have not come about
-    for it.
-    is_parked: its function waits inside a step, and can go on there; otherwise it has been left,
-    and has to run again from the top. can_restart: all that has to survive that is registered.
-    missing: what keeps it from running again; empty if it can.
+    progress: of its optimizers, in the order in which they were made.
+    error: what ended the generation for this rank.
+    entered: the last generation that this rank has gone on in, or NOWHERE. Later ones have not
+    come about for it.
+    is_parked: the function waits inside a step, and can go on there. Otherwise it has been left,
+    and has to run again from the top.
+    can_restart: everything that has to survive that is registered.
     spare: ranks that may go at once without any state being lost, as far as this rank knows.
-    plain_steps: that it has taken, of optimizers that hold no ballots.
-    handed_over: those that leave have handed theirs over in this generation, to all who stay.
-    can_save: all that counts can be written to a checkpoint by the ranks that are left.
-    saved: the path of the checkpoint that was written in this generation, the last of the run.
+    handed_over: the ranks that leave have handed over their state in this generation, to all who
+    stay.
+    missing: what keeps the function from running again; empty if nothing does.
+    plain_steps: steps that this rank has taken with optimizers that hold no ballots.
+    can_save: the ranks that are left can write everything that counts to a checkpoint.
+    saved: the path of the run's last checkpoint, if it was written in this generation.
     """
 
     rank: int
@@ -188,11 +201,11 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class FormerRanks:
-    """By new rank, the rank in the generation that ended, -1 of a newcomer.
+    """By new rank, the rank in the generation that ended; -1 for a newcomer.
 
-    Each rank is told of all ranks, so a generation change sends the square of their number. Those
-    that are left keep their order, which is why it is written as stretches: (first former rank,
-    how many follow one another), or (-1, how many newcomers).
+    Each rank gets the former ranks of all ranks, so a generation change sends the square of their
+    number. Ranks that stay keep their order, which makes stretches short: (first former rank,
+    length), or (-1, number of newcomers).
     """
 
     stretches: tuple[tuple[int, int], ...]
@@ -223,14 +236,15 @@ class FormerRanks:
 class Resumption:
     """How a frozen rank goes on.
 
-    former: who was who. progress: what holds for all; who has seen less takes it from here.
-    entered: the last generation that any rank has gone on in; who has not did all that was needed
-    for it, and counts it, too; NOWHERE if no rank has begun. restarts: the function runs again from
-    the top, on all ranks.
+    former: which rank each rank had before.
+    progress: what holds for all ranks. A rank that has seen less takes it from here.
+    entered: the last generation that any rank has gone on in, or NOWHERE if no rank has begun. A
+    rank that has not gone on in it had done all that was needed for that, and counts it as well.
+    restarts: the function runs again from the top, on all ranks.
     leaving: ranks that hand over what they keep in this generation, which ends with that
     (departures.py).
-    gives_up: what the run ends with: this generation is the last, in which the ranks save what they
-    have (last_generation.py).
+    gives_up: what the run ends with. This generation is the last one, in which the ranks save what
+    they have (last_generation.py).
     """
 
     assignment: Assignment
@@ -254,10 +268,10 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """What a worker tells a new driver of the run that it is in.
+    """What a worker tells a new driver about the run that it is in.
 
-    assignment: in the last generation that it was put into. resumption: what put it there, None in
-    the first.
+    assignment: in the last generation that the worker was put into.
+    resumption: what put it there; None in the first generation.
     """
 
     info: WorkerInfo
@@ -272,8 +286,9 @@ class Stand:
 class Success:
     """The user's function returned.
 
-    result: the pickled value. collectives: how many this rank has issued in the generation; ranks
-    that differ leave something in flight, and the group cannot be used again.
+    result: the pickled value.
+    collectives: how many this rank has issued in the generation. Where the ranks differ, something
+    is left in flight, and the group cannot be used again.
     """
 
     rank: int
@@ -283,13 +298,14 @@ class Success:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The user's function, or what we do around it, raised.
+    """The user's function, or the code around it, raised.
 
-    exception: pickled, None where that is impossible. reason: type and text in one line.
-    culprits: the ranks to blame, this one unless a CollectiveError named others.
-    is_echo: raised because another rank failed first; it never explains a run alone.
-    asks_all: the ranks did not meet, so that what every one of them does belongs to the story.
-    nobody_began: as this rank failed, the function cannot have been called on any (Worker.run).
+    exception: pickled; None where that is impossible.
+    reason: type and text in one line.
+    culprits: the ranks to blame; this one unless a CollectiveError names others.
+    is_echo: it was raised because another rank had failed first, so it does not explain a failure.
+    asks_all: the ranks did not meet, so the text has to say what each of them does.
+    nobody_began: since this rank failed, no rank can have called the function (Worker.run).
     """
 
     rank: int
@@ -304,7 +320,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The worker's process is gone, or its node no longer answers. detail: what Ray knows."""
+    """The worker's process is gone, or its node does not answer. detail: what Ray knows."""
 
     rank: int
     worker: WorkerInfo
@@ -313,7 +329,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """No rank failed: the run was ended from outside, by the caller or by a closing session."""
+    """No rank failed: the caller, or a session that closes, has ended the run."""
 
     reason: str
 
@@ -331,13 +347,16 @@ class RunSucceeded:
 
 @dataclass(frozen=True, slots=True)
 class RunFailed:
-    """cause: what happened first.
+    """How a run has failed.
 
-    workers: by rank. returned: ranks whose function had returned before that. stuck: ranks that
-    did not stop within the grace period; their workers are replaced before the next run.
+    cause: what happened first.
+    workers: by rank.
+    returned: ranks whose function had returned before that.
+    stuck: ranks that did not stop within the grace period; their workers are replaced before the
+    next run.
     story: where each rank was, if ranks did not meet (whereabouts.py).
-    nobody_began: workers were lost before the function was called on any rank, so the run may be
-    begun once more, with others in their place.
+    nobody_began: workers were lost before any rank had called the function, so the run may begin
+    once more, with others in their place.
     """
 
     generation: int
@@ -353,24 +372,30 @@ class RunFailed:
 
 
 class WorkerState(enum.Enum):
-    """IDLE: no training thread; the group of the last generation may still be there.
-    STARTING: the training thread meets the other ranks; there is no group to abort yet.
-    TRAINING: the user's function runs.
-    STOPPING: told to abort; the training thread has not ended yet.
-    """
-
     IDLE = "idle"
+    """There is no training thread; the group of the last generation may still be there."""
+
     STARTING = "starting"
+    """The training thread meets the other ranks; there is no group to abort yet."""
+
     TRAINING = "training"
+    """The user's function runs."""
+
     STOPPING = "stopping"
+    """The worker was told to abort, and the training thread has not ended yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """generation: the last one this worker took part in, -1 before the first. rank, running_s:
-    of the run in progress, None between runs. collectives: issued in the generation, by kind.
-    steps: of the run in progress, or of the last. memory_bytes: of the process, and
-    device_memory_bytes: of its tensors on a GPU."""
+    """What a worker says about itself.
+
+    generation: the last one that this worker took part in; -1 before the first.
+    rank, running_s: in the run in progress; None between runs.
+    collectives: issued in the generation, by kind.
+    steps: of the run in progress, or of the last one.
+    memory_bytes: of the process.
+    device_memory_bytes: of its tensors on a GPU.
+    """
 
     info: WorkerInfo
     state: WorkerState
@@ -397,15 +422,17 @@ class WorkerSnapshot:
 
 
 class MemberState(enum.Enum):
-    """READY: idle, may be given a rank. RUNNING: has a rank in the run in progress.
-    STUCK: did not stop in time; READY again only if it answers that it is idle.
-    LOST: its process is gone.
-    """
-
     READY = "ready"
+    """The worker is idle, and may be given a rank."""
+
     RUNNING = "running"
+    """The worker has a rank in the run in progress."""
+
     STUCK = "stuck"
+    """The worker did not stop in time; it is READY again only when it answers that it is idle."""
+
     LOST = "lost"
+    """The worker's process is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +453,7 @@ class DriverSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A session as its driver sees it. workers: by seat; a text says why one said nothing."""
+    """A session as its driver sees it. workers: by seat; a text says why one did not answer."""
 
     driver: DriverSnapshot
     workers: tuple[WorkerSnapshot | str, ...]

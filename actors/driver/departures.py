@@ -1,18 +1,20 @@
-"""Who leaves a run on notice, and when: pure, asked by membership.py.
+"""Which ranks leave a run on notice, and when. Pure; membership.py asks.
 
 A notice names a node (it is drained) or a worker (its process was sent SIGTERM). Its ranks leave in
-a round like that after a failure, and the others go on without them. What they keep must be kept by
-others then. With replicas it is. Without, they *hand over* first:
+a round like the one after a failure, and the others go on without them. Other ranks must then keep
+what the leavers keep. With replicas they do. Without replicas the leavers *hand over* first:
 
-1. The notice freezes all, as a loss does.
-2. The next generation has the leavers in it, and is told who they are. All ranks meet in it, those
-   that stay are sent what they will keep without the leavers, and it ends there: nobody goes on in
-   it, as in one that did not come about.
-3. They freeze again, and say that it was handed over. Only the others form the next generation.
+1. The notice freezes all ranks, as a loss does.
+2. The next generation has the leavers in it, and all its ranks know which they are. They meet, the
+   ranks that stay are sent what they will keep without the leavers, and the generation ends: no
+   rank takes a step in it.
+3. All ranks freeze again, and report that the state was handed over. Only the ranks that stay form
+   the next generation.
 
-A loss between 2 and 3 takes what was handed over along, perhaps, so nobody leaves in that round;
-the leavers, who still have it, hand over again. Nor does anybody if the functions are to run again
-from the top, which goes on from what ranks keep in their shards: the notice comes again.
+A rank that is lost between 2 and 3 may take along what it was handed, so no rank leaves in that
+round; the leavers, who still have their state, hand over again. Nor does a rank leave when the
+functions run again from the top, since they go on from what the ranks keep in their shards; the
+notice comes again.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ..messages import Frozen, WorkerInfo
 
 MAX_ATTEMPTS = 3
-"""Rounds that a notice may cost: ranks that were outside of a step cannot hand over."""
+"""Rounds that a notice may cost: ranks that are outside a step cannot hand over."""
 
 
 class Departures:
-    """Of one run."""
+    """The notices of one run, and what has become of them."""
 
     def __init__(self) -> None:
         self._notices: dict[str, str] = {}  # why, by node or worker
@@ -37,7 +39,13 @@ class Departures:
         self._notices[who] = why
 
     def is_due(self, who: str, members: Sequence[WorkerInfo], fewest: int) -> bool:
-        """Whether to begin a round for a notice, which comes again and again. It counts as one."""
+        """Whether to begin a round for a notice, which comes again and again. If it is due, this
+        counts as one attempt.
+
+        who: id of the node or worker that the notice names.
+        members: by rank.
+        fewest: ranks with which the run goes on.
+        """
         leaving = [one for one in members if self.why(one) is not None]
         is_here = any(who in (one.worker_id, one.node_id) for one in members)
         if self._handing or not is_here or len(members) - len(leaving) < fewest:
@@ -46,7 +54,7 @@ class Departures:
         return self._attempts[who] <= MAX_ATTEMPTS
 
     def why(self, worker: WorkerInfo) -> str | None:
-        """Why it leaves; None if it stays."""
+        """Why a worker leaves; None if it stays."""
         return self._notices.get(worker.node_id) or self._notices.get(worker.worker_id)
 
     def leavers(
@@ -60,18 +68,20 @@ class Departures:
     ) -> tuple[list[int], list[int]]:
         """Ranks that leave now, and ranks that hand over now, to leave in the next round.
 
-        members: by rank. frozen, lost: as in Regeneration, of a complete round. restarts: the
-        functions are to run again from the top.
+        members: by rank.
+        frozen, lost: as in Regeneration, of a complete round.
+        fewest: ranks with which the run goes on.
+        restarts: the functions run again from the top.
         """
         leaving = [rank for rank in sorted(frozen) if self.why(members[rank]) is not None]
         if not leaving or len(frozen) - len(leaving) < fewest:
             return [], []
         ids = frozenset(members[rank].worker_id for rank in leaving)
-        # Who has seen the end of the barrier knows that all have what they need.
+        # A rank that has seen the end of the barrier knows that all ranks have what they need.
         is_handed = ids <= self._handing and any(word.handed_over for word in frozen.values())
         spare = min(word.spare for word in frozen.values())
         if len(lost) + len(leaving) <= spare:
-            return leaving, []
+            return leaving, []  # Replicas have all that the leavers keep.
         if restarts:
             return [], []
         if is_handed and not lost:
@@ -79,5 +89,5 @@ class Departures:
         return [], leaving
 
     def hand_over(self, worker_ids: Iterable[str]) -> None:
-        """The next generation has formed, and these workers hand over in it."""
+        """The next generation forms, and these workers hand over in it."""
         self._handing = frozenset(worker_ids)

@@ -1,4 +1,4 @@
-"""What happens to a session, as its driver hears of it: records that `Membership` handles."""
+"""What the driver hears of: records that `Membership` handles."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..whereabouts import Whereabouts
 
 @dataclass(frozen=True, slots=True)
 class WorkerRegistered:
-    """A worker is here and idle. It takes its seat from whoever sat there.
+    """A worker is there and idle. It takes its seat from the worker that had it before.
 
-    generation: the last one it took part in, -1 if none.
+    generation: the last one that the worker took part in; -1 if none.
     """
 
     worker: WorkerInfo
@@ -23,14 +23,14 @@ class WorkerRegistered:
 
 @dataclass(frozen=True, slots=True)
 class SeatEmptied:
-    """Between runs: the worker in a seat cannot take part, and is not counted on any more."""
+    """Between runs: the worker in a seat cannot take part in the next one."""
 
     seat: int
 
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """fewest, max_failures: as in RunRequest. saves_last: it has a last_save_s."""
+    """fewest, max_failures: as in RunRequest. saves_last: the request has a last_save_s."""
 
     run: int
     fewest: int = 1
@@ -42,8 +42,8 @@ class RunStarted:
 class RunTakenOver:
     """A run that another driver had begun. stands: of the workers that are in it.
 
-    All are in the same generation, or some have not heard of it yet: then those that have say how
-    it was formed.
+    All workers are in the same generation, or some have not heard of it yet; then the stands of
+    the others say how it was formed.
     """
 
     run: int
@@ -63,6 +63,8 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class RankFroze:
+    """A rank has ended its generation for itself, and waits for the next one."""
+
     frozen: Frozen
 
     @property
@@ -72,7 +74,7 @@ class RankFroze:
 
 @dataclass(frozen=True, slots=True)
 class RankFinished:
-    """The user's function has returned on a rank, which waits until it has on all."""
+    """The user's function has returned on a rank, which waits until it has on all ranks."""
 
     rank: int
     generation: int
@@ -80,7 +82,7 @@ class RankFinished:
 
 @dataclass(frozen=True, slots=True)
 class RankSilent:
-    """A control loop does not answer though its process lives: stopped, or cut off."""
+    """A control loop does not answer, though its process lives: it is stopped, or cut off."""
 
     worker_id: str
     generation: int
@@ -88,15 +90,19 @@ class RankSilent:
 
 @dataclass(frozen=True, slots=True)
 class PatienceEnded:
-    """The ranks of a generation have had their time to freeze."""
+    """The time is over in which the ranks of a generation have to freeze."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A node has been told to go, so its workers leave before it does; or a worker has. Comes again
-    and again until they have left. who: id of a node, or of a worker. why: what is known."""
+    """A node was told to go, so its workers leave before it does; or a worker was told to end. The
+    event comes again and again until they have left.
+
+    who: id of a node or of a worker.
+    why: what is known of the reason.
+    """
 
     who: str
     why: str
@@ -118,25 +124,29 @@ class LastSaveEnded:
 
 @dataclass(frozen=True, slots=True)
 class RanksAnswered:
-    """Where the ranks are; by rank, a text says why one said nothing."""
+    """The answers to AskRanks, by rank; a text says why a rank did not answer."""
 
     answers: Mapping[int, Whereabouts | str]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
+    """A worker's process is gone. detail: what Ray knows of the reason."""
+
     worker_id: str
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class RunCancelled:
+    """The caller, or a session that closes, ends the run."""
+
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class GraceEnded:
-    """The ranks that were told to stop have had their time."""
+    """The time is over in which the ranks have to stop."""
 
 
 Event: TypeAlias = (

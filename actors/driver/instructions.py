@@ -1,4 +1,4 @@
-"""What a driver is to do next: records that `Membership` makes and `driver.py` carries out."""
+"""What the driver does next: records that `Membership` makes and `driver.py` carries out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..messages import Assignment, Resumption, RunFailed, RunSucceeded
 
 @dataclass(frozen=True, slots=True)
 class StartRank:
-    """resumption: of a newcomer to a run in progress, what the others are told."""
+    """Run the program as a rank. resumption: for a newcomer to a run in progress, what the other
+    ranks are told of the generation."""
 
     worker_id: str
     assignment: Assignment
@@ -21,14 +22,14 @@ class StartRank:
 
 @dataclass(frozen=True, slots=True)
 class AttachRank:
-    """Take over a rank that runs; its ending comes as that of one that was started."""
+    """Take over a rank that runs already; its end comes as that of a rank that was started."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class AskRanks:
-    """Ask all ranks what they do, before anything stops them; they answer within a deadline.
+    """Ask all ranks what they do, before they are stopped; RanksAnswered comes within a deadline.
 
     worker_ids: by rank.
     """
@@ -46,7 +47,8 @@ class AbortRank:
 
 @dataclass(frozen=True, slots=True)
 class DismissRank:
-    """As AbortRank, of a rank that the run goes on without: its node goes, its seat is empty."""
+    """As AbortRank, for a rank that the run goes on without: its node goes, and its seat becomes
+    empty."""
 
     worker_id: str
     error: CollectiveError
@@ -54,15 +56,15 @@ class DismissRank:
 
 @dataclass(frozen=True, slots=True)
 class StartGrace:
-    """Send GraceEnded when ranks have had long enough to stop."""
+    """Send GraceEnded when the ranks have had the time that they have to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreezeRank:
-    """Have a rank end the generation for itself and say how far it is; `error` is the reason.
+    """Have a rank end the generation for itself and report how far it is; `error` is the reason.
 
-    is_late: it is the one that a timeout has named, so it has had its time; any other has that
-    before its silence counts, as code that holds Python's lock is no sign of a hang.
+    is_late: a timeout has named this rank, so it has had its time. Any other rank is given the
+    same time before its silence counts, since code that holds Python's lock is no sign of a hang.
     """
 
     worker_id: str
@@ -73,7 +75,7 @@ class FreezeRank:
 
 @dataclass(frozen=True, slots=True)
 class StartPatience:
-    """Send PatienceEnded when the ranks of a generation have had long enough to freeze."""
+    """Send PatienceEnded when the ranks have had the time that they have to freeze."""
 
     generation: int
 
@@ -94,7 +96,7 @@ class StartLastSave:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Kill a worker that says nothing: what it might still do would contradict the decision."""
+    """Kill a worker that is silent: what it might still do could contradict what is decided."""
 
     worker_id: str
     why: str
@@ -102,6 +104,8 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class ResumeRank:
+    """Tell a frozen rank how it goes on."""
+
     worker_id: str
     resumption: Resumption
 
@@ -115,7 +119,7 @@ class ReleaseRank:
 
 @dataclass(frozen=True, slots=True)
 class EndRun:
-    """The run is over; nothing more comes for it."""
+    """The run is over; no instruction comes for it any more."""
 
     outcome: RunSucceeded | RunFailed
 

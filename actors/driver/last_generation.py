@@ -1,9 +1,9 @@
-"""The end of a run that cannot go on though its ranks live: they save what they hold. Pure.
+"""The end of a run that cannot go on though ranks are left: they save what they hold. Pure.
 
-A run is given up for want of workers, for more losses than it may have, or because its ranks do not
-meet. If the session keeps checkpoints, its ranks first form one more generation, the last. Its
-`Resumption` says what the run will end with (`gives_up`): so they leave their functions as for
-running them again from the top, write a checkpoint instead (runtime/recovery/last_checkpoint.py),
+A run is given up for want of workers, after more losses than are allowed, or because its ranks do
+not meet. If the session keeps checkpoints, the ranks first form one more generation, the last. Its
+`Resumption` says what the run will end with (`gives_up`), so the ranks leave their functions as if
+to run them again from the top, write a checkpoint instead (runtime/recovery/last_checkpoint.py),
 and freeze once more. What they say then (`Frozen.saved`) goes into the text of the end, whatever it
 is: nobody forms another generation, nobody is taken in, and a deadline ends the run in any case.
 """
@@ -14,17 +14,33 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..messages import NOWHERE, Failure, Frozen, Loss
+from .regeneration import decide
+from .run_state import RunState
+from .situation import Plan
+
+
+def plan_of(run: RunState) -> Plan | None:
+    """The last generation of a run, of all ranks that are frozen; None if they cannot save."""
+    frozen = run.round.frozen
+    if not run.saves_last or not may_save(frozen):
+        return None
+    try:
+        progress = decide(frozen)
+    except ValueError:
+        return None  # They have run different programs: nobody knows what counts.
+    ranks = tuple(sorted(frozen))
+    return Plan(tuple(run.members[rank] for rank in ranks), ranks, progress, restarts=True)
 
 
 def may_save(frozen: Mapping[int, Frozen]) -> bool:
-    """Whether the ranks can write down all that there is. Who has not begun has nothing, and does
-    not stand against it."""
+    """Whether the ranks can write down all that counts. A rank that has not begun holds nothing, so
+    it does not matter that it cannot."""
     begun = [word for word in frozen.values() if word.entered != NOWHERE]
     return bool(begun) and all(word.can_save for word in begun)
 
 
 def epilogue(frozen: Mapping[int, Frozen]) -> str:
-    """What has become of the last generation. frozen: the words of those that are left of it."""
+    """What has become of the last generation. frozen: the reports of the ranks that are left."""
     saved = next((word.saved for word in frozen.values() if word.saved), None)
     if saved is not None:
         return (
@@ -39,7 +55,7 @@ def epilogue(frozen: Mapping[int, Frozen]) -> str:
 
 
 def with_epilogue(cause: Loss | Failure, words: str) -> Loss | Failure:
-    """The cause with its epilogue, where its text is ours."""
+    """The cause with its epilogue, if the cause is a loss: the text of a failure is the rank's."""
     if isinstance(cause, Loss):
         return replace(cause, detail=f"{cause.detail}; {words}")
     return cause

@@ -27,27 +27,27 @@ The rules:
 4. **Ranks** follow the seats, and ranks of one node are adjacent: nodes in the order of their
    lowest seat. A worker that was replaced thus leaves the others' ranks alone.
 
-What an event does in each phase of a run (run_state.py); an empty place: nothing, the event is void
-or too late. Events that carry a generation are void when it is over.
+What an event does in each phase of a run (run_state.py). Where there is nothing, the event is void
+or too late, as are events that carry the number of another generation.
 
-    event            RUNNING   FREEZING  PAUSED    SAVING_LAST  FREEZING_LAST  RELEASED  STOPPING
-    a rank is lost   open      decide    decide    open         decide         stop      note
-    a rank froze     open      decide    decide    open         decide
-    a newcomer       open (a)  decide    decide
-    a notice         open (b)  note      note
-    a rank raised    stop      stop      stop      stop         stop           stop      note
-    a rank returned  note (c)  stop (c)  stop (c)  stop (c)     stop (c)       note      note
-    all finished     release
-    patience ended             fence               .            fence
-    pause ended                          give up
-    last save ended                                stop         stop
-    grace ended                                                                          end
-    cancelled        stop      stop      stop      stop         stop           stop      note
+   event             RUNNING      FREEZING  PAUSED    SAVING_LAST  FREEZING_LAST  RELEASED  STOPPING
+   a rank is lost    open         decide    decide    open         decide         stop      note
+   a rank froze      open         decide    decide    open         decide
+   a newcomer        open (a)     decide    decide
+   a notice          open (b)     note      note
+   a rank raised     stop         stop      stop      stop         stop           stop      note
+   a rank returned   release (c)  stop (c)  stop (c)  stop (c)     stop (c)       note      note
+   all finished      release
+   silent, or late                fence                            fence
+   pause ended                              give up
+   last save ended                                    stop         stop
+   grace ended                                                                              end
+   cancelled         stop         stop      stop      stop         stop           stop      note
 
     open: end the generation for all its ranks; FREEZING, or FREEZING_LAST where it was the last.
     stop: note the cause and tell the ranks to stop; STOPPING. The run ends with the last of them.
     (a) if functions can be run again as far as is known. (b) if the others are enough.
-    (c) `_rank_returned` says why.
+    (c) in a run that goes on: `_rank_returned` says why. In another one it is noted.
 
 A loss stops the run at once where it is one too many and nothing can be saved, or where no rank is
 left. What *decide* does depends on what the reports of the round add up to (situation.py):
@@ -74,18 +74,20 @@ from ..messages import Cancellation, Failure, Loss, MemberState
 from . import events, instructions, last_generation
 from .events import Event
 from .instructions import Instruction
-from .regeneration import Regeneration, decide
+from .regeneration import Regeneration
 from .run_state import (
     Member,
     Phase,
     RunState,
     assign,
+    failed_run,
     failure_of,
     in_rank_order,
     is_echo,
     stop_error,
 )
 from .situation import Plan, Situation, assess
+from .takeover import found_in
 
 
 class Membership:
@@ -194,13 +196,9 @@ class Membership:
         if order != self._formed:
             self._generation += 1
             self._formed = order
+        ranks = set(range(len(members)))
         self._run = RunState(
-            number,
-            fewest,
-            started.max_failures,
-            members,
-            set(range(len(members))),
-            started.saves_last,
+            number, fewest, started.max_failures, members, ranks, started.saves_last
         )
         for member in members:
             member.state = MemberState.RUNNING
@@ -211,59 +209,38 @@ class Membership:
 
     def _take_over(self, taken: events.RunTakenOver) -> list[Instruction]:
         """Go on from what the workers report; a rank that none of them has is lost."""
-        # Of the stands in the newest generation, one that knows how it came about.
-        newest = max(
-            taken.stands,
-            key=lambda stand: (stand.assignment.generation, stand.resumption is not None),
-        )
-        resumption = newest.resumption
-        generation, size = newest.assignment.generation, newest.assignment.world_size
-        by_rank: dict[int, messages.Stand] = {}
-        late: dict[int, messages.Stand] = {}  # by the rank that they have, and do not know yet
-        for stand in taken.stands:
-            rank = stand.assignment.rank
-            if stand.assignment.generation == generation:
-                by_rank[rank] = stand
-            elif resumption is not None and rank in resumption.former_ranks:
-                late[resumption.former_ranks.index(rank)] = stand
-        by_rank |= late
-        members = []
-        for rank in range(size):
-            if rank in by_rank:
-                member = self._members[by_rank[rank].info.seat]
-                member.state = MemberState.RUNNING
-            else:
-                # Nobody can tell which worker had this rank; there is none to be called.
-                unknown = replace(newest.info, worker_id=f"lost with the driver, rank {rank}")
-                member = Member(unknown, MemberState.LOST)
-            members.append(member)
-        self._generation = generation
-        self._formed = tuple(member.info.worker_id for member in members)
+        found = found_in(taken.stands, self._members)
+        for rank in found.by_rank:
+            found.members[rank].state = MemberState.RUNNING
+        self._generation = found.generation
+        self._formed = tuple(member.info.worker_id for member in found.members)
         run = self._run = RunState(
             taken.run,
             taken.fewest,
             taken.max_failures,
-            tuple(members),
-            set(by_rank),  # All who are lost are left out before any loss is acted on.
+            found.members,
+            set(found.by_rank),  # Before any loss is acted on, all lost ranks are left out.
             taken.saves_last,
         )
         todo: list[Instruction] = [
-            instructions.AttachRank(stand.info.worker_id) for _, stand in sorted(by_rank.items())
+            instructions.AttachRank(found.members[rank].info.worker_id)
+            for rank in sorted(found.by_rank)
         ]
-        if resumption is not None:
-            assignments = assign(members, generation)
+        if found.resumption is not None:
+            assignments = assign(found.members, found.generation)
             todo += [
                 instructions.ResumeRank(
-                    stand.info.worker_id, replace(resumption, assignment=assignments[rank])
+                    found.members[rank].info.worker_id,
+                    replace(found.resumption, assignment=assignments[rank]),
                 )
-                for rank, stand in late.items()
+                for rank in found.late
             ]
-            if resumption.gives_up is not None:
-                run.gives_up, run.phase = resumption.gives_up, Phase.SAVING_LAST
-                todo.append(instructions.StartLastSave(generation))
-        for rank in sorted(set(range(size)) - by_rank.keys()):
-            self._formed = ()
-            todo += self._lose(run, Loss(rank, members[rank].info, "it died with the driver"))
+            if found.resumption.gives_up is not None:
+                run.gives_up, run.phase = found.resumption.gives_up, Phase.SAVING_LAST
+                todo.append(instructions.StartLastSave(found.generation))
+        for rank in found.lost:
+            gone = found.members[rank].info
+            todo += self._lose(run, Loss(rank, gone, "it died with the driver"))
         return todo
 
     # ── How a rank ends ──────────────────────────────────────────────────────────────────────────
@@ -300,13 +277,8 @@ class Membership:
             loss = run.losses[-1]
             returned = "the function had returned on all ranks, and the result of this one is lost"
             return self._stop(run, replace(loss, detail=f"{loss.detail}; {returned}"))
-        return self._stop(
-            run,
-            Cancellation(
-                "the function had returned on all ranks, and a driver that did not know it ended "
-                "their generation"
-            ),
-        )
+        unknown = "the function had returned on all ranks, and a new driver ended their generation"
+        return self._stop(run, Cancellation(unknown))
 
     def _worker_died(self, run: RunState, worker_id: str, detail: str) -> list[Instruction]:
         for rank in sorted(run.running):
@@ -429,12 +401,9 @@ class Membership:
             why = run.departures.why(member.info)
             left = GroupAborted(self._generation, [], f"{member.info} has left: {why}")
             dismissed.append(instructions.DismissRank(member.info.worker_id, left))
-        rank_before = {id(member): rank for rank, member in enumerate(run.members)}
-        former = messages.FormerRanks.of(rank_before.get(id(member), -1) for member in plan.members)
+        former = messages.FormerRanks.of(plan.former)
         entered = max(word.entered for word in run.round.frozen.values())
-        handing = {id(member) for member in plan.handing}
-        leaving = tuple(rank for rank, one in enumerate(plan.members) if id(one) in handing)
-        run.departures.hand_over(member.info.worker_id for member in plan.handing)
+        run.departures.hand_over(plan.members[rank].info.worker_id for rank in plan.leaving)
         run.phase = Phase.RUNNING if run.gives_up is None else Phase.SAVING_LAST
         run.members = plan.members
         run.running = set(range(len(plan.members)))
@@ -445,37 +414,36 @@ class Membership:
         self._formed = tuple(member.info.worker_id for member in plan.members)
         todo: list[Instruction] = [*dismissed]
         assignments = assign(plan.members, self._generation)
-        for member, assignment in zip(plan.members, assignments, strict=True):
+        for member, before, assignment in zip(plan.members, plan.former, assignments, strict=True):
             member.state = MemberState.RUNNING
             worker_id = member.info.worker_id
             resumption = messages.Resumption(
-                assignment, former, plan.progress, entered, plan.restarts, leaving, run.gives_up
+                assignment,
+                former,
+                plan.progress,
+                entered,
+                plan.restarts,
+                plan.leaving,
+                run.gives_up,
             )
-            if id(member) in rank_before:
+            if before >= 0:
                 todo.append(instructions.ResumeRank(worker_id, resumption))
             else:
                 todo.append(instructions.StartRank(worker_id, assignment, resumption))
         return todo
 
     def _give_up(self, run: RunState, why: str) -> list[Instruction]:
-        """The run cannot go on: it ends with the last loss, or with what a rank has met with.
-        All who live are frozen; they save what they have first, if they can."""
-        frozen = run.round.frozen
-        cause: Loss | Failure = failure_of(next(iter(frozen.values())))
+        """The run cannot go on: it ends with the last loss, or with the error of a rank. All ranks
+        that live are frozen; they save what they have first, if they can."""
+        cause: Loss | Failure = failure_of(next(iter(run.round.frozen.values())))
         if run.losses:
             last = run.losses[-1]
             cause = Loss(last.rank, last.worker, f"{last.detail} ({why})")
-        if run.saves_last and last_generation.may_save(frozen):
-            try:
-                progress = decide(frozen)
-            except ValueError:
-                pass  # They have run different programs: nobody knows what counts.
-            else:
-                run.gives_up = cause
-                survivors = tuple(run.members[rank] for rank in sorted(frozen))
-                formed = self._form(run, Plan(survivors, progress, restarts=True))
-                return [*formed, instructions.StartLastSave(self._generation)]
-        return self._stop(run, cause)
+        plan = last_generation.plan_of(run)
+        if plan is None:
+            return self._stop(run, cause)
+        run.gives_up = cause
+        return [*self._form(run, plan), instructions.StartLastSave(self._generation)]
 
     def _end_given_up(self, run: RunState, epilogue: str) -> list[Instruction]:
         """The last generation is over, one way or the other."""
@@ -486,7 +454,7 @@ class Membership:
     # ── Rule 2: how a run ends ───────────────────────────────────────────────────────────────────
 
     def _stop(self, run: RunState, cause: Failure | Loss | Cancellation) -> list[Instruction]:
-        """Note what has happened; the first time, tell all who still run."""
+        """Note what has happened; the first time, tell all ranks that still run to stop."""
         if is_echo(cause) and run.losses:
             cause = run.losses[-1]
         if run.cause is None or (is_echo(run.cause) and not is_echo(cause)):
@@ -529,17 +497,4 @@ class Membership:
             return [instructions.EndRun(messages.RunSucceeded(self._generation, results))]
         for rank in run.running:
             run.members[rank].state = MemberState.STUCK
-        # A death may be told later than what it did to the others.
-        is_by_loss = isinstance(run.cause, Loss) or is_echo(run.cause)
-        # The text of a loss has its epilogue in it.
-        epilogue = run.epilogue if isinstance(run.cause, Failure) else ""
-        failed = messages.RunFailed(
-            self._generation,
-            run.cause,
-            workers=tuple(member.info for member in run.members),
-            returned=tuple(sorted(run.returned)),
-            stuck=tuple(sorted(run.running)),
-            story="\n".join(words for words in (run.story, epilogue) if words),
-            nobody_began=run.nobody_began and is_by_loss,
-        )
-        return [instructions.EndRun(failed)]
+        return [instructions.EndRun(failed_run(run, self._generation))]

@@ -1,19 +1,21 @@
-"""From one generation to the next while a run goes on: who is frozen, and what then holds. Pure.
+"""From one generation to the next: which ranks are frozen, and what holds for all then. Pure.
 
 A step ends in three moves: every rank casts its vote in the **ballot**, sees the result, and
-applies it. The ballot's result depends on every vote, so whoever has *seen* it knows that all have
-finished everything before it. After a failure the survivors may differ by one ballot: some have
-seen the last one, some not. Then
+applies it. The ballot's result depends on every vote, so a rank that has *seen* it knows that all
+ranks have finished everything before it. After a failure the survivors may differ by one ballot:
+some have seen the last one, some have not. Then
 
-1. every survivor **freezes**: in one move it ends the old generation for itself and says how many
-   ballots it has seen, and what the last one said (`Frozen`);
-2. who says nothing is killed (*fenced*), so that it can neither see nor apply anything later;
-3. when all who live are frozen, and not before, it is decided (`decide`): a ballot that anybody
-   has seen counts for all. Nobody has seen a later one, and nobody will: all are frozen or dead;
+1. every survivor **freezes**: in one move it ends the old generation for itself and reports how
+   many ballots it has seen, and what the last one said (`Frozen`);
+2. a rank that does not report is killed (*fenced*), so that it can neither see nor apply anything
+   later;
+3. when all ranks that live are frozen, and not before, it is decided (`decide`): a ballot that any
+   rank has seen counts for all. No rank has seen a later one or will see it: all are frozen or
+   dead;
 4. the survivors form the next generation, and each does what it lacks.
 
-The number of the generation numbers the rounds. A word about an earlier generation is too late:
-its sender has been told of a newer one, and will freeze again if that fails as well.
+The number of the generation numbers the rounds. A report of an earlier generation is too late: its
+sender has been told of a newer one, and freezes again if that fails as well.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ class Regeneration:
         self._ranks = frozenset(ranks)
 
     def froze(self, frozen: Frozen) -> bool:
-        """Whether the report counts: it is of this round, by a rank that was not given up."""
+        """Take a report. Returns whether it counts: of this round, of a rank that is not lost."""
         if not self._is_of_this_round(frozen) or frozen.rank in self.lost:
             return False
         self.frozen[frozen.rank] = frozen
         return True
 
     def died(self, rank: int) -> None:
-        """The process is gone, for certain. What it said before does not count any more."""
+        """The process of a rank is certainly gone. What it reported before does not count."""
         self.lost.add(rank)
         self.frozen.pop(rank, None)
 
@@ -51,7 +53,7 @@ class Regeneration:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it can be decided: nobody is left who might still see something."""
+        """Whether the round can be decided: no rank is left that might still see something."""
         # Asked after each report, of thousands perhaps: so it is counted, not listed.
         return len(self.frozen) + len(self.lost) == len(self._ranks)
 
@@ -60,11 +62,11 @@ class Regeneration:
 
 
 def decide(frozen: Mapping[int, Frozen]) -> tuple[Progress, ...]:
-    """What holds for all, per optimizer: the most ballots that anybody has seen, and the last
-    one's payload.
+    """What holds for all ranks, by optimizer: the most ballots that any rank has seen, and the
+    payload of the last one.
 
-    frozen: by rank, of all who live. They list their optimizers in the order in which they were
-    made, which is the same on all ranks.
+    frozen: by rank, of all ranks that live. They list their optimizers in the order in which they
+    were made, which is the same on all ranks.
 
     Raises ValueError if the ranks have different numbers of optimizers, or are further apart than
     one ballot: then they have not run the same program.
@@ -78,7 +80,7 @@ def decide(frozen: Mapping[int, Frozen]) -> tuple[Progress, ...]:
         )
     decided = []
     for number in range(max(len(word.progress) for word in frozen.values())):
-        # Who has left its function may have been about to make its optimizers.
+        # A rank that has left its function may not have made all its optimizers.
         by_rank = {
             rank: word.progress[number]
             for rank, word in frozen.items()

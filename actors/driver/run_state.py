@@ -154,6 +154,24 @@ def stop_error(cause: Failure | Loss | Cancellation, generation: int) -> Collect
             return GroupAborted(generation, [], cause.reason)
 
 
+def failed_run(run: RunState, generation: int) -> messages.RunFailed:
+    """The outcome of a run that has ended with a cause."""
+    assert run.cause is not None
+    # A death may be reported later than what it did to the other ranks.
+    is_by_loss = isinstance(run.cause, Loss) or is_echo(run.cause)
+    # The text of a loss has its epilogue in it.
+    epilogue = run.epilogue if isinstance(run.cause, Failure) else ""
+    return messages.RunFailed(
+        generation,
+        run.cause,
+        workers=tuple(member.info for member in run.members),
+        returned=tuple(sorted(run.returned)),
+        stuck=tuple(sorted(run.running)),
+        story="\n".join(words for words in (run.story, epilogue) if words),
+        nobody_began=run.nobody_began and is_by_loss,
+    )
+
+
 def failure_of(frozen: messages.Frozen) -> Failure:
     """What a frozen rank would have raised, if the run could not go on."""
     return replace(outcomes.failure(frozen.rank, frozen.error), is_echo=False)

@@ -36,19 +36,21 @@ class Plan:
     """The next generation.
 
     members: by their new rank.
+    former: by new rank, the rank in the generation that has ended; -1 for a newcomer.
     progress: what holds for all ranks, by optimizer.
     restarts: the functions run again from the top.
     dismissed: workers that leave the run now.
-    handing: workers that hand over what they keep in this generation, to leave after it.
+    leaving: ranks that hand over what they keep in this generation, to leave after it.
     takes_newcomers: the functions can be run again from the top, so newcomers may begin with them.
     num_vain, achieved: as in RunState.
     """
 
     members: tuple[Member, ...]
+    former: tuple[int, ...]
     progress: tuple[Progress, ...]
     restarts: bool
     dismissed: tuple[Member, ...] = ()
-    handing: tuple[Member, ...] = ()
+    leaving: tuple[int, ...] = ()
     takes_newcomers: bool = False
     num_vain: int = 0
     achieved: int = -1
@@ -88,7 +90,8 @@ def assess(run: RunState, known: Iterable[Member]) -> Outlook:
         run.fewest,
         restarts=restarts,
     )
-    survivors = [run.members[rank] for rank in sorted(frozen) if rank not in leavers]
+    staying = {id(run.members[rank]): rank for rank in sorted(frozen) if rank not in leavers}
+    survivors = [run.members[rank] for rank in staying.values()]
     if len(survivors) + len(newcomers) < run.fewest:
         if can_restart:
             return Outlook(Situation.TOO_FEW)
@@ -108,13 +111,16 @@ def assess(run: RunState, known: Iterable[Member]) -> Outlook:
     num_vain = 0 if has_changed else run.num_vain + 1
     if num_vain >= MAX_VAIN:
         return _hopeless(f"ranks did not meet {MAX_VAIN} times in a row")
+    # Only newcomers change the order: the ranks that stay keep theirs.
+    members = in_rank_order([*survivors, *newcomers]) if newcomers else survivors
+    former = tuple(staying.get(id(member), -1) for member in members)
     plan = Plan(
-        # Only newcomers change the order: those who stay keep theirs.
-        tuple(in_rank_order([*survivors, *newcomers]) if newcomers else survivors),
+        tuple(members),
+        former,
         progress,
         restarts,
         dismissed=tuple(run.members[rank] for rank in leavers),
-        handing=tuple(run.members[rank] for rank in handing),
+        leaving=tuple(new for new, old in enumerate(former) if old in handing),
         takes_newcomers=can_restart,
         num_vain=num_vain,
         achieved=achieved,

@@ -1,0 +1,60 @@
+"""What a new driver finds of a run that another one had begun: the workers know it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..messages import MemberState, Resumption, Stand
+from .run_state import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A run, as the stands of its workers tell it.
+
+    generation: the newest that any worker was put into.
+    members: of that generation, by rank; those that no worker stands for are LOST.
+    by_rank: the stands.
+    late: ranks whose workers have not heard yet that they are in this generation.
+    resumption: how the generation was formed; None if it is the first, or none of them knows.
+    """
+
+    generation: int
+    members: tuple[Member, ...]
+    by_rank: Mapping[int, Stand]
+    late: tuple[int, ...]
+    resumption: Resumption | None
+
+    @property
+    def lost(self) -> list[int]:
+        return [rank for rank in range(len(self.members)) if rank not in self.by_rank]
+
+
+def found_in(stands: Sequence[Stand], by_seat: Mapping[int, Member]) -> Found:
+    """stands: of the workers in the run, at least one. by_seat: the members of the session."""
+    # Of the stands in the newest generation, one that knows how it came about.
+    newest = max(
+        stands,
+        key=lambda stand: (stand.assignment.generation, stand.resumption is not None),
+    )
+    generation, resumption = newest.assignment.generation, newest.resumption
+    former_ranks = resumption.former_ranks if resumption is not None else ()
+    by_rank: dict[int, Stand] = {}
+    late: dict[int, Stand] = {}  # The driver before died when it had told only some of them.
+    for stand in stands:
+        rank = stand.assignment.rank
+        if stand.assignment.generation == generation:
+            by_rank[rank] = stand
+        elif rank in former_ranks:
+            late[former_ranks.index(rank)] = stand
+    by_rank |= late
+    members = []
+    for rank in range(newest.assignment.world_size):
+        if rank in by_rank:
+            members.append(by_seat[by_rank[rank].info.seat])
+        else:
+            # Nobody can tell which worker had this rank; there is none to be called.
+            unknown = replace(newest.info, worker_id=f"lost with the driver, rank {rank}")
+            members.append(Member(unknown, MemberState.LOST))
+    return Found(generation, tuple(members), by_rank, tuple(late), resumption)
