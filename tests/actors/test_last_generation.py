@@ -17,7 +17,6 @@ from actors.driver.events import (
     RunCancelled,
     RunStarted,
     RunTakenOver,
-    WorkerDied,
     WorkerRegistered,
 )
 from actors.driver.instructions import (
@@ -26,7 +25,6 @@ from actors.driver.instructions import (
     EndRun,
     FreezeRank,
     Instruction,
-    ResumeRank,
     StartLastSave,
     StartPause,
     StartRank,
@@ -40,21 +38,15 @@ from actors.messages import (
     Frozen,
     Loss,
     Progress,
-    Resumption,
     RunFailed,
     Stand,
     Success,
-    WorkerInfo,
 )
-from collectives.contract.errors import GroupAborted, PeerLost
+from collectives.contract.errors import GroupAborted
+from tests.references.driver_events import GONE, death, resumptions, worker
 
-GONE = PeerLost("all_reduce #7", 0, [1], "gone")
 SAVED = GroupAborted(1, [], "it is saved")
 PLACE = "/place/step-00000005-0123abcd-0"
-
-
-def worker(seat: int, incarnation: int = 0) -> WorkerInfo:
-    return WorkerInfo(f"worker-{seat}-{incarnation}", seat, "node", "node", 100 + seat, "cpu", 1.0)
 
 
 def froze(rank: int, ballots: int = 5, generation: int = 0, **more: object) -> RankFroze:
@@ -67,20 +59,12 @@ def saved(rank: int) -> RankFroze:
     return froze(rank, generation=1, error=SAVED, saved=PLACE, is_parked=False)
 
 
-def death(seat: int, incarnation: int = 0) -> WorkerDied:
-    return WorkerDied(worker(seat, incarnation).worker_id, "SIGKILL")
-
-
 def running(num: int, *, max_failures: int | None = None, saves: bool = True) -> Membership:
     membership = Membership()
     for seat in range(num):
         membership.handle(WorkerRegistered(worker(seat)))
     membership.handle(RunStarted(0, num, max_failures, saves))
     return membership
-
-
-def resumptions(told: list[Instruction]) -> dict[str, Resumption]:
-    return {one.worker_id: one.resumption for one in told if isinstance(one, ResumeRank)}
 
 
 def aborted(told: list[Instruction]) -> list[str]:
@@ -167,7 +151,7 @@ def test_the_last_generation_ends_at_its_deadline() -> None:
 def test_who_comes_into_the_last_generation_waits_for_the_next_run() -> None:
     membership, _ = giving_up()
     assert membership.handle(WorkerRegistered(worker(1, incarnation=1))) == []
-    assert membership.handle(Leaving("node", "drained")) == []
+    assert membership.handle(Leaving("node-a", "drained")) == []
     membership.handle(saved(0))
     assert membership.handle(WorkerRegistered(worker(1, incarnation=2))) == []
     told = membership.handle(saved(1))

@@ -32,18 +32,7 @@ from actors.messages import (
     WorkerInfo,
 )
 from collectives.contract.errors import GroupAborted, PeerLost
-
-
-def worker(seat: int, node: str = "node-a", incarnation: int = 0) -> WorkerInfo:
-    return WorkerInfo(
-        worker_id=f"worker-{seat}-{incarnation}",
-        seat=seat,
-        node_id=node,
-        hostname=node,
-        pid=100 + seat,
-        device="cpu",
-        num_cpus=1.0,
-    )
+from tests.references.driver_events import death, worker
 
 
 def with_workers(*workers: WorkerInfo) -> Membership:
@@ -69,10 +58,6 @@ def failure(rank: int) -> RankEnded:
 
 def echo(rank: int, of: int) -> RankEnded:
     return RankEnded(Failure(rank, b"", "PeerLost: gone", "Traceback", (of,), True))
-
-
-def death(rank: int) -> WorkerDied:
-    return WorkerDied(worker(rank).worker_id, "SIGKILL")
 
 
 def succeed(membership: Membership, run: int, num_ranks: int) -> int:

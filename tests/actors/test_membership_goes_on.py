@@ -19,7 +19,6 @@ from actors.driver.events import (
     RankSilent,
     RunStarted,
     RunTakenOver,
-    WorkerDied,
     WorkerRegistered,
 )
 from actors.driver.instructions import (
@@ -29,7 +28,6 @@ from actors.driver.instructions import (
     EndRun,
     Fence,
     FreezeRank,
-    Instruction,
     ReleaseRank,
     ResumeRank,
     StartPause,
@@ -50,14 +48,8 @@ from actors.messages import (
     Success,
     WorkerInfo,
 )
-from collectives.contract.errors import CollectiveTimeout, PeerLost
-
-GONE = PeerLost("all_reduce #7", 0, [1], "gone")
-
-
-def worker(seat: int, node: str = "node-a", incarnation: int = 0) -> WorkerInfo:
-    name = f"worker-{seat}-{incarnation}"
-    return WorkerInfo(name, seat, node, node, 100 + seat, "cpu", 1.0)
+from collectives.contract.errors import CollectiveTimeout
+from tests.references.driver_events import GONE, death, resumptions, worker
 
 
 def running(
@@ -74,14 +66,6 @@ def froze(rank: int, ballots: int = 0, generation: int = 0, **more: bool | int |
     progress = (Progress(ballots, (float(ballots),)),)
     word = Frozen(rank, generation, progress, GONE, generation)
     return RankFroze(replace(word, **more))  # type: ignore[arg-type]
-
-
-def death(seat: int) -> WorkerDied:
-    return WorkerDied(worker(seat).worker_id, "SIGKILL")
-
-
-def resumptions(told: list[Instruction]) -> dict[str, Resumption]:
-    return {one.worker_id: one.resumption for one in told if isinstance(one, ResumeRank)}
 
 
 @pytest.mark.parametrize(

@@ -27,24 +27,13 @@ from actors.messages import (
     RunSucceeded,
     Stand,
     Success,
-    WorkerInfo,
 )
-from collectives.contract.errors import PeerLost
-
-GONE = PeerLost("all_reduce #7", 0, [1], "gone")
-
-
-def worker(seat: int, incarnation: int = 0) -> WorkerInfo:
-    return WorkerInfo(f"worker-{seat}-{incarnation}", seat, "node", "node", 100 + seat, "cpu", 1.0)
+from tests.references.driver_events import GONE, death, worker
 
 
 def froze(rank: int, generation: int = 0, **more: object) -> events.RankFroze:
     word = Frozen(rank, generation, (Progress(5, (5.0,)),), GONE, 0, True, True, can_save=True)
     return events.RankFroze(replace(word, **more))  # type: ignore[arg-type]
-
-
-def death(seat: int) -> Event:
-    return events.WorkerDied(worker(seat).worker_id, "SIGKILL")
 
 
 def returned(rank: int, seat: int | None = None) -> Event:
@@ -262,7 +251,7 @@ def test_the_situation_follows_from_the_reports_and_to_assess_it_changes_nothing
 ) -> None:
     membership = membership_after(froze(0), death(2))
     if newcomer:
-        membership.handle(events.WorkerRegistered(worker(2, 1)))
+        membership.handle(events.WorkerRegistered(worker(2, incarnation=1)))
     run = run_of(membership)
     run.fewest, run.max_failures = fewest, max_failures
     known = list(membership._members.values())

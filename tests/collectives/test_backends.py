@@ -22,7 +22,7 @@ from collectives import (
     register_backend,
 )
 from collectives.objects.messages import Script, ScriptedWork
-from tests.contracts.group import HOST_CONTRACT, check_barrier, check_objects_between_two
+from tests.contracts.group import HOST_CONTRACT, check_barrier, check_objects_between_two, name_of
 from tests.harness.in_process import IN_PROCESS, connect, connect_without_tags
 from tests.harness.ranks import Rank, run_ranks
 
@@ -58,12 +58,8 @@ def run_threads(
     return found
 
 
-def _name(check: Any) -> str:
-    return check.__name__.removeprefix("check_") if callable(check) else str(check)
-
-
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("check", HOST_CONTRACT, ids=_name)
+@pytest.mark.parametrize("check", HOST_CONTRACT, ids=name_of)
 def test_a_registered_backend_keeps_the_contract(check: Callable[[Group], Any], size: int) -> None:
     results = run_threads(check, size, timeout_s=30)
     assert results == [results[0]] * size, "the ranks have different bits"

@@ -19,6 +19,7 @@ from tests.contracts.group import (
     check_all_reduce,
     check_barrier,
     check_bits,
+    name_of,
 )
 from tests.harness.ranks import GLOO, NCCL, SHARED_MEMORY, Rank, on_gpus, run_ranks
 from tests.harness.standing_ranks import StandingRanks
@@ -48,12 +49,8 @@ def standing() -> Iterator[Callable[[str, int], StandingRanks]]:
         ranks.stop()
 
 
-def _name(check: object) -> str:
-    return check.__name__.removeprefix("check_") if callable(check) else str(check)
-
-
 @pytest.mark.parametrize(("transport", "size"), HOST_TRANSPORTS)
-@pytest.mark.parametrize("check", HOST_CONTRACT, ids=_name)
+@pytest.mark.parametrize("check", HOST_CONTRACT, ids=name_of)
 def test_host_transports_keep_the_contract(
     check: Check, transport: str, size: int, standing: Callable[[str, int], StandingRanks]
 ) -> None:
@@ -62,7 +59,7 @@ def test_host_transports_keep_the_contract(
 
 
 @pytest.mark.parametrize("size", [on_gpus(2), on_gpus(4)])
-@pytest.mark.parametrize("check", CONTRACT, ids=_name)
+@pytest.mark.parametrize("check", CONTRACT, ids=name_of)
 def test_nccl_keeps_the_contract(check: Check, size: int, tmp_path: Path) -> None:
     results = run_ranks(run_checks, size, tmp_path, NCCL, [check.__name__])
     assert results == [results[0]] * size, "the ranks have different bits"

@@ -24,7 +24,7 @@ from collectives.contract.operation import Kind, ReduceOp
 from collectives.contract.work import Work
 from collectives.group import Group
 from tests.contracts.handle import *  # noqa: F403  # Ranks look checks up by name, in here.
-from tests.contracts.handle import HANDLE_CONTRACT, check_many_objects_between_two
+from tests.contracts.handle import HANDLE_CONTRACT, awaited, check_many_objects_between_two
 
 SMALL_SIZES = (0, 1, 10)
 LARGE_SIZE = 600_007
@@ -238,16 +238,12 @@ def check_awaiting(group: Group) -> None:
     async def main() -> None:
         tensors = [torch.ones(n, device=group.device) for n in (4, 400_000, 2)]
         works = [group.all_reduce(tensor) for tensor in tensors]
-        await asyncio.gather(*(_awaited(work) for work in reversed(works)))
+        await asyncio.gather(*(awaited(work) for work in reversed(works)))
         for tensor in tensors:
             assert_equal(tensor, np.full(tensor.numel(), float(group.size)))
         await works[0]
 
     asyncio.run(main())
-
-
-async def _awaited(work: Work) -> None:
-    await work
 
 
 def check_asking_is_enough(group: Group) -> None:
@@ -755,6 +751,11 @@ def check_statistics_of_uneven_operations(group: Group) -> None:
     }
     added = group.statistics.since(before)
     assert +added.elements_sent == {kind: count for kind, count in elements.items() if count}
+
+
+def name_of(check: object) -> str:
+    """What a case is called in the name of its test."""
+    return check.__name__.removeprefix("check_") if callable(check) else str(check)
 
 
 CONTRACT = (

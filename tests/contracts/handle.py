@@ -92,7 +92,7 @@ def check_objects_and_tensors_in_flight_together(group: Group) -> None:
         assert objects.get_future().value() == list(range(group.size))
         assert (await work)[0].item() == group.size
         firsts = [group.broadcast_object_list([group.rank], root=0) for _ in range(3)]
-        assert await asyncio.gather(*(_awaited(first) for first in firsts)) == [[0]] * 3
+        assert await asyncio.gather(*(awaited(first) for first in firsts)) == [[0]] * 3
 
     asyncio.run(main())
 
@@ -136,7 +136,7 @@ def check_many_objects_between_two(group: Group) -> None:
             return
         lists: list[list[object]] = [[None] * 3 for _ in range(3 * (n - 1))]
         works = [group.recv_object_list(one) for one in lists]
-        found = await asyncio.gather(*(_awaited(work) for work in reversed(works)))
+        found = await asyncio.gather(*(awaited(work) for work in reversed(works)))
         assert sorted(one[:2] for one in found) == [[r, k] for r in range(1, n) for k in range(3)]
         assert all(len(one[2]) == 200_000 * one[1] for one in found)
         assert [work.source_rank for work in works] == [one[0] for one in lists]
@@ -145,7 +145,7 @@ def check_many_objects_between_two(group: Group) -> None:
     group.barrier().wait()
 
 
-async def _awaited(work: object) -> object:
+async def awaited(work: object) -> object:
     return await work  # type: ignore[misc]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,26 @@ from collectives import Group
 from collectives.objects.blocking import broadcast_object
 
 
-def with_torch(group: Group, backend: str, body: Callable[..., Any], *args: Any) -> Any:
-    """body(rank, size, *args) on every rank, with torch.distributed over `backend`."""
+@contextlib.contextmanager
+def torch_over(group: Group, backend: str, timeout_s: float = 30.0) -> Iterator[None]:
     path = broadcast_object(group, tempfile.mktemp(prefix="chorusline-torch-"))
     dist.init_process_group(
         backend,
         store=dist.FileStore(path, group.size),
         rank=group.rank,
         world_size=group.size,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=timeout_s),
     )
     try:
-        result = body(group.rank, group.size, *args)
+        yield
     finally:
         dist.destroy_process_group()
     group.barrier().wait()  # Nobody looks into the store any more.
     if group.rank == 0:
         Path(path).unlink(missing_ok=True)
-    return result
+
+
+def with_torch(group: Group, backend: str, body: Callable[..., Any], *args: Any) -> Any:
+    """body(rank, size, *args) on every rank, with torch.distributed over `backend`."""
+    with torch_over(group, backend):
+        return body(group.rank, group.size, *args)

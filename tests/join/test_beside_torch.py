@@ -4,9 +4,7 @@ Run with -s to see the figures. Only ours are asserted: torch may mend its own.
 """
 
 import copy
-import tempfile
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -18,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
 import chorusline as cl
-from collectives.objects.blocking import broadcast_object
 from tests.harness.standing_ranks import another_group
+from tests.harness.torch_groups import torch_over
 from tests.references.training import (
     OPTIMIZERS,
     batches_of,
@@ -32,19 +30,8 @@ from tests.references.training import (
 
 def with_torch(group, body, *args, timeout_s=60.0):
     """Run `body` with torch.distributed over Gloo among the same ranks."""
-    path = broadcast_object(group, tempfile.mktemp(prefix="chorusline-gloo-"))
-    store = dist.FileStore(path, group.size)
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=group.rank,
-        world_size=group.size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    try:
+    with torch_over(group, "gloo", timeout_s):
         return body(group, *args)
-    finally:
-        dist.destroy_process_group()
 
 
 def torchs_join(group, lengths, optimizer):

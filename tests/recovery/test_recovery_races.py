@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from tests.references.killed_runs import (
     Samples,
     assert_as_if_nothing_was,
     die,
+    look_in_vain,
     one_thread,
     train,
     wrap,
@@ -43,16 +45,7 @@ def is_slow(ballots: int) -> Callable[[cl.Context, Any], None]:
     died, and finds nothing: as between hosts, where a death takes along what was on its way."""
 
     def act(ctx: cl.Context, optim: Any) -> None:
-        def look() -> None:
-            while (failure := ctx.group.failure()) is None:
-                time.sleep(0.01)
-            for bucket in optim.shard.buckets:
-                kept = [kept.values.clone() for kept in bucket.ranges]
-                bucket.flat.fill_(torch.nan)
-                for values, was in zip(bucket.ranges, kept, strict=True):
-                    values.values.copy_(was)
-            raise failure
-
+        look = functools.partial(look_in_vain, ctx, optim)
         at_step(optim, ballots, lambda: wrap(optim.shard, "start_gather", then=look))
 
     return act

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,6 +142,19 @@ def wrap(owner: Any, name: str, *, first: Any = None, then: Any = None) -> None:
         return result
 
     setattr(owner, name, called)
+
+
+def look_in_vain(ctx: cl.Context, optim: Any) -> None:
+    """Look for what others gather when one of them has died, and find nothing: as between hosts,
+    where a death takes along what was on its way."""
+    while (failure := ctx.group.failure()) is None:
+        time.sleep(0.01)
+    for bucket in optim.shard.buckets:
+        kept = [kept.values.clone() for kept in bucket.ranges]
+        bucket.flat.fill_(torch.nan)
+        for values, was in zip(bucket.ranges, kept, strict=True):
+            values.values.copy_(was)
+    raise failure
 
 
 PHASES: dict[str, Callable[[Any], None]] = {
@@ -313,6 +327,16 @@ def reference(
     return model, num_steps, optim.param_groups[0]["lr"]
 
 
+def assert_same_parameters(
+    kind: Kind, parameters: list[torch.Tensor], model: torch.nn.Module
+) -> None:
+    for ours, theirs in zip(parameters, model.parameters(), strict=True):
+        if kind.tolerance:
+            torch.testing.assert_close(ours, theirs, rtol=kind.tolerance, atol=kind.tolerance)
+        else:
+            assert torch.equal(ours, theirs)
+
+
 def assert_as_if_nothing_was(
     kind: Kind, folder: str, told: list[Told], victims: dict[int, Any]
 ) -> None:
@@ -330,10 +354,6 @@ def assert_as_if_nothing_was(
     model, num_steps, learning_rate = reference(kind, steps, victims)
     assert told[0].num_steps == num_steps
     assert told[0].learning_rate == pytest.approx(learning_rate)
-    for ours, theirs in zip(told[0].parameters, model.parameters(), strict=True):
-        if kind.tolerance:
-            torch.testing.assert_close(ours, theirs, rtol=kind.tolerance, atol=kind.tolerance)
-        else:
-            assert torch.equal(ours, theirs)
+    assert_same_parameters(kind, told[0].parameters, model)
     for ours, theirs in zip(told[0].buffers, model.buffers(), strict=True):
         assert torch.equal(ours, theirs)

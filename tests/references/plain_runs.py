@@ -22,7 +22,7 @@ import torch
 import chorusline as cl
 from runtime.data_parallel.distributed_data_parallel import engine_of
 from runtime.program.context import call_of
-from tests.references.killed_runs import Diary, Kind, Net, reference, wrap
+from tests.references.killed_runs import Diary, Kind, assert_same_parameters, reference, wrap
 from tests.references.training_to_kill import BATCH_SIZE, Samples, die
 
 
@@ -268,11 +268,7 @@ def assert_as_one_process(kind: PlainKind, folder: str, told: list[PlainTold]) -
     assert told[0].learning_rate == learning_rate
     if "step" in next(iter(told[0].state), {}):
         assert num_steps == max(int(state["step"]) for state in told[0].state)
-    for ours, theirs in zip(told[0].parameters, model.parameters(), strict=True):
-        if kind.tolerance:
-            torch.testing.assert_close(ours, theirs, rtol=kind.tolerance, atol=kind.tolerance)
-        else:
-            assert torch.equal(ours, theirs)
+    assert_same_parameters(kind, told[0].parameters, model)
     for ours, theirs in zip(told[0].buffers, model.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=kind.tolerance, atol=kind.tolerance)
 
@@ -286,14 +282,3 @@ def assert_each_once(kind: PlainKind, steps: dict[int, dict[int, list[list[int]]
     # What the scaler left out may come again: nobody knows, until a step is taken behind it, that
     # its gradients were not to be added to those of the next backward pass.
     assert taken + left_out == whole if not kind.scaler else taken <= whole <= taken + left_out
-
-
-__all__ = [
-    "MOMENTS",
-    "Net",
-    "PlainKind",
-    "PlainTold",
-    "assert_as_one_process",
-    "attempts_at",
-    "train_plain",
-]

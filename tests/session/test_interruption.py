@@ -23,12 +23,6 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """A batch that was aborted is taken again, so some rank's BatchNorm has seen it twice."""
 
 
-@pytest.fixture(scope="module")
-async def session(cluster: None) -> AsyncIterator[cl.Session]:
-    async with cl.Session(num_workers=2, timeout_s=30) as session:
-        yield session
-
-
 @pytest.fixture(autouse=True)
 async def _nothing_kept(request: pytest.FixtureRequest) -> AsyncIterator[None]:
     yield

@@ -18,12 +18,6 @@ SAMPLES = 9  # In batches of 2: three for rank 0, two for rank 1.
 EPOCHS = 3
 
 
-@pytest.fixture(scope="module")
-async def session(cluster):
-    async with cl.Session(num_workers=2) as session:
-        yield session
-
-
 def data(num_samples=SAMPLES):
     return torch.randn(num_samples, 7, generator=torch.Generator().manual_seed(5))
 

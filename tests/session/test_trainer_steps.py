@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ def samples(seed: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     xs = torch.randn(len(KEYS), 4, generator=generator)
     return [(number, x, (x.sum() > 0).long()) for number, x in enumerate(xs)]
-
-
-@pytest.fixture(scope="module")
-async def session(cluster: None) -> AsyncIterator[cl.Session]:
-    async with cl.Session(num_workers=2, timeout_s=30) as session:
-        yield session
 
 
 def evaluate(ctx: cl.Context, module: torch.nn.Module, data: Any) -> tuple[float, float, int]:

@@ -1,0 +1,23 @@
+"""Workers, and what happens to them, for tests of the driver's decisions: no process runs."""
+
+from __future__ import annotations
+
+from actors.driver.events import WorkerDied
+from actors.driver.instructions import Instruction, ResumeRank
+from actors.messages import Resumption, WorkerInfo
+from collectives.contract.errors import PeerLost
+
+GONE = PeerLost("all_reduce #7", 0, [1], "gone")
+
+
+def worker(seat: int, node: str = "node-a", incarnation: int = 0) -> WorkerInfo:
+    name = f"worker-{seat}-{incarnation}"
+    return WorkerInfo(name, seat, node, node, 100 + seat, "cpu", 1.0)
+
+
+def death(seat: int, incarnation: int = 0) -> WorkerDied:
+    return WorkerDied(worker(seat, incarnation=incarnation).worker_id, "SIGKILL")
+
+
+def resumptions(told: list[Instruction]) -> dict[str, Resumption]:
+    return {one.worker_id: one.resumption for one in told if isinstance(one, ResumeRank)}
