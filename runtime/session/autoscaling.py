@@ -1,13 +1,14 @@
-"""Whether a cluster that is too small will grow: what its autoscaler says of it.
+"""Whether a cluster that is too small will grow, according to its autoscaler.
 
-Ray has no public way to ask. Three places are read, as Ray's own libraries and `ray status` do:
+Ray has no public API for this. Three sources are read, as Ray's own libraries and `ray status` do:
 
 - the cluster's configuration, with the most nodes of each kind, where the provider reports one;
-- the state of the autoscaler (its second version): it lists the groups that it can never place;
-- its status (the first version), which names the type of each node. Where nodes come by hand, Ray
-  calls the type of each one after its id.
+- the state of the autoscaler (version 2), which lists the groups that it can never place;
+- the status of the autoscaler (version 1), which names the type of each node. For nodes that were
+  started by hand, the type is made from the node's id.
 
-What a future Ray says otherwise is UNKNOWN, and waited for like a promise: up to a deadline.
+An answer that this file does not know (a future Ray) is UNKNOWN: the session waits, up to its
+deadline.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _ASK_S = 5
 
 
 class Outlook(enum.Enum):
-    """GROWS: there is an autoscaler, and it has not said that it cannot. FIXED: nothing will come.
-    UNKNOWN: nobody says."""
+    """GROWS: there is an autoscaler, and it has not refused. FIXED: no node will come. UNKNOWN: no
+    source says which."""
 
     GROWS = "grows"
     FIXED = "fixed"
@@ -35,24 +36,24 @@ class Outlook(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """why: what was heard, as a part of a sentence."""
+    """outlook: whether nodes can come. why: the reason, as a part of a sentence."""
 
     outlook: Outlook
     why: str
 
 
 def prospect(bundle: Mapping[str, float], fewest: int, group: str) -> Prospect:
-    """What the autoscaler of the connected cluster says of a placement group that waits.
+    """Whether the autoscaler of the connected cluster can make room for a pending placement group.
 
-    group: its id in hex; it has `fewest` times `bundle`. Blocks for some questions to the cluster.
+    group: its id in hex; it has `fewest` times `bundle`. Blocks for several calls to the cluster.
     """
     try:
         return _asked(bundle, fewest, group)
-    except Exception as error:  # Whatever another Ray may do here, the group still waits.
-        told = " ".join(str(error).split())
+    except Exception as error:  # Private APIs: with another Ray the group must still be waited for.
+        text = " ".join(str(error).split())
         return Prospect(
             Outlook.UNKNOWN,
-            f"whether nodes come cannot be asked of this Ray ({type(error).__name__}: {told})",
+            f"whether nodes come cannot be asked of this Ray ({type(error).__name__}: {text})",
         )
 
 
@@ -61,30 +62,30 @@ def _asked(bundle: Mapping[str, float], fewest: int, group: str) -> Prospect:
     from ray.autoscaler.v2.utils import is_autoscaler_v2
 
     maximum = cluster.get_max_resources_from_cluster_config()
-    if maximum and (told := of_maximum(bundle, fewest, maximum)):
-        return told
+    if maximum and (answer := of_maximum(bundle, fewest, maximum)):
+        return answer
     if is_autoscaler_v2(fetch_from_server=True):
         return of_state(_state(), group)
-    said = _internal_kv_get(_STATUS_KEY)
-    return of_status(json.loads(said) if said else {})
+    status = _internal_kv_get(_STATUS_KEY)
+    return of_status(json.loads(status) if status else {})
 
 
 def _state() -> Any:
     from ray._private import worker
     from ray.core.generated import autoscaler_pb2
 
-    # Neither is there for a type checker: generated, and set when a process connects.
+    # A type checker sees neither: one is generated, the other set when a process connects.
     messages: Any = autoscaler_pb2
     here: Any = worker.global_worker
-    said = here.gcs_client.get_cluster_status(timeout_s=_ASK_S)
-    reply = messages.GetClusterStatusReply.FromString(said)
+    status = here.gcs_client.get_cluster_status(timeout_s=_ASK_S)
+    reply = messages.GetClusterStatusReply.FromString(status)
     return reply.autoscaling_state if reply.HasField("autoscaling_state") else None
 
 
 def of_maximum(
     bundle: Mapping[str, float], fewest: int, maximum: Mapping[str, float]
 ) -> Prospect | None:
-    """What the configuration of all that the cluster may ever have says, if it settles it."""
+    """FIXED if the configured maximum of the cluster is too small, else None."""
     missing = {
         name: (amount * fewest, maximum.get(name, 0))
         for name, amount in bundle.items()
@@ -92,15 +93,15 @@ def of_maximum(
     }
     if not missing:
         return None
-    told = ", ".join(
+    limits = ", ".join(
         f"{name} {most:g} at the most, and {wanted:g} are asked for"
         for name, (wanted, most) in missing.items()
     )
-    return Prospect(Outlook.FIXED, f"by its configuration it may grow to {told}")
+    return Prospect(Outlook.FIXED, f"by its configuration it may grow to {limits}")
 
 
 def of_state(state: Any, group: str) -> Prospect:
-    """What the second version says. state: an AutoscalingState, None where there is none yet."""
+    """The answer of version 2. state: an AutoscalingState, None where there is none yet."""
     if state is None:
         return Prospect(Outlook.UNKNOWN, "its autoscaler has said nothing yet")
     coming = sum(request.count for request in state.pending_instance_requests)
@@ -110,11 +111,11 @@ def of_state(state: Any, group: str) -> Prospect:
         for request in state.failed_instance_requests
     ]
     if failed:
-        told = "; ".join(failed)
-        return Prospect(Outlook.GROWS, f"its autoscaler could not start {told}, and tries again")
+        nodes = "; ".join(failed)
+        return Prospect(Outlook.GROWS, f"its autoscaler could not start {nodes}, and tries again")
     if coming:
         return Prospect(Outlook.GROWS, f"its autoscaler has {_nodes(coming)} on the way")
-    # With nodes on the way it may say so too, of what the whole cluster will be able to do.
+    # Read this last: while nodes are on the way, the list may name a group that they will hold.
     never = (gang.details for gang in state.infeasible_gang_resource_requests)
     if any(details.startswith(f"{group}:") for details in never):
         return Prospect(
@@ -124,12 +125,12 @@ def of_state(state: Any, group: str) -> Prospect:
 
 
 def of_status(status: Mapping[str, Any]) -> Prospect:
-    """What the first version says. status: its own, as it leaves it for `ray status`."""
+    """The answer of version 1. status: what the autoscaler writes for `ray status`."""
     report = status.get("autoscaler_report") or {}
     types: Mapping[str, str] = report.get("node_type_mapping") or {}
     if not types:
         return Prospect(Outlook.UNKNOWN, "no autoscaler has said anything yet")
-    if all(kind == f"node_{node}" for node, kind in types.items()):
+    if all(kind == f"node_{node}" for node, kind in types.items()):  # All were started by hand.
         return Prospect(Outlook.FIXED, "and it has no autoscaler")
     coming = sum((report.get("pending_launches") or {}).values())
     coming += len(_listed(report, "pending_nodes"))

@@ -29,31 +29,32 @@ from .autoscaling import Outlook, prospect
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 _LEAST_LOCAL_CPU = 0.125
-"""On a cluster that we started, workers share the CPUs, but not thinner than this: sixteen workers
-on two cores are an experiment, a thousand are a slip of the keyboard."""
+"""The smallest share of a CPU that a worker gets on a cluster that the session has started: sixteen
+workers on two cores are an experiment, a thousand are a slip of the keyboard."""
 
-_KNOCK_S = 5.0
+_CONNECT_S = 5.0  # for a TCP connection to the cluster's head
 _GIVE_BACK_S = 1.0
-_ELASTIC_TRY_S = 5.0  # How long more workers than the minimum may take to be placed.
-_LOOK_S = 0.5
+_ELASTIC_TRY_S = 5.0  # for placing more workers than the minimum
+_LOOK_S = 0.5  # between two questions to the autoscaler
 
 _log = logging.getLogger("chorusline")
 
 
 def connect(address: str | None, log_to_driver: bool = True) -> bool:
-    """Connect this process to Ray; True if that meant starting a local cluster, for us to stop.
+    """Connect this process to Ray; return True if it started a local cluster, which the caller
+    must stop.
 
-    The connection that is there already; else `address`; else RAY_ADDRESS (each job has it); else
-    a new cluster on this machine.
+    An existing connection is used first; else `address`; else RAY_ADDRESS (set in each Ray job);
+    else a new cluster on this machine.
 
-    Blocks the calling thread for the seconds it takes: Ray installs its SIGTERM handler only from
-    the main thread, and a start that runs on in another thread could not be cancelled.
+    It blocks the calling thread for seconds: Ray installs its SIGTERM handler only from the main
+    thread, and a start in another thread could not be cancelled.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
         return _connect(address, log_to_driver)
     finally:
-        _hear_sigterm(before)
+        _restore_sigterm(before)
 
 
 def _connect(address: str | None, log_to_driver: bool) -> bool:
@@ -68,7 +69,7 @@ def _connect(address: str | None, log_to_driver: bool) -> bool:
 
 
 def join(address: str, **options: Any) -> None:
-    """Connect to a running cluster. options: of ray.init. Raises StartupError."""
+    """Connect to a running cluster. options: those of ray.init. Raises StartupError."""
     if "://" in address:
         raise StartupError(
             f"address={address!r}",
@@ -76,9 +77,9 @@ def join(address: str, **options: Any) -> None:
             "From outside, submit the script: ray job submit --address ... -- python ...",
         )
     try:
-        _knock(address)
+        _check_reachable(address)
         ray.init(address=address, **options)
-    except OSError as error:  # Ray's ConnectionError is one.
+    except OSError as error:  # Ray's ConnectionError is an OSError.
         raise StartupError(
             f"no Ray cluster answers at {address!r}",
             f"{error}. Start one with `ray start --head`, correct address or RAY_ADDRESS, or leave "
@@ -94,11 +95,11 @@ def join(address: str, **options: Any) -> None:
         ) from None
 
 
-def _hear_sigterm(before: Any) -> None:
-    """Have SIGTERM unwind this process, so that sessions are closed, as after an interrupt.
+def _restore_sigterm(before: Any) -> None:
+    """Make SIGTERM unwind this process, so that sessions are closed, as after an interrupt.
 
-    ray.init replaces any handler, and then Ray's own ends the process with a dump of its stack.
-    before: the handler that was there; one of the user's own is put back.
+    ray.init replaces the handler with its own, which ends the process with a stack dump.
+    before: the handler before ray.init; a handler of the user is put back.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -111,11 +112,11 @@ def _end_by_signal(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _knock(address: str) -> None:
-    """Fail at once where nothing listens: Ray itself tries for minutes."""
+def _check_reachable(address: str) -> None:
+    """Fail at once where nothing listens: Ray itself retries for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
 
 
 def bundle_of_worker(
@@ -125,12 +126,13 @@ def bundle_of_worker(
     resources_per_worker: Mapping[str, float] | None,
     is_local: bool,
 ) -> dict[str, float]:
-    """What one worker asks for: a CPU and, with use_gpu, a GPU, unless resources_per_worker says
-    otherwise. On a local cluster of ours the CPUs are shared out, in fractions if need be."""
+    """The resources of one worker: a CPU and, with use_gpu, a GPU, unless resources_per_worker says
+    otherwise. On a cluster that the session started, workers share the CPUs, in fractions if needed
+    (is_local)."""
     num_cpus = 1.0
     if is_local:
         share = ray.cluster_resources().get("CPU", 1.0) / num_workers
-        # Ray counts in ten-thousandths; three shares rounded up would not fit.
+        # Ray counts in ten-thousandths. Round down: three shares rounded up would not fit.
         num_cpus = max(_LEAST_LOCAL_CPU, math.floor(min(1.0, share) * 10_000) / 10_000)
     bundle = {"CPU": num_cpus} | ({"GPU": 1.0} if use_gpu else {})
     bundle |= resources_per_worker or {}
@@ -146,56 +148,58 @@ async def place(
     *,
     may_grow: bool,
 ) -> PlacementGroup:
-    """A placement group with a bundle for each of `fewest` to `most` workers: as many as fit now.
+    """Place a placement group of one bundle per worker: as many as fit now, `fewest` to `most`.
 
-    may_grow: whether somebody else may have given the cluster an autoscaler. Where the whole
-    cluster is too small for the fewest, it is waited for: the group that cannot be placed is what
-    an autoscaler brings nodes for.
+    may_grow: whether the cluster may have an autoscaler. If it may, and the whole cluster is too
+    small for `fewest` workers, a pending placement group makes the autoscaler start nodes.
 
-    Raises StartupError: at once if the whole cluster is too small and nothing can come, else when
-    the fewest were not placed within `timeout_s`. (Ray would wait for ever, and say nothing.)
+    Raises StartupError at once if the whole cluster is too small and cannot grow, else when
+    `fewest` workers were not placed within `timeout_s`. (Ray would wait for ever, silently.)
     """
     is_too_small = _fitting(bundle, ray.cluster_resources()) < fewest
     if is_too_small and not may_grow:
         raise _too_small(bundle, fewest, strategy, "")
     wanted = max(fewest, min(most, _fitting(bundle, ray.available_resources())))
-    if wanted > fewest:  # In time of its own: the fewest still have theirs.
+    if wanted > fewest:
+        # What is free in sum may not fit on the nodes. This try has a deadline of its own, and
+        # leaves the whole timeout_s to the minimum.
         group = await _try_to_place(bundle, wanted, strategy, min(_ELASTIC_TRY_S, timeout_s))
         if group is not None:
             return group
-    if is_too_small:
-        group = await _grown_into(bundle, fewest, strategy, timeout_s)
-    else:
+    if is_too_small:  # Only new nodes help: wait for them, and ask whether any can come.
+        group = await _place_on_new_nodes(bundle, fewest, strategy, timeout_s)
+    else:  # Others may free their resources.
         group = await _try_to_place(bundle, fewest, strategy, timeout_s)
     if group is None:
         raise StartupError(
             _asked(bundle, fewest, strategy),
-            f"not placed within {timeout_s:g} s: {_told_cluster(bundle)}. If nodes are still on "
-            "their way, raise startup_timeout_s: in a cloud they take minutes",
+            f"not placed within {timeout_s:g} s: {_resources_and_remedy(bundle)}. If nodes are "
+            "still on their way, raise startup_timeout_s: in a cloud they take minutes",
         )
     return group
 
 
-async def _grown_into(
+async def _place_on_new_nodes(
     bundle: Mapping[str, float], fewest: int, strategy: str, timeout_s: float
 ) -> PlacementGroup | None:
-    """Wait for nodes, unless it is heard that none can come; None if they did not come in time."""
+    """Wait for new nodes; None if they did not come within `timeout_s`. Raises StartupError as soon
+    as the cluster says that none can come."""
 
     async def until_hopeless(group: PlacementGroup) -> str:
-        has_told = False
+        has_warned = False
         while True:
-            told = await asyncio.to_thread(prospect, bundle, fewest, group.id.hex())
-            # What there is may have become enough meanwhile, and be placed in a moment.
+            future = await asyncio.to_thread(prospect, bundle, fewest, group.id.hex())
+            # The cluster may have grown meanwhile; then Ray places the group in a moment.
             is_too_small = _fitting(bundle, ray.cluster_resources()) < fewest
-            if told.outlook is Outlook.FIXED and is_too_small:
-                return told.why
-            if not has_told:
-                has_told = True
+            if future.outlook is Outlook.FIXED and is_too_small:
+                return future.why
+            if not has_warned:
+                has_warned = True
                 _log.warning(
                     "%s: %s; %s. Waiting for nodes, up to %g s (startup_timeout_s)",
                     _asked(bundle, fewest, strategy),
-                    _counted_cluster(bundle),
-                    told.why,
+                    _resources_of_cluster(bundle),
+                    future.why,
                     timeout_s,
                 )
             await asyncio.sleep(_LOOK_S)
@@ -223,17 +227,17 @@ async def _grown_into(
 
 
 async def give_back(group: PlacementGroup) -> None:
-    """End the group and whatever should still live in it; return when it counts as free.
+    """End the group and all actors in it; return when Ray counts its resources as free.
 
-    Ray tells that a moment after the removal (0.2 s on a busy machine). A session that started
-    before would take what this one had for taken, and be smaller than it could be.
+    Ray does so a moment after the removal (0.2 s on a busy machine). A session that started before
+    that would count them as taken, and be smaller than it could be.
     """
     reserved: Counter[str] = Counter()
     for bundle in group.bundle_specs:
         reserved.update(bundle)
     before = ray.available_resources()
     remove_placement_group(group)
-    give_up_at = time.monotonic() + _GIVE_BACK_S  # Somebody else may have taken it already.
+    give_up_at = time.monotonic() + _GIVE_BACK_S  # Another job may have taken them already.
     while time.monotonic() < give_up_at:
         free = ray.available_resources()
         if all(
@@ -247,7 +251,7 @@ async def give_back(group: PlacementGroup) -> None:
 def options_of_bundle(
     group: PlacementGroup, index: int, bundle: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Ray's actor options for the worker in a bundle of a group."""
+    """Ray's actor options for a worker in bundle `index` of a group."""
     special = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: dict[str, Any] = {"num_cpus": 0}
     options |= {special[name]: amount for name, amount in bundle.items() if name in special}
@@ -259,7 +263,8 @@ def options_of_bundle(
 
 
 def options_of_driver() -> dict[str, Any]:
-    """Beside the session: where that node dies, the session dies anyway."""
+    """Ray's actor options for the driver: it runs on the session's node, which the session cannot
+    survive either."""
     here = ray.get_runtime_context().get_node_id()
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
 
@@ -293,7 +298,7 @@ async def _placed(group: PlacementGroup) -> None:
 
 
 def _fitting(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int:
-    """How many bundles the resources are enough for, were they all in one place."""
+    """For how many bundles the resources suffice in sum, whatever node they are on."""
     return min(
         (int(resources.get(name, 0.0) / amount + 1e-6) for name, amount in bundle.items()),
         default=0,
@@ -308,7 +313,7 @@ def _asked(bundle: Mapping[str, float], num_workers: int, strategy: str) -> str:
 def _too_small(
     bundle: Mapping[str, float], num_workers: int, strategy: str, why_fixed: str
 ) -> StartupError:
-    """why_fixed: what was heard of nodes that might come; empty for a cluster of our own."""
+    """why_fixed: why no nodes can come; empty for a cluster that the session has started."""
     also = f", {why_fixed}" if why_fixed else ""
     if "GPU" in bundle and not ray.cluster_resources().get("GPU"):
         return StartupError(
@@ -317,18 +322,18 @@ def _too_small(
         )
     return StartupError(
         _asked(bundle, num_workers, strategy),
-        f"that cannot be placed: {_told_cluster(bundle, also)}",
+        f"that cannot be placed: {_resources_and_remedy(bundle, also)}",
     )
 
 
-def _told_cluster(bundle: Mapping[str, float], also: str = "") -> str:
+def _resources_and_remedy(bundle: Mapping[str, float], also: str = "") -> str:
     return (
-        f"{_counted_cluster(bundle)}{also}. Lower num_workers, ask for less with "
+        f"{_resources_of_cluster(bundle)}{also}. Lower num_workers, ask for less with "
         "resources_per_worker, or add nodes"
     )
 
 
-def _counted_cluster(bundle: Mapping[str, float]) -> str:
+def _resources_of_cluster(bundle: Mapping[str, float]) -> str:
     total, free = ray.cluster_resources(), ray.available_resources()
     has = ", ".join(
         f"{name} {total.get(name, 0.0):g} ({free.get(name, 0.0):g} free)" for name in bundle

@@ -1,7 +1,7 @@
-"""What a run looks like while it trains: live bars, or plain lines where there is no terminal.
+"""The progress of a run: live bars in a terminal, else plain lines.
 
-A job's log, a file and a pipe are no terminals. There, rich would show its last bar only, and Ray
-merges identical lines: so one plain line every few seconds, each with its step, from one place.
+In a job's log, a file or a pipe rich would show only its last bar, and Ray merges identical lines.
+So this process prints a plain line every few seconds, and each line has its step.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ MAX_RANKS_LISTED = 8  # More ranks than this are counted, not listed.
 
 @dataclass(frozen=True)
 class RankSeen:
-    """What one rank said last."""
+    """The last report of one rank."""
 
     epoch: int
-    taken: int  # batches of that epoch, one a report
-    left: int | None  # batches of that epoch, where it said so
+    taken: int  # batches of that epoch, one per report
+    left: int | None  # batches of that epoch, if reported
     loss: float | None
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the reports add up to, so far. Frozen, since the display draws it from a thread.
+    """The sum of all reports so far. Frozen, since the display draws it from a thread.
 
-    Reports come in bursts, one rank's before another's: a rank has joined only when it said that
-    it has no batch left, and another has taken more of the same epoch. At an even end nobody joins.
+    Reports come in bursts, one rank's before another's. So a rank counts as joined only when it
+    has reported no batch left and another rank has taken more batches of the same epoch. If all
+    ranks end an epoch with equal numbers, no rank joins.
     """
 
     ranks: Mapping[int, RankSeen] = field(default_factory=dict)
-    steps_of: Mapping[int, int] = field(default_factory=dict)  # epoch -> the longest rank's, so far
-    tokens: float = 0.0  # since the first report, whose own step paid for the start
+    steps_of: Mapping[int, int] = field(default_factory=dict)  # epoch -> most steps of any rank
+    tokens: float = 0.0  # after the first report, whose step includes the start
     first_s: float = 0.0
     last_s: float = 0.0
 
@@ -69,7 +70,7 @@ class Seen:
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far; the first is 1."""
+        """The number of optimizer steps so far."""
         return sum(self.steps_of.values())
 
     @property
@@ -83,7 +84,7 @@ class Seen:
 
     @property
     def loss(self) -> float | None:
-        """The mean of what the ranks that still have data said last."""
+        """The mean of the last losses of the ranks that still have data."""
         joined = self.joined
         live = (its for rank, its in self.ranks.items() if rank not in joined)
         losses = [its.loss for its in live if its.loss is not None]
@@ -105,7 +106,7 @@ def headline(seen: Seen, num_steps: int | None) -> str:
 
 
 def batches_left(seen: Seen) -> str:
-    """`batches left: rank 0 130, rank 1 joined`; many ranks in one phrase."""
+    """`batches left: rank 0 130, rank 1 joined`; many ranks are summed up in one phrase."""
     joined = seen.joined
     left = {rank: its.left for rank, its in sorted(seen.ranks.items()) if its.left is not None}
     if not left:
@@ -122,19 +123,19 @@ def plain_line(seen: Seen, num_steps: int | None) -> str:
 
 
 def joining(before: Seen, after: Seen) -> str:
-    """A sentence about the ranks that have joined between the two, or nothing."""
+    """A sentence about the ranks that have joined between the two, or an empty text."""
     ranks = sorted(after.joined - before.joined)
     if not ranks:
         return ""
-    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
-    return f"step {after.step}: {who} run out of data and joined; the others go on"
+    subject = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
+    return f"step {after.step}: {subject} run out of data and joined; the others go on"
 
 
 class Progress:
-    """Shows a run's reports: hand `on_report` to the Session, and enter this around it.
+    """Shows a run's reports: hand `on_report` to the Session, and enter this object around it.
 
-    Shown of a report's values, where they are there: loss, tokens, batches_left and epoch.
-    num_steps: of the whole run, for the bar; None where nobody knows.
+    It shows the values loss, tokens, batches_left and epoch of a report, if it has them.
+    num_steps: steps of the whole run, for the bar; None if unknown.
     """
 
     def __init__(self, num_steps: int | None = None, *, console: Console | None = None) -> None:
@@ -177,8 +178,8 @@ class Progress:
             self.say(plain_line(self._seen, self._num_steps))
 
     def say(self, line: str) -> None:
-        """Print a line, above the bars where there are any."""
-        # A log is searched by line: never wrapped at the 80 columns of a job's output.
+        """Print a line, above the bars if there are any."""
+        # People search a log by line, so lines are not wrapped at the 80 columns of a job's output.
         self._console.print(Text(line), soft_wrap=True)
 
     def _draw(self) -> RenderableType:

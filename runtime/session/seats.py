@@ -1,9 +1,8 @@
-"""The seats of a session's workers: each has the resources of one worker, on a node that stays.
+"""The seats of a session's workers: a seat is the resources of one worker, on a node that stays.
 
-The first seats are the bundles of one placement group, which was there when the session started.
-Each of the others has a group of its own, asked for when a run could use a worker there. To Ray's
-autoscaler a group that cannot be placed is a wish for a node; to a cluster that does not grow it
-is nothing.
+The first seats are the bundles of one placement group, which was placed when the session started.
+Each later seat has a placement group of its own, made when a run could use a worker there. A
+pending group asks Ray's autoscaler for a node; on a cluster that does not grow it costs nothing.
 """
 
 from __future__ import annotations
@@ -21,21 +20,22 @@ from actors.calls import nodes_leaving
 
 from . import placement
 
-_LOOK_S = 0.5
+_LOOK_S = 0.5  # between two looks whether a group was placed
 
 _ASKED_AT_ONCE = 16
-"""Groups that wait for room: a session that would take a thousand does not flood the scheduler."""
+"""The most groups that are pending at once, so that a session of up to a thousand workers does not
+flood the scheduler."""
 
 
 class Seats:
-    """first: placed. most: how many there may be in all.
+    """The implementation of `actors.crew.recruiting.Seats` by placement groups.
 
-    It is what `actors.crew.recruiting.Seats` asks for.
+    first: the group of the first seats, already placed. most: the most seats in all.
 
-    With STRICT_SPREAD each of the later groups names the nodes that it must not be on. It cannot
-    name those of groups that wait like itself, so one waits at a time; and where Ray has moved it,
-    as its node has gone, what it names is out of date, and another takes its place. With
-    STRICT_PACK there are never more than the first, which fill their node as a rule.
+    With STRICT_SPREAD each later group names the nodes that it must avoid. It cannot name the
+    nodes of other pending groups, so only one group is pending at a time. When a node dies and Ray
+    moves its group, these names are out of date, and a new group replaces it. With STRICT_PACK
+    there are only the first seats, which fill their node as a rule.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Seats:
         self._first = first
         self._bundle = dict(bundle)
         self._strategy = strategy
-        self._own: dict[int, PlacementGroup] = {}  # by seat
+        self._own: dict[int, PlacementGroup] = {}  # by later seat
         self._waiting: set[int] = set()
-        """Seats that have asked for room, and have not got any yet."""
-        self._homes: dict[int, str] = {}  # by seat with a group of its own, where that came first
-        self._lock = threading.Lock()  # Each seat is asked about in a thread of its own.
+        """Seats whose groups are pending."""
+        self._homes: dict[int, str] = {}  # by later seat: the node where its group was first placed
+        self._lock = threading.Lock()  # Every `wait_for` looks from a thread of its own.
         self._is_spread = strategy == "STRICT_SPREAD"
         self.most = first.bundle_count if strategy == "STRICT_PACK" else most
 
@@ -69,32 +69,33 @@ class Seats:
             await asyncio.sleep(_LOOK_S)
 
     def _has_room(self, seat: int) -> bool:
-        """Also that the node is not to go: a worker there would have to leave at once."""
+        """Whether the seat has a node that will stay. Makes the seat's group if it has none."""
         with self._lock:
             nodes = self._nodes()
             if self._has_moved(seat):
-                self._drop(seat)
+                self._drop(seat)  # The nodes that its group avoids are out of date.
             if seat >= self._first.bundle_count and seat not in self._own:
                 if len(self._waiting) >= (1 if self._is_spread else _ASKED_AT_ONCE):
                     return False
                 self._waiting.add(seat)
                 self._own[seat] = self._asked_for(set(nodes.values()))
                 nodes = self._nodes()
+        # A worker on a node that is being drained would have to leave at once.
         return nodes.get(seat, "") not in {"", *nodes_leaving()}
 
     def _asked_for(self, taken: set[str]) -> PlacementGroup:
-        """taken: nodes that have a seat."""
+        """A new group for one seat. taken: nodes that have a seat."""
         apart: dict[str, Any] = {}
         if self._is_spread and taken:
-            # Without blanks: Ray takes ", b" for another node than "b", and says nothing.
+            # No blanks: Ray silently reads ", b" as a node other than "b".
             others = {"ray.io/node-id": f"!in({','.join(sorted(taken))})"}
             apart["bundle_label_selector"] = [others]
         group: PlacementGroup = placement_group([self._bundle], strategy=self._strategy, **apart)
         return group
 
     def _nodes(self) -> dict[int, str]:
-        """By seat that has one, the node where it is. Ray moves a group whose node has gone; one
-        that it could not move yet is asked for anew."""
+        """The node of each seat that has one. Ray moves a group whose node has died; a group that
+        Ray has not been able to move yet is replaced."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         seats = {(self._first, index): index for index in range(self._first.bundle_count)}
         seats |= {(group, 0): seat for seat, group in self._own.items()}
@@ -114,11 +115,11 @@ class Seats:
         return found
 
     def _renew(self, seat: int) -> None:
-        """Ask anew for a seat whose node has gone. While a group that had a place finds no other,
-        Ray's head tries again without a pause, and spends a core on it, and one more on telling
-        (Ray 2.60; github.com/ray-project/ray/pull/65007). A group that is new waits quietly."""
+        """Replace the group of a seat whose node has died. While such a group finds no other node,
+        Ray's head retries without a pause and spends two cores on it (Ray 2.60;
+        github.com/ray-project/ray/pull/65007). A new pending group costs nothing."""
         self._drop(seat)
-        if not self._is_spread:  # Those wait one at a time.
+        if not self._is_spread:  # With STRICT_SPREAD one group is pending at a time: `_has_room`.
             self._waiting.add(seat)
             self._own[seat] = self._asked_for(set())
 
@@ -135,10 +136,10 @@ class Seats:
         return str(table.get(0, "")) not in {"", home}
 
     def _apart(self, found: dict[int, str]) -> dict[int, str]:
-        """Without seats that Ray has moved to where another may be."""
+        """Leave out the seats that Ray has moved, since another seat may be on their new node."""
         own = {seat: node for seat, node in found.items() if seat in self._own}
         own = {s: node for s, node in own.items() if self._homes.setdefault(s, node) == node}
-        # The first ones keep apart from each other only.
+        # Ray keeps the first seats apart from each other, but not from the later ones.
         taken = set(own.values())
         first = {s: node for s, node in found.items() if s not in self._own and node not in taken}
         return own | first

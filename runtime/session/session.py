@@ -1,4 +1,4 @@
-"""`Session`: a crew of workers that runs the user's functions, and `run`, a session for one."""
+"""`Session`: workers that run the user's functions; `run`: a session for one function."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from .seats import Seats
 from .trace import as_json, traced
 
 _PULL_S = 0.3
-"""Seconds between two pulls of reports. It is also what wakes the loop, so that an interrupt in a
-notebook, which is seen only when the loop wakes, is seen that soon."""
+"""Seconds between two pulls of reports. Each pull wakes the event loop, and a notebook sees an
+interrupt only when the loop wakes."""
 
 _LAST_PULL_S = 5.0
 
 _BEGINNINGS = 3
-"""Of one call of `run`: workers may have died since the last one, and more while those were
-replaced."""
+"""How often one call of `run` may begin: workers may have died since the last run, and more
+workers while those were replaced."""
 
 
 class Default(enum.Enum):
-    """What an argument is when it was left out, where None means something else."""
+    """The value of an argument that was left out, where None has a meaning of its own."""
 
     DEFAULT = "default"
 
@@ -51,9 +51,8 @@ DEFAULT = Default.DEFAULT
 
 
 class SessionState(enum.Enum):
-    """NEW: nothing was started. READY: the workers are there, idle. RUNNING: a function runs.
-    CLOSED: nothing is left; for good.
-    """
+    """NEW: nothing was started. READY: the workers are idle. RUNNING: a function runs. CLOSED: the
+    session has ended everything that it started, and cannot start again."""
 
     NEW = "new"
     READY = "ready"
@@ -63,8 +62,9 @@ class SessionState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SessionSnapshot:
-    """What session, driver and workers say of themselves. workers: by seat; a text says why one
-    said nothing. Print it when something hangs."""
+    """The state of the session, its driver and its workers; print it when something hangs.
+
+    workers: by seat; a text in place of a snapshot says why that worker did not answer."""
 
     state: SessionState
     driver: DriverSnapshot | None
@@ -72,36 +72,38 @@ class SessionSnapshot:
 
     def __str__(self) -> str:
         lines = [f"session {self.state.value}", str(self.driver or "no driver")]
-        lines += [f"  seat {seat}: {said}" for seat, said in enumerate(self.workers)]
+        lines += [f"  seat {seat}: {worker}" for seat, worker in enumerate(self.workers)]
         return "\n".join(lines)
 
 
 class Session:
-    """Workers that stay: start them once, run one function after another on them.
+    """Workers that stay: start them once, and run one function after another on them.
 
         async with Session(num_workers=4) as session:
             results = await session.run(train, epochs=3)
 
-    num_workers: how many, or (fewest, most): as many as fit when the session starts, and more when
-    there is room for them, in the middle of a run where its function can run again (ctx.register);
-    an autoscaler sees that they are wanted.
-    max_failures: workers that may be lost before a run fails; None: any number, as long as
-    `fewest` are left. By default 0, and None where num_workers is a pair. A run goes on without
-    them where its function can: see ZeroRedundancyOptimizer, `replicas`.
-    use_gpu: one GPU for each. resources_per_worker: Ray's names and amounts, over the default of
-    one CPU (shared CPUs on a cluster that the session starts itself).
+    num_workers: the number of workers, or a pair (fewest, most). With a pair the session starts
+        with as many workers as fit, and adds workers when there is room; in the middle of a run
+        only if its function can run again (ctx.register). An autoscaler sees the demand.
+    max_failures: how many workers may be lost before a run fails; None: any number, as long as
+        `fewest` are left. Default: 0, or None if num_workers is a pair. A run continues without
+        the lost workers where its function can (ZeroRedundancyOptimizer, `replicas`).
+    use_gpu: whether each worker gets one GPU.
+    resources_per_worker: Ray's resource names and amounts, over the default of one CPU (a share of
+        the CPUs on a cluster that the session starts itself).
     placement_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD", as in Ray.
-    timeout_s: deadline of each collective and of the ranks' meeting. startup_timeout_s: for
-    placing the workers, also while an autoscaler starts nodes for them, and again for their start.
-    address: of a running cluster; without it RAY_ADDRESS counts, and without that a local cluster
-    is started, and stopped by `close`.
-    on_report: called in this process's loop with each Report of each rank. live_view: show the
-    ranks, and plots of what they report, while a function runs; in a notebook only.
-    checkpoint: where every run keeps what it has registered, and goes on from.
-    log_to_driver: whether Ray prints here what workers print, if it is the session that connects.
+    timeout_s: deadline of each collective and of the ranks' meeting.
+    startup_timeout_s: deadline for placing the workers, also while an autoscaler starts nodes for
+        them, and again for starting them.
+    address: of a running cluster; default RAY_ADDRESS; without both the session starts a local
+        cluster, and `close` stops it.
+    on_report: called in this process's event loop with each Report of each rank.
+    live_view: in a notebook, show the ranks and plots of their reports while a function runs.
+    checkpoint: where every run saves what it has registered, and where it resumes from.
+    log_to_driver: whether Ray prints the workers' output here, if the session connects to Ray.
 
-    Raises StartupError if the workers cannot be had. It must be closed: Ray runs no clean-up code
-    in actors that are left alone.
+    Raises StartupError if the workers cannot be started. A session must be closed: Ray runs no
+    clean-up code in abandoned actors.
     """
 
     def __init__(
@@ -150,18 +152,18 @@ class Session:
         self._address = address
         self._on_report = on_report
         self._live_view = live_view
-        self._seen: tuple[WorkerSnapshot | str, ...] = ()  # when the workers were last asked
+        self._seen: tuple[WorkerSnapshot | str, ...] = ()  # the workers' last answers, by seat
         self._checkpoint = checkpoint
         self._log_to_driver = log_to_driver
         self._state = SessionState.NEW
-        self._is_local = False  # We started the cluster.
+        self._is_local = False  # True: this session has started the cluster, and stops it.
         self._seats: Seats | None = None
         self._crew: Crew | None = None
         self._next_run = 0
 
     @property
     def num_workers(self) -> int:
-        """Workers that there are; before the start, the most that were asked for."""
+        """The number of workers now; before the start, the most that were asked for."""
         return self._crew.num_workers if self._crew else self._most
 
     @property
@@ -169,10 +171,10 @@ class Session:
         return self._state
 
     async def start(self) -> Session:
-        """Connect, place and start the workers; returns this session. `async with` does it too.
+        """Connect to Ray, place and start the workers; return this session. `async with` calls it.
 
-        If it fails, nothing stays behind. A notebook's cell that is run again closes the session
-        that it had started before.
+        If the start fails, nothing stays behind. A notebook's cell that runs again closes the
+        session that it had started before.
         """
         if self._state is not SessionState.NEW:
             raise RuntimeError(f"the session is {self._state.value}; make a new Session to start")
@@ -208,24 +210,26 @@ class Session:
             )
             await self._crew.assemble(self._startup_timeout_s)
             if notebook.in_kernel():
-                await self._ask_workers(_LAST_PULL_S)  # For who looks at the session itself.
+                await self._ask_workers(_LAST_PULL_S)  # _repr_html_ shows the answers.
         except BaseException as error:
-            await self.close()
+            await self.close()  # Also after a cancellation: nothing may stay behind.
             notebook.show_once(notebook.hint_at_other_sessions(error, self))
             raise
         self._state = SessionState.READY
 
     async def close(self) -> None:
-        """End everything that the session started; may be called more than once. What it had of
-        the cluster is free when it returns.
+        """End everything that the session started; may be called more than once.
 
-        A function that still runs is aborted: its caller gets GroupAborted.
+        The session's resources are free in the cluster when it returns. A function that still runs
+        is aborted: its caller gets GroupAborted.
         """
         was_running = self._state is SessionState.RUNNING
         self._state = SessionState.CLOSED
         crew, self._crew = self._crew, None
         seats, self._seats = self._seats, None
         is_local, self._is_local = self._is_local, False
+        # Actors, then their resources, then the cluster. A step that fails skips no later one, and
+        # after ray.shutdown() by somebody else there is nothing left to end.
         try:
             if crew is not None and ray.is_initialized():
                 if was_running:
@@ -251,40 +255,40 @@ class Session:
         await self.close()
 
     async def run(self, train: Callable[..., Any], /, **kwargs: Any) -> list[Any]:
-        """Call `train(ctx, **kwargs)` on every rank; their results, by rank.
+        """Call `train(ctx, **kwargs)` on every rank; return the results, by rank.
 
-        train: `def` or `async def`. It and its arguments are pickled; so are the results.
+        train: `def` or `async def`. The function, its arguments and its results are pickled.
 
-        If a rank raises, all are stopped, and the exception is raised here, as itself, with a note
-        of its rank and the traceback from there. WorkerLost: a rank's process died. DriverLost.
-        RankFailed: the exception cannot be rebuilt in this process. TypeError before anything is
-        sent: `train` or an argument cannot be pickled. CheckpointError: the session's place cannot
-        be used, or what is in it does not fit. Afterwards the session can run again; with
-        checkpoints it then goes on from the newest whole one.
+        If a rank raises, all ranks are stopped, and this method raises the same exception, with
+        the rank and its traceback in a note. It raises RankFailed if the exception cannot be
+        rebuilt in this process, WorkerLost or DriverLost if a process died, CheckpointError if the
+        storage path cannot be used or its content does not fit, and TypeError, before anything is
+        sent, if `train` or an argument cannot be pickled. Afterwards the session can run again;
+        with checkpoints the next run resumes from the newest complete one.
 
-        Cancelling it stops all ranks before it returns.
+        If the call is cancelled, it stops all ranks before it returns.
         """
         return await self._run(pickled(train, kwargs, self._checkpoint), self._live_view)
 
     async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
-        """What everybody is doing; also while a function runs. Who is silent does not delay it
-        longer than `timeout_s`."""
+        """The state of the session, its driver and its workers, also while a function runs. Silent
+        workers delay it by at most `timeout_s`."""
         if self._crew is None:
             return SessionSnapshot(self._state, None, ())
         driver, self._seen = await self._crew.snapshots(timeout_s)
         return SessionSnapshot(self._state, driver, self._seen)
 
     async def trace(self, path: str | Path, timeout_s: float = 2.0) -> int:
-        """Write what all ranks did last to a file that ui.perfetto.dev shows (session/trace.py);
-        how many collectives are in it. Also while a function runs, and after one has failed."""
+        """Write the last collectives of all ranks to a file for ui.perfetto.dev (session/trace.py);
+        return their number. It works while a function runs, and after one has failed."""
         if self._crew is None:
             raise RuntimeError(_REMEDIES[self._state])
-        told = as_json(*traced(await self._crew.whereabouts(timeout_s)))
-        await asyncio.to_thread(Path(path).write_text, json.dumps(told))
-        return sum(event["ph"] == "X" for event in told["traceEvents"])
+        document = as_json(*traced(await self._crew.whereabouts(timeout_s)))
+        await asyncio.to_thread(Path(path).write_text, json.dumps(document))
+        return sum(event["ph"] == "X" for event in document["traceEvents"])
 
     def why_not_ready(self) -> str:
-        """Why `run` would refuse, and what to do; empty if the session is ready."""
+        """The reason why `run` would refuse, and the remedy; empty if the session is ready."""
         if self._state is SessionState.READY and not ray.is_initialized():
             return (
                 "the session is gone: this process is no longer connected to Ray (ray.shutdown() "
@@ -307,9 +311,9 @@ class Session:
         )
 
     async def _run(self, program: bytes, is_shown: bool = False) -> list[Any]:
-        """1. Replace what is missing since the last run. 2. Run, and pass reports on meanwhile; if
-        workers turn out to be dead before any has begun, from 1. again. 3. Rebuild the results, or
-        the failure."""
+        """1. Replace the workers that are missing since the last run. 2. Run, and hand on reports
+        meanwhile; if the run failed before any worker began, repeat from 1. 3. Rebuild the results,
+        or the failure."""
         why_not = self.why_not_ready()
         if why_not:
             raise notebook.show_once(RuntimeError(why_not), f"RuntimeError: {why_not}")
@@ -323,8 +327,8 @@ class Session:
             async with notebook.waking():
                 for left in reversed(range(_BEGINNINGS)):
                     request = self._new_request(view)
-                    await crew.assemble(self._startup_timeout_s)
-                    try:
+                    await crew.assemble(self._startup_timeout_s)  # 1.
+                    try:  # 2.
                         async with self._reporting(crew.reports(request.run), view):
                             outcome = await crew.run(request, program)
                     except DriverLost as lost:
@@ -333,13 +337,14 @@ class Session:
                         raise
                     if isinstance(outcome, RunSucceeded):
                         break
+                    # A function that has begun may have had effects: it is not called again here.
                     if not (outcome.nobody_began and left):
                         raise_failure(outcome)
         except BaseException as raised:
             error = raised
             raise
         finally:
-            if self._state is SessionState.RUNNING:
+            if self._state is SessionState.RUNNING:  # `close` may have been called meanwhile.
                 self._state = SessionState.READY
             if view is not None:
                 await view.finish(error)
@@ -364,9 +369,9 @@ class Session:
     async def _reporting(
         self, journals: JournalReader, view: notebook.LiveView | None
     ) -> AsyncIterator[None]:
-        """Pass reports on while the body runs, and all that are left when it has ended.
+        """Hand on reports while the body runs, and the remaining ones when it has ended.
 
-        If `on_report` raises, the body is cancelled, and the error raised as itself.
+        If `on_report` raises, the body is cancelled, and its error is raised as it is.
         """
         is_over = asyncio.Event()
         listeners = [self._on_report] if self._on_report is not None else []
@@ -394,7 +399,7 @@ class Session:
                     yield
                 finally:
                     is_over.set()
-                    # Of a run that was interrupted, too: the group would cancel the last pull.
+                    # After an interrupt, too: the task group would cancel the last pull.
                     await asyncio.wait([passing], timeout=_LAST_PULL_S)
         except BaseExceptionGroup as group:
             if len(group.exceptions) == 1:
@@ -403,7 +408,7 @@ class Session:
 
 
 def _how_interrupted(error: BaseException, is_between_steps: bool) -> str | None:
-    """For who interrupted a cell: what became of the run. None if it ended otherwise."""
+    """A text for the user who interrupted a cell: what happened to the run. None for other ends."""
     if not isinstance(error, asyncio.CancelledError):
         return None
     if is_between_steps:
@@ -445,10 +450,10 @@ def run(
     max_failures: int | None | Default = DEFAULT,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call `train(ctx, **kwargs)` on `num_workers` ranks; their results, by rank.
+    """Call `train(ctx, **kwargs)` on `num_workers` ranks; return the results, by rank.
 
-    A session for one function, for programs without asyncio; the arguments are Session's, all
-    others go to `train`. What is wrong with them is told before Ray is touched.
+    A session for one function, for programs without asyncio. The named arguments are those of
+    Session; all others go to `train`. Wrong arguments raise before Ray is started.
     """
     try:
         asyncio.get_running_loop()

@@ -1,15 +1,16 @@
-"""What ranks did when, as a file that chrome://tracing and ui.perfetto.dev show.
+"""The last collectives of all ranks on a time axis, as a file for chrome://tracing or perfetto.
 
-A process for each rank, a row for each group in it, a box for each collective from its issue to its
-end, arrows from the lowest rank's to the same collective on the others. What is in flight at once
-needs rows of its own: boxes of one row have to be nested, or viewers drop them.
+The file has a process for each rank, a row for each of its groups, a box for each collective from
+its issue to its end, and arrows from the lowest rank's box to the same collective on the others.
+Collectives that are in flight at once get rows of their own: viewers drop boxes of one row that
+overlap without being nested.
 
-It is made of the flight recorders, which are always on, so it shows the last collectives before it
-was asked for: a trace need not be begun in advance.
+The data comes from the flight recorders. They are always on, so the file shows the last collectives
+before the request, and no trace has to be started in advance.
 
-Clocks of different hosts differ. No rank leaves a collective in which all wait for all before the
-last one has come to it, and all leave it at nearly the same moment: the median of what the ends of
-many collectives differ by is what the clocks differ by.
+Clocks of different hosts differ. In a collective in which all ranks wait for all, every rank leaves
+at nearly the same moment, after the last rank's arrival. So the median difference of the ends of
+many such collectives is the difference of the clocks.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from actors.whereabouts import Whereabouts
 from collectives import FlightRecording, RecordedCollective
 from collectives.contract.operation import State
 
-_FEWEST_ENDS = 3  # to tell a clock by
+_FEWEST_ENDS = 3  # fewer shared collectives do not show the difference of two clocks
 _SYNCHRONIZING = ("barrier", "all_reduce", "all_gather")
 
 
 @dataclass(frozen=True, slots=True)
 class RankTraced:
-    """host: ranks of one host have one clock. seat: its place in the session; after a failure two
-    workers may have had the same rank."""
+    """One rank's recordings. host: ranks of one host share a clock. seat: the worker's place in the
+    session, since two workers may have had the same rank after a failure."""
 
     seat: int
     rank: int
@@ -43,27 +44,28 @@ class RankTraced:
 def traced(
     said: Mapping[int, tuple[WorkerSnapshot, Whereabouts] | str],
 ) -> tuple[list[RankTraced], dict[int, str]]:
-    """The ranks, and by seat why a worker said nothing. said: by seat.
+    """The ranks that have recordings, and by seat the reason why a worker has none. said: the
+    workers' answers, by seat.
 
-    The rank is that of the last generation, as the session's group counts it.
+    The rank is that of the last generation, in the session's group.
     """
     ranks: list[RankTraced] = []
     silent: dict[int, str] = {}
-    for seat, word in said.items():
-        if isinstance(word, str):
-            silent[seat] = word
+    for seat, answer in said.items():
+        if isinstance(answer, str):
+            silent[seat] = answer
             continue
-        who, whereabouts = word
+        worker, whereabouts = answer
         if not whereabouts.recordings:
             silent[seat] = "has not met the other ranks"
             continue
-        host = f"{who.info.hostname} ({who.info.node_id[:8]})"
+        host = f"{worker.info.hostname} ({worker.info.node_id[:8]})"
         ranks.append(RankTraced(seat, whereabouts.recordings[0].rank, host, whereabouts))
     return sorted(ranks, key=lambda one: one.rank), silent
 
 
 def events(ranks: Sequence[RankTraced]) -> list[dict[str, Any]]:
-    """In the format of Chrome's trace viewer; times in microseconds since the first issue."""
+    """The events in the format of Chrome's trace viewer; times in µs since the first issue."""
     offset_s = clock_offsets(ranks)
     issued = [c.issued_at - offset_s[r.seat] for r, _, c in _all(ranks)]
     if not issued:
@@ -72,7 +74,7 @@ def events(ranks: Sequence[RankTraced]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     ends: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)  # by flow, by rank
     for traced in ranks:
-        pid = traced.seat + 1  # 0 is the idle process of viewers.
+        pid = traced.seat + 1  # Viewers treat process 0 as idle.
         made.append(_named("process_name", pid, 0, f"rank {traced.rank} on {traced.host}"))
         made.append(
             {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0}
@@ -88,8 +90,8 @@ def events(ranks: Sequence[RankTraced]) -> list[dict[str, Any]]:
                 row = next((n for n, free in enumerate(free_at) if free <= start_us), len(free_at))
                 if row == len(free_at):
                     free_at.append(0.0)
-                    told = f"group {recording.name}" + (f", {row + 1} at once" if row else "")
-                    made.append(_named("thread_name", pid, tid + 1 + row, told))
+                    label = f"group {recording.name}" + (f", {row + 1} at once" if row else "")
+                    made.append(_named("thread_name", pid, tid + 1 + row, label))
                 free_at[row] = stop_us
                 where = {"pid": pid, "tid": tid + 1 + row, "ts": start_us, "cat": "collective"}
                 made.append(where | _box(recording, collective, stop_us - start_us))
@@ -117,7 +119,7 @@ def _box(
 
 
 def _arrows(ends: Mapping[str, Mapping[int, dict[str, Any]]]) -> Iterable[dict[str, Any]]:
-    """From the lowest rank to each other one: an arrow has one beginning and one end."""
+    """One arrow from the lowest rank to each other rank: an arrow has one start and one end."""
     for flow, by_rank in ends.items():
         first, *others = sorted(by_rank)
         for rank in others:
@@ -131,9 +133,9 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def clock_offsets(ranks: Sequence[RankTraced]) -> dict[int, float]:
-    """By seat, seconds to take from its times, so that they are those of the first host's clock.
+    """By seat, the seconds to subtract from its times, so that they fit the first host's clock.
 
-    0 for a host that shares no collective with it in which all wait for all.
+    0 for a host that shares too few collectives with it in which all ranks wait for all.
     """
     if not ranks:
         return {}
@@ -176,7 +178,7 @@ def _all(
 
 
 def as_json(ranks: Sequence[RankTraced], silent: Mapping[int, str]) -> dict[str, Any]:
-    """The whole file. silent: by seat, why a worker said nothing."""
+    """The whole file. silent: by seat, the reason why a worker has no recordings."""
     offsets = clock_offsets(ranks)
     return {
         "traceEvents": events(ranks),
