@@ -114,7 +114,7 @@ async def test_a_worker_that_dies_before_it_has_handed_over_takes_its_shard_alon
 
 HEARING = """
 import os, signal, sys, threading
-from actors.notice import hear_sigterm
+from actors.worker.sigterm import hear_sigterm
 heard = threading.Event()
 hear_sigterm(heard.set)
 read, write = os.pipe()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
 
 from ..calls import Actor
 from ..errors import ends_a_generation
-from ..messages import NOWHERE, Assignment, Frozen, Progress, Resumption, RunRequest
+from ..messages import NOWHERE, Assignment, Frozen, Resumption, RunRequest
 
 if TYPE_CHECKING:
     from collectives.group import Group
@@ -66,64 +67,33 @@ class Lifeline:
             except Exception as error:
                 if not self.goes_on or not ends_a_generation(error):
                     raise
-                # Nothing was begun here: it needs nothing registered to begin once more.
-                self.regenerate(
-                    error,
-                    tuple,
-                    NOWHERE,
-                    is_parked=False,
-                    can_restart=True,
-                    spare=0,
-                    handed_over=False,
-                )
+                # Nothing has begun here, so nothing has to be registered to begin once more.
+                frozen = self.leave_generation(error)
+                self.regenerate(replace(frozen, is_parked=False, can_restart=True))
                 continue
             told = self.last_resumption
             has_begun = told is not None and told.entered != NOWHERE
             return self.assignment, group, told if has_begun else None
 
-    def regenerate(
-        self,
-        error: BaseException,
-        progress: Callable[[], tuple[Progress, ...]],
-        entered: int,
-        *,
-        is_parked: bool,
-        can_restart: bool,
-        spare: int,
-        handed_over: bool,
-        missing: str = "",
-        plain_steps: int = 0,
-        can_save: bool = False,
-        saved: str = "",
-    ) -> Resumption:
-        """Freeze this rank, and wait for the driver's decision. Blocks the training thread.
+    def leave_generation(self, error: BaseException) -> Frozen:
+        """End the generation for this rank: nothing of it can complete here any more.
 
-        1. End the generation for this rank: nothing of it can complete here any more.
-        2. Say how far this rank is, and wait.
-        3. Note which generation comes next; `connect` meets the others.
-
-        Raises what the run was stopped with, if it does not go on.
+        Returns the report for `regenerate`, of a rank that has not begun. How far a rank is must be
+        read after this call, when it can no longer change.
         """
         met = self._as_collective_error(error)
         if self.group is not None and not self.group.failure():
-            self.group.abort(met)  # 1
-        frozen = Frozen(
-            self.assignment.rank,
-            self.generation,
-            progress(),
-            met,
-            entered,
-            is_parked,
-            can_restart,
-            spare,
-            handed_over,
-            missing,
-            plain_steps,
-            can_save,
-            saved,
-        )
+            self.group.abort(met)
+        return Frozen(self.assignment.rank, self.generation, (), met, NOWHERE)
+
+    def regenerate(self, frozen: Frozen) -> Resumption:
+        """Report that this rank is frozen, and wait for the driver's decision.
+
+        Blocks the training thread. `connect` then meets the others in the next generation.
+        Raises the error that the run was stopped with, if it does not go on.
+        """
         run = self._request.run
-        self._tell(lambda driver: driver.froze.remote(run, frozen))  # 2
+        self._tell(lambda driver: driver.froze.remote(run, frozen))
         with self._changed:
             self._changed.wait_for(lambda: self._resumption or self._stop_error)
             self._unanswered = None
@@ -132,7 +102,7 @@ class Lifeline:
             resumption, self._resumption = self._resumption, None
             assert resumption is not None
             self.last_resumption = resumption
-            self.assignment = resumption.assignment  # 3
+            self.assignment = resumption.assignment
             self.generation = self.assignment.generation
             self._freeze_error = None
         return resumption

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from actors.errors import StateLost, ends_a_generation
@@ -264,10 +264,10 @@ class Recovery:
         self, error: BaseException, entered: int, *, is_parked: bool, handed_over: bool = False
     ) -> Resumption:
         missing = "" if entered == NOWHERE else self._missing()
-        return self._lifeline.regenerate(
-            error,
-            self._progress,
-            entered,
+        frozen = replace(
+            self._lifeline.leave_generation(error),
+            progress=self._progress(),
+            entered=entered,
             is_parked=is_parked,
             can_restart=not missing,
             spare=self._spare(),
@@ -277,6 +277,7 @@ class Recovery:
             can_save=self._can_save(),
             saved=self._saved,
         )
+        return self._lifeline.regenerate(frozen)
 
     def _spare(self) -> int:
         """Ranks that may go at once, as others have what they keep."""
