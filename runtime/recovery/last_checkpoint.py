@@ -43,7 +43,7 @@ from ..process.registry import Registry
 from ..zero.optimizer_state import MASTER
 from ..zero.shard_state import VALUES, HeldState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from .restart import Retained, Summary, leader_of, up_to_date
+from .restart import RestartState, Summary, leader_of, up_to_date
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Saveable:
     step: int = 0
 
     @classmethod
-    def of(cls, registry: Registry, retained: Retained, step: int) -> Self:
+    def of(cls, registry: Registry, retained: RestartState, step: int) -> Self:
         made = cls({entry.name: kind_of(entry) for entry in registry}, step=step)
         for entry in registry:
             if isinstance(entry.object, ZeroRedundancyOptimizer):
@@ -117,7 +117,7 @@ class _Word:
 
 def save(
     saveable: Saveable,
-    retained: Retained,
+    retained: RestartState,
     was_there: bool,
     data: Any,
     group: Group,

@@ -15,7 +15,7 @@ from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
-class Made:
+class LiveObjects:
     """Of one rank; of the function as it runs now."""
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ from ..data_parallel.reducer import Mode
 from ..join.join import Joinable
 from ..process.registry import Registered, Registry
 
-Place = tuple[int, int]
+StepCount = tuple[int, int]
 """The number of the last step that a rank has, and of the last that its own optimizer has taken;
 less where Join has brought it the parameters of a rank that took more."""
 
@@ -66,7 +66,7 @@ class PlainSteps:
         self._handles: list[RemovableHandle] = []
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StepCount:
         return self._taken, self._stepped
 
     @property

@@ -51,12 +51,11 @@ from ..partition.resharding import Range
 from ..process.registry import Registered, Registry
 from ..zero.shard_state import Description, HeldState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from . import last_checkpoint
-from . import waiting_steps as whole_parameters
+from . import last_checkpoint, waiting_steps
 from .last_checkpoint import Saveable
-from .live_objects import Made
+from .live_objects import LiveObjects
 from .plain_optimizer_steps import PlainSteps
-from .restart import Retained, Summary, leader_of, up_to_date
+from .restart import RestartState, Summary, leader_of, up_to_date
 
 
 class RunningCall(Protocol):
@@ -111,7 +110,7 @@ class Recovery:
 
     def __init__(self, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
-        self._made = Made()
+        self._made = LiveObjects()
         self._entered = lifeline.generation
         self._entry: Entry | None = None
         """Into the generation that this rank was about to enter; the others may have."""
@@ -124,7 +123,7 @@ class Recovery:
         self._on_the_way: Mapping[int, HeldState] = {}
         """By id() of an optimizer, what it has of attempts to go on in place, when its function is
         to run again. Others may have entered that generation, and dropped what came here."""
-        self._retained: Retained | None = None
+        self._retained: RestartState | None = None
         """Of before the function was run again; until a step has been agreed on since."""
         self._is_newcomer = False
         """This rank has nothing of its own to go on with, until such a step."""
@@ -493,7 +492,7 @@ class Recovery:
             self._made.catch_up(resumption.progress)
         if self._retained is None:
             registry, place = self._call.registry, self._plain.place
-            self._retained = Retained.of(registry, place, self._on_the_way)
+            self._retained = RestartState.of(registry, place, self._on_the_way)
             self._data = self._call.told_data(committed=True)
             if self._keeps_checkpoints and self._has_stepped:
                 self._saveable = Saveable.of(registry, self._retained, self._call.step)
@@ -524,9 +523,9 @@ class Recovery:
     def _meet_waiting(self, optimizer: ZeroRedundancyOptimizer) -> None:
         """As `meet`, of a rank that waits in a step of this optimizer, which counts."""
         registry = self._call.registry
-        has = whole_parameters.Holdings.of_live(registry, self._on_the_way)
+        has = waiting_steps.Holdings.of_live(registry, self._on_the_way)
         group = self._lifeline.connect()
-        whole_parameters.complete(group, has, registry, optimizer)
+        waiting_steps.complete(group, has, registry, optimizer)
         self._met = group.generation
 
     def connect(self) -> Group:
@@ -543,8 +542,8 @@ class Recovery:
         if self._met == group.generation:
             return
         assert self._retained is not None
-        has = whole_parameters.Holdings.of_retained(self._retained)
-        whole_parameters.complete(group, has)
+        has = waiting_steps.Holdings.of_retained(self._retained)
+        waiting_steps.complete(group, has)
         self._met = group.generation
 
     def forget(self) -> None:
@@ -556,7 +555,7 @@ class Recovery:
 
     def begin_as_newcomer(self) -> None:
         """The function runs for the first time here, and has run elsewhere."""
-        self._retained, self._is_newcomer = Retained(), True
+        self._retained, self._is_newcomer = RestartState(), True
 
     def begin_again(
         self, resumption: Resumption, group: Group, steps: Steps

@@ -26,7 +26,7 @@ from ..partition.resharding import Range
 from ..process.registry import Registered, Registry
 from ..zero.shard_state import Description, HeldState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from .plain_optimizer_steps import Place
+from .plain_optimizer_steps import StepCount
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class Summary:
     """
 
     was_there: bool
-    place: Place
+    place: StepCount
     steps_taken: int
     held: Mapping[str, tuple[list[Range], Mapping[int, Description]]]
     data: Any
 
 
 @dataclass(slots=True)
-class Retained:
+class RestartState:
     """One rank's. optimizers: by name, in the order of their making. tensors: of modules, by their
     names in them. synced: of models, the step whose buffers these are. states: of everything else.
     place, steps_taken: as in Summary; None: not known yet."""
@@ -65,11 +65,13 @@ class Retained:
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     synced: dict[str, int] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
-    place: Place = (0, 0)
+    place: StepCount = (0, 0)
     steps_taken: int | None = None
 
     @classmethod
-    def of(cls, registry: Registry, place: Place, on_the_way: Mapping[int, HeldState]) -> Retained:
+    def of(
+        cls, registry: Registry, place: StepCount, on_the_way: Mapping[int, HeldState]
+    ) -> RestartState:
         """on_the_way: by id() of an optimizer, what it has received beyond what it steps."""
         retained = cls(place=place)
         for entry in registry:

@@ -28,7 +28,7 @@ from ..partition.resharding import Range, Transfer, by_holders
 from ..process.registry import Registry
 from ..zero.shard_state import VALUES, HeldState, exchange
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from .restart import Retained
+from .restart import RestartState
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Holdings:
     buffers: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of_retained(cls, retained: Retained) -> Holdings:
+    def of_retained(cls, retained: RestartState) -> Holdings:
         """Of a rank that has left its function, or is new."""
         held = {name: one.held for name, one in retained.optimizers.items()}
         return cls(held, retained.synced, retained.tensors)
