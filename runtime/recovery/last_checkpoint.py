@@ -1,12 +1,12 @@
 """The checkpoint that the ranks of a run write when it is given up: of what they hold, as it lies.
 
-Their functions have been left, as for running them again from the top, and what they had registered
-is retained (recovery/restart.py). Nothing is moved and no object is made for it:
+The functions of the ranks have been left, as for running them again from the top, and what they had
+registered is retained (restart.py). No state is moved and no object is made for the checkpoint:
 
-    (a) tell each other what is held, and where each was in its data,
+    (a) the ranks tell each other what they hold, and where each was in its data,
     (b) of each range of a sharded state, the lowest rank that holds it writes it,
-    (c) what all ranks have alike is written by one, what each has of its own by itself,
-    (d) and the manifest comes last, as of any checkpoint (checkpoint/checkpoints.py).
+    (c) the leader writes what all ranks have alike, each rank what it has of its own,
+    (d) and the manifest comes last, as in any checkpoint (checkpoint/checkpoints.py).
 
 A layout tells what the ranges are of: in a checkpoint state has the names of parameters.
 """
@@ -123,13 +123,14 @@ def save(
     group: Group,
     config: CheckpointConfig,
 ) -> str:
-    """Write it, on all ranks of `group`; the path, once it is whole.
+    """Write the checkpoint; all ranks of `group` call it. Returns its path, once it is whole.
 
-    saveable, retained: empty on a rank that was not there before the end (was_there), which writes
-    nothing. data: where this rank was in its data, up to the last step that counts.
+    saveable, retained: empty on a rank that was not there before the end, which writes nothing.
+    was_there: whether this rank was there before the end.
+    data: where this rank was in its data, up to the last step that counts.
 
-    Raises StateLost, on all ranks, if nobody has some of it any more; what saving raises; and what
-    ends the group.
+    Raises StateLost on all ranks if no rank has some part of the state any more, what saving
+    raises, and what ends the group.
     """
     mine = _Word(retained.summary(was_there, data), saveable.kinds, saveable.step)
     words: list[_Word] = all_gather_object(group, mine)  # (a)
@@ -157,7 +158,7 @@ def save(
             more = collect_own((name,), state)
         found.ranges += more.ranges
         found.leaves |= more.leaves
-    # A place of its own among them: nothing of what was being written when the ranks were left.
+    # Not those of the call, which may have been writing one when the function was left.
     checkpoints = Checkpoints(group, Registry(), replace(config, resume=NEVER))
     checkpoints.begin()
     newest = up_to_date([word.summary for word in words])
@@ -170,7 +171,7 @@ def save(
 
 
 def newest(config: CheckpointConfig) -> str | None:
-    """The path of the last checkpoint that is there."""
+    """The path of the newest checkpoint in the session's storage."""
     storage = open_storage(config.storage_path)
     return next((storage.path_of(name) for name in catalog.listing(storage).whole), None)
 
