@@ -79,7 +79,7 @@ class InPlace:
         """Into the generation that this rank was about to enter; the others may have."""
 
     def begin(self) -> None:
-        """No attempt to go on has been made yet."""
+        """No attempt to go on has been made."""
         self.held, self._entry = {}, None
 
     def go_on(self, resumption: Resumption) -> None:
@@ -112,6 +112,7 @@ class InPlace:
                         step, live = optimizer.progress.ballots, list(optimizer.last_live)
                 model.sync_buffers_again(synced, step or max(synced), live)
         self._objects.launch_again([one.passes for one in standings])  # (g)
+        self.begin()  # What is left in `held` is of optimizers that some ranks have dropped.
 
     def hand_over(self, resumption: Resumption) -> None:
         """Return when all ranks that stay have what they keep without those that leave. No rank

@@ -108,7 +108,7 @@ class RankState:
         """Of each generation that was formed since: by rank in it, the rank in the one before."""
         self._restart: Resumption | None = None
         self._kept = _NOTHING
-        """Of when the function was left that had the last step that counts."""
+        """Facts of the call that has taken the last step that counts, as it was left."""
         self._met = NOWHERE
         self._handed_over = NOWHERE
         self._saved = ""
@@ -126,8 +126,11 @@ class RankState:
     # -- the report --------------------------------------------------------------------------------
 
     def report(self, frozen: Frozen, facts: Facts, where: Where) -> Frozen:
-        """What the driver is told of this rank. frozen: the beginnings of it, as of any rank.
-        facts: read behind the end of the generation."""
+        """What this rank reports to the driver.
+
+        frozen: the report as the lifeline begins it (leave_generation).
+        facts: read after that.
+        """
         return replace(
             frozen,
             progress=self._progress(facts),
@@ -186,7 +189,7 @@ class RankState:
         return ranks
 
     def handed_over(self, generation: int) -> None:
-        """In this generation, those that leave have handed over to all who stay."""
+        """In this generation the ranks that leave have handed over to all that stay."""
         self._handed_over = generation
 
     def entered_in_place(self, generation: int) -> None:
@@ -230,6 +233,7 @@ class RankState:
             self.stage = Stage.LEFT
 
     def runs_again(self, generation: int) -> None:
+        """The function is called once more, in this generation."""
         self.entered, self._formed = generation, []
         if not self.is_newcomer:
             self.stage = Stage.RESTARTED

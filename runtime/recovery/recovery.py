@@ -70,6 +70,7 @@ class Recovery:
     def attach(self, call: RunningCall) -> None:
         """The function runs, in this call."""
         self._objects.begin(call)
+        self.in_place.begin()
         self.from_the_top.begin_call()
 
     def watch_model(self, model: DistributedDataParallel) -> None:
