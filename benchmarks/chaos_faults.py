@@ -136,7 +136,9 @@ PHASES: dict[str, Arm] = {
         call_of(ctx).recovery._lifeline, "connect", act, is_after=False
     ),
     "recovery (d)": lambda _, optim, act: around(optim.shard, "complete", act, is_after=False),
-    "recovery (e)": lambda ctx, _, act: around(call_of(ctx).recovery, "_deal", act, is_after=False),
+    "recovery (e)": lambda ctx, _, act: around(
+        call_of(ctx).recovery.in_place, "deal", act, is_after=False
+    ),
     "recovery (f)": lambda _, optim, act: around(optim.shard, "gather", act, is_after=True),
     "after the recovery": lambda ctx, _, act: around(
         call_of(ctx).recovery, "recover", act, is_after=True

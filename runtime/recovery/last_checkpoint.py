@@ -1,12 +1,12 @@
 """The checkpoint that the ranks of a run write when it is given up: of what they hold, as it lies.
 
-Their functions have been left, as for running them again from the top, and what they had registered
-is retained (recovery/restart.py). Nothing is moved and no object is made for it:
+The functions of the ranks have been left, as for running them again from the top, and what they had
+registered is retained (restart.py). No state is moved and no object is made for the checkpoint:
 
-    (a) tell each other what is held, and where each was in its data,
-    (b) each range of a sharded state is written by one of the ranks that hold it,
-    (c) what all ranks have alike is written by one, what each has of its own by itself,
-    (d) and the manifest comes last, as of any checkpoint (checkpoint/checkpoints.py).
+    (a) the ranks tell each other what they hold, and where each was in its data,
+    (b) one of the ranks that hold a range of a sharded state writes it,
+    (c) the leader writes what all ranks have alike, each rank what it has of its own,
+    (d) and the manifest comes last, as in any checkpoint (checkpoint/checkpoints.py).
 
 A `SavedOptimizer` tells what the ranges are of: in a checkpoint state has names of parameters.
 """
@@ -34,7 +34,7 @@ from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..partition.resharding import RangesLost, plan_transfers
 from ..process.registry import Registry
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from .restart import Retained, Summary, leader_of, up_to_date
+from .restart import RestartState, Summary, leader_of, up_to_date
 
 _CHECKPOINT = -1
 """Where ranges go when they are written: a target of transfers that is no rank."""
@@ -56,7 +56,7 @@ class Saveable:
     step: int = 0
 
     @classmethod
-    def of(cls, registry: Registry, retained: Retained, step: int) -> Self:
+    def of(cls, registry: Registry, retained: RestartState, step: int) -> Self:
         made = cls({entry.name: kind_of(entry) for entry in registry}, step=step)
         for entry in registry:
             if isinstance(entry.object, ZeroRedundancyOptimizer):
@@ -90,19 +90,20 @@ class _Word:
 
 def save(
     saveable: Saveable,
-    retained: Retained,
+    retained: RestartState,
     was_there: bool,
     data: Any,
     group: Group,
     config: CheckpointConfig,
 ) -> str:
-    """Write it, on all ranks of `group`; the path, once it is whole.
+    """Write the checkpoint; all ranks of `group` call it. Returns its path, once it is whole.
 
-    saveable, retained: empty on a rank that was not there before the end (was_there), which writes
-    nothing. data: where this rank was in its data, up to the last step that counts.
+    saveable, retained: empty on a rank that was not there before the end, which writes nothing.
+    was_there: whether this rank was there before the end.
+    data: where this rank was in its data, up to the last step that counts.
 
-    Raises StateLost, on all ranks, if nobody has some of it any more; what saving raises; and what
-    ends the group.
+    Raises StateLost on all ranks if no rank has some part of the state any more, what saving
+    raises, and what ends the group.
     """
     word = _Word(retained.summary(was_there, data), saveable.kinds, saveable.step)
     words: list[_Word] = all_gather_object(group, word)  # (a)
@@ -130,7 +131,7 @@ def save(
             collect_own((name, there.index(group.rank)), state, found)
         elif group.rank == leader:
             collect_own((name,), state, found)
-    # A place of its own among them: nothing of what was being written when the ranks were left.
+    # Not those of the call, which may have been writing one when the function was left.
     checkpoints = Checkpoints(group, Registry(), replace(config, resume=NEVER))
     checkpoints.begin()
     newest = up_to_date([word.summary for word in words])
@@ -143,6 +144,6 @@ def save(
 
 
 def newest(config: CheckpointConfig) -> str | None:
-    """The path of the last checkpoint that is there."""
+    """The path of the newest checkpoint in the session's storage."""
     storage = open_storage(config.storage_path)
     return next((storage.path_of(name) for name in catalog.listing(storage).whole), None)

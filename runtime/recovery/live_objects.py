@@ -1,36 +1,78 @@
-"""What a train function has made that goes from one generation to the next with it.
+"""What the train function of a rank has made, and what it says when its generation has ended.
 
-Sharded optimizers and models, numbered in the order of their making, which is alike on all ranks.
-Those that the user has dropped leave a gap.
+Sharded optimizers and models are numbered in the order of their making, which is alike on all
+ranks. Those that the user has dropped leave a gap.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from actors.messages import DROPPED, Progress
+from actors.messages import DROPPED, Assignment, Progress
+from collectives import Group
+from collectives.contract.operation import State
 
+from ..checkpoint.checkpoints import Checkpoints
+from ..data.dealer import Dealer
 from ..data_parallel.engine import ModelEngine
+from ..join import join
+from ..process.registry import Registry
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from .plain_optimizer_steps import OnTaken, PlainSteps
+from .rank_state import Facts
 
 
-class Made:
-    """Of one rank; of the function as it runs now."""
+class RunningCall(Protocol):
+    """What recovery asks of the call of the train function (function_call.py)."""
 
-    def __init__(self) -> None:
+    dealer: Dealer
+    registry: Registry
+    checkpoints: Checkpoints | None
+    group: Group
+
+    @property
+    def step(self) -> int: ...
+
+    def enter(self, assignment: Assignment, group: Group) -> None: ...
+
+    def count_step(self) -> None: ...
+
+    def told_data(self, *, committed: bool = False) -> dict[str, Any]: ...
+
+
+class LiveObjects:
+    """One rank's, for one run; of the function's call that was begun last.
+
+    plain: the steps of optimizers that are not sharded.
+    on_plain_step: called when one of those counts (PlainSteps).
+    """
+
+    def __init__(self, on_plain_step: OnTaken) -> None:
+        self.plain = PlainSteps(on_plain_step)
+        self.stepped_last: ZeroRedundancyOptimizer | None = None
+        """Its step is over here. Other ranks may still be in it, and need what this rank holds,
+        also when the function has returned; they have ended it when another step is over."""
+        self._call: RunningCall | None = None
+        self._began_at = 0.0
         self._optimizers: list[weakref.ref[ZeroRedundancyOptimizer]] = []
         self._models: list[weakref.ref[ModelEngine]] = []
-        self.stepped_last: ZeroRedundancyOptimizer | None = None
-        """Its step is over here. Others may still be in it, and need what this rank holds, also
-        when the function has returned; they have ended it when another step is over."""
 
-    def begin(self) -> None:
-        """The function runs, and makes all anew."""
+    def begin(self, call: RunningCall) -> None:
+        """The function is called, and makes all its objects anew."""
         for model in self.models().values():
             model.let_go()
+        self.plain.begin()
+        self._call, self._began_at = call, time.time()
         self._optimizers, self._models = [], []
         self.stepped_last = None
+
+    @property
+    def call(self) -> RunningCall:
+        assert self._call is not None
+        return self._call
 
     def add_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
@@ -39,30 +81,68 @@ class Made:
         self._models.append(weakref.ref(model))
 
     def optimizers(self) -> dict[int, ZeroRedundancyOptimizer]:
-        """By number, those that are still there."""
+        """Those that are still there, by number."""
         return {n: one for n, made in enumerate(self._optimizers) if (one := made())}
 
     def models(self) -> dict[int, ModelEngine]:
         """As `optimizers`."""
         return {n: one for n, made in enumerate(self._models) if (one := made())}
 
-    def progress(self) -> list[Progress]:
-        """Of the optimizers, the dropped ones too."""
-        return [one.progress if (one := made()) else DROPPED for made in self._optimizers]
+    def has_taken_part(self) -> bool:
+        """Whether any collective of the function has come to its end. If not, no other rank has
+        anything of this one."""
+        return any(
+            one.state is State.DONE and one.issued_at >= self._began_at
+            for recording in self.call.group.flight_recorders()
+            for one in recording.collectives
+        )
+
+    def facts(self) -> Facts:
+        """What the objects say now. Read it behind the end of the generation, when nothing of it
+        can complete any more."""
+        if self._call is None:  # A newcomer, before the first call.
+            return Facts()
+        optimizers, checkpoints = self.optimizers(), self._call.checkpoints
+        return Facts(
+            # Of those that were dropped, too.
+            tuple(one.progress if (one := made()) else DROPPED for made in self._optimizers),
+            self._missing(),
+            self.plain.place[0],
+            self.plain.has_begun,
+            min((one.shard.replicas - 1 for one in optimizers.values()), default=None),
+            self._call.group.size - 1 if self.plain.is_watching else 0,
+            join.follows_groups(),
+            checkpoints is not None and checkpoints.config is not None,
+        )
+
+    def _missing(self) -> str:
+        """What keeps the function from running again: a sharded or reduced object that is not
+        registered. Empty if nothing does, or the function has not come to that yet."""
+        registered = {id(entry.object) for entry in self.call.registry}
+        optimizers, models = self.optimizers().values(), self.models().values()
+        if not optimizers and not models:
+            return (
+                "it has not registered a DistributedDataParallel of the session's group with its "
+                "optimizer (ctx.register)"
+            )
+        if any(id(one) not in registered for one in optimizers):
+            return "it has not registered its model and its ZeroRedundancyOptimizer (ctx.register)"
+        return self.plain.why_not_again(self.call.registry, models)
 
     def catch_up(self, progress: Sequence[Progress]) -> None:
-        """Take the steps that others have seen the ballots of. progress: of the optimizers, as it
-        was decided."""
+        """Take the steps whose ballots other ranks have seen. progress: of the optimizers, as the
+        driver has decided it."""
         for number, optimizer in self.optimizers().items():
             optimizer.catch_up(progress[number])
 
     def launch_again(self, passes: Sequence[Mapping[int, int]]) -> None:
-        """Send what was kept of steps that do not count yet, in the order of the first time, in
-        which ranks that are not as far yet will launch. passes: by rank, of each model that it has
-        how often its gradients were sent.
+        """Send again what was kept of steps that do not count yet.
 
-        Who is a pass behind others holds gradients that nobody will step with: a loss of one model
-        that went through another one, whose own next pass the others have sent already.
+        They go in the order of the first time, in which ranks that are not as far yet will launch.
+        passes: by rank, how often the gradients of each model that it has were sent.
+
+        A rank that is a pass behind the others holds gradients that no rank will step with: a loss
+        of one model went through another one, whose own next pass the others have sent already.
         """
         models = self.models()
         kept = [

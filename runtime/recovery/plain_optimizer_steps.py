@@ -1,19 +1,21 @@
 """Steps of plain optimizers, in a run that goes on when a worker is lost.
 
-A plain optimizer steps each rank's own copy of everything, by itself. So such a step is never left
-half-way, and nobody can take it up for another rank either. What all ranks have of it is the
-agreement in the last bucket of its backward pass. Here they are counted:
+A plain optimizer steps each rank's own copy of everything. So such a step is never left half-way,
+and no rank can take it for another one either. What all ranks have in common of it is the agreement
+in the last bucket of its backward pass. Agreements and steps are counted here:
 
     a backward pass is reduced      agreement n is *seen*, the same one on all ranks
     optimizer.step() has returned   step n is *taken*, on this rank
                                     what the agreement said of the samples counts now
 
-Not before: in between the scaler may leave the step out, or a collective of the user's may fail.
-When ranks are lost, those that are left are one step apart at most: nobody sees agreement n + 1
-before all have voted in it, and so have taken step n. (Not those that have joined: Join.) The
-functions run again from the top, and what the furthest of them has registered is taken over by all,
-with its view of the samples (recovery/restart.py). So a step that one of them has taken counts, and
-one that none has taken is taken again, by those who are there, over samples that were dealt anew.
+The samples do not count before: between the two moments the scaler may leave the step out, or a
+collective of the user's may fail.
+
+When ranks are lost, those that are left are one step apart at most: no rank sees agreement n + 1
+before all have voted in it, and so have taken step n. (Ranks that have joined take none: Join.) The
+functions run again from the top, and all ranks take over what the furthest of them has registered,
+with its view of the samples (restart.py). So a step that one of them has taken counts. A step that
+none has taken is taken again, by the ranks that are there, over samples that were dealt anew.
 
 Several optimizers that step with one backward pass count as one. With a backward pass for each, a
 loss may come between the two steps: then the second one is left out for these samples.
@@ -33,16 +35,24 @@ from ..data_parallel.engine import ModelEngine
 from ..join.join import Joinable
 from ..process.registry import Registered, Registry
 
-Place = tuple[int, int]
-"""The number of the last step that a rank has, and of the last that its own optimizer has taken;
-less where Join has brought it the parameters of a rank that took more."""
+Cursors = tuple[tuple[int, ...], ...]
+"""What a vote says of the samples: by rank, how many it has taken of each iteration (Dealer)."""
+
+OnTaken = Callable[[Cursors, list[int]], None]
+
+StepCount = tuple[int, int]
+"""The number of the last step that a rank has, and of the last step that its own optimizer has
+taken. The second is less where Join has brought it the parameters of a rank that took more."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """One registered optimizer. stepped_at: agreements seen at its last step, -1 before it.
+    """One registered optimizer.
+
+    stepped_at: agreements seen at its last step, -1 before it.
     inside: agreements seen since its `step` was called; None outside.
-    is_apart: it has stepped twice with no agreement in between."""
+    is_apart: it has stepped twice with no agreement in between.
+    """
 
     name: str
     optimizer: weakref.ref[torch.optim.Optimizer]
@@ -52,20 +62,23 @@ class _Watched:
 
 
 class PlainSteps:
-    """Of one rank, for one run. on_taken: called with what the agreement said of the samples, by
-    rank, and with the numbers of the iterations that it is about (Dealer.inside)."""
+    """One rank's, for one run.
 
-    def __init__(self, on_taken: Callable[[tuple[tuple[int, ...], ...], list[int]], None]) -> None:
+    on_taken: called when a step counts, with what the agreement said of the samples and with the
+    numbers of the iterations that it is about (Dealer.inside).
+    """
+
+    def __init__(self, on_taken: OnTaken) -> None:
         self._on_taken = on_taken
         self._seen = 0
         self._taken = 0
         self._stepped = 0
-        self._agreed: tuple[tuple[tuple[int, ...], ...], list[int]] | None = None
+        self._agreed: tuple[Cursors, list[int]] | None = None
         self._watched: list[_Watched] = []
         self._handles: list[RemovableHandle] = []
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StepCount:
         return self._taken, self._stepped
 
     @property
@@ -115,7 +128,7 @@ class PlainSteps:
             optimizer.register_step_post_hook(after),
         ]
 
-    def agreed(self, cursors: tuple[tuple[int, ...], ...], iterations: list[int]) -> None:
+    def agreed(self, cursors: Cursors, iterations: list[int]) -> None:
         """A backward pass was reduced on all ranks."""
         self._seen += 1
         self._agreed = cursors, iterations
@@ -136,7 +149,7 @@ class PlainSteps:
             self._on_taken(cursors, iterations)
 
     def why_not_again(self, registry: Registry, models: Iterable[ModelEngine]) -> str:
-        """What keeps the function from running again from the top, because of these models; empty
+        """What keeps the function from running again from the top, because of these models. Empty
         if nothing does."""
         registered = {id(entry.object) for entry in registry}
         for model in models:

@@ -1,10 +1,14 @@
 """What a rank keeps of its registered objects while its function runs again from the top.
 
-The function makes its objects anew and registers them under the same names. Each then takes over
-what was there: a sharded optimizer the shards, of whoever keeps them; a model, and whatever all
-ranks have alike, the state of one rank (the *leader*); what is registered per rank the state of its
-own rank. The leader is one that was there before, and of those one that has taken the last step of
-a plain optimizer (recovery/plain_optimizer_steps.py): others may have been left in it.
+The function makes its objects anew and registers them under the same names. Each object then takes
+over the state of the one before it:
+
+- a sharded optimizer takes its shards, from the ranks that keep them;
+- a model, and an object that all ranks have alike, takes the state of one rank, the *leader*;
+- an object that is registered per rank takes the state of its own rank.
+
+The leader is a rank that was there before, and of those one that has taken the last step of a plain
+optimizer (plain_optimizer_steps.py): other ranks may have been left in that step.
 """
 
 from __future__ import annotations
@@ -25,12 +29,13 @@ from ..data_parallel.same_model import broadcast_tensors
 from ..process.registry import Registered, Registry
 from ..zero.shard_state import Inventory, ShardState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from .plain_optimizer_steps import Place
+from .plain_optimizer_steps import StepCount
 
 
 @dataclass(frozen=True, slots=True)
 class RetainedOptimizer:
-    """held: what this rank keeps of the state. num_steps, options: equal on all ranks."""
+    """A sharded optimizer. held: what this rank keeps of its state. num_steps, options: equal on
+    all ranks."""
 
     held: ShardState
     progress: Progress
@@ -42,33 +47,42 @@ class RetainedOptimizer:
 class Summary:
     """What a rank tells the others of what it keeps, before the function runs again.
 
-    was_there: not a newcomer that has yet to take its first step. place: among the steps of plain
-    optimizers. steps_taken: in the run, of all optimizers. data: where it was in its data
-    (FunctionCall.told_data).
+    was_there: the rank is not a newcomer that has yet to take its first step.
+    place: among the steps of plain optimizers.
+    steps_taken: in the run, of all optimizers.
+    held: by name of a sharded optimizer, the ranges and what the state of a parameter consists of.
+    data: where the rank was in its data (FunctionCall.told_data).
     """
 
     was_there: bool
-    place: Place
+    place: StepCount
     steps_taken: int
     held: Mapping[str, Inventory]
     data: Any
 
 
 @dataclass(slots=True)
-class Retained:
-    """One rank's. optimizers: by name, in the order of their making. tensors: of modules, by their
-    names in them. synced: of models, the step whose buffers these are. states: of everything else.
-    place, steps_taken: as in Summary; None: not known yet."""
+class RestartState:
+    """What one rank keeps, by name of the registered object.
+
+    optimizers: the sharded ones, in the order of their making.
+    tensors: of each module, by their names in it.
+    synced: of each model, the step whose buffers these are.
+    states: of everything else.
+    place, steps_taken: as in Summary; None: not known yet.
+    """
 
     optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     synced: dict[str, int] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
-    place: Place = (0, 0)
+    place: StepCount = (0, 0)
     steps_taken: int | None = None
 
     @classmethod
-    def of(cls, registry: Registry, place: Place, on_the_way: Mapping[int, ShardState]) -> Retained:
+    def of(
+        cls, registry: Registry, place: StepCount, on_the_way: Mapping[int, ShardState]
+    ) -> RestartState:
         """on_the_way: by id() of an optimizer, what it has received beyond what it steps."""
         retained = cls(place=place)
         for entry in registry:
@@ -91,19 +105,15 @@ class Retained:
                 retained.states[entry.name] = copy.deepcopy(made.state_dict())
         return retained
 
-    def progress(self) -> list[Progress]:
-        """Of the optimizers, in the order of their making."""
-        return [one.progress for one in self.optimizers.values()]
-
     def summary(self, was_there: bool, data: Any) -> Summary:
         held = {name: one.held.inventory for name, one in self.optimizers.items()}
         return Summary(was_there, self.place, self.steps_taken or 0, held, data)
 
     def restore(self, entry: Registered, summaries: Sequence[Summary], group: Group) -> int | None:
-        """Bring an object that was registered again to its state; called alike on all ranks.
+        """Bring an object that was registered again to its state. All ranks call it alike.
 
         Returns the bytes of sharded state that this rank sent to others for it, or None if nothing
-        of this name was kept: it is new, and stays as it is.
+        of this name was kept: the object is new, and stays as it is.
         """
         leader = leader_of(summaries)
         made = entry.object
@@ -143,22 +153,26 @@ class Retained:
 
 
 def leader_of(summaries: Sequence[Summary]) -> int:
-    """Of the ranks that were there before the furthest, and of equal ones the lowest."""
+    """The rank that leads: of those that were there before the one that is furthest, and of equal
+    ones the lowest."""
     there = [rank for rank, one in enumerate(summaries) if one.was_there]
     return max(there, key=lambda rank: (summaries[rank].place, -rank))
 
 
 def up_to_date(summaries: Sequence[Summary]) -> list[Summary]:
-    """Of those that have the leader's step. What others tell of their data is of a step before."""
+    """The ranks that have the leader's step. What others say of their data is of a step before."""
     last = summaries[leader_of(summaries)].place[0]
     return [one for one in summaries if one.was_there and one.place[0] == last]
 
 
 @torch.no_grad()
 def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.Tensor]:
-    """Parameters and buffers. committed: buffers as they were after the last step that counts, for
-    a forward pass may have changed them since; and of all a copy, since the function may wrap the
-    same module anew, if it was handed it, which then starts from that of rank 0."""
+    """Parameters and buffers of a module.
+
+    committed: copies, with the buffers as they were after the last step that counts. A forward pass
+    may have changed them since. And where the function was handed the module it may wrap the same
+    one anew, whose tensors then start from those of rank 0.
+    """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     tensors = {name: p.detach() for name, p in inner.named_parameters()}
     buffers = dict(inner.named_buffers())

@@ -1,16 +1,16 @@
 """What comes first in a generation in which functions run again: the end of a step that counts.
 
 A rank may be inside such a step when its generation ends: it has stepped its shard, and does not
-have the others' parameters yet. What the loop's body does behind the step is done before the
-function is left, and may read them, as a moving average does. So all ranks meet before anything
-else, those that have left their functions and newcomers too:
+have the others' parameters yet. The loop's body goes on behind the step before the function is
+left, and may read the parameters, as a moving average does. So all ranks meet before anything else,
+also those that have left their functions, and newcomers:
 
     (a) each tells what it holds, and whether it waits inside a step that counts,
-    (b) of each range that a waiting rank lacks, one that holds it sends the values,
+    (b) one rank that holds it sends the values of each range that a waiting rank lacks,
     (c) and the buffers come from a rank that has ended the step, or the newest that took it.
 
-A range that nobody holds any more stays as it is: the state is lost, which is told where the
-functions begin.
+A range that no rank holds any more stays as it is. That state is lost, and the ranks raise
+StateLost where their functions begin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..partition.resharding import Range, plan_transfers
 from ..process.registry import Registry
 from ..zero.shard_state import Layout, ShardState, exchange
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from .restart import Retained
+from .restart import RestartState
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +52,27 @@ class _Want:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a rank has when it comes. held: by optimizer. synced: by model, the step whose buffers
-    it has. buffers: of these models, by name."""
+    """What a rank has when it comes.
+
+    held: by optimizer.
+    synced: by model, the step whose buffers it has.
+    buffers: of these models, by name.
+    """
 
     held: Mapping[str, ShardState] = field(default_factory=dict)
     synced: Mapping[str, int] = field(default_factory=dict)
     buffers: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of_retained(cls, retained: Retained) -> Holdings:
-        """Of a rank that has left its function, or is new."""
+    def of_retained(cls, retained: RestartState) -> Holdings:
+        """What a rank has that has left its function, or is new."""
         held = {name: one.held for name, one in retained.optimizers.items()}
         return cls(held, retained.synced, retained.tensors)
 
     @classmethod
     def of_live(cls, registry: Registry, held: Mapping[int, ShardState]) -> Holdings:
-        """Of a rank that waits. held: by id() of an optimizer, what it has of earlier attempts to
-        go on."""
+        """What a rank has that waits. held: by id() of an optimizer, what it has of earlier
+        attempts to go on."""
         states: dict[str, ShardState] = {}
         synced: dict[str, int] = {}
         buffers: dict[str, Mapping[str, torch.Tensor]] = {}
@@ -97,7 +101,7 @@ def complete(
     registry: Registry | None = None,
     waiting: ZeroRedundancyOptimizer | None = None,
 ) -> None:
-    """Make the parameters of ranks whole that wait inside a step that counts; called by all ranks.
+    """Make the parameters whole of ranks that wait inside a step that counts. All ranks call it.
 
     waiting: the optimizer whose step this rank waits in, registered in `registry`.
     """

@@ -80,8 +80,8 @@ def dies_handing_over(is_done: bool) -> Callable[[cl.Context, Any], None]:
     def act(ctx: cl.Context, optim: Any) -> None:
         leaves(ctx, optim)
         wrap(
-            call_of(ctx).recovery,
-            "_hand_over",
+            call_of(ctx).recovery.in_place,
+            "hand_over",
             first=None if is_done else die,
             then=die if is_done else None,
         )

@@ -142,8 +142,9 @@ async def test_one_death_after_another_leaves_one_that_has_everything(session: c
     assert_equal_and_whole(told, num_epochs=2)
 
 
-def dies_before(name: str) -> Callable[[cl.Context], None]:
-    return lambda ctx: wrap(call_of(ctx).recovery, name, first=die)
+def dies_before_it_deals(ctx: cl.Context) -> None:
+    assert call_of(ctx).recovery is not None
+    wrap(call_of(ctx).recovery.in_place, "deal", first=die)
 
 
 def dies_before_it_sends(ctx: cl.Context) -> None:
@@ -158,7 +159,7 @@ def dies_before_it_connects(ctx: cl.Context) -> None:
 IN_RECOVERY = {
     "before it meets the others (c)": dies_before_it_connects,
     "before it sends what moves (d)": dies_before_it_sends,
-    "before it deals the samples (e)": dies_before("_deal"),
+    "before it deals the samples (e)": dies_before_it_deals,
 }
 
 

@@ -216,9 +216,9 @@ async def test_an_average_is_whole_while_another_rank_is_in_a_collective_of_its_
 
 
 def dies_when_they_meet(ctx: cl.Context, optim: Any) -> None:
-    from runtime.recovery import waiting_steps as whole_parameters
+    from runtime.recovery import waiting_steps
 
-    whole_parameters.complete = lambda *arguments: die()
+    waiting_steps.complete = lambda *arguments: die()
 
 
 @pytest.mark.slow

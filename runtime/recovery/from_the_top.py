@@ -1,0 +1,149 @@
+"""How a function that was left runs again, and goes on where it was.
+
+    (a) What it has registered is kept when it has been left (restart.py).
+    (b) All ranks meet in the next generation, newcomers too. Before anything else, ranks that wait
+        inside a step that counts get its parameters (waiting_steps.py), and leave their functions
+        at the next boundary.
+    (c) Each tells the others what it keeps. One of them leads: its data and its step hold for all.
+    (d) The functions make their objects anew, and each that is registered is brought to where it
+        was.
+
+A failure in one of them begins again at (b). Where the run is given up, (c) is a checkpoint instead
+(last_checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from actors.errors import StateLost, ends_a_generation
+from actors.run_status import RunStatus
+from actors.worker.lifeline import Lifeline
+from collectives import ChoruslineError, CollectiveError, Group, GroupAborted
+from collectives.objects.blocking import all_gather_object
+
+from ..checkpoint.config import CheckpointConfig
+from ..process.registry import Registered
+from ..zero.shard_state import ShardState
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from . import last_checkpoint, waiting_steps
+from .last_checkpoint import Saveable
+from .live_objects import LiveObjects
+from .rank_state import RankState
+from .restart import RestartState, Summary, leader_of, up_to_date
+
+
+class FromTheTop:
+    """One rank's, for one run."""
+
+    def __init__(self, lifeline: Lifeline, state: RankState, objects: LiveObjects) -> None:
+        self.bytes_moved = 0
+        """Sent by this rank because ranges of sharded state changed their owner."""
+        self._lifeline = lifeline
+        self._state = state
+        self._objects = objects
+        self._on_the_way: Mapping[int, ShardState] = {}
+        """By id() of an optimizer, what it has of attempts to go on in place. Other ranks may have
+        entered that generation, and dropped what came here."""
+        self.forget()
+
+    def forget(self) -> None:
+        """What was kept is not needed any more, or this rank has nothing to keep."""
+        self._retained = RestartState()
+        self._saveable = Saveable()
+        self._data: dict[str, Any] = {}
+        self._summaries: list[Summary] = []
+
+    def begin_call(self) -> None:
+        """The function makes its objects anew."""
+        self._on_the_way = {}
+
+    def keep_on_the_way(self, held: Mapping[int, ShardState]) -> None:
+        """held: by number of an optimizer, what attempts to go on in place have brought."""
+        optimizers = self._objects.optimizers()
+        self._on_the_way = {id(optimizers[number]): one for number, one in held.items()}
+
+    def retain(self) -> None:
+        """(a) The function has been left, and has taken all steps that count."""
+        facts, call = self._objects.facts(), self._objects.call
+        # What was kept of an earlier call holds until a step counts in this one.
+        if not self._state.has_kept:
+            self._retained = RestartState.of(
+                call.registry, self._objects.plain.place, self._on_the_way
+            )
+            self._data = call.told_data(committed=True)
+            if facts.is_worth_saving:
+                self._saveable = Saveable.of(call.registry, self._retained, call.step)
+        self._state.left(facts)
+
+    def meet_waiting(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        """(b) on a rank that waits in a step of this optimizer, which counts."""
+        registry = self._objects.call.registry
+        has = waiting_steps.Holdings.of_live(registry, self._on_the_way)
+        group = self._lifeline.connect()
+        waiting_steps.complete(group, has, registry, optimizer)
+        self._state.met(group.generation)
+
+    def connect(self) -> Group:
+        """The group of the generation that the function is to run in. A rank that has waited in a
+        step has it already."""
+        group, generation = self._lifeline.group, self._lifeline.generation
+        if group is not None and group.generation == generation and self._state.has_met(generation):
+            return group
+        return self._lifeline.connect()
+
+    def meet(self, group: Group) -> None:
+        """(b) on a rank that has left its function, or is new: once in a generation."""
+        if not self._state.has_met(group.generation):
+            waiting_steps.complete(group, waiting_steps.Holdings.of_retained(self._retained))
+            self._state.met(group.generation)
+
+    def begin_again(self, group: Group, steps: RunStatus) -> list[dict[str, Any]]:
+        """(c) Returns where the ranks were in their data, the leader first. steps: this rank's; a
+        newcomer's go on from those of the others."""
+        plain, retained = self._objects.plain, self._retained
+        self._state.runs_again(group.generation)
+        if retained.steps_taken is None:
+            # Steps that this rank has seen agreed on, and not taken, are taken again.
+            retained.steps_taken = steps.taken - plain.num_untaken
+        mine = retained.summary(not self._state.is_newcomer, self._data)
+        self._summaries = all_gather_object(group, mine)
+        if not any(one.was_there for one in self._summaries):
+            raise StateLost(group.generation, 1, "all that was registered and had taken a step")
+        leader = self._summaries[leader_of(self._summaries)]
+        newest = [one for one in up_to_date(self._summaries) if one is not leader]
+        steps.taken = max(one.steps_taken for one in (leader, *newest))
+        plain.go_on_at(leader.place[0])
+        return [one.data for one in (leader, *newest)]
+
+    def restore(self, entry: Registered, group: Group) -> bool:
+        """(d) for one object. Returns False if the function runs for the first time, or had nothing
+        of this name."""
+        if not self._summaries:
+            return False
+        sent_bytes = self._retained.restore(entry, self._summaries, group)
+        self.bytes_moved += sent_bytes or 0
+        return sent_bytes is not None
+
+    def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:
+        """The run is given up: write down what is kept. Returns the error to freeze with, for the
+        last time; raises errors that end the group."""
+        was_there = not self._state.is_newcomer
+        try:
+            path = last_checkpoint.save(
+                self._saveable, self._retained, was_there, self._data, group, config
+            )
+            self._state.saved(path)
+            told = f"it is saved in {path}"
+        except Exception as error:  # Whatever it is, the run ends with what it was given up for.
+            if ends_a_generation(error):
+                raise
+            last = None
+            with contextlib.suppress(Exception):  # The place itself may be what has failed.
+                last = last_checkpoint.newest(config)
+            is_ours = isinstance(error, ChoruslineError)
+            told = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            told += f" (the last checkpoint is {last})" if last else ""
+        return GroupAborted(group.generation, [], told)
