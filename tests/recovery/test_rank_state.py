@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -25,6 +24,7 @@ from actors.messages import (
 )
 from collectives.contract.errors import PeerLost
 from runtime.recovery.rank_state import Facts, RankState, Stage, Where
+from tests import ROOT
 
 GONE = PeerLost("all_reduce #7", 0, [1], "gone")
 
@@ -42,8 +42,7 @@ def facts(ballots: int = 1, **more: object) -> Facts:
 
 def test_it_needs_no_torch() -> None:
     program = "import sys, runtime.recovery.rank_state; sys.exit('torch' in sys.modules)"
-    root = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
 # -- every order of events -----------------------------------------------------------------------

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import chorusline as cl
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 PAGES = [
     ROOT / "README.md",
