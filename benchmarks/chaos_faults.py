@@ -26,6 +26,7 @@ from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
 import chorusline as cl
 from runtime.program.context import call_of
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 
 NUM_SAMPLES, BATCH, EPOCHS = 157, 4, 3
 
@@ -123,23 +124,43 @@ def around(owner: Any, name: str, act: Callable[[], None], *, is_after: bool) ->
 Arm = Callable[[cl.Context, Any, Callable[[], None]], None]
 
 PHASES: dict[str, Arm] = {
-    "(1) before": lambda _, optim, act: around(optim.reducer, "wait", act, is_after=False),
-    "(1) after": lambda _, optim, act: around(optim.reducer, "wait", act, is_after=True),
-    "(2)": lambda _, optim, act: around(optim.shard, "start_replicating", act, is_after=True),
-    "(3) before": lambda _, optim, act: around(optim._ballot, "hold", act, is_after=False),
-    "(3) after": lambda _, optim, act: around(optim._ballot, "hold", act, is_after=True),
-    "(4) before": lambda _, optim, act: around(optim.shard, "apply", act, is_after=False),
-    "(4) after": lambda _, optim, act: around(optim.shard, "apply", act, is_after=True),
-    "(5)": lambda _, optim, act: around(optim.shard, "start_gather", act, is_after=True),
+    "(1) before": lambda _, optim, act: around(
+        optimizer_engine_of(optim).reducer, "wait", act, is_after=False
+    ),
+    "(1) after": lambda _, optim, act: around(
+        optimizer_engine_of(optim).reducer, "wait", act, is_after=True
+    ),
+    "(2)": lambda _, optim, act: around(
+        optimizer_engine_of(optim).shard, "start_replicating", act, is_after=True
+    ),
+    "(3) before": lambda _, optim, act: around(
+        optimizer_engine_of(optim)._ballot, "hold", act, is_after=False
+    ),
+    "(3) after": lambda _, optim, act: around(
+        optimizer_engine_of(optim)._ballot, "hold", act, is_after=True
+    ),
+    "(4) before": lambda _, optim, act: around(
+        optimizer_engine_of(optim).shard, "apply", act, is_after=False
+    ),
+    "(4) after": lambda _, optim, act: around(
+        optimizer_engine_of(optim).shard, "apply", act, is_after=True
+    ),
+    "(5)": lambda _, optim, act: around(
+        optimizer_engine_of(optim).shard, "start_gather", act, is_after=True
+    ),
     "after the step": lambda _, optim, act: around(optim, "_try_step", act, is_after=True),
     "recovery (c)": lambda ctx, _, act: around(
         call_of(ctx).recovery._lifeline, "connect", act, is_after=False
     ),
-    "recovery (d)": lambda _, optim, act: around(optim.shard, "complete", act, is_after=False),
+    "recovery (d)": lambda _, optim, act: around(
+        optimizer_engine_of(optim).shard, "complete", act, is_after=False
+    ),
     "recovery (e)": lambda ctx, _, act: around(
         call_of(ctx).recovery.in_place, "deal", act, is_after=False
     ),
-    "recovery (f)": lambda _, optim, act: around(optim.shard, "gather", act, is_after=True),
+    "recovery (f)": lambda _, optim, act: around(
+        optimizer_engine_of(optim).shard, "gather", act, is_after=True
+    ),
     "after the recovery": lambda ctx, _, act: around(
         call_of(ctx).recovery, "recover", act, is_after=True
     ),
@@ -152,7 +173,11 @@ IN_A_STEP = [name for name in PHASES if "recovery" not in name]
 def strike(ctx: cl.Context, optim: Any, plan: Plan, seat: int, folder: Path) -> None:
     """Arm the faults of this step that nobody has committed: a worker that came in the place of one
     that is gone may come to the same step."""
-    due = [f for f in plan.faults if (f.seat, f.ballots) == (seat, optim.progress.ballots)]
+    due = [
+        f
+        for f in plan.faults
+        if (f.seat, f.ballots) == (seat, optimizer_engine_of(optim).progress.ballots)
+    ]
     done = list(entries_of(folder / "struck")) if due else []
     for fault in due:
         if astuple(fault) not in done:

@@ -27,6 +27,7 @@ from ray import cloudpickle
 import chorusline as cl
 from runtime.program.context import call_of
 from runtime.recovery.recovery import FunctionLeft
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 
 from .chaos_faults import BATCH, EPOCHS, NUM_SAMPLES, Plan, append, entries_of, strike
 
@@ -94,13 +95,17 @@ def train(ctx: cl.Context, plan: Plan, folder: str) -> Told:
                     time.sleep(plan.step_s)
                     strike(ctx, optim, plan, seat, Path(folder))
                     loss_of(model, inputs, targets).backward()
-                    append(path, (epoch, optim.progress.ballots, numbers.tolist()))
+                    append(
+                        path, (epoch, optimizer_engine_of(optim).progress.ballots, numbers.tolist())
+                    )
                     optim.step()
                     optim.zero_grad()
                     if world_sizes[-1:] != [ctx.world_size]:
                         world_sizes.append(ctx.world_size)
     except FunctionLeft:
-        append(path, (-1, optim.progress.ballots, []))  # A batch of that step does not count.
+        append(
+            path, (-1, optimizer_engine_of(optim).progress.ballots, [])
+        )  # A batch of that step does not count.
         raise
     assert call_of(ctx).recovery is not None
     parameters = [p.detach().clone() for p in model.parameters()]

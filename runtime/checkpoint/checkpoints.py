@@ -28,7 +28,7 @@ from collectives.stores.store import PrefixStore
 
 from ..join.join import active_join
 from ..process.registry import Registered, Registry
-from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .config import AUTO, NEVER, CheckpointConfig
 from .contents import (
     PER_RANK,
@@ -250,7 +250,8 @@ class Checkpoints:
             optimizer = entry.object
             if isinstance(optimizer, ZeroRedundancyOptimizer):
                 saved = SavedOptimizer.of(entry.name, optimizer)
-                saved.collect(optimizer.shard.held(), optimizer.shard.kept(1), found)
+                shard = optimizer_engine_of(optimizer).shard
+                saved.collect(shard.held(), shard.kept(1), found)
                 if rank == live[0]:
                     saved.collect_leaves(optimizer.num_steps, found)
             elif kind_of(entry) == PER_RANK:

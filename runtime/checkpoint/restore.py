@@ -9,7 +9,7 @@ import torch
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..process.registry import Registered
-from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .contents import PER_RANK, ZERO, is_dense, leaves_of, tree_of
 from .format.errors import CheckpointMismatch
 from .format.manifest import dtype_name, name_of
@@ -109,9 +109,10 @@ def _restore_sharded(
         for mine, saved in zip(here.groups, groups, strict=True)
         for ours, theirs in zip(mine["params"], saved["params"], strict=True)
     }
-    states = here.read(reader, optimizer.shard.kept(), saved_names)  # 2
+    shard = optimizer_engine_of(optimizer).shard
+    states = here.read(reader, shard.kept(), saved_names)  # 2
     options = [{**mine, **saved} for mine, saved in zip(here.groups, groups, strict=True)]
-    optimizer.shard.load(states, options)
+    shard.load(states, options)
     steps = reader.find((name, NUM_STEPS))
     if steps is not None:
         optimizer.num_steps = reader.object(steps)

@@ -16,7 +16,7 @@ from typing import Any, Self
 from ..partition.resharding import Range
 from ..zero.optimizer_state import is_summary
 from ..zero.shard_state import MASTER, Layout, ShardState, is_per_element
-from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .contents import add_leaf, pickled
 from .format.errors import CheckpointMismatch
 from .format.manifest import Entry, name_of
@@ -53,7 +53,7 @@ class SavedOptimizer:
             }
             for options in optimizer.param_groups
         ]
-        shard = optimizer.shard
+        shard = optimizer_engine_of(optimizer).shard
         return cls(name, [names[id(p)] for p in shard.parameters], shard.layout, groups)
 
     def collect(self, state: ShardState, ranges: Iterable[Range], found: Contents) -> None:

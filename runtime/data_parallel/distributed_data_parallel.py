@@ -296,9 +296,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         if self._reducer.is_sharded and not any(
-            getattr(other, "reducer", None) is self._reducer
-            for other in joinables
-            if other is not self
+            other._finishes_steps_of(self._reducer) for other in joinables
         ):
             raise ValueError(
                 "the ZeroRedundancyOptimizer of this model finishes its steps, so it has to be "

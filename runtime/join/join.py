@@ -72,6 +72,10 @@ class Joinable(ABC):
         """Whether it hands that agreement to `Join.record` itself."""
         return False
 
+    def _finishes_steps_of(self, reducer: object) -> bool:
+        """Whether it ends the steps whose gradients `reducer` sends."""
+        return False
+
     def _begins_passes(self) -> bool:
         """Whether its `notify_join_context` comes once per batch, before all collectives of it."""
         return False

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 class Survival(Protocol):
     """What takes models and optimizers into the next generation (recovery.py). A model is the
-    engine of a DistributedDataParallel here, an optimizer a ZeroRedundancyOptimizer."""
+    engine of a DistributedDataParallel here, an optimizer that of a ZeroRedundancyOptimizer."""
 
     def watch_model(self, model: Any) -> None:
         """Take this model along, as long as it lives."""

@@ -26,8 +26,8 @@ from collectives.objects.blocking import all_gather_object
 
 from ..checkpoint.config import CheckpointConfig
 from ..process.registry import Registered
+from ..zero.engine import OptimizerEngine
 from ..zero.shard_state import ShardState
-from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from . import last_checkpoint, waiting_steps
 from .last_checkpoint import Saveable
 from .live_objects import LiveObjects
@@ -78,7 +78,7 @@ class FromTheTop:
                 self._saveable = Saveable.of(call.registry, self._retained, call.step)
         self._state.left(facts)
 
-    def meet_waiting(self, optimizer: ZeroRedundancyOptimizer) -> None:
+    def meet_waiting(self, optimizer: OptimizerEngine) -> None:
         """(b) on a rank that waits in a step of this optimizer, which counts."""
         registry = self._objects.call.registry
         has = waiting_steps.Holdings.of_live(registry, self._on_the_way)

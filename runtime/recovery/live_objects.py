@@ -20,7 +20,7 @@ from ..data.dealer import Dealer
 from ..data_parallel.engine import ModelEngine
 from ..join import join
 from ..process.registry import Registry
-from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..zero.engine import OptimizerEngine
 from .plain_optimizer_steps import OnTaken, PlainSteps
 from .rank_state import Facts
 
@@ -52,12 +52,12 @@ class LiveObjects:
 
     def __init__(self, on_plain_step: OnTaken) -> None:
         self.plain = PlainSteps(on_plain_step)
-        self.stepped_last: ZeroRedundancyOptimizer | None = None
+        self.stepped_last: OptimizerEngine | None = None
         """Its step is over here. Other ranks may still be in it, and need what this rank holds,
         also when the function has returned; they have ended it when another step is over."""
         self._call: RunningCall | None = None
         self._began_at = 0.0
-        self._optimizers: list[weakref.ref[ZeroRedundancyOptimizer]] = []
+        self._optimizers: list[weakref.ref[OptimizerEngine]] = []
         self._models: list[weakref.ref[ModelEngine]] = []
 
     def begin(self, call: RunningCall) -> None:
@@ -74,13 +74,13 @@ class LiveObjects:
         assert self._call is not None
         return self._call
 
-    def add_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
+    def add_optimizer(self, optimizer: OptimizerEngine) -> None:
         self._optimizers.append(weakref.ref(optimizer))
 
     def add_model(self, model: ModelEngine) -> None:
         self._models.append(weakref.ref(model))
 
-    def optimizers(self) -> dict[int, ZeroRedundancyOptimizer]:
+    def optimizers(self) -> dict[int, OptimizerEngine]:
         """Those that are still there, by number."""
         return {n: one for n, made in enumerate(self._optimizers) if (one := made())}
 
@@ -125,7 +125,7 @@ class LiveObjects:
                 "it has not registered a DistributedDataParallel of the session's group with its "
                 "optimizer (ctx.register)"
             )
-        if any(id(one) not in registered for one in optimizers):
+        if any(id(one.face) not in registered for one in optimizers):
             return "it has not registered its model and its ZeroRedundancyOptimizer (ctx.register)"
         return self.plain.why_not_again(self.call.registry, models)
 

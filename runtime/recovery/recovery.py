@@ -35,7 +35,7 @@ from collectives import CollectiveError, Group, GroupAborted, GroupClosed
 from ..checkpoint.config import CheckpointConfig
 from ..data_parallel.engine import ModelEngine
 from ..process.registry import Registered
-from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..zero.engine import OptimizerEngine
 from .from_the_top import FromTheTop
 from .in_place import InPlace
 from .live_objects import LiveObjects, RunningCall
@@ -76,7 +76,7 @@ class Recovery:
     def watch_model(self, model: ModelEngine) -> None:
         self._objects.add_model(model)
 
-    def watch_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
+    def watch_optimizer(self, optimizer: OptimizerEngine) -> None:
         self._objects.add_optimizer(optimizer)
 
     def watch_registered(self, entry: Registered) -> None:
@@ -96,7 +96,7 @@ class Recovery:
         self._objects.call.dealer.record(cursors)
         self._step_counts()
 
-    def has_stepped(self, optimizer: ZeroRedundancyOptimizer) -> None:
+    def has_stepped(self, optimizer: OptimizerEngine) -> None:
         self._objects.stepped_last = optimizer
 
     def agreed(self, cursors: Cursors) -> None:
@@ -140,9 +140,7 @@ class Recovery:
         knows."""
         return self._state.can_run_again(self._objects.facts(), self._where_left())
 
-    def recover(
-        self, error: BaseException, optimizer: ZeroRedundancyOptimizer | None = None
-    ) -> None:
+    def recover(self, error: BaseException, optimizer: OptimizerEngine | None = None) -> None:
         """Return in the next generation. Raises what ended the run, if it does not go on.
 
         optimizer: whose step waits. Where functions run again it returns if the step counts, when

@@ -28,7 +28,7 @@ from ..data_parallel.distributed_data_parallel import DistributedDataParallel, e
 from ..data_parallel.same_model import broadcast_tensors
 from ..process.registry import Registered, Registry
 from ..zero.shard_state import Inventory, ShardState
-from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .plain_optimizer_steps import StepCount
 
 
@@ -88,9 +88,10 @@ class RestartState:
         for entry in registry:
             made = entry.object
             if isinstance(made, ZeroRedundancyOptimizer):
+                engine = optimizer_engine_of(made)
                 retained.optimizers[entry.name] = RetainedOptimizer(
-                    on_the_way.get(id(made)) or made.shard.held(),
-                    made.progress,
+                    on_the_way.get(id(engine)) or engine.shard.held(),
+                    engine.progress,
                     made.num_steps,
                     [
                         {k: copy.deepcopy(v) for k, v in options.items() if k != "params"}
@@ -149,7 +150,8 @@ class RestartState:
         progress, num_steps, options = broadcast_object(group, told, leader_of(summaries))
         held = ShardState() if mine is None else mine.held.copy()
         inventories = [one.held.get(name, Inventory()) for one in summaries]
-        return optimizer.take_over(held, inventories, progress, num_steps, options)
+        engine = optimizer_engine_of(optimizer)
+        return engine.take_over(held, inventories, progress, num_steps, options)
 
 
 def leader_of(summaries: Sequence[Summary]) -> int:

@@ -26,8 +26,9 @@ from collectives.objects.blocking import all_gather_object, broadcast_object
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..partition.resharding import Range, plan_transfers
 from ..process.registry import Registry
+from ..zero.engine import OptimizerEngine
 from ..zero.shard_state import Layout, ShardState, exchange
-from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .restart import RestartState
 
 
@@ -79,7 +80,8 @@ class Holdings:
         for entry in registry:
             made = entry.object
             if isinstance(made, ZeroRedundancyOptimizer):
-                states[entry.name] = held.get(id(made)) or made.shard.held()
+                engine = optimizer_engine_of(made)
+                states[entry.name] = held.get(id(engine)) or engine.shard.held()
             elif isinstance(made, DistributedDataParallel):
                 model = engine_of(made)
                 synced[entry.name] = model.buffers.synced_step
@@ -99,7 +101,7 @@ def complete(
     group: Group,
     has: Holdings,
     registry: Registry | None = None,
-    waiting: ZeroRedundancyOptimizer | None = None,
+    waiting: OptimizerEngine | None = None,
 ) -> None:
     """Make the parameters whole of ranks that wait inside a step that counts. All ranks call it.
 
@@ -125,13 +127,13 @@ def complete(
         waiting.model.buffers.end_step(waiting.progress.ballots)
 
 
-def _want(registry: Registry, waiting: ZeroRedundancyOptimizer) -> _Want:
+def _want(registry: Registry, waiting: OptimizerEngine) -> _Want:
     names = {id(entry.object): entry.name for entry in registry}
     model = waiting.model
     assert model is not None
     travel = model.buffers.travel and bool(waiting.last_live)
     return _Want(
-        names[id(waiting)],
+        names[id(waiting.face)],
         names[id(model.face)],
         waiting.shard.layout,
         waiting.progress.ballots,
@@ -145,7 +147,7 @@ def _send_buffers(
     has: Holdings,
     words: Sequence[_Word],
     targets: Sequence[int],
-    waiting: ZeroRedundancyOptimizer | None,
+    waiting: OptimizerEngine | None,
 ) -> None:
     told = words[targets[0]].want
     assert told is not None

@@ -70,7 +70,7 @@ class ParameterShard:
         self.pieces: list[list[KeptPiece]] = []  # by bucket
         self.num_groups = 0
         self.replicas = replicas
-        self._elementwise = elementwise
+        self.elementwise = elementwise
         self._load = [0] * group.size  # elements per rank, where parameters are not cut
 
     def add(
@@ -102,7 +102,7 @@ class ParameterShard:
         self._admit(fresh, groups)
 
     def _pieces_of(self, number: int, bucket: ParameterBucket) -> list[KeptPiece]:
-        tile = _CPU_TILE_NUMEL if self._elementwise and _is_on_cpu(self.group) else sys.maxsize
+        tile = _CPU_TILE_NUMEL if self.elementwise and _is_on_cpu(self.group) else sys.maxsize
         plan, size = bucket.plan, self.group.size
         pieces = []
         for kept in bucket.ranges:
@@ -110,7 +110,7 @@ class ParameterShard:
             for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile):
                 start, stop = piece.shard_start, piece.shard_start + piece.numel
                 tensor = kept.master[start:stop]
-                if not self._elementwise:
+                if not self.elementwise:
                     tensor = tensor.view(self.parameters[piece.parameter].shape)
                 where = Range(number, base + start, base + stop)
                 pieces.append(KeptPiece(torch.nn.Parameter(tensor), piece, where, kept))
@@ -122,7 +122,7 @@ class ParameterShard:
         """Buckets for parameters that no reducer has laid out, one per dtype and device."""
         kinds = [(p.dtype, p.device) for p in parameters]
         numels = [p.numel() for p in parameters]
-        if self._elementwise:
+        if self.elementwise:
             plans = plan_buckets(
                 numels,
                 kinds,
@@ -374,7 +374,7 @@ class ParameterShard:
         in `load_state`."""
         for parameter in self.parameters:
             name, state = saved.get(id(parameter), ("", {}))
-            check_fits(state, parameter.shape, name, may_be_cut=self._elementwise)
+            check_fits(state, parameter.shape, name, may_be_cut=self.elementwise)
 
     def _whole(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> Iterator[ShardState]:
         for number, bucket in enumerate(self.buckets):

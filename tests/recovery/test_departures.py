@@ -18,6 +18,7 @@ import torch
 import chorusline as cl
 from actors.errors import StateLost
 from runtime.program.context import call_of
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import Kind, assert_as_if_nothing_was, die, train, wrap
 
 
@@ -30,7 +31,7 @@ def slowly(
         step = optim.step
 
         def stepped(*args: Any) -> Any:
-            if optim.progress.ballots == told_at:
+            if optimizer_engine_of(optim).progress.ballots == told_at:
                 os.kill(os.getpid(), signal.SIGTERM)
                 then(optim)
             time.sleep(0.1)

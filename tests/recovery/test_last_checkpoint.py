@@ -20,6 +20,7 @@ import chorusline as cl
 from actors.errors import WorkerLost
 from actors.messages import RunRequest
 from benchmarks.chaos_training import loss_of, network, take_step
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import wrap
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
@@ -95,7 +96,7 @@ def train(
                 if dies and where == "step":
                     die()
                 if dies:
-                    wrap(optim.shard, "apply", then=die)
+                    wrap(optimizer_engine_of(optim).shard, "apply", then=die)
                 note = Note(is_first_run, ctx.step + 1, epoch, ctx.rank, numbers.tolist())
                 with (Path(folder) / f"{os.getpid()}.notes").open("a") as file:
                     print(json.dumps(asdict(note)), file=file, flush=True)

@@ -18,6 +18,7 @@ import chorusline as cl
 from actors.errors import StateLost, WorkerLost
 from benchmarks.chaos_training import loss_of, network, take_step
 from runtime.program.context import call_of
+from runtime.zero.engine import OptimizerEngine
 from runtime.zero.parameter_shard import ParameterShard
 from tests.references.killed_runs import PHASES, wrap
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
@@ -219,16 +220,16 @@ def stop_on_rank_1(ctx: cl.Context) -> Told:
     busy machine may take its time, have the session's."""
 
     def prepare(context: cl.Context) -> None:
-        original = cl.ZeroRedundancyOptimizer._try_step
+        original = OptimizerEngine._try_step
 
-        def stepped(optim: cl.ZeroRedundancyOptimizer, is_live: bool) -> None:
-            if optim.num_steps == 1:
+        def stepped(engine: OptimizerEngine, is_live: bool) -> None:
+            if engine.face.num_steps == 1:
                 context.group.timeout_s = 3.0  # Of what is issued from now on.
-            if optim.num_steps == 2 and first_rank == 1:
+            if engine.face.num_steps == 2 and first_rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            original(optim, is_live)
+            original(engine, is_live)
 
-        cl.ZeroRedundancyOptimizer._try_step = stepped  # type: ignore[method-assign]
+        OptimizerEngine._try_step = stepped  # type: ignore[method-assign]
 
     first_rank = ctx.rank
     return train(ctx, {}, in_recovery=dict.fromkeys(range(3), prepare))

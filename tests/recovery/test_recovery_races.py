@@ -14,6 +14,7 @@ import torch
 
 import chorusline as cl
 from runtime.program.context import call_of
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import (
     NUM_SAMPLES,
     Kind,
@@ -30,14 +31,14 @@ from tests.references.killed_runs import (
 
 def at_step(optim: Any, ballots: int, do: Callable[[], None]) -> None:
     """Call `do` when the step begins before which there were so many."""
-    original = optim._take_step
+    original = optimizer_engine_of(optim).take_step
 
     def take_step(is_live: bool) -> None:
-        if optim.progress.ballots == ballots:
+        if optimizer_engine_of(optim).progress.ballots == ballots:
             do()
         original(is_live)
 
-    optim._take_step = take_step
+    optimizer_engine_of(optim).take_step = take_step
 
 
 def is_slow(ballots: int) -> Callable[[cl.Context, Any], None]:
@@ -46,7 +47,11 @@ def is_slow(ballots: int) -> Callable[[cl.Context, Any], None]:
 
     def act(ctx: cl.Context, optim: Any) -> None:
         look = functools.partial(look_in_vain, ctx, optim)
-        at_step(optim, ballots, lambda: wrap(optim.shard, "start_gather", then=look))
+        at_step(
+            optim,
+            ballots,
+            lambda: wrap(optimizer_engine_of(optim).shard, "start_gather", then=look),
+        )
 
     return act
 
@@ -182,15 +187,15 @@ def dies_in(which: str, ballots: int, phase: str) -> Callable[[cl.Context, Any, 
     def act(ctx: cl.Context, of_maker: Any, of_judge: Any) -> None:
         optim = of_maker if which == "maker" else of_judge
         owner, name = {
-            "reduces": (optim.reducer, "wait"),
+            "reduces": (optimizer_engine_of(optim).reducer, "wait"),
             "votes": (None, "hold"),
-            "gathers": (optim.shard, "start_gather"),
+            "gathers": (optimizer_engine_of(optim).shard, "start_gather"),
         }[phase]
         first = die if phase == "votes" else None
         at_step(
             optim,
             ballots,
-            lambda: wrap(owner or optim._ballot, name, first=first, then=die),
+            lambda: wrap(owner or optimizer_engine_of(optim)._ballot, name, first=first, then=die),
         )
 
     return act

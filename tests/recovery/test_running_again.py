@@ -21,6 +21,7 @@ from actors.errors import WorkerLost
 from actors.messages import Report
 from benchmarks.chaos_training import loss_of, network
 from runtime.program.context import call_of
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
 
@@ -116,7 +117,7 @@ def train(
         ledger.epochs,
         world_sizes,
         call_of(ctx).recovery.bytes_moved - moved_before,
-        sum(kept.numel for kept in optim.shard.held().ranges),
+        sum(kept.numel for kept in optimizer_engine_of(optim).shard.held().ranges),
     )
 
 

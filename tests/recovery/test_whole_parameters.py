@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import chorusline as cl
 from actors.messages import MemberState
 from runtime.program.context import call_of
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import look_in_vain, one_thread
 from tests.references.training_to_kill import NUM_SAMPLES, Samples, die
 
@@ -69,19 +70,22 @@ seats: list[int] = []
 def looks_in_vain(ctx: cl.Context, optim: Any) -> None:
     """It hands its parameters out, looks for the others' when one of those has died, and finds
     nothing: as between hosts, where a death takes along what was on its way."""
-    original = optim.shard.start_gather
+    original = optimizer_engine_of(optim).shard.start_gather
 
     def start_gather(portion: Any) -> Any:
         begun = original(portion)
-        if optim.progress.ballots == FAILS_IN and portion[-1] == len(optim.shard.buckets) - 1:
+        if (
+            optimizer_engine_of(optim).progress.ballots == FAILS_IN
+            and portion[-1] == len(optimizer_engine_of(optim).shard.buckets) - 1
+        ):
             look_in_vain(ctx, optim)
         return begun
 
-    optim.shard.start_gather = start_gather
+    optimizer_engine_of(optim).shard.start_gather = start_gather
 
 
 def dies_behind(ctx: cl.Context, optim: Any) -> None:
-    original = optim._take_step
+    original = optimizer_engine_of(optim).take_step
 
     def take_step(is_live: bool) -> None:
         original(is_live)
@@ -89,18 +93,18 @@ def dies_behind(ctx: cl.Context, optim: Any) -> None:
             time.sleep(0.5)
             die()
 
-    optim._take_step = take_step
+    optimizer_engine_of(optim).take_step = take_step
 
 
 def dies_in(ctx: cl.Context, optim: Any) -> None:
-    original = optim.shard.apply
+    original = optimizer_engine_of(optim).shard.apply
 
     def apply(*arguments: Any) -> None:
         original(*arguments)
-        if optim.progress.ballots == FAILS_IN:
+        if optimizer_engine_of(optim).progress.ballots == FAILS_IN:
             die()
 
-    optim.shard.apply = apply
+    optimizer_engine_of(optim).shard.apply = apply
 
 
 def waits_for_a_newcomer(ctx: cl.Context, optim: Any) -> None:
@@ -110,7 +114,7 @@ def waits_for_a_newcomer(ctx: cl.Context, optim: Any) -> None:
     original = lifeline.regenerate
 
     def regenerate(*arguments: Any, **more: Any) -> Any:
-        if optim.progress.ballots == FAILS_IN:
+        if optimizer_engine_of(optim).progress.ballots == FAILS_IN:
             deadline = time.monotonic() + 30
             while time.monotonic() < deadline:
                 seen = ray.get(lifeline._driver.snapshot.remote())

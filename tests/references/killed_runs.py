@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.training_to_kill import BATCH_SIZE, NUM_SAMPLES, Samples, die
 
 
@@ -149,7 +150,7 @@ def look_in_vain(ctx: cl.Context, optim: Any) -> None:
     where a death takes along what was on its way."""
     while (failure := ctx.group.failure()) is None:
         time.sleep(0.01)
-    for bucket in optim.shard.buckets:
+    for bucket in optimizer_engine_of(optim).shard.buckets:
         kept = [kept.values.clone() for kept in bucket.ranges]
         bucket.flat.fill_(torch.nan)
         for values, was in zip(bucket.ranges, kept, strict=True):
@@ -158,14 +159,30 @@ def look_in_vain(ctx: cl.Context, optim: Any) -> None:
 
 
 PHASES: dict[str, Callable[[Any], None]] = {
-    "while gradients are reduced (1)": lambda optim: wrap(optim.reducer, "wait", first=die),
-    "after they are reduced": lambda optim: wrap(optim.reducer, "wait", then=die),
-    "while replicas get theirs (2)": lambda optim: wrap(optim.shard, "start_replicating", then=die),
-    "before it votes (3)": lambda optim: wrap(optim._ballot, "hold", first=die),
-    "when it has seen the ballot": lambda optim: wrap(optim._ballot, "hold", then=die),
-    "before it applies (4)": lambda optim: wrap(optim.shard, "apply", first=die),
-    "when it has applied (4)": lambda optim: wrap(optim.shard, "apply", then=die),
-    "while parameters are gathered (5)": lambda optim: wrap(optim.shard, "start_gather", then=die),
+    "while gradients are reduced (1)": lambda optim: wrap(
+        optimizer_engine_of(optim).reducer, "wait", first=die
+    ),
+    "after they are reduced": lambda optim: wrap(
+        optimizer_engine_of(optim).reducer, "wait", then=die
+    ),
+    "while replicas get theirs (2)": lambda optim: wrap(
+        optimizer_engine_of(optim).shard, "start_replicating", then=die
+    ),
+    "before it votes (3)": lambda optim: wrap(
+        optimizer_engine_of(optim)._ballot, "hold", first=die
+    ),
+    "when it has seen the ballot": lambda optim: wrap(
+        optimizer_engine_of(optim)._ballot, "hold", then=die
+    ),
+    "before it applies (4)": lambda optim: wrap(
+        optimizer_engine_of(optim).shard, "apply", first=die
+    ),
+    "when it has applied (4)": lambda optim: wrap(
+        optimizer_engine_of(optim).shard, "apply", then=die
+    ),
+    "while parameters are gathered (5)": lambda optim: wrap(
+        optimizer_engine_of(optim).shard, "start_gather", then=die
+    ),
     "after the step": lambda optim: wrap(optim, "_try_step", then=die),
 }
 SIX_PHASES = [
@@ -198,15 +215,15 @@ def train(
     schedule = kind.scheduler(optim) if kind.schedule else None
     lost: list[int] = []
     pending: list[list[int]] = []
-    shadow = optim.reducer.shadow
+    shadow = optimizer_engine_of(optim).reducer.shadow
 
     def shadow_with_leftovers() -> None:
         if pending:
-            diary.note((optim.progress.ballots, [*pending]))
+            diary.note((optimizer_engine_of(optim).progress.ballots, [*pending]))
             pending.clear()
         shadow()
 
-    optim.reducer.shadow = shadow_with_leftovers
+    optimizer_engine_of(optim).reducer.shadow = shadow_with_leftovers
     for epoch in ctx.epochs(kind.num_epochs):
         joinables = [model, optim, *([scaler] if kind.scaler else [])]
         along = [schedule] if schedule else []
@@ -227,9 +244,9 @@ def train(
                 if not is_whole:
                     continue
                 step, phase = victims.get(seat, (-1, ""))
-                if optim.progress.ballots == step and phase in PHASES:
+                if optimizer_engine_of(optim).progress.ballots == step and phase in PHASES:
                     PHASES[phase](optim)
-                diary.note((optim.progress.ballots, [*pending]))
+                diary.note((optimizer_engine_of(optim).progress.ballots, [*pending]))
                 pending.clear()
                 scaler.step(optim)
                 scaler.update()
@@ -237,7 +254,9 @@ def train(
                 if schedule:
                     schedule.step()
             lost += shard.ids_of_the_lost
-    optim.reducer.shadow = shadow  # The function leaves nothing that refers to itself.
+    optimizer_engine_of(
+        optim
+    ).reducer.shadow = shadow  # The function leaves nothing that refers to itself.
     state = optim.shard_optimizer.state.values() if optim.shard_optimizer else ()
     return Told(
         ctx.rank,

@@ -8,6 +8,7 @@ import torch
 
 import chorusline as cl
 from runtime.data_parallel.distributed_data_parallel import engine_of
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.harness.standing_ranks import another_group
 from tests.references.sharded_training import ELEMENTWISE, assert_same_state, plain_run, sharded_run
 from tests.references.training import OPTIMIZERS, batches_of, loss_of, make_model
@@ -81,7 +82,7 @@ def kept_after_each_step(group, replicas):
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        held = optimizer.shard.held()
+        held = optimizer_engine_of(optimizer).shard.held()
         kept.append(
             {
                 common: {name: tensor.clone() for name, tensor in part.tensors.items()}
@@ -300,7 +301,7 @@ def test_a_group_of_some_ranks_trains_on_its_own(ranks_of):
 def generator_of_parameters(group):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = cl.ZeroRedundancyOptimizer((p for p in model.parameters()), torch.optim.SGD, lr=0.1)
-    return optimizer.reducer is engine_of(model).reducer
+    return optimizer_engine_of(optimizer).reducer is engine_of(model).reducer
 
 
 def test_the_models_parameters_are_recognised_in_any_form(ranks_of):

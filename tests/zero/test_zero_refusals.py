@@ -190,3 +190,24 @@ def test_a_dataset_may_change_between_epochs_if_it_does_so_on_all_ranks(ranks_of
         used = [n for _, batches in told for e, batch in batches if e == epoch for n in batch]
         assert sorted(used) == list(range(length))
     assert not any(epoch == 2 for _, batches in told for epoch, _ in batches), "no step was taken"
+
+
+def test_completion_shows_torchs_names_and_the_public_ones_only():
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        parameters = [torch.nn.Parameter(torch.zeros(3))]
+        zero = cl.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, group=group, lr=0.1)
+        plain = set(dir(torch.optim.SGD(parameters, lr=0.1)))
+        assert {name for name in dir(zero) if not name.startswith("_")} - plain == {
+            "consolidate_state_dict",
+            "found_overflow",
+            "grad_norm",
+            "group",
+            "join_device",
+            "join_group",
+            "join_hook",
+            "max_norm",
+            "num_steps",
+            "overlap_with_ddp",
+            "shard_optimizer",
+            "uses_scaler",
+        }
