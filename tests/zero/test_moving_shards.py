@@ -1,0 +1,107 @@
+"""Shards go from the ranks of one group to those of another, as in a recovery; no Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from collectives.objects.blocking import all_gather_object, broadcast_object
+from runtime.checkpoint.format.pieces import Contents
+from runtime.checkpoint.sharded_state import SavedOptimizer
+from runtime.partition.resharding import plan_transfers
+from runtime.zero.shard_state import ShardState
+from tests.references.sharded_training import assert_same_state
+from tests.references.training import batches_of, loss_of, make_model
+
+
+def take_steps(model: Any, optimizer: Any, rank: int, steps: range, dtype: torch.dtype) -> None:
+    for batch in batches_of(rank, steps.stop, dtype)[steps.start :]:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make(group: cl.Group, dtype: torch.dtype) -> tuple[Any, Any]:
+    model = cl.DistributedDataParallel(make_model(dtype), group, bucket_cap_mb=0.0002)
+    return model, cl.ZeroRedundancyOptimizer(model, torch.optim.NAdam, lr=0.1, replicas=2)
+
+
+def whole(optimizer: Any, group: cl.Group) -> Any:
+    optimizer.consolidate_state_dict()
+    return broadcast_object(group, optimizer.state_dict() if group.rank == 0 else None)
+
+
+def tensors(parts: list[Contents]) -> dict[Any, torch.Tensor]:
+    """What several ranks write, put together; every element once."""
+    found: dict[Any, torch.Tensor] = {}
+    written: dict[Any, int] = {}
+    for one in (ranged for part in parts for ranged in part.ranges):
+        flat = found.setdefault(one.path, torch.zeros(one.shape, dtype=one.dtype)).view(-1)
+        flat[one.start : one.stop] = torch.cat(one.parts)
+        written[one.path] = written.get(one.path, 0) + one.stop - one.start
+    assert all(written[path] == tensor.numel() for path, tensor in found.items())
+    return found
+
+
+def shrink_and_grow(group: cl.Group, dtype: torch.dtype) -> list[int]:
+    """Rank 1 is lost, and its shard comes from a replica; then all begin anew with a rank that has
+    nothing. Returns the bytes that this rank has sent in both."""
+    model, optimizer = make(group, dtype)
+    take_steps(model, optimizer, group.rank, range(3), dtype)
+    before, options = whole(optimizer, group), optimizer.param_groups
+    options = [{k: v for k, v in one.items() if k != "params"} for one in options]
+    held, sent = optimizer.shard.held(), []
+
+    # What two of three ranks write of what they hold is what all three write of their own.
+    saved, mine = SavedOptimizer.of("optimizer", optimizer), Contents()
+    saved.collect(held, optimizer.shard.kept(1), mine)
+    inventories = all_gather_object(group, held.inventory)
+    survivors = {rank: inventories[rank].ranges for rank in (0, 2)}
+    plan = plan_transfers(survivors, {-1: saved.layout.everything()})
+    theirs = Contents()
+    saved.collect(held, [one.range for one in plan if one.source == group.rank], theirs)
+    usual, last = (tensors(all_gather_object(group, parts)) for parts in (mine, theirs))
+    assert usual.keys() == last.keys()
+    assert all(torch.equal(usual[path], last[path]) for path in usual)
+
+    fewer = group.new_group([0, 2])
+    if fewer is not None:
+        inventories = all_gather_object(fewer, held.inventory)
+        sent.append(optimizer.shard.complete(held, inventories, fewer))
+        optimizer.change_group(fewer, held)
+        assert_same_state(whole(optimizer, fewer), before)
+        held = optimizer.shard.held()
+    else:
+        held = ShardState()
+    group.barrier().wait()
+
+    again_model, again = make(group, dtype)
+    with torch.no_grad():
+        for parameter in again_model.parameters():
+            parameter.zero_()
+    inventories = all_gather_object(group, held.inventory)
+    progress = broadcast_object(group, optimizer.progress)
+    sent.append(again.take_over(held, inventories, progress, 3, options))
+    assert_same_state(whole(again, group), before)
+    assert again.num_steps == 3
+
+    # And it goes on as a run that was never interrupted.
+    take_steps(again_model, again, group.rank, range(3, 5), dtype)
+    expected_model, expected = make(group, dtype)
+    take_steps(expected_model, expected, group.rank, range(5), dtype)
+    assert_same_state(whole(again, group), whole(expected, group))
+    for one, other in zip(again_model.parameters(), expected_model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    return sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_lost_rank_had_comes_from_replicas_and_a_new_rank_gets_its_part(
+    ranks_of, dtype: torch.dtype
+) -> None:
+    first, lost, last = ranks_of(3).run(shrink_and_grow, dtype)
+    assert len(first) == len(last) == 2 and sum(first) + sum(last) > 0
+    assert lost == [0], "it had nothing to send"
