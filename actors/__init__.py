@@ -1,4 +1,4 @@
-"""Ray actors: one driver, and workers that own a device each. Nothing of training in here."""
+"""Ray actors: one driver, and workers that own a device each. Nothing here knows of training."""
 
 from .actor_store import ActorStore
 from .errors import DriverLost, Interrupted, RankFailed, StartupError, WorkerLost

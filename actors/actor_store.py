@@ -1,8 +1,8 @@
 """A store in a Ray actor, for ranks that share nothing but the cluster.
 
-StoreActor holds the keys; the driver is one (see driver.py). ActorStore is the client that blocks
-the thread which uses it: a training thread, or a script's. `cancel` frees such a thread at once,
-from the control loop: that is how a rendezvous ends when a run is aborted.
+StoreActor holds the keys; the driver is one (driver.py). ActorStore is the client: it blocks the
+thread that uses it, which is a training thread or a script's. The control loop frees such a thread
+at once by `cancel`, which is how a rendezvous ends when a run is aborted.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from collectives.stores.store import (
 from .calls import Actor, why_gone
 
 STORE_CONCURRENCY = {"store": 10_000}
-"""Concurrency group for `ray.remote`: a suspended waiter takes a place, so there are many."""
+"""Concurrency group for `ray.remote`. Each suspended waiter takes a place, so there are many."""
 
-_ANSWER_S = 10.0  # A live actor answers in milliseconds; this is for a machine that swaps.
+_ANSWER_S = 10.0  # A live actor answers in milliseconds; on a machine that swaps, in seconds.
 
 
 class StoreActor:
-    """The rules are HashStore's; here waiters are suspended on the keys they miss, not polling.
+    """A store with the rules of HashStore, whose waiters do not poll: they are suspended until the
+    keys that they miss are written.
 
-    All methods run on the loop of the concurrency group "store": whatever else the actor does,
-    a rendezvous goes on, and waiters never take the places of other calls.
+    All methods run on the loop of the concurrency group "store". So a rendezvous goes on whatever
+    else the actor does, and waiters never take the places of other calls.
     """
 
     def __init__(self) -> None:
         self._store = HashStore()
-        # By key: set, and forgotten, when it is written.
+        # By key. An event is set, and forgotten, when its key is written.
         self._written: dict[bytes, asyncio.Event] = {}
 
     @ray.method(concurrency_group="store")
@@ -89,14 +90,14 @@ class StoreActor:
 
     @ray.method(concurrency_group="store")
     async def store_wait(self, keys: Sequence[Data], timeout_s: float) -> list[bytes]:
-        """Suspend until all keys exist; the keys that are missing after `timeout_s`."""
+        """Suspend until all keys exist. Returns the keys that are missing after `timeout_s`."""
         return await self._until_written(encoded_keys(keys), timeout_s)
 
     @ray.method(concurrency_group="store")
     async def store_multi_get(
         self, keys: Sequence[Data], timeout_s: float
     ) -> tuple[list[bytes], list[bytes]]:
-        """As store_wait; and, with none missing, the values."""
+        """As store_wait. Returns the missing keys, and if there are none, the values."""
         missing = await self._until_written(encoded_keys(keys), timeout_s)
         return missing, [] if missing else self._store.multi_get(keys, 0)
 
@@ -119,9 +120,9 @@ class StoreActor:
 
 
 class ActorStore(Store):
-    """A store in the given StoreActor. Travels by pickle; every copy is a client of its own.
+    """A store in the given StoreActor. It can be pickled; every copy is a client of its own.
 
-    No call blocks longer than its timeout: a dead or silent actor is a StoreLost.
+    No call blocks longer than its timeout: a dead or silent actor raises StoreLost.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -134,14 +135,15 @@ class ActorStore(Store):
         return ActorStore, (self._actor,), {"timeout_s": self.timeout_s}
 
     def cancel(self, error: CollectiveError) -> None:
-        """Free every blocked thread; it and every later call raise `error`. The first one wins."""
+        """Free every blocked thread. Its call, and every later one, raise `error`; of several
+        errors the first one wins."""
         with self._lock:
             self._cancelled_by = self._cancelled_by or error
             for event in self._blocked:
                 event.set()
 
     def move_to(self, actor: Actor) -> None:
-        """Use another actor from now on. What was written is not there."""
+        """Use another actor from now on, which does not have what was written to the first."""
         self._actor = actor
 
     def set(self, key: Data, value: Data) -> None:
@@ -185,10 +187,11 @@ class ActorStore(Store):
         self._call("multi_set", [key for key, _ in pairs], [value for _, value in pairs])
 
     def _call(self, operation: str, *arguments: object, suspended_s: float = 0.0) -> Any:
-        """One remote call from a thread that may block; suspended_s: how long the actor may wait.
+        """Make one remote call from a thread that may block. suspended_s: how long the actor may
+        wait.
 
-        Not `ray.get`: it cannot be left early, and inside an async actor it warns of blocking the
-        loop, which a training thread does not.
+        `ray.get` would not do: it cannot be left early, and inside an async actor it warns of
+        blocking the loop, which a training thread does not block.
         """
         is_over = threading.Event()
         with self._lock:
@@ -206,7 +209,7 @@ class ActorStore(Store):
                 self._blocked.discard(is_over)
         if future.done():
             return self._result(operation, future)
-        ray.cancel(call)  # Whoever leaves early says so: the waiter in the actor ends as well.
+        ray.cancel(call)  # This thread leaves early, so the waiter in the actor has to end as well.
         if was_set:
             assert self._cancelled_by is not None
             raise fresh_copy(self._cancelled_by)

@@ -1,7 +1,7 @@
 """Calls to actors whose end is always known: a value, a dead actor, or silence.
 
-Every `.remote()` of ours is awaited, here. Leaving early (a cancellation, a timeout) does not
-touch the remote method; whoever leaves tells the actor so with a call of its own.
+Calls between our actors are awaited here. A caller that leaves early (by a cancellation or a
+timeout) does not stop the remote method: it has to tell the actor so with another call.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Actor: TypeAlias = Any
 
 
 def actor_class(kind: type, **options: Any) -> Any:
-    """The Ray class of `kind`, never restarted by Ray: a restart would lose the state in silence,
-    and its death would be seen only after seconds."""
+    """The Ray class of `kind`. Ray never restarts its actors: a restart would lose their state in
+    silence, and a death would be noticed only seconds later."""
     return ray.remote(max_restarts=0, **options)(kind)
 
 
 class ActorGone(Exception):
-    """The actor's process has died, or its node does not answer, which we take for the same.
+    """The actor's process has died, or its node does not answer, which counts as the same.
 
-    detail: what Ray says of the reason, in one line where one line says it.
+    detail: what Ray says of the reason, in one line if one line says it.
     """
 
     def __init__(self, detail: str) -> None:
@@ -38,7 +38,7 @@ class ActorGone(Exception):
 
 
 class NoAnswer(Exception):
-    """The actor lives, as far as Ray knows, and did not answer in time."""
+    """The actor did not answer in time, and lives as far as Ray knows."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
@@ -61,7 +61,8 @@ async def answer(call: Awaitable[Any], timeout_s: float | None = None) -> Any:
 async def answers(
     calls: Mapping[Key, Awaitable[Any]], timeout_s: float
 ) -> dict[Key, Any | ActorGone | NoAnswer]:
-    """The ends of calls that run side by side; a dead or silent actor hides no other's answer."""
+    """How calls that run side by side have ended, by key. A dead or silent actor does not hide the
+    answers of the others."""
 
     async def settle(call: Awaitable[Any]) -> Any | ActorGone | NoAnswer:
         try:
@@ -88,7 +89,7 @@ def why_gone(error: ActorDiedError | ActorUnavailableError) -> str:
 def nodes_leaving() -> dict[str, str]:
     """Nodes that were told to go, by id, with the reason. Blocks for one question to the cluster.
 
-    Ray has no public way to ask; its own trainer asks like this.
+    Ray has no public call for this; its own trainer uses the same one.
     """
     draining: dict[str, int] = ray._private.state.state.get_draining_nodes()
     return {

@@ -1,4 +1,4 @@
-"""What can go wrong between actors, below the same root as the collectives' errors.
+"""The errors between actors, below the same root as those of the collectives.
 
     ChoruslineError
     ├── CollectiveError
@@ -11,7 +11,7 @@
     └── StateLost              owner and replicas of a shard are gone; no rank has its state
 
 An ordinary exception of the user's function is none of these: it reaches the caller as itself.
-Fields are positional and the text is made in `__str__`, as in `collectives.contract.errors`.
+Fields are positional, and the text is made in `__str__`, as in `collectives.contract.errors`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from collectives.contract.errors import (
 
 
 class WorkerLost(PeerLost):
-    """A worker's process is gone. A peer inside a collective sees PeerLost; the caller sees this.
+    """A worker's process is gone, as the caller of run() sees it. A peer inside a collective sees
+    PeerLost, so a handler of PeerLost catches both.
 
-    Who catches PeerLost catches both. detail: which worker, where it ran, what Ray knows.
+    detail: which worker it was, where it ran, what Ray knows.
     """
 
     def __str__(self) -> str:
@@ -41,7 +42,7 @@ class WorkerLost(PeerLost):
 
 
 class StartupError(ChoruslineError):
-    """The workers were not there in time. what: what was asked; detail: what stood against it."""
+    """The workers were not there in time. what: what was asked for. detail: why it failed."""
 
     def __init__(self, what: str, detail: str) -> None:
         super().__init__(what, detail)
@@ -53,8 +54,8 @@ class StartupError(ChoruslineError):
 
 
 class RankFailed(ChoruslineError):
-    """A rank raised what cannot be raised here: an exception that does not survive pickling, or
-    one that would end this process as well (SystemExit, KeyboardInterrupt)."""
+    """A rank raised something that cannot be raised in this process: an exception that does not
+    survive pickling, or one that would end this process as well (SystemExit, KeyboardInterrupt)."""
 
     def __init__(self, rank: int, generation: int, reason: str) -> None:
         super().__init__(rank, generation, reason)
@@ -70,8 +71,8 @@ class Interrupted(ChoruslineError):
     """Raised inside the train function, on every rank between the same two steps, when the caller
     of run() was cancelled: in a notebook, when its cell was interrupted.
 
-    The group is alive and nothing is in flight. Let it pass: the caller gets CancelledError.
-    step: steps that this run has taken.
+    The group is alive, and nothing is in flight. A function lets this error pass; the caller of
+    run() gets CancelledError. step: steps that this run has taken.
     """
 
     def __init__(self, step: int) -> None:
@@ -86,8 +87,11 @@ class Interrupted(ChoruslineError):
 
 
 class DriverLost(ChoruslineError):
-    """The driver actor died during a run. The next run makes a new one of the living workers.
+    """The driver actor died during a run. The next run starts a new driver, which adopts the
+    workers that live.
 
+    incarnation: how many drivers the session had before this one.
+    detail: what is known of the reason.
     nobody_began: no worker had heard of the run, so it may be begun once more.
     """
 
@@ -107,7 +111,11 @@ class DriverLost(ChoruslineError):
 
 class StateLost(ChoruslineError):
     """Every rank that kept some part of an optimizer's state is gone, so the run cannot go on from
-    memory. replicas: ranks that kept each part. lost: which part."""
+    memory.
+
+    replicas: ranks that kept each part.
+    lost: which part.
+    """
 
     def __init__(self, generation: int, replicas: int, lost: str) -> None:
         super().__init__(generation, replicas, lost)

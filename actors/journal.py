@@ -1,7 +1,7 @@
 """Reports on their way from the training threads to the session, without the driver.
 
-`ctx.report` appends to the Journal of its worker; the session pulls from all control loops and
-says how much it has: what was received once is dropped there.
+`ctx.report` appends to the Journal of its worker. The session pulls from all control loops and says
+how many reports it has, and the worker drops those.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from .calls import Actor, ActorGone, NoAnswer, answers
 from .messages import Report
 
 PRINTED = "chorusline.printed"
-"""Name of the value of a Report that is no report, but a line that the rank has printed."""
+"""The name of the only value of a Report that carries a line which the rank has printed."""
 
 
 class Journal:
-    """The reports of one rank in one run. Written by the training thread, read by the control loop.
+    """The reports of one rank in one run. The training thread writes, the control loop reads.
 
-    keep: False if nobody will read; then only `last` is held, so that memory does not grow.
+    keep: False if the session will not read; then only `last` is held, so that memory does not
+    grow.
     """
 
     def __init__(self, *, keep: bool) -> None:
@@ -38,7 +39,7 @@ class Journal:
                 self._reports.append(report)
 
     def read(self, since: int) -> list[Report]:
-        """All reports from number `since` on; those before it are not needed any more."""
+        """All reports from number `since` on; the earlier ones are dropped."""
         with self._lock:
             while self._dropped < since and self._reports:
                 self._reports.popleft()
@@ -47,9 +48,10 @@ class Journal:
 
 
 class JournalReader:
-    """The session's end: every report of a run once, in order for each rank.
+    """The session's side: it gets every report of a run once, in order for each rank.
 
-    workers: by seat; the crew's own, since a run may go on with others than it began with.
+    workers: by seat. It is the crew's own mapping, since a run may go on with other workers than it
+    began with.
     """
 
     def __init__(self, workers: Mapping[int, Actor], run: int) -> None:
@@ -58,7 +60,7 @@ class JournalReader:
         self._received: dict[int, tuple[Actor, int]] = {}  # by seat: of whom, how many
 
     async def pull(self, timeout_s: float) -> list[Report]:
-        """What is new, by step, then rank. A worker that is gone has nothing more to say."""
+        """New reports, by step, then by rank. A worker that is gone gives none."""
         asked = dict(self._workers)
         since = {
             seat: known[1] if (known := self._received.get(seat)) and known[0] is worker else 0

@@ -1,8 +1,8 @@
-"""What a worker does, as metrics of Ray's, which Prometheus collects from every node.
+"""What a worker does, as Ray metrics, which Prometheus collects from every node.
 
-A thread of its own looks twice a second at counters that are there anyway: a step and a collective
-do nothing for it. What a rank waits for the others, measured over all ranks, is the skew: the rank
-that waits least is the one that the others wait for.
+A thread of its own looks twice a second at counters that exist anyway, so a step or a collective
+does nothing for it. The time that each rank waits for the others shows the skew: the rank that
+waits least is the one that the others wait for.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ OF_DRIVER = {
     "chorusline_recoveries": "times that a run went on without workers that it had lost",
     "chorusline_failed_runs": "runs that ended with a failure; a cancelled one is none",
 }
-"""All names; Prometheus shows them with `ray_` before, and counters with `_total` behind."""
+"""Prometheus shows these names with the prefix `ray_`, and counters with the suffix `_total`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the worker shows: of the run in progress, or None between runs."""
+    """What the metrics are made of. status: of the run in progress, or of the last one."""
 
     status: RunStatus
     group: Group | None
@@ -60,7 +60,7 @@ class Look:
 
 
 class Meter:
-    """Turns looks into readings: values of gauges, and what to add to counters. No Ray."""
+    """Turns looks into readings: values of gauges, and increments of counters. No Ray."""
 
     def __init__(self) -> None:
         self._status: RunStatus | None = None
@@ -73,7 +73,7 @@ class Meter:
         self._stepped_at = self._at
 
     def read(self, look: Look) -> dict[str, float]:
-        """By name, GAUGES and COUNTERS together; a name is left out while nothing is known."""
+        """Readings by name, GAUGES and COUNTERS together, without those that are not known yet."""
         now, since = time.monotonic(), self._at
         self._at = now
         status, group = look.status, look.group
@@ -118,7 +118,7 @@ class Meter:
 
 
 class Publisher:
-    """The thread. look: called there; it must not block."""
+    """The thread that publishes. look: called in that thread; it must not block."""
 
     def __init__(self, session: str, seat: int, look: Callable[[], Look]) -> None:
         tags = {"session": session, "seat": str(seat)}
@@ -143,7 +143,7 @@ class Publisher:
 
 
 class DriverCounters:
-    """What only the driver knows."""
+    """The metrics of what only the driver knows."""
 
     def __init__(self, session: str) -> None:
         self._counters = {

@@ -1,8 +1,8 @@
-"""The user's results and exceptions, as messages on the worker and as objects again in the caller.
+"""The user's results and exceptions: as messages in the worker, as objects again in the caller.
 
-The worker pickles, the caller rebuilds; the driver between them sees bytes. Classes that the user
-made in a script or a notebook come back as the very same classes (cloudpickle remembers those that
-it sent by value), so that `except MyError` works.
+The worker pickles them, the caller rebuilds them, and the driver between the two sees bytes. A
+class that the user made in a script or a notebook comes back as the very same class (cloudpickle
+remembers those that it sent by value), so that `except MyError` works.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class RemoteTraceback(Exception):
 
 
 def success(rank: int, value: object, collectives: int) -> Success | Failure:
-    """The message of a result; a Failure if it does not pickle."""
+    """The message of a result; a Failure if the result cannot be pickled."""
     try:
         return Success(rank, cloudpickle.dumps(value), collectives)
     except Exception as error:
-        told = TypeError(
+        unpicklable = TypeError(
             f"the {type(value).__name__} that rank {rank} returned cannot be pickled ({error}); "
             "return numbers, tensors or containers of them"
         )
-        return failure(rank, told)
+        return failure(rank, unpicklable)
 
 
 def failure(
@@ -64,33 +64,38 @@ def failure(
     was_told_to_stop: bool = False,
     as_counted: Callable[[CollectiveError], CollectiveError] | None = None,
 ) -> Failure:
-    """was_told_to_stop: then a cancelled coroutine is an echo, too. as_counted: gives the error of
-    a group that was made of the session's the ranks as the session counts them."""
+    """The message of an exception.
+
+    was_told_to_stop: this rank was told to stop, so that a cancelled coroutine is an echo, too.
+    as_counted: turns an error of a group that was made of the session's group into one whose ranks
+    are those of the session.
+    """
     reason = "".join(traceback.format_exception_only(error)).strip()
     text = "".join(traceback.format_exception(error.with_traceback(_users_part(error))))
-    told_by = _told_by(error, rank, as_counted or (lambda link: link))
-    culprits = tuple(told_by.ranks) if told_by else (rank,)
-    is_echo = isinstance(told_by, GroupAborted | PeerLost) or (
+    link = _of_group(error, rank, as_counted or (lambda link: link))
+    culprits = tuple(link.ranks) if link else (rank,)
+    is_echo = isinstance(link, GroupAborted | PeerLost) or (
         was_told_to_stop and isinstance(error, asyncio.CancelledError)
     )
     exception: bytes | None = None
-    # What ends a process or a task in the worker must not do so in the caller; StopIteration
-    # cannot leave a coroutine.
+    # An exception that ends a process or a task in the worker must not do so in the caller, and
+    # StopIteration cannot leave a coroutine.
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         try:
             exception = cloudpickle.dumps(error)
         except Exception:
-            exception = None  # `reason` and `traceback` still tell the story, as RankFailed.
+            exception = None  # The caller gets RankFailed, with `reason` and `traceback`.
     asks_all = any(
         isinstance(link, CollectiveTimeout | CollectiveMismatch) for link in _chain(error)
     )
     return Failure(rank, exception, reason, text, culprits, is_echo, asks_all)
 
 
-def _told_by(
+def _of_group(
     error: BaseException, rank: int, as_counted: Callable[[CollectiveError], CollectiveError]
 ) -> CollectiveError | None:
-    """The group's error that began this one, also if the user's code wrapped it in its own."""
+    """The group's error that another rank caused and that led to this one, even where the user's
+    code has raised an error of its own from it."""
     for link in _chain(error):
         if isinstance(link, CollectiveTimeout | CollectiveMismatch | GroupAborted | PeerLost):
             counted = as_counted(link)
@@ -100,7 +105,7 @@ def _told_by(
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what it was raised from or during."""
+    """The error, and those that it was raised from or during."""
     link: BaseException | None = error
     seen = set()
     while link is not None and id(link) not in seen:

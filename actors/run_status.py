@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RunStatus:
-    """The training thread writes all but `stop_is_wanted`, the control loop reads; each field is
-    one word, so nothing is locked.
+    """The training thread writes all fields but `stop_is_wanted`, and the control loop reads them.
+    Each field is one word, so nothing is locked.
 
-    rank: of this run. stop_is_wanted: set by the control loop; this rank's next vote passes it
-    on to all ranks.
-    taken: optimizer steps in this run, on all ranks together. epoch, batches_left: of the shard
-    that is iterated, None outside. has_joined: this rank shadows the steps of others.
-    waited_s: for gradients to be reduced, once this rank had nothing else to do in a step.
+    rank: in this run.
+    stop_is_wanted: set by the control loop; this rank's next vote passes it on to all ranks.
+    taken: optimizer steps in this run, on all ranks together.
+    epoch, batches_left: of the shard that is iterated; None outside.
+    has_joined: this rank has run out of data, and shadows the steps of others.
+    waited_s: seconds for which steps waited for their gradients with nothing else to do.
     """
 
     rank: int | None = None

@@ -9,13 +9,13 @@ UNKNOWN = "unknown"
 
 
 def versions_here() -> dict[str, str]:
-    import torch  # Not above: the driver compares versions, and has no torch.
+    import torch  # Not at the top of the file: the driver compares versions, and has no torch.
 
     try:
         ours = importlib.metadata.version("chorusline")
     except importlib.metadata.PackageNotFoundError:
-        ours = UNKNOWN  # It is on the path, and was not installed.
-    # A str: what torch has there is a type of its own, and would bring torch along.
+        ours = UNKNOWN  # The package is on the path, and was not installed.
+    # torch's version is of a type of its own, which would import torch wherever it is unpickled.
     return {
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -24,21 +24,21 @@ def versions_here() -> dict[str, str]:
 
 
 def difference(theirs: dict[str, str], ours: dict[str, str]) -> str:
-    """What stands against a worker with `theirs` under a caller with `ours`; empty if nothing does.
+    """Why a worker that runs `theirs` cannot serve a caller that runs `ours`; empty if it can.
 
-    Functions travel as byte code, which belongs to a minor version of Python; tensors and our own
-    messages as pickles of classes. The build of torch (CPU, CUDA) may differ: a caller on a head
-    node without a GPU is not to be kept out.
+    Functions travel as byte code, which belongs to a minor version of Python; tensors and messages
+    travel as pickles of classes. The build of torch (CPU, CUDA) may differ: a caller may be on a
+    head node without a GPU.
     """
-    told = []
+    differences = []
     for name, here in ours.items():
         there = theirs.get(name, UNKNOWN)
         if UNKNOWN not in (there, here) and _what_counts(name, there) != _what_counts(name, here):
-            told.append(f"{name} {there} where the caller has {here}")
-    if not told:
+            differences.append(f"{name} {there} where the caller has {here}")
+    if not differences:
         return ""
     return (
-        f"runs {' and '.join(told)}; install the same on all nodes, or have Ray do it with "
+        f"runs {' and '.join(differences)}; install the same on all nodes, or have Ray do it with "
         "runtime_env"
     )
 

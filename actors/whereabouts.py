@@ -1,4 +1,4 @@
-"""Who is behind, where, and in which line: what the ranks testify, and the sentence made of it.
+"""Which rank is behind, where, and in which line: what the ranks answer, and a text made of it.
 
 When a collective times out or does not match, the driver asks all workers. Their control loops
 answer while their training threads are blocked. What follows from the answers is pure.
@@ -16,15 +16,17 @@ from collectives.contract.operation import State
 from collectives.diagnosis.flight_recorder import FlightRecording, tell_positions
 
 GroupId = tuple[str, tuple[int, ...]]
-"""Name, and ranks as the session counts them: groups that one `split` made may share the name."""
+"""The name, and the ranks as the session counts them: groups that one `split` has made may share a
+name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """What one worker says of its rank.
+    """What one worker says about its rank.
 
-    recordings: of its groups, the session's first; none before it had one. stack: of the training
-    thread, the user's frames; empty if it is over, or in no code of the user's.
+    recordings: of its groups, the session's first; none before the first group.
+    stack: the user's frames of the training thread; empty if there are none.
+    is_over: the user's function has ended.
     """
 
     recordings: tuple[FlightRecording, ...]
@@ -33,10 +35,10 @@ class Whereabouts:
 
 
 def tell(of_ranks: Mapping[int, Whereabouts | str], late: Sequence[int]) -> str:
-    """The story for a person: one sentence of all ranks, then the late ones, each with its stack.
+    """The text for a person: a sentence about all ranks, then the late ones, each with its stack.
 
-    It is about the group whose collective failed first. Where that is one that was made of the
-    session's, the sentence names it; its ranks are told as the session counts them.
+    It is about the group whose collective failed first. If that is not the session's group, the
+    sentence names it; ranks are always those of the session.
 
     of_ranks: by rank; a text says why a rank said nothing. late: the ranks to blame.
     """
@@ -50,10 +52,10 @@ def tell(of_ranks: Mapping[int, Whereabouts | str], late: Sequence[int]) -> str:
         if said.recordings and group is not None and rank in group[1]
     }
     if places:
-        told = tell_positions(places, [r for r in late if r in places])
+        sentence = tell_positions(places, [r for r in late if r in places])
         if group is not None and group != session:
-            told = f"in group {group[0]!r}, of ranks {list(group[1])}: {told}"
-        lines.append(told)
+            sentence = f"in group {group[0]!r}, of ranks {list(group[1])}: {sentence}"
+        lines.append(sentence)
     for rank in sorted(of_ranks):
         said = of_ranks[rank]
         if isinstance(said, str):
@@ -82,7 +84,7 @@ def _doing(
     if not said.recordings:
         return "has not met the other ranks" + ("; its Python stack:" if said.stack else "")
     words = "has issued nothing"
-    elsewhere = []  # What it does in other groups may be why it is late in this one.
+    elsewhere = []  # What the rank does in other groups may be why it is late in this one.
     for recording in said.recordings:
         at = recording.position(before)
         if _id(recording) == group and at is not None:
@@ -101,8 +103,8 @@ def _doing(
 
 
 def _first_failure(of_ranks: Iterable[Whereabouts]) -> tuple[GroupId, float] | None:
-    """In which group the generation ended, and when, in seconds since the epoch: what was issued
-    later came too late, and would hide where its rank was when it mattered."""
+    """In which group the generation ended, and when, in seconds since the epoch. A collective that
+    was issued later is left out, as it would hide where its rank was at that moment."""
     ends = [
         (recorded.ended_at, _id(recording))
         for said in of_ranks
@@ -117,7 +119,8 @@ def _first_failure(of_ranks: Iterable[Whereabouts]) -> tuple[GroupId, float] | N
 
 
 def users_stack(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """frames with their lines, outermost first: as text, from the user's first to their last."""
+    """Frames as text, from the first to the last of the user's. frames: with their lines, outermost
+    first."""
     found = list(frames)
     users = [i for i, (frame, _) in enumerate(found) if is_users_file[frame.f_code.co_filename]]
     if not users:

@@ -1,8 +1,8 @@
 """The actors of one session, as the process that owns them sees them.
 
 The session's process creates the driver and the workers, so none of them dies with another. Seats
-are numbered; a worker that died or hangs is replaced in its seat, a driver that died by the next
-incarnation, both when the next run needs them: `assemble`.
+are numbered. When the next run needs them (`assemble`), a worker that died or hangs is replaced in
+its seat, and a driver that died by its next incarnation.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ..worker.worker import worker_class
 from .recruiting import Recruiter, Seats
 
 NAMESPACE = "chorusline"
-"""Ray's, of the names of driver actors: by them another process finds the sessions of a cluster."""
+"""Ray's namespace of driver actors: by their names another process finds a cluster's sessions."""
 
 INCARNATION = "/driver-"
 
 STEP_S = 2.0
-"""Seconds for the step in progress to end, when a run is to stop; then it is aborted inside it."""
+"""Seconds that a run which is to stop has for the step in progress, before it is aborted in it."""
 
 _DRIVERS_PER_RUN = 4
-"""One that begins it, and three that take it over; a run that ends its drivers ends."""
+"""One that begins the run, and three that take it over. A run that kills its drivers has to end."""
 
 _DRIVER_START_S = 30.0
 
@@ -46,13 +46,14 @@ _ANSWER_S = 5.0
 
 
 class _DriverGone(StartupError):
-    """While it met the workers; another one can do it."""
+    """The driver died while it met the workers; another one can do that."""
 
 
 class Crew:
-    """Driver and workers. `assemble` before each run; `dismiss` once, at the end.
+    """The driver and the workers. `assemble` comes before each run, `dismiss` once, at the end.
 
-    fewest: workers without which no run begins. driver_options: Ray's, of the driver.
+    fewest: the smallest number of workers with which a run begins.
+    driver_options: Ray's actor options of the driver.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Crew:
         self._worker_class = worker_class()
         self._workers: dict[int, Actor] = {}  # by seat
         self._starting: set[int] = set()
-        """Seats whose workers have not answered yet: a run may end while it has some started."""
+        """Seats whose workers have not answered yet: a run may end while some are starting."""
         self._driver: Actor | None = None
         self._incarnation = -1
         self._is_assembled = False
@@ -82,14 +83,14 @@ class Crew:
         return len(self._workers)
 
     async def assemble(self, timeout_s: float) -> None:
-        """See that there is a driver, and in every seat that has room an idle worker that it knows.
+        """See that there is a driver, and that every seat with room has an idle worker known to it.
 
         1. Start a driver, if there is none.
-        2. Have it ask the workers that are there; kill those that are gone, hang, or are busy.
+        2. Have it ask the workers that are there, and kill those that are gone, hang, or are busy.
         3. Start workers in the empty seats; they have `timeout_s` to answer.
 
-        A driver that dies meanwhile is replaced by another. Raises StartupError. Does nothing while
-        all is well, so that a run costs no questions.
+        A driver that dies meanwhile is replaced by another. While all is well nothing is asked, so
+        that a run costs no questions. Raises StartupError.
         """
         for left in reversed(range(_DRIVERS_PER_RUN)):
             try:
@@ -115,18 +116,18 @@ class Crew:
             # Between two runs a node may go under a worker that starts; the others can do.
             can_do = self._was_assembled and len(self._workers) >= self._fewest
             if failed and not (can_do and all(unfit.is_gone for unfit in failed)):
-                told = "; ".join(f"seat {unfit.seat} {unfit.reason}" for unfit in failed)
+                why = "; ".join(f"seat {unfit.seat} {unfit.reason}" for unfit in failed)
                 raise StartupError(
                     f"{len(failed)} of {len(self._workers) + len(failed)} workers did not start",
-                    f"{told}. If nodes are only slow to start processes, raise startup_timeout_s",
+                    f"{why}. If nodes are only slow to start processes, raise startup_timeout_s",
                 )
         self._is_assembled = self._was_assembled = True
 
     async def _sort_out(self, timeout_s: float) -> None:
-        """Kill the workers that cannot take part; those that are starting have longer to answer."""
+        """Kill the workers that cannot take part. Those that are starting have longer to answer."""
         placed = await asyncio.to_thread(self._seats.placed)
         for seat in self._starting.difference(placed):
-            self._kill_worker(seat)  # It waits for a node that is gone.
+            self._kill_worker(seat)  # Its start waits for a node that is gone.
         starting = {seat: self._workers[seat] for seat in self._starting}
         known = {seat: self._workers[seat] for seat in self._workers.keys() - self._starting}
         for some, patience_s in ((known, _ANSWER_S), (starting, timeout_s)):
@@ -159,7 +160,7 @@ class Crew:
 
     async def _start_driver(self, timeout_s: float) -> Actor:
         self._incarnation += 1
-        # Named, so that others can find the session; the name dies with the actor.
+        # Other processes find the session by this name, which dies with the actor.
         driver = (
             driver_class()
             .options(
@@ -178,12 +179,13 @@ class Crew:
         return driver
 
     async def run(self, request: RunRequest, payload: bytes) -> RunSucceeded | RunFailed:
-        """Have the driver run a pickled program. Cancelled: ends the run on all ranks first.
+        """Have the driver run a pickled program. Returns how the run has ended.
 
-        If the driver dies, the ranks go on, and a new driver takes over from them.
+        If the driver dies, the ranks go on, and a new driver takes the run over. If this call is
+        cancelled, it ends the run on all ranks first.
         """
         driver: Actor | None = self._living_driver()
-        self._is_assembled = False  # Until it is known that all is well.
+        self._is_assembled = False  # Until the run has ended well.
         program = [ray.put(payload)]
         call = self._living_driver().run.remote(request, program)
         has_taken_over = False
@@ -214,22 +216,22 @@ class Crew:
             await self._stop_workers("the driver actor died")
             raise DriverLost(incarnation, gone.detail) from None
         except Exception:
-            # An error of our own: what the driver knows cannot be trusted, the workers can.
+            # An error in the driver itself: what it knows cannot be trusted, the workers can.
             self._kill_driver()
             await self._stop_workers("the driver actor failed")
             raise
         if outcome is None:
             self._kill_driver()
-            await self._stop_workers("the driver actor died")  # A word of it may be on its way.
-            told = "it died before any worker had heard of the run"
-            raise DriverLost(self._incarnation - 1, told, nobody_began=True)
+            await self._stop_workers("the driver actor died")  # A call of it may be on its way.
+            early = "it died before any worker had heard of the run"
+            raise DriverLost(self._incarnation - 1, early, nobody_began=True)
         self._is_assembled = self._leaves_all(outcome)
         return outcome  # type: ignore[no-any-return]
 
     async def _stopped_after_step(self, run: int, call: Any) -> bool:
-        """Ask the ranks to stop at the end of their step; whether the run has ended by that.
+        """Ask the ranks to stop at the end of their step. Returns whether that has ended the run.
 
-        False at once where no rank takes steps, and where the caller is cancelled once more.
+        It has not if no rank takes steps, or if the caller is cancelled once more.
         """
         asked = {seat: worker.stop_after_step.remote(run) for seat, worker in self._workers.items()}
         try:
@@ -242,14 +244,14 @@ class Crew:
         return True
 
     def _leaves_all(self, outcome: object) -> bool:
-        """Whether a run that ended so has left a worker in every seat, as it was."""
+        """Whether a run with this outcome has left all workers in their seats."""
         return isinstance(outcome, RunSucceeded) and len(outcome.results) == self.num_workers
 
     @contextlib.asynccontextmanager
     async def _recruiting(
         self, driver: Actor, request: RunRequest, has_taken_over: bool
     ) -> AsyncIterator[None]:
-        """While the body runs, start workers where a run can take them in."""
+        """While the body runs, start workers, if the run can take them in."""
         if not request.goes_on:
             yield
             return
@@ -265,7 +267,7 @@ class Crew:
             yield
 
     async def cancel(self, run: int, reason: str) -> None:
-        """End a run; returns when its ranks have stopped, or have had their time to."""
+        """End a run; returns when its ranks have stopped, or their time to stop is over."""
         self._is_assembled = False
         try:
             await answer(self._living_driver().cancel.remote(run, reason), GRACE_S + _ANSWER_S)
@@ -279,7 +281,7 @@ class Crew:
     async def snapshots(
         self, timeout_s: float
     ) -> tuple[DriverSnapshot | None, tuple[WorkerSnapshot | str, ...]]:
-        """What driver and workers say of themselves; by seat, or in words why one says nothing."""
+        """Snapshots of the driver and, by seat, of the workers; a text says why one gave none."""
         calls = {"driver": self._driver.snapshot.remote()} if self._driver is not None else {}
         async with asyncio.TaskGroup() as tasks:
             asked = tasks.create_task(answers(calls, timeout_s), name="driver-snapshot")
@@ -288,7 +290,7 @@ class Crew:
         return driver if isinstance(driver, DriverSnapshot) else None, workers
 
     async def workers_seen(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
-        """What the workers say of themselves, by seat; the driver is not asked."""
+        """Snapshots of the workers, by seat, without asking the driver."""
         calls = {seat: worker.snapshot.remote() for seat, worker in self._workers.items()}
         said = await answers(calls, timeout_s)
         return tuple(
@@ -299,22 +301,22 @@ class Crew:
     async def whereabouts(
         self, timeout_s: float
     ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]:
-        """Who each worker is, and what it has done last; by seat."""
+        """The snapshot of each worker, and what it has done last; by seat."""
         workers = sorted(self._workers.items())
         calls = {(seat, 0): worker.snapshot.remote() for seat, worker in workers}
         calls |= {(seat, 1): worker.whereabouts.remote() for seat, worker in workers}
         said = await answers(calls, timeout_s)
-        told: dict[int, tuple[WorkerSnapshot, Whereabouts] | str] = {}
+        seen: dict[int, tuple[WorkerSnapshot, Whereabouts] | str] = {}
         for seat, _ in workers:
             who, what = said[seat, 0], said[seat, 1]
             if isinstance(who, ActorGone | NoAnswer):
-                told[seat] = who.detail
+                seen[seat] = who.detail
             else:
-                told[seat] = what.detail if isinstance(what, ActorGone | NoAnswer) else (who, what)
-        return told
+                seen[seat] = what.detail if isinstance(what, ActorGone | NoAnswer) else (who, what)
+        return seen
 
     async def dismiss(self) -> None:
-        """End all: close the groups, kill the actors, and see them dead."""
+        """End everything: close the groups, kill the actors, and wait until they are dead."""
         self._is_assembled = False
         try:
             await self._stop_workers("the session was closed")
@@ -352,7 +354,7 @@ class Crew:
         return self._driver
 
     def _start_worker(self, seat: int) -> Actor:
-        """A new worker, in the place of the one that was there."""
+        """Start a new worker in a seat, in the place of the one that was there."""
         if seat in self._workers:
             self._kill_worker(seat)
         made = self._worker_class.options(**self._seats.options(seat))

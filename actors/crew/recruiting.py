@@ -1,8 +1,8 @@
 """While a run goes on: a worker for every seat, as soon as there is room for it.
 
-A seat is empty from the start where the cluster had no room for it yet; or it becomes empty,
-because its worker has died, or has left a node that goes. Filling one may take as long as a node
-takes to come, so each is a task of its own, and none keeps another waiting.
+A seat is empty from the start if the cluster had no room for it, or becomes empty because its
+worker has died, or has left a node that goes. To fill a seat may take as long as a node takes to
+come, so each seat has a task of its own, and none keeps another waiting.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ from ..versions import versions_here
 NODE_WATCH_S = 1.0
 
 _AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
-"""Between two attempts to start a worker in a seat: the first pause, and what it doubles up to."""
+"""Seconds between two attempts to start a worker in a seat: at first, and at most. It doubles."""
 
 _ANSWER_S = 5.0
 
 
 class Seats(Protocol):
-    """Where the workers of a session sit, numbered from 0 to `most` - 1."""
+    """The places of a session's workers, numbered from 0 to `most` - 1."""
 
     most: int
 
     @property
     def has_all(self) -> bool:
-        """Whether there is, or was, room for all; asks nobody."""
+        """Whether there is, or was, room for all seats. Asks nothing of the cluster."""
 
     def placed(self) -> list[int]:
         """The seats that there is room for now. Blocks for some questions to the cluster."""
 
     async def wait_for(self, seat: int) -> None:
-        """Ask for room for this seat, if nobody has; return when it is there, and stays."""
+        """Ask for room for a seat, unless that was done; return when it is there, and stays."""
 
     def options(self, seat: int) -> Mapping[str, Any]:
         """Ray's actor options of the worker in a seat that there is room for."""
 
 
 class Recruiter:
-    """Of one run and one driver.
+    """Fills the seats of one run, as long as one driver carries it out.
 
-    workers: by seat; the crew's own, as it changes. start: makes a worker in a seat, in the place
-    of the one that was there. has_started: told of the seat when that one has answered.
+    workers: by seat; the crew's own mapping, as it changes.
+    start: makes a worker in a seat, in the place of the one that was there.
+    has_started: called with the seat when that worker has answered.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Recruiter:
     async def at_work(self, *, has_taken_over: bool) -> AsyncIterator[None]:
         """While the body runs, fill seats, and tell the driver of nodes that are to go.
 
-        has_taken_over: the driver has replaced another, which had known more.
+        has_taken_over: the driver has replaced another one, which knew of losses before.
         """
         watchers = [
             asyncio.create_task(self._recruit(has_taken_over), name="recruiter"),
@@ -91,7 +92,7 @@ class Recruiter:
                 for seat in seats:
                     tasks.create_task(self._fill(seat), name=f"seat-{seat}")
 
-            # Whatever happens to the driver is told to who waits for the run.
+            # If the driver dies, the call that waits for the run raises.
             with contextlib.suppress(ActorGone):
                 fill(seat for seat in range(self._seats.most) if seat not in self._workers)
                 if has_taken_over:
@@ -99,7 +100,7 @@ class Recruiter:
                 known = 0
                 while lost := await self._lost_since(known):
                     known += len(lost)
-                    # The one that is there now may have come in its place.
+                    # Another worker may sit there by now.
                     fill(seat for seat, worker_id in lost if self._is_there(seat, worker_id))
 
     def _is_there(self, seat: int, worker_id: str) -> bool:
@@ -111,8 +112,8 @@ class Recruiter:
         return lost
 
     async def _lost_before(self) -> list[int]:
-        """Seats whose workers died with the former driver. Those that it had not put into the run
-        yet are told to this one."""
+        """Seats whose workers died with the driver before. Idle workers, which it had not put into
+        the run yet, become known to this driver on the way."""
         call = self._driver.adopt.remote(dict(self._workers), _ANSWER_S, versions_here())
         return [unfit.seat for unfit in await answer(call) if unfit.is_gone]
 
@@ -122,7 +123,7 @@ class Recruiter:
             while True:
                 await self._seats.wait_for(seat)
                 newcomer = {seat: self._start(seat)}
-                # Its node may have gone just now, and come back late: as long as the run waits.
+                # Its node may have gone just now: the worker has as long to come as the run waits.
                 call = self._driver.adopt.remote(newcomer, self._request.pause_s, versions_here())
                 if not await answer(call):
                     self._has_started(seat)
@@ -131,7 +132,7 @@ class Recruiter:
                 pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
 
     async def _watch_nodes(self) -> None:
-        """Tell the driver of nodes that are to go, drained or preempted, while they are there."""
+        """Tell the driver of nodes that are drained or preempted, while they are still there."""
         with contextlib.suppress(ActorGone):
             while True:
                 await asyncio.sleep(NODE_WATCH_S)
