@@ -350,7 +350,7 @@ class Join:
 
     @property
     def takes_forward_for_step(self) -> bool:
-        """Whether joined ranks shadow a step at each `notify_join_context` of the first joinable."""
+        """Whether each `notify_join_context` of the first joinable begins a shadowed step."""
         return self._needs_header
 
     @property
