@@ -1,7 +1,7 @@
 """Chorusline: data-parallel training on Ray that keeps going. `import chorusline as cl`.
 
-This module only re-exports: what it names lives in `collectives` (groups of ranks, no Ray),
-`actors` (Ray actors) and `runtime` (sessions and training).
+This module only re-exports names of `collectives` (groups of ranks, no Ray), `actors` (Ray actors)
+and `runtime` (sessions and training).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import typing as _typing
 
 
 def _refuse_strangers() -> None:
-    """Our packages have everyday names; a package of the user's may stand before them."""
+    """Raise ImportError if another package of the same name comes before one of Chorusline's, whose
+    names are everyday words."""
     home = _pathlib.Path(__file__).resolve().parent
     for name in ("collectives", "actors", "runtime"):
         spec = _importlib_util.find_spec(name)
@@ -25,9 +26,9 @@ def _refuse_strangers() -> None:
         found = spec.origin or (places[0] if places else "nowhere")
         if not any(_pathlib.Path(place).resolve() == home / name for place in places):
             raise ImportError(
-                f"import {name!r} finds {found}, which stands on the path before chorusline's own "
-                f"{home / name}. Rename that package, or move it into a package of yours, or take "
-                "its folder off sys.path"
+                f"import {name!r} finds {found}, which comes before chorusline's own {home / name} "
+                "on sys.path. Rename that package, move it into another package, or take its "
+                "folder off sys.path"
             )
 
 

@@ -1,11 +1,11 @@
 """A small GPT learns Python from Python's own standard library, on data of uneven lengths.
 
-The corpus is what every machine with Python has: the library's source files, as bytes. They are
-dealt out whole, file by file, so the ranks get different numbers of batches; whoever runs out
+The corpus is on every machine with Python: the library's source files, as bytes. Each file goes to
+one rank as a whole, so the ranks get different numbers of batches. A rank that runs out of batches
 joins, and the others go on. Read `train` first; the rest is its data, its model and its output.
 
     python examples/stdlib_gpt.py                    two CPU workers, about a minute
-    python examples/stdlib_gpt.py --verify           and compare with one process, stock PyTorch
+    python examples/stdlib_gpt.py --verify           also compare with PyTorch in one process
     python examples/stdlib_gpt.py --gpu --workers 8 --preset large --files 400
     ray job submit --working-dir . -- python examples/stdlib_gpt.py
 """
@@ -37,7 +37,7 @@ import chorusline as cl
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, and how: all that the ranks and the one-process reference must share."""
+    """What is trained, and how: equal for all ranks and for the one-process reference."""
 
     model: GPTConfig
     epochs: int
@@ -49,15 +49,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trained:
-    """What rank 0 brings home."""
+    """The result of rank 0."""
 
     parameters: dict[str, Tensor]  # on the CPU
     sample: str
-    num_threads: int  # torch's: with as many, the reference adds up in the same order
+    num_threads: int  # of torch; with the same number the reference sums in the same order
 
 
 def train(ctx: cl.Context, corpus: Corpus, plan: Plan) -> Trained | None:
-    """Runs on every rank. Stock PyTorch, but for two wrappers, `Join` and `ctx.shard`."""
+    """Runs on every rank. It is plain PyTorch except for two wrappers, `Join` and `ctx.shard`."""
     torch.manual_seed(plan.seed)
     model = cl.DistributedDataParallel(GPT(plan.model).to(ctx.device))
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=plan.lr)
@@ -94,13 +94,13 @@ def train(ctx: cl.Context, corpus: Corpus, plan: Plan) -> Trained | None:
 
 # The corpus
 
-# Left out: what is installed beside the library, and what reads least like it (tests, tables).
+# Left out: packages that are not of the library, and files that read least like it (tests, tables).
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
 NOT_LIBRARY |= {"encodings", "lib2to3", "pydoc_data", "tkinter", "turtledemo", "ensurepip"}
 
 
 class Corpus:
-    """Blocks of `block` + 1 bytes (the last is only foretold), none of them across two files."""
+    """Blocks of `block` + 1 bytes (the last one is only a target), each within one file."""
 
     def __init__(self, files: Sequence[bytes], block: int) -> None:
         self.files = [torch.frombuffer(bytearray(f), dtype=torch.uint8) for f in files if f]
@@ -130,7 +130,7 @@ def library_files(limit: int) -> list[Path]:
 
 
 def schedule(corpus: Corpus, plan: Plan, num_ranks: int, epoch: int) -> list[list[list[int]]]:
-    """The sample numbers of each batch of each rank: what `ctx.shard` deals in `train`."""
+    """By rank, the sample numbers of each batch, as `ctx.shard` deals them in `train`."""
     hands = cl.deal(
         len(corpus),
         world_size=num_ranks,
@@ -152,7 +152,7 @@ class GPTConfig:
     num_layers: int
     num_heads: int
     width: int
-    block: int = 128  # bytes it looks back
+    block: int = 128  # bytes of context
 
 
 PRESETS = {
@@ -164,7 +164,7 @@ PRESETS = {
 
 
 class Layer(nn.Module):
-    """Attention, then a perceptron; each reads the normed stream and adds to it."""
+    """Attention, then a perceptron; each reads the normalized residual stream and adds to it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Layer(nn.Module):
         self.attention_out = nn.Linear(config.width, config.width, bias=False)
         self.widen = nn.Linear(config.width, 4 * config.width, bias=False)
         self.narrow = nn.Linear(4 * config.width, config.width, bias=False)
-        nn.init.zeros_(self.attention_out.weight)  # At first each layer passes the stream on.
+        nn.init.zeros_(self.attention_out.weight)  # At first each layer is the identity.
         nn.init.zeros_(self.narrow.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(256, config.width)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.head = nn.Linear(config.width, 256, bias=False)
-        nn.init.zeros_(self.head.weight)  # The first loss is that of not knowing: ln 256 = 5.55.
+        nn.init.zeros_(self.head.weight)  # The first loss is that of equal odds: ln 256 = 5.55.
 
     def logits(self, tokens: Tensor) -> Tensor:
         """(batch, length) int64 -> (batch, length, 256)."""
@@ -203,7 +203,7 @@ class GPT(nn.Module):
         return self.head(norm(x))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, length + 1) int64 -> mean loss, in nats a byte, of foretelling the next byte."""
+        """(batch, length + 1) int64 -> mean loss of predicting the next byte, in nats per byte."""
         return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -212,7 +212,8 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """(…, length, size): pairs turned by angles that grow with the position, each pair slower.
+    """(…, length, size): each pair rotated by an angle that grows with the position, more slowly
+    from pair to pair.
 
     Source: Su et al., RoFormer, arXiv:2104.09864, section 3.4.
     """
@@ -239,10 +240,10 @@ def generate(model: GPT, prompt: str, num_bytes: int, temperature: float = 0.8) 
 def train_in_one_process(
     corpus: Corpus, plan: Plan, num_ranks: int, device: str
 ) -> dict[str, Tensor]:
-    """The same schedule without us: one model, torch's own AdamW, one rank's batch after another.
+    """The same schedule without Chorusline: one model, torch's AdamW, the ranks' batches in turn.
 
-    A step's gradient is the sum over the ranks that still have data, divided by the number of
-    all ranks, as torch's Join does by default.
+    A step's gradient is the sum over the ranks that still have data, divided by the number of all
+    ranks, which is the default of torch's Join.
     """
     torch.manual_seed(plan.seed)
     model = GPT(plan.model).to(device)
@@ -271,11 +272,11 @@ def compare(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> str:
     )
 
 
-# What is written: metrics.jsonl, loss.png
+# The output: metrics.jsonl, loss.png
 
 
 def metrics(reports: Sequence[cl.Report], num_ranks: int) -> list[dict[str, Any]]:
-    """One record a step, of what its ranks reported. Who did not report it had joined."""
+    """One record per step, from the reports of its ranks. A rank without a report had joined."""
     live_at: dict[tuple[Any, Any], list[cl.Report]] = defaultdict(list)
     for report in reports:
         live_at[report.values["epoch"], report.values["batch"]].append(report)
@@ -298,15 +299,15 @@ def metrics(reports: Sequence[cl.Report], num_ranks: int) -> list[dict[str, Any]
 
 
 def plot_loss(records: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """The loss over the steps; below it a lane a rank, full while it has data of its own."""
-    from matplotlib.figure import Figure  # An extra: only the plot needs it.
+    """The loss over the steps; below it one lane per rank, coloured while the rank has data."""
+    from matplotlib.figure import Figure  # Optional: only the plot needs it.
 
     num_ranks = len(records[0]["loss_by_rank"])
     steps = [record["step"] for record in records]
     losses = [record["loss"] for record in records]
     smooth = []
     for i in range(len(steps)):
-        reach = min(1 + len(steps) // 50, i, len(steps) - 1 - i)  # as far to both sides
+        reach = min(1 + len(steps) // 50, i, len(steps) - 1 - i)  # equal on both sides
         smooth.append(mean(losses[i - reach : i + reach + 1]))
     somebody_joined = [bool(record["joined"]) for record in records]
 
@@ -370,7 +371,7 @@ async def main() -> None:
                 num_workers=args.workers, use_gpu=args.gpu, on_report=on_report
             ) as session:
                 trained, *_ = await session.run(train, corpus=corpus, plan=plan)
-    finally:  # What a run that failed had reported is worth reading.
+    finally:  # The reports of a failed run are worth reading, too.
         records = metrics(reports, args.workers)
         (args.out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
@@ -405,7 +406,7 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
 
 
 def from_command_line() -> tuple[argparse.Namespace, Plan, Corpus]:
-    """All that can be wrong with the arguments is said here, before Ray starts."""
+    """Parse and check all arguments, before Ray starts."""
     parser = argparse.ArgumentParser(
         description="Trains a byte-level GPT on the source of Python's standard library."
     )

@@ -1,9 +1,9 @@
-"""Ranks that train apart for some steps, and then take the mean of their parameters.
+"""Ranks train apart for some steps, and then take the mean of their parameters.
 
-The names and the arguments are those of torch.distributed.algorithms.model_averaging; groups are
-ours. Between two averages the parameters of the ranks differ, so what relies on equal ones is
-refused: Join (a rank without data would draw the mean towards old parameters), and a
-ZeroRedundancyOptimizer over the very ranks that average (post_local_sgd.py).
+Names and arguments are those of torch.distributed.algorithms.model_averaging, with Chorusline's
+groups. Between two averages the parameters of the ranks differ. So two features that need equal
+parameters are refused: Join (a rank without data would draw the mean towards old parameters), and a
+ZeroRedundancyOptimizer over exactly the ranks that average (post_local_sgd.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from ..process.running import current_group
 class ModelAverager(ABC):
     """Counts the steps of a training loop, and averages after some of them.
 
-    process_group: the ranks that average, the session's group by default. step: calls so far; it
-    belongs into a checkpoint (`PostLocalSGDOptimizer.state_dict` has it).
+    process_group: the ranks that average; default: the session's group.
+    step: the number of calls so far; a checkpoint needs it (`PostLocalSGDOptimizer.state_dict`
+        contains it).
     """
 
     def __init__(self, process_group: Group | None = None) -> None:
@@ -38,11 +39,11 @@ class ModelAverager(ABC):
     def average_parameters(
         self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
     ) -> None:
-        """Called once after each step of the optimizer, on all ranks; counts, and may average.
+        """Count a step, and average if it is due. Call it on all ranks after each optimizer step.
 
-        params: of a model, or the parameter groups of an optimizer; the same on all ranks. Those
-        that ask for no gradient stay as they are. (torch leaves out those without one, and so
-        averages nothing after `zero_grad()`.)
+        params: the parameters of a model, or the parameter groups of an optimizer; the same on all
+            ranks. Parameters without requires_grad stay as they are. (torch skips parameters whose
+            gradient is None, and so averages nothing after `zero_grad()`.)
 
         Raises RuntimeError inside Join.
         """
@@ -56,10 +57,12 @@ class ModelAverager(ABC):
 class PeriodicModelAverager(ModelAverager):
     """Averages over all ranks of `process_group` every `period` steps.
 
-    warmup_steps: steps at the start in which nothing is averaged: those in which gradients still
-    are. Steps are counted from 0, and averaged are those that `period` divides.
+    period: steps are counted from 0 after the warm-up; a step that `period` divides averages.
+    warmup_steps: the number of steps at the start without an average, since gradients are still
+        averaged in them.
+    process_group: as in ModelAverager.
 
-    Raises torch's ValueErrors for a period below 1 and for negative warmup_steps.
+    Raises ValueError, as torch does, for a period below 1 and for negative warmup_steps.
     Source: Lin et al., Don't Use Large Mini-Batches, Use Local SGD, arXiv:1808.07217.
     """
 
@@ -85,14 +88,16 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages in small groups often, and in larger ones seldom.
+    """Averages often in small groups, and seldom in larger ones.
 
-    period_group_size_dict: by period, in steps, how many ranks average; both ascending. Groups are
-    made of ranks in a row, 0 to size - 1 and so on, so each size divides that of `process_group`,
-    and the last is that size. A step that several periods divide averages once, in the largest
-    group. warmup_steps: as in PeriodicModelAverager; steps are counted from 0, warm-up included.
+    period_group_size_dict: by period in steps, the number of ranks that average; both ascend.
+        Groups are consecutive ranks (0 to size - 1 and so on), so each size divides that of
+        `process_group`, and the last size equals it. A step that several periods divide averages
+        once, in the largest group.
+    warmup_steps: as in PeriodicModelAverager, but steps are counted from 0 including the warm-up.
+    process_group: as in ModelAverager.
 
-    Collective over process_group: the groups are made here.
+    The constructor makes the groups, so it is collective over process_group.
 
     Raises ValueError for sizes and periods that do not fit together.
     Source: hierarchical SGD, arXiv:2010.12998.

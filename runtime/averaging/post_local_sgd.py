@@ -1,11 +1,11 @@
-"""Post-local SGD: gradients of all ranks at first, later of a few, and an average now and then.
+"""Post-local SGD: reduce gradients over all ranks at first, later over a few, and average at times.
 
-The communication hook reduces gradients, over all ranks for the first steps and within a subgroup
-from then on; the optimizer steps them, and lets an averager (model_averaging.py) bring the
-parameters together. Both are told the same number of steps.
+The communication hook reduces gradients over all ranks for the first steps, and within a subgroup
+from then on. The optimizer takes its step, then lets an averager (model_averaging.py) average the
+parameters. Users give both the same number of first steps.
 
-With a ZeroRedundancyOptimizer the ranks that share its shards are the subgroup: it keeps their
-parameters equal, and the averager brings those of different subgroups together.
+With a ZeroRedundancyOptimizer the subgroup is the ranks that share its shards: the optimizer keeps
+their parameters equal, and the averager averages over different subgroups.
 
 Source: Lin et al., Don't Use Large Mini-Batches, Use Local SGD, arXiv:1808.07217.
 """
@@ -31,13 +31,14 @@ from .model_averaging import ModelAverager
 
 
 class PostLocalSGDState:
-    """What `post_localSGD_hook` knows; as torch's, over our groups.
+    """The state of `post_localSGD_hook`, as in torch, with Chorusline's groups.
 
-    process_group: all ranks, by default the session's. subgroup: those whose gradients are reduced
-    together later, by default the ranks of one host; made here, a collective over process_group.
-    start_localSGD_iter: steps in which the gradients of all ranks are. False for
-    post_local_gradient_allreduce: afterwards each rank takes its own. iter: steps so far, up to
-    start_localSGD_iter.
+    process_group: all ranks; default: the session's group.
+    subgroup: the ranks that reduce gradients together after the first steps; default: the ranks of
+        one host, whose group the constructor makes (a collective over process_group).
+    start_localSGD_iter: the number of first steps, in which all ranks reduce gradients together.
+    post_local_gradient_allreduce: False: after the first steps each rank uses its own gradients.
+    iter: the number of steps so far, up to start_localSGD_iter.
     """
 
     def __init__(
@@ -78,19 +79,20 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """An optimizer that averages the parameters of ranks after some of its steps.
 
-    optim: a torch optimizer, which steps this rank's parameters, or a ZeroRedundancyOptimizer over
-    a subgroup. averager: says when, and over which ranks.
+    optim: a torch optimizer over this rank's parameters, or a ZeroRedundancyOptimizer over a
+        subgroup.
+    averager: decides after which steps, and over which ranks.
 
-    Its state dictionary is that of `optim` with the averager's `step`, as torch has it. The state
-    of `optim` (momentum and so on) is not averaged.
+    The state dictionary is that of `optim` with the averager's `step`, as in torch. The state of
+    `optim` (momentum and so on) is not averaged.
 
     Raises ValueError, on all ranks of its group, for a ZeroRedundancyOptimizer whose ranks would
     not have equal parameters after an average, or for which it would change nothing.
     """
 
-    _step_supports_amp_scaling = True  # So that a scaler comes to `step`, which refuses it.
+    _step_supports_amp_scaling = True  # A scaler must call `step`, which refuses it.
 
-    # Not torch's constructor: the parameter groups are those of `optim`, and its hooks run.
+    # torch's constructor is not called: parameter groups and hooks are those of `optim`.
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
         self.optim = optim
         self.averager = averager
@@ -107,7 +109,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return self.optim.state
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step of `optim`, then what the averager has to do.
+        """One step of `optim`, then the averager's, which averages if it is due.
 
         Raises RuntimeError inside Join, and under a GradScaler.
         """
@@ -131,8 +133,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Without `step`, of an optimizer that averaged nothing, the averager begins anew; warned
-        of, as in torch."""
+        """Load a state. If it has no `step`, the averager counts from 0, with a warning, as in
+        torch."""
         state = dict(state_dict)
         step = state.pop("step", None)
         self.optim.load_state_dict(state)
@@ -149,8 +151,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
 
 def _check_shards(optim: ZeroRedundancyOptimizer, averager: ModelAverager) -> None:
-    """All ranks that share shards must come out of an average alike: with the same part of each
-    subgroup in it."""
+    """Raise unless an average leaves all ranks that share shards with equal parameters: each of
+    their averages must have the same part of each subgroup."""
     subgroup = min(optim.group.ranks)
     mine: list[dict[int, Fraction]] = []
     for group in averager.groups:

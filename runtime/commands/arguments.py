@@ -1,4 +1,4 @@
-"""What is written on a command line, as values: counts of workers, arguments of a function."""
+"""Words of a command line as values: numbers of workers, arguments of a function."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 
 
 def workers(text: str) -> int | tuple[int, int]:
-    """`4`, or `2..8` for as many as there are, but at least 2."""
+    """The value of `4`, or of `2..8`, which means up to 8 workers, but at least 2."""
     found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text.strip())
     if found is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of workers; write 4, or 2..8 for as many of them as there are"
+            f"{text!r} is not a number of workers; write 4, or 2..8 for as many as fit in between"
         )
     fewest = int(found[1])
     most = int(found[2]) if found[2] else fewest
     if fewest < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is too few; at least 1 worker is needed")
     if most < fewest:
-        raise argparse.ArgumentTypeError(f"{text!r} is upside down; write {most}..{fewest}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not ascending; write {most}..{fewest}")
     return (fewest, most) if found[2] else fewest
 
 
 def script_and_function(text: str) -> tuple[Path, str | None]:
-    """`train.py:main` in its parts; None where no function is named."""
+    """The two parts of `train.py:main`; None if no function is named."""
     if Path(text).exists():
-        return Path(text), None  # A file may have a colon in its name.
+        return Path(text), None  # A file's name may contain a colon.
     script, colon, function = text.rpartition(":")
     return (Path(script), function) if colon else (Path(text), None)
 
@@ -40,13 +40,13 @@ def names_function(texts: Sequence[str]) -> bool:
 
 
 def keywords(words: Sequence[str], function: Callable[..., object]) -> dict[str, Any]:
-    """`--learning-rate 0.1 --name=first --fast` as arguments of `function`, whose first parameter
-    is the context.
+    """`--learning-rate 0.1 --name=first --fast` as keyword arguments of `function`, whose first
+    parameter is the context.
 
-    A parameter that is annotated with, or has a default of, one of str, int, float, bool gets that
-    type; any other gets the value as Python reads it, or the text where Python cannot.
+    If a parameter's annotation or default has type str, int, float or bool, its value gets that
+    type. Any other value is read as a Python literal, or stays a text if it is none.
 
-    Raises ValueError, with what the function takes, for words that do not fit.
+    Raises ValueError, naming the function's parameters, for words that do not fit.
     """
     try:
         parameters = dict(list(inspect.signature(function).parameters.items())[1:])
@@ -59,7 +59,7 @@ def keywords(words: Sequence[str], function: Callable[..., object]) -> dict[str,
         flag = left.pop(0)
         if not re.match(r"--[A-Za-z_]", flag):
             raise ValueError(
-                f"{flag!r} is no argument of a function; write --name value, as in --lr 0.1"
+                f"{flag!r} is not an argument of a function; write --name value, as in --lr 0.1"
             )
         name, is_joined, value = flag[2:].partition("=")
         name = name.replace("-", "_")
@@ -91,7 +91,7 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any
     kind: Any = None
     if parameter is not None:
         kind = parameter.annotation
-        if isinstance(kind, str):  # `from __future__ import annotations`
+        if isinstance(kind, str):  # with `from __future__ import annotations`
             kind = _KINDS.get(kind)
         if kind not in _KINDS.values():
             kind = type(parameter.default)

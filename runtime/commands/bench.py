@@ -1,10 +1,13 @@
 """`chorusline bench`: how fast the collectives are between ranks of this machine.
 
-The columns are those of nccl-tests, so that who knows these can read it: `size` is that of the
-larger buffer; `algbw` is size over time; `busbw` is algbw times what a bandwidth-optimal algorithm
-moves over each link per byte (2(n-1)/n for all_reduce, (n-1)/n where every rank keeps its own part,
-1 for a broadcast), which is comparable between numbers of ranks; `#wrong` counts elements that are
-not what they have to be, on any rank. One thread a rank; medians.
+The columns are those of nccl-tests. Times are medians, with one thread per rank.
+
+    size     bytes of the larger buffer
+    algbw    size over time
+    busbw    algbw times the bytes that a bandwidth-optimal algorithm moves over each link per byte
+             of the buffer: 2(n-1)/n for all_reduce, (n-1)/n where every rank keeps its own part,
+             1 for a broadcast. It is comparable between numbers of ranks.
+    #wrong   elements with a wrong value, over all ranks
 """
 
 from __future__ import annotations
@@ -35,18 +38,19 @@ OPERATIONS = (
     "barrier",
 )
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_BUDGET_S = 0.5  # of measuring one row
+_BUDGET_S = 0.5  # for measuring one row
 _MOST_CALLS = 500
 _MEET_S = 60.0
 
 
 class WrongUsage(Exception):
-    """What was asked for does not exist; the text is a sentence."""
+    """The command line asks for something that does not exist; the text is a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """size: bytes. time_us: of the slowest rank, the median. algbw, busbw: GB/s (1e9)."""
+    """One measurement. size: bytes. time_us: the median on the slowest rank. algbw, busbw: GB/s
+    (1e9)."""
 
     op: str
     size: int
@@ -109,7 +113,7 @@ def table(rows: list[Row]) -> str:
 
 
 def bus_factor(op: str, num_ranks: int) -> float:
-    """busbw over algbw."""
+    """The ratio of busbw to algbw."""
     if op == "all_reduce":
         return 2 * (num_ranks - 1) / num_ranks
     if op in ("reduce_scatter", "all_gather", "all_to_all"):
@@ -120,7 +124,7 @@ def bus_factor(op: str, num_ranks: int) -> float:
 def measure(
     num_ranks: int, operations: tuple[str, ...], sizes: list[int], backend: str
 ) -> list[Row]:
-    """Start the ranks, run all, and end them."""
+    """Start the ranks, measure all operations, and end the ranks."""
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -158,17 +162,17 @@ def _row(group: Group, op: str, asked: int) -> Row:
         call()
     once_s = torch.tensor([(time.perf_counter() - began_at) / 2], dtype=torch.float64)
     once_s = once_s.to(group.device)
-    group.broadcast(once_s).wait()  # All must call as often.
+    group.broadcast(once_s).wait()  # All ranks must make the same number of calls.
     calls = max(5, min(_MOST_CALLS, int(_BUDGET_S / max(once_s.item(), 1e-6))))
     times = []
     for _ in range(calls):
         began_at = time.perf_counter()
         call()
         times.append(time.perf_counter() - began_at)
-    told = torch.tensor([statistics.median(times), wrong()], dtype=torch.float64)
-    told = told.to(group.device)
+    mine = torch.tensor([statistics.median(times), wrong()], dtype=torch.float64)
+    mine = mine.to(group.device)
     every = torch.empty(2 * group.size, dtype=torch.float64, device=group.device)
-    group.all_gather(every, told).wait()
+    group.all_gather(every, mine).wait()
     seconds = every[0::2].max().item()
     bandwidth = nbytes / seconds / 1e9
     return Row(
@@ -184,7 +188,8 @@ def _row(group: Group, op: str, asked: int) -> Row:
 
 
 def _case(group: Group, op: str, nbytes: int) -> tuple[Callable[[], None], Callable[[], int], int]:
-    """What to call, how to count wrong elements after one fresh call, and the bytes it moves."""
+    """The call to measure, a function that makes a fresh call and counts its wrong elements, and
+    the size in bytes."""
     rank, size = group.rank, group.size
     part = max(1, nbytes // 4 // size)
     in_parts = op in ("reduce_scatter", "all_gather", "all_to_all")
@@ -247,6 +252,6 @@ def _case(group: Group, op: str, nbytes: int) -> tuple[Callable[[], None], Calla
 
     fill()
     if op in ("all_reduce", "reduce"):
-        # Sums of sums grow without end, and arithmetic on infinities takes another time.
+        # Zeros: sums of sums would grow to infinity, and arithmetic on infinities is not as fast.
         whole.zero_()
     return call, wrong, 0 if op == "barrier" else count * 4

@@ -1,9 +1,9 @@
-"""The `chorusline` program: its words and their flags. What they do is in `runtime/commands/`.
+"""The `chorusline` program: its commands and their flags.
 
-run script.py …              a script, as `python` would
-run script.py:function …     a function of it, on ranks
-status, doctor, bench        what runs; what is wrong here; how fast ranks are
-checkpoint                   what checkpoints there are
+run script.py …              run a script, as `python` would
+run script.py:function …     run a function of the script on ranks
+status, doctor, bench        show what runs, what is wrong here, how fast collectives are
+checkpoint                   list and export checkpoints
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 for what failed, 2 for wrong usage, 130 for an interrupt, 143 for SIGTERM.
+    """Exit code: 0, 1 for a failure, 2 for wrong usage, 130 for an interrupt, 143 for SIGTERM.
 
-    A script that exits by itself keeps its own code.
+    If a script exits by itself, its exit code is returned.
     """
     parser = argparse.ArgumentParser(
         prog="chorusline", description="Data-parallel training on Ray that keeps going."
@@ -35,33 +35,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         "[--timeout S] [--startup-timeout S] [--address A] [-- --name value …]",
         description="Runs a script as python would, with all that follows as its arguments; or "
         "calls function(ctx, name=value, …) on every rank of a session. It joins the Ray cluster "
-        "of RAY_ADDRESS, or starts one of its own on this machine.",
+        "of RAY_ADDRESS, or starts a cluster on this machine.",
     )
     run.add_argument(
         "script",
         help="a Python file that makes a Session, or file:function of one that does not",
     )
     run.add_argument(
-        "args", nargs=argparse.REMAINDER, metavar="…", help="flags of ours, --, the function's own"
+        "args", nargs=argparse.REMAINDER, metavar="…", help="flags, --, arguments of the function"
     )
     status = commands.add_parser(
         "status",
-        help="what a running session does, from another terminal",
-        description="A table of the sessions of a cluster, which on a terminal goes on until "
+        help="show what running sessions do, from another terminal",
+        description="Shows a table of the sessions of a cluster; on a terminal it is updated until "
         "Ctrl-C.",
     )
-    status.add_argument("session", nargs="?", help="the name of one session; all without it")
+    status.add_argument("session", nargs="?", help="name of one session (default: all)")
     status.add_argument("--address", default=None, help="of the cluster; RAY_ADDRESS, or the local")
     status.add_argument("--once", action="store_true", help="one table, also on a terminal")
     commands.add_parser(
         "doctor",
-        help="what this machine has, what is wrong with it, and the mend",
+        help="what this machine has, what is wrong with it, and the remedy",
         description="Exit code 1 if something prevents running here.",
     )
     bench = commands.add_parser(
         "bench",
-        help="how fast the collectives are between ranks of this machine",
-        description="A table for each operation, with the columns of nccl-tests.",
+        help="measure the collectives between ranks of this machine",
+        description="Prints a table for each operation, with the columns of nccl-tests.",
     )
     bench.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
     bench.add_argument("--op", default="all_reduce", help="one, several with commas, or all")
@@ -72,17 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     checkpoint = commands.add_parser(
         "checkpoint",
-        help="look at checkpoints, and make plain files of them",
+        help="list checkpoints, and export them as plain files",
         description="A place is a folder or a URL with checkpoints in it, or one checkpoint.",
     )
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="action")
-    listed = actions.add_parser("list", help="the checkpoints of a place, each read and checked")
+    listed = actions.add_parser("list", help="read, check and list the checkpoints of a place")
     listed.add_argument("place")
-    exported = actions.add_parser("export", help="the newest whole one as one file of torch.save")
+    exported = actions.add_parser("export", help="write the newest complete one with torch.save")
     exported.add_argument("place")
-    exported.add_argument("file", type=Path, help="to write; torch.load reads it without us")
+    exported.add_argument("file", type=Path, help="to write; torch.load reads it")
     given = list(sys.argv[1:] if argv is None else argv)
-    # argparse loses a -- that comes first among the rest.
+    # argparse drops a `--` that comes first in a REMAINDER, so split there before it parses.
     is_function = given[:1] == ["run"] and arguments.names_function(given[1:2])
     end = given.index("--") if is_function and "--" in given else len(given)
     options = parser.parse_args(given[:end])
@@ -114,21 +114,21 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
     if not script.exists():
         run.error(f"argument script: there is no file {str(script)!r} in {Path.cwd()}")
     if not script.is_file():
-        run.error(f"argument script: {str(script)!r} is no file; name a Python script")
+        run.error(f"argument script: {str(script)!r} is not a file; name a Python script")
     if function is None:
         return run_script(script, options.args)
     flags = argparse.ArgumentParser(prog=run.prog, usage=run.usage)
     flags.add_argument("--workers", type=arguments.workers, default=1, help="4, or 2..8")
-    flags.add_argument("--gpu", action="store_true", help="a GPU for each")
+    flags.add_argument("--gpu", action="store_true", help="one GPU for each worker")
     flags.add_argument("--timeout", type=float, default=60.0, help="of a collective, in seconds")
     flags.add_argument(
-        "--startup-timeout", type=float, default=60.0, help="for the workers to come, in seconds"
+        "--startup-timeout", type=float, default=60.0, help="for starting the workers, in seconds"
     )
     flags.add_argument("--address", default=None, help="of a running cluster")
-    given, strangers = flags.parse_known_args(options.args)
-    if strangers:
+    given, unknown = flags.parse_known_args(options.args)
+    if unknown:
         flags.error(
-            f"unrecognized arguments: {' '.join(strangers)}; the function's own stand after --"
+            f"unrecognized arguments: {' '.join(unknown)}; write the function's own after --"
         )
     from .function import WrongUsage, run_function
 

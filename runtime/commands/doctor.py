@@ -1,7 +1,7 @@
-"""`chorusline doctor`: what this machine has, what is wrong with it, and the mend of each.
+"""`chorusline doctor`: what this machine has, what is wrong with it, and the remedies.
 
-It looks at the machine that it runs on, as a session's workers would: on a cluster, run it on a
-node of each kind. Nothing is started but one short process.
+It examines the machine that it runs on; on a cluster, run it on a node of each kind. It starts
+nothing but one short process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ANSWER_S = 3.0
 
 
 class Verdict(Enum):
-    """FINE: as it should be. POOR: it runs, slower or not for all. BROKEN: it does not run."""
+    """FINE: nothing is wrong. POOR: runs are slower, or fail in some cases. BROKEN: runs fail."""
 
     FINE = "ok"
     POOR = "note"
@@ -43,7 +43,8 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """says: what there is. mend: what to do about it; empty where nothing is wrong."""
+    """One line of the result. says: what the machine has. mend: the remedy; empty if nothing is
+    wrong."""
 
     topic: str
     verdict: Verdict
@@ -52,7 +53,7 @@ class Finding:
 
 
 def show_doctor() -> int:
-    """Exit code: 1 if something prevents running."""
+    """Exit code: 0, or 1 if something prevents running."""
     findings = list(examine(os.environ))
     wide = max(len(finding.topic) for finding in findings)
     for finding in findings:
@@ -67,7 +68,7 @@ def show_doctor() -> int:
 
 
 def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """environment: of the variables that are looked at; Gloo reads the process's own."""
+    """All findings. environment: read instead of the process's, except for Gloo's variables."""
     yield from _versions()
     yield from _devices()
     yield from _nccl()
@@ -89,7 +90,7 @@ def _versions() -> Iterator[Finding]:
         wanted = ".".join(map(str, least))
         yield _version(package, found, least, f"pip install '{package}>={wanted}'")
     try:
-        # As a user's program does it, which tells of packages that stand before ours on the path.
+        # As a user's program does: it raises if other packages of the same names come first.
         chorusline = importlib.import_module("chorusline")
     except ImportError as error:
         yield Finding("chorusline", Verdict.BROKEN, str(error), "see the sentence before")
@@ -136,11 +137,10 @@ def _nccl() -> Iterator[Finding]:
     try:
         version = load_nccl().get_version()
     except (ImportError, OSError) as error:
-        told = str(error).split(". ")[0]
         yield Finding(
             "nccl",
             Verdict.BROKEN if needed else Verdict.POOR,
-            told,
+            str(error).split(". ")[0],
             "pip install 'chorusline[cuda13]', or [cuda12] beside a CUDA 12 build of torch",
         )
         return
@@ -160,14 +160,14 @@ def _library(name: str) -> str:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    """Make what ranks of one host share, and have another process open it."""
+    """Make a memory segment as ranks of one host share it, and let another process open it."""
     try:
         descriptor = make_memory(2, 1 << 16)
     except OSError as error:
         yield Finding(
             "shared memory",
             Verdict.BROKEN,
-            f"no memory can be made that ranks share: {error}",
+            f"memory for ranks to share cannot be made: {error}",
             "see `ulimit -a` and the memory limit of the container",
         )
         return
@@ -247,7 +247,7 @@ def _speed(name: str) -> str:
 
 
 def _likely(names: list[str]) -> str:
-    """The one by which this host reaches others: of the default route."""
+    """The interface by which this host reaches other hosts: that of the default route."""
     for line in Path("/proc/net/route").read_text().splitlines()[1:]:
         name, destination = line.split()[:2]
         if destination == "00000000" and name in names:
@@ -256,7 +256,8 @@ def _likely(names: list[str]) -> str:
 
 
 def _nccl_finds(wanted: str, here: list[str]) -> bool:
-    """NCCL's rules: prefixes with commas between; after `=` whole names, after `^` all but them."""
+    """Whether NCCL finds an interface. wanted: prefixes with commas between; `=` in front means
+    whole names, `^` in front means all other interfaces."""
     is_not, text = wanted.startswith("^"), wanted.removeprefix("^")
     is_exact, text = text.startswith("="), text.removeprefix("=")
     named = [part for part in text.split(",") if part]

@@ -30,15 +30,15 @@ _LONGEST_RESULT = 200  # characters of a result that are printed
 
 
 class WrongUsage(Exception):
-    """What was written cannot be meant; the text is a sentence."""
+    """The command line is wrong; the text is a sentence."""
 
 
 def run_function(script: Path, name: str, options: argparse.Namespace, words: list[str]) -> int:
-    """Exit code: 0, 1 for a run that failed, 130 and 143 after an interrupt or SIGTERM.
+    """Exit code: 0, 1 for a run that failed, 130 after an interrupt, 143 after SIGTERM.
 
-    Raises WrongUsage: no such function, or arguments that it does not take.
+    Raises WrongUsage if there is no such function, or if it does not take the arguments.
     """
-    sys.path.insert(0, str(script.resolve().parent))  # Ray hands it on to the workers.
+    sys.path.insert(0, str(script.resolve().parent))  # Ray gives sys.path to the workers.
     try:
         function = _function(_module(script), name)
         try:
@@ -54,23 +54,23 @@ def run_function(script: Path, name: str, options: argparse.Namespace, words: li
             print("Terminated: all ranks were stopped.", file=sys.stderr)
         raise
     except ChoruslineError as error:
-        _tell(error)
+        _print_error(error)
         return 1
     except WrongUsage:
         raise
     except Exception as error:
-        _tell(error, below(script, error.__traceback__))
+        _print_error(error, below(script, error.__traceback__))
         return 1
 
 
-def _tell(error: BaseException, trace: Any = None) -> None:
-    """The error and what it was caused by; of the frames in between only the user's."""
+def _print_error(error: BaseException, trace: Any = None) -> None:
+    """Print the error and its causes. trace: the frames of the user's code, if there are any."""
     traceback.print_exception(error.with_traceback(trace))
 
 
 def _module(script: Path) -> ModuleType:
-    """The script as a module, under its own name, whose functions are pickled by value: workers
-    cannot import it. What stands behind `if __name__ == "__main__"` does not run."""
+    """The script as a module of its own name. Its functions are pickled by value, since workers
+    cannot import it. Code under `if __name__ == "__main__"` does not run."""
     name = script.stem if script.stem not in sys.modules else f"script_{script.stem}"
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None and spec.loader is not None
@@ -91,7 +91,7 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
         if callable(value) and getattr(value, "__module__", "") == module.__name__
     ]
     has = f"it has {', '.join(theirs)}" if theirs else "it defines none"
-    what = "no function" if found is None else f"a {type(found).__name__}, no function,"
+    what = "no function" if found is None else f"a {type(found).__name__}, not a function,"
     raise WrongUsage(f"{module.__file__} has {what} named {name!r}; {has}")
 
 
@@ -121,8 +121,8 @@ async def _run(
             results = await session.run(ByRank(function), **arguments)
     for rank, result in enumerate(results):
         if result is not None:
-            told = repr(result)
-            cut = told if len(told) <= _LONGEST_RESULT else f"{told[:_LONGEST_RESULT]}…"
+            text = repr(result)
+            cut = text if len(text) <= _LONGEST_RESULT else f"{text[:_LONGEST_RESULT]}…"
             for line in lines_of(f"returned {cut}", rank):
                 progress.say(line)
     return 0

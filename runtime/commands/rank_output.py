@@ -1,10 +1,9 @@
-"""What ranks print, carried to the terminal in whole lines, each with its rank.
+"""The output of the ranks, shown on the terminal in whole lines with the rank of each line.
 
-Ray shows the output of its workers as it finds it in their log files: with the process's number
-instead of the rank, and with what several ranks say alike merged into one line. So the function is
-wrapped: whole lines travel with the reports, in the order in which the rank said them, and the
-session's process prints all of them, from one place. They go into the worker's log file as well,
-which is where the last words of a killed worker are.
+Ray shows its workers' output from their log files: with the process's number instead of the rank,
+and with equal lines of several ranks merged into one. So the function is wrapped: whole lines
+travel with the rank's reports, in their order, and the session's process prints all of them. The
+lines also go to the worker's log file, which has the last lines of a killed worker.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (acto
 
 
 def lines_of(text: str, rank: int) -> Iterator[str]:
-    """`[rank 0] text`, for each line of it."""
+    """`[rank 0] line`, for each line of `text`."""
     for line in text.splitlines() or [""]:
         yield f"[rank {rank}] {line}"
 
 
 class ByRank:
-    """A train function whose output travels with its reports. Pickled by Ray, it is no closure."""
+    """A train function whose output travels with its reports."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -61,8 +60,8 @@ def _carried(ctx: Context) -> Iterator[None]:
 
 
 class _Lines(io.TextIOBase):
-    """Hands on whole lines. A carriage return begins a line anew, as on a terminal: of a bar that
-    was drawn over and over, the last state is handed on."""
+    """A stream that sends whole lines. As on a terminal, a carriage return begins the line again,
+    so only the last state of a progress bar is sent."""
 
     def __init__(self, ctx: Context, log: TextIO) -> None:
         self._call = call_of(ctx)
@@ -81,14 +80,14 @@ class _Lines(io.TextIOBase):
         return False
 
     def fileno(self) -> int:
-        return self._log.fileno()  # For what writes past Python: the log file has it.
+        return self._log.fileno()  # Native code writes to the file descriptor of the log.
 
     def write(self, text: str) -> int:
         with self._lock:
             self._log.write(text)
             *lines, self._begun = (self._begun + text).split("\n")
             for line in lines:
-                self._hand_on(line)
+                self._send(line)
         return len(text)
 
     def flush(self) -> None:
@@ -96,9 +95,9 @@ class _Lines(io.TextIOBase):
 
     def end(self) -> None:
         if self._begun:
-            self._hand_on(self._begun)
+            self._send(self._begun)
             self._begun = ""
         self._log.flush()
 
-    def _hand_on(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         self._call.say({PRINTED: line.rstrip("\r").rpartition("\r")[2]})

@@ -13,11 +13,11 @@ INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it.
 
 
 def run_script(script: Path, args: Sequence[str]) -> int:
-    # Both before the script runs: Ray hands sys.path and the script's folder on to its workers.
+    # Set both before the script runs: Ray gives sys.path and the script's folder to its workers.
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        # As __main__, so that its functions are pickled by value, as of a script they should be.
+        # As __main__: its functions are pickled by value, since workers cannot import the script.
         runpy.run_path(str(script), run_name="__main__")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
@@ -29,9 +29,9 @@ def run_script(script: Path, args: Sequence[str]) -> int:
 
 
 def below(script: Path, trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's own first frame on, without this file and runpy.
+    """The traceback from the script's first frame on, without the frames of this file and runpy.
 
-    Nothing where the script was not reached: a SyntaxError says where it is by itself.
+    None if the script did not begin: a SyntaxError names its own line.
     """
     step = trace
     while step is not None and step.tb_frame.f_code.co_filename != str(script):

@@ -1,7 +1,7 @@
 """`chorusline status`: what the sessions of a cluster do, seen from another process.
 
-A session's driver actor has a name; it asks the workers' control loops, which answer whatever the
-training threads do. Nobody is asked anything while nobody looks.
+A session's driver is a named actor. It asks the workers' control loops, which answer whatever their
+training threads do. Without this command running, it asks nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _MAX_VALUES = 4  # of a report
 
 
 def show_status(session: str | None, address: str | None, once: bool) -> int:
-    """Exit code: 0; 1 where there is no cluster, or no such session."""
-    # In a file or a pipe, a row is a line.
+    """Exit code: 0; 1 if there is no cluster, or no such session."""
+    # In a file or a pipe, each row stays on one line.
     console = Console() if sys.stdout.isatty() else Console(width=200)
     was_connected = ray.is_initialized()
     try:
@@ -79,7 +79,7 @@ async def _show(session: str | None, console: Console, once: bool) -> int:
 
 
 async def survey(session: str | None) -> dict[str, Survey | str]:
-    """What the drivers say, by name of the session; a text says why one says nothing."""
+    """The drivers' answers, by name of the session; a text says why a driver did not answer."""
     calls: dict[str, Any] = {}
     foreign: dict[str, Survey | str] = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
@@ -89,21 +89,21 @@ async def survey(session: str | None) -> dict[str, Survey | str]:
         try:
             driver = ray.get_actor(entry["name"], namespace=NAMESPACE)
         except ValueError:
-            continue  # It has ended since.
+            continue  # The session has ended since Ray listed it.
         try:
             calls[name] = driver.survey.remote(_ANSWER_S)
-        except (TypeError, AttributeError):  # Ray knows the methods of the class that runs there.
+        except (TypeError, AttributeError):  # The driver's class has no such method.
             foreign[name] = (
                 "is of another version of chorusline than this command, and cannot be asked; run "
                 "`chorusline status` where the session's program runs"
             )
-    said = await answers(calls, _ANSWER_S + 1.0)
-    told = foreign | {
-        name: word.detail if isinstance(word, NoAnswer) else word
-        for name, word in said.items()
-        if not isinstance(word, ActorGone)
+    received = await answers(calls, _ANSWER_S + 1.0)
+    found = foreign | {
+        name: answer.detail if isinstance(answer, NoAnswer) else answer
+        for name, answer in received.items()
+        if not isinstance(answer, ActorGone)
     }
-    return dict(sorted(told.items()))
+    return dict(sorted(found.items()))
 
 
 def nothing_found(session: str | None, others: Mapping[str, object]) -> str:
@@ -118,11 +118,11 @@ def nothing_found(session: str | None, others: Mapping[str, object]) -> str:
 
 def drawn(surveys: Mapping[str, Survey | str]) -> RenderableType:
     parts: list[RenderableType] = []
-    for name, word in surveys.items():
-        if isinstance(word, str):
-            parts.append(Text(f"{name}: its driver {word}"))
+    for name, answer in surveys.items():
+        if isinstance(answer, str):
+            parts.append(Text(f"{name}: its driver {answer}"))
             continue
-        parts += [Text(headline(name, word.driver), style="bold"), table(word)]
+        parts += [Text(headline(name, answer.driver), style="bold"), table(answer)]
     return Group(*parts)
 
 
@@ -133,7 +133,7 @@ def headline(name: str, driver: DriverSnapshot) -> str:
 
 
 def table(seen: Survey) -> Table:
-    """A row for each seat."""
+    """A table with a row for each seat."""
     made = Table(box=None, pad_edge=False, header_style="dim")
     for title in _COLUMNS:
         made.add_column(title, justify="right" if title in _NUMBERS else "left")
@@ -157,7 +157,7 @@ def _cells(word: WorkerSnapshot, where: str) -> Sequence[str]:
         f"{word.steps.taken:,}",
         _left(word),
         f"{(word.memory_bytes + word.device_memory_bytes) / (1 << 20):,.0f} MiB",
-        _told(word.last_report),
+        _last_report(word.last_report),
     )
 
 
@@ -167,9 +167,9 @@ def _left(word: WorkerSnapshot) -> str:
     return "" if word.steps.batches_left is None else str(word.steps.batches_left)
 
 
-def _told(report: Report | None) -> str:
+def _last_report(report: Report | None) -> str:
     if report is None:
         return ""
     values = list(report.values.items())[:_MAX_VALUES]
-    told = "  ".join(f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in values)
-    return f"#{report.step}  {told}  ({max(0.0, time.time() - report.time):.0f} s ago)"
+    text = "  ".join(f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in values)
+    return f"#{report.step}  {text}  ({max(0.0, time.time() - report.time):.0f} s ago)"

@@ -1,7 +1,7 @@
-"""`Batches`: one rank's batches of one pass, and what goes on between two of them.
+"""`Batches`: the iteration over one rank's batches, and what happens between two of them.
 
-Where the samples come from is told by `Shard` (data/dataset_batches.py), over datasets with a
-length, and by `StreamShard` (streaming.py).
+`Shard` (dataset_batches.py) takes the samples from a dataset with a length, `StreamShard`
+(streaming.py) from a stream.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .dealer import Counted, Cut, Dealer, Left
 
 
 class Batches(ABC):
-    """Iterate it as often as you like; each time is a pass of its own.
+    """One rank's batches of an epoch. It can be iterated more than once.
 
     Inside `Join` the iteration of a rank that is out of batches goes on, without giving any, until
-    the other ranks are out of theirs. When a rank is lost, what it had left goes to the others,
-    also to those that are out of batches and wait.
+    the other ranks are out of theirs. When a rank is lost, its remaining samples go to the other
+    ranks, also to those that are out of batches and wait.
 
-    taken: how many samples the iteration has given to this rank. ids_of_the_lost: samples that
-    ranks which are gone have used in steps that count.
+    taken: the number of samples that the iteration has given to this rank.
+    ids_of_the_lost: the samples that lost ranks have used in steps that count.
     """
 
     is_told_by_id = False
@@ -43,15 +43,19 @@ class Batches(ABC):
         cursor: Cursor | None,
         at_boundary: Callable[[], None] | None,
     ) -> None:
-        """key: tells one pass over data from another, when a run goes on. cursor: notes what this
-        rank was given. at_boundary: called between two batches."""
+        """key: identifies the iteration when a run resumes.
+        dealer: knows how samples are dealt again when ranks are lost.
+        cursor: records which samples this rank was given; None: they are not recorded.
+        at_boundary: called between two batches.
+
+        Raises ValueError for a batch_size below 1."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.batch_size = batch_size
         self.taken = 0
         self.ids_of_the_lost: list[int] = []
         self._dealer = dealer
-        self._counted: Counted | None = None  # of an iteration that is over
+        self._counted: Counted | None = None  # set when the iteration is over
         self._epoch = epoch
         self._key = key
         self._collate = collate_fn or default_collate
@@ -61,7 +65,7 @@ class Batches(ABC):
 
     @property
     def committed_ids(self) -> list[int]:
-        """The samples of the iteration, of all ranks, that belong to steps that count."""
+        """The samples of the iteration that all ranks have used in steps that count."""
         counted = self._dealer.counted(self) or self._counted
         return [*self.ids_of_the_lost, *(self.ids_of(counted) if counted is not None else ())]
 
@@ -72,7 +76,7 @@ class Batches(ABC):
 
     @property
     def num_committed(self) -> int:
-        """How many those are, also where their numbers are not known here."""
+        """The number of `committed_ids`, also where this rank does not know all of them."""
         counted = self._dealer.counted(self) or self._counted
         return len(self.ids_of_the_lost) + (sum(counted.counts) if counted is not None else 0)
 
@@ -80,24 +84,28 @@ class Batches(ABC):
         self._check()
         self._rest = self._coming()
         passage: Passage | None = None
+        # Without gradients it is an evaluation, which a resumed run takes again as a whole.
         if self._cursor is not None and torch.is_grad_enabled():
             passage = self._cursor.begin(self._key, self)
-        self._pass_name = passage.name if passage is not None else None
+        self._passage_name = passage.name if passage is not None else None
         join, bound = active_join(), boundary()
         self.taken = 0
         self.ids_of_the_lost = []
         self._counted = None
         try:
             self._dealer.begin(self)
+            # Only a loop of `ctx.epochs(resume=...)` has a place to go on from.
             key = self._place_key() if bound.place else 0
             with bound.iterating(key, self._epoch, self._num_samples) as iteration:
                 self._skip(iteration.done)
                 bound.steps.batches_left = self._num_left()
                 if join:
+                    # A stream does not know its batches; there each step agrees on the next one.
                     if (counts := self._batches_by_rank()) is not None:
                         join.begin_epoch(counts)
                     join.at_boundary = self._at_boundary
                 if join and not self._has_more():
+                    # This rank has no batch at all: it shadows from the first step.
                     join.shadow(until=self._has_more)
                 number = 0
                 while self._has_more():
@@ -105,20 +113,25 @@ class Batches(ABC):
                     bound.steps.batches_left = self._num_left()
                     iteration.up_to = self.taken
                     if join:
+                        # The vote of this step tells the other ranks whether this rank has a next.
                         join.begin_batch(number, is_last=not self._has_more())
                     yield batch
                     number += 1
+                    # A rank may have been lost in the step, and this rank has some of its samples.
                     bound.steps.batches_left = self._num_left()
+                    # An evaluation is no step: it must not save a checkpoint.
                     if passage is not None and self._at_boundary is not None:
                         self._at_boundary()
                     bound.stop_if_agreed()
                     if join and not self._has_more():
+                        # Shadow in here: a loss may give this rank samples, and the loop goes on.
                         join.ledger.batch = number
                         join.shadow(until=self._has_more)
             if passage is not None:
                 passage.end()
             self._end()
-        except GeneratorExit:  # The loop was left early: nobody knows who goes on.
+        except GeneratorExit:
+            # The loop was left early. Its batch numbers no longer say which ranks have data.
             if join:
                 join.ledger.batch = None
             raise
@@ -126,45 +139,45 @@ class Batches(ABC):
             self._dealer.end(self)
 
     def _coming(self) -> Rest:
-        """What is left of the coming pass, which is all unless the run goes on in it."""
+        """The rest of the coming iteration: everything, unless the run resumes inside it."""
         if self._cursor is None or not torch.is_grad_enabled():
             return Rest()
         return self._cursor.rest_of(self._key)
 
     @property
     def _num_samples(self) -> int:
-        """Of the dataset; 0: nobody knows."""
+        """The size of the dataset; 0 if unknown."""
         return 0
 
     def _check(self) -> None:
-        """Raises what is wrong with the data, before a pass begins."""
+        """Raise if the data has changed; called before an iteration begins."""
 
     @abstractmethod
     def _place_key(self) -> Hashable:
-        """Tells it from the other shards of an epoch that was stopped and is resumed."""
+        """Identifies this shard among those of an epoch that was stopped and is resumed."""
 
     @abstractmethod
     def _skip(self, done: int) -> None:
-        """Begin behind so many samples of the hand."""
+        """Begin behind the first `done` samples of this rank's hand."""
 
     @abstractmethod
     def _batches_by_rank(self) -> Sequence[int] | None:
-        """Of the whole pass; None: nobody knows."""
+        """The number of batches of the whole iteration, by rank; None if unknown."""
 
     @abstractmethod
     def _num_left(self) -> int | None:
-        """Batches; None: nobody knows."""
+        """The number of this rank's remaining batches; None if unknown."""
 
     @abstractmethod
     def _has_more(self) -> bool:
-        """Whether there is another batch for this rank, as things stand."""
+        """Whether this rank has another batch; a loss may give it more later."""
 
     @abstractmethod
     def _take(self) -> list[Any]:
         """The samples of the next batch; they count as taken."""
 
     def _end(self) -> None:
-        """The pass is over on this rank."""
+        """Called when the iteration is over on this rank."""
 
     # -- for the dealer --------------------------------------------------------------------------
 

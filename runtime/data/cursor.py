@@ -1,7 +1,7 @@
-"""Where a run is in its data: loops of epochs, and what each rank was given of a dataset.
+"""Where a run is in its data: its loops of epochs, and the samples that each rank was given.
 
-One rank keeps its own part in a `Cursor`, as plain data that goes into a checkpoint. Of the parts
-of all ranks, which may have been another number, `resume` makes every rank's new one.
+Each rank keeps its own part in a `Cursor`; as plain data it goes into a checkpoint. `resume` makes
+a rank's new cursor from the parts of all ranks, whose number may have been another one.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, Protocol
 from .dealing import Hands, left_of
 
 Run = tuple[int, tuple[int, ...]]
-"""A world size, and how many samples of its hand each rank had been given when it ended."""
+"""A world size, and by rank how many samples of its hand the rank was given in that run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is left of a pass over data that other runs have begun.
+    """What is left of an iteration over data that earlier runs have begun.
 
-    runs: the oldest first. given: sample numbers that are not to be given again, besides; None for
-    all of them. The default is a pass that nobody has begun.
+    runs: the earlier runs, oldest first. given: further sample numbers that must not be given
+    again; None: all of them. The default is an iteration that no run has begun.
     """
 
     runs: tuple[Run, ...] = ()
@@ -33,9 +33,11 @@ class Rest:
         world_size: int,
         keep_together: Sequence[Hashable] | None = None,
     ) -> Hands:
-        """The hands of `world_size` ranks. whole: those of so many ranks in a pass that begins."""
+        """The hands of `world_size` ranks. whole: makes the hands of an iteration from its start,
+        for a number of ranks."""
         if self.given is None:
             return [[] for _ in range(world_size)]
+        # Repeat what the earlier runs did, each with its own number of ranks.
         hands = whole(self.runs[0][0] if self.runs else world_size)
         sizes = [*(size for size, _ in self.runs[1:]), world_size]
         for (_, counts), size in zip(self.runs, sizes, strict=False):
@@ -49,12 +51,13 @@ class Rest:
 def _dealt_again(
     hands: Sequence[Sequence[int]], world_size: int, keep_together: Sequence[Hashable] | None
 ) -> Hands:
-    """What is left in the hands of some ranks, dealt out to others; the same number keep theirs."""
-    if len(hands) == world_size:
+    """The samples of `hands`, dealt out to `world_size` ranks."""
+    if len(hands) == world_size:  # The ranks keep their hands.
         return [list(hand) for hand in hands]
     left = left_of(hands, [0] * len(hands))
     if keep_together is None:
         return [left[rank::world_size] for rank in range(world_size)]
+    # Samples of one key stay in one hand.
     lots: dict[Hashable, list[int]] = {}
     for number in left:
         lots.setdefault(keep_together[number], []).append(number)
@@ -65,12 +68,13 @@ def _dealt_again(
 
 
 class Passing(Protocol):
-    """What a passage follows: the iteration of a Shard."""
+    """What a passage follows: the iteration of a Shard or a StreamShard."""
 
     taken: int
     ids_of_the_lost: list[int]
     is_told_by_id: bool
-    """Whether counts do not say which samples were given, as nobody can tell the hands anew."""
+    """Whether samples are recorded by number: a count says nothing, since hands of a stream cannot
+    be computed again."""
 
     @property
     def taken_ids(self) -> list[int]: ...
@@ -80,15 +84,19 @@ class Passing(Protocol):
 
     @property
     def num_committed(self) -> int:
-        """Of all ranks, and of those that are gone."""
+        """The number of samples in steps that count, of all ranks and of lost ones."""
         ...
 
 
 @dataclass(slots=True)
 class Passage:
-    """One pass over a dataset. rest: what there was to give when it began in this run. over: how
-    many samples of its hand the rank was given in the end, None until then. name: the same when the
-    function runs again from the top and begins it anew, None before it was begun."""
+    """One iteration over a dataset.
+
+    rest: what was left to give when the iteration began in this run.
+    shard: the iteration, while it is in progress.
+    over: how many samples of its hand the rank was given in the end; None until then.
+    name: stays the same when the function runs again from the top; None before the first begin.
+    """
 
     rest: Rest = field(default_factory=Rest)
     shard: Passing | None = None
@@ -100,8 +108,9 @@ class Passage:
         self.shard = None
 
     def told(self, by_id: bool, committed: bool) -> dict[str, Any]:
-        """by_id: hands were dealt anew when ranks were lost, so counts do not say which samples.
-        committed: only those of steps that count."""
+        """As plain data. by_id: list the sample numbers, since hands were dealt again when ranks
+        were lost, and a count does not identify samples. committed: only samples of steps that
+        count."""
         given = self.over if self.over is not None else self.shard.taken if self.shard else 0
         ids: list[int] | None = None
         if by_id or self.rest.given or (self.shard is not None and self.shard.is_told_by_id):
@@ -124,10 +133,10 @@ class Passage:
 
 
 class Cursor:
-    """Where this rank is.
+    """Where this rank is in its data.
 
-    A pass over data without gradients (evaluation under `torch.no_grad`) is not counted: after a
-    resume it is taken again, whole, so its result is that of all samples.
+    An iteration without gradients (evaluation under `torch.no_grad`) is not counted: a resumed run
+    takes it again as a whole, so its result is that of all samples.
     """
 
     def __init__(self) -> None:
@@ -142,7 +151,7 @@ class Cursor:
         self._loop += 1
         resumed, first = self._resumed, 0
         if resumed is not None:
-            if self._loop < resumed["loop"]:
+            if self._loop < resumed["loop"]:  # The whole loop is over.
                 return
             if self._loop == resumed["loop"]:
                 first = resumed["epoch"]
@@ -153,20 +162,21 @@ class Cursor:
                 resumed["loop"],
                 resumed["epoch"],
             )
-            if not is_resumed_one:
+            if not is_resumed_one:  # Only the resumed epoch has iterations that are partly done.
                 self._passages = {}
                 self._resumed = resumed = None
             yield epoch
 
     def rest_of(self, key: str) -> Rest:
-        """What is left of the coming pass over the data that `key` describes."""
+        """What is left of the coming iteration over the data that `key` identifies."""
         passage = self._passages.get(f"{key}#{self._seen.get(key, 0)}")
         return passage.rest if passage else Rest()
 
     def begin(self, key: str, shard: Passing | None = None) -> Passage:
-        """A pass begins. The first pass of an epoch and the second have a passage each.
+        """Begin an iteration. Each iteration of an epoch over the same data has its own passage.
 
-        Raises ValueError if this pass had begun before the resume, over another number of samples.
+        Raises ValueError if the iteration had begun before the resume, over another number of
+        samples.
         """
         number = self._seen.get(key, 0)
         self._check_length(key, number)
@@ -189,8 +199,8 @@ class Cursor:
                 )
 
     def told(self, *, by_id: bool = False, committed: bool = False) -> dict[str, Any]:
-        """As plain data. by_id: the run has lost ranks on its way. committed: with it, only what
-        belongs to steps that count."""
+        """As plain data. by_id: the run has lost ranks. committed: with by_id, only samples of
+        steps that count."""
         return {
             "loop": self._loop,
             "epoch": self._epoch or 0,
@@ -200,7 +210,7 @@ class Cursor:
         }
 
     def resume(self, told: Sequence[dict[str, Any]]) -> None:
-        """Go on from what all ranks told, by rank."""
+        """Resume. told: what `told` gave on each rank, by rank."""
         self._resumed = told[0]
         self._passages = {}
         for key in sorted({key for rank in told for key in rank["passages"]}):
@@ -208,12 +218,12 @@ class Cursor:
 
 
 def _rest(parts: Sequence[dict[str, Any] | None]) -> Rest:
-    """What is left of a pass. parts: by rank; None of one that has not begun it."""
+    """What is left of an iteration. parts: by rank; None: the rank has not begun it."""
     begun = [part for part in parts if part is not None]
     runs = tuple((size, tuple(counts)) for size, counts in begun[0]["runs"])
     if all(part["is_over"] for part in begun):
         return Rest(runs, None)
-    if any(part["ids"] is not None for part in begun):
+    if any(part["ids"] is not None for part in begun):  # Counts identify no samples.
         given = frozenset(n for part in begun for n in part["ids"] or ())
         missing = max(part.get("num_ids", 0) for part in begun) - len(given)
         if missing > 0:

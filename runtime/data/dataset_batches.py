@@ -12,7 +12,7 @@ from .dealing import Hands, deal, redeal
 
 
 class MapStyleDataset(Protocol):
-    """What `Shard` takes: a length, and a sample for each number below it."""
+    """What `Shard` takes: an object with a length, and a sample for each number below it."""
 
     def __len__(self) -> int: ...
 
@@ -20,14 +20,14 @@ class MapStyleDataset(Protocol):
 
 
 class Shard(Batches):
-    """This rank's batches of one epoch. `ctx.shard` makes it; iterate it as often as you like.
+    """This rank's batches of one epoch, made by `ctx.shard`. It can be iterated more than once.
 
-    Ranks know one another's number of batches, so no step is shadowed in vain. In a loop over
-    `ctx.epochs(..., resume=name)` that was stopped inside an epoch, it begins after the samples
-    whose steps were taken.
+    Each rank knows the number of batches of all ranks, so no step is shadowed in vain. In a loop
+    over `ctx.epochs(..., resume=name)` that was stopped inside an epoch, the iteration begins after
+    the samples whose steps were taken.
 
-    hands: the numbers of the samples of all ranks. sample_ids: of this one, in order.
-    len(): of this rank's batches.
+    hands: the sample numbers of all ranks, by rank. sample_ids: those of this rank, in order.
+    len(shard): the number of this rank's batches.
     """
 
     def __init__(
@@ -47,9 +47,12 @@ class Shard(Batches):
         cursor: Cursor | None = None,
         at_boundary: Callable[[], None] | None = None,
     ) -> None:
-        """dealer: knows where the rank is in all the samples of a run; without it nothing is dealt
-        anew when ranks are lost. cursor: notes what this rank was given, for checkpoints.
-        at_boundary: called between two batches."""
+        """dealer: deals samples again when ranks are lost; None: nothing is dealt again.
+        cursor: records which samples this rank was given, for checkpoints.
+        at_boundary: called between two batches.
+        The other parameters are those of `ctx.shard`.
+
+        Raises TypeError for a dataset without a length, ValueError for an empty one."""
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"shard needs a dataset with a length and numbered samples, got "
@@ -81,7 +84,7 @@ class Shard(Batches):
 
     @property
     def batches_per_rank(self) -> list[int]:
-        """Of the whole epoch, by rank."""
+        """The number of batches of the whole epoch, by rank."""
         return [self._num_batches(len(hand)) for hand in self.hands]
 
     @property

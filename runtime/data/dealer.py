@@ -1,9 +1,9 @@
 """Where a rank is in the samples of a run, and how iterations go on when ranks are lost.
 
-Every vote on a step says how many samples its rank has taken of each iteration that it is in. So
-when a rank is lost, the others know how many of its samples belong to steps that count; the rest is
-dealt again. How, is for the iteration: over a dataset with a length every rank computes the hands
-of all (dealing.py), the rows of a stream are with its reader (streaming.py).
+A rank's vote on a step says how many samples it has taken of each of its iterations. So when a rank
+is lost, the other ranks know how many of its samples belong to steps that count, and the rest is
+dealt again. Over a dataset with a length every rank computes the hands of all ranks (dealing.py);
+for a stream the reader deals the rows (streaming.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from ..process.agreement import MAX_ITERATIONS
 class Inside:
     """Where a rank is in an iteration that it has begun and not ended.
 
-    number: of those that the rank has begun, over whatever shards. dealt_for: number of ranks that
-    its hands were dealt for first. taken: samples of it, those of a step that does not count yet
-    included. committed: by rank of the generation that ended, how many belong to steps that count;
-    None before the first such step.
+    number: counts the iterations that the rank has begun, over all shards.
+    dealt_for: the number of ranks for which its hands were dealt first.
+    taken: the rank's samples so far, those of a step that does not count yet included.
+    committed: how many samples belong to steps that count, by rank of the generation that ended;
+        None before the first such step.
     """
 
     number: int
@@ -33,8 +34,8 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """Where a rank is in the samples. num_begun: iterations. inside: of those the ones that it is
-    in, in the order of their beginning."""
+    """Where a rank is in the samples. num_begun: how many iterations it has begun. inside: those
+    that are not over, in the order of their beginning."""
 
     num_begun: int
     inside: tuple[Inside, ...] = ()
@@ -45,12 +46,15 @@ class DataPosition:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where an iteration was dealt anew. A rank that has not begun the iteration yet will deal it
-    as the others did.
+    """The point at which an iteration was dealt again. A rank that begins the iteration later uses
+    it to deal as the others did.
 
-    taken: by former rank, samples of its hand; None: all of it. former_ranks: by new rank its rank
-    then. committed: of `taken`, those of steps that count. lost: holders (see `Dealer`) that are
-    gone, with what they had committed; None: all.
+    dealt_for: as in Inside.
+    taken: by former rank, how many samples of its hand it has taken; None: all of them.
+    former_ranks: by new rank, its former rank; -1 for a newcomer.
+    committed: by former rank, how many of `taken` belong to steps that count.
+    lost: by lost holder (see `Dealer`), how many of its samples belong to steps that count; None:
+        all of them.
     """
 
     dealt_for: int
@@ -61,6 +65,7 @@ class Cut:
 
     @property
     def busy(self) -> list[int]:
+        """By former rank, how many taken samples belong to a step that does not count yet."""
         return [
             0 if count is None else count - counted
             for count, counted in zip(self.taken, self.committed, strict=True)
@@ -69,8 +74,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Batches of an iteration, by rank. to_take: that a rank has not taken. to_do: of steps that do
-    not count yet, so those too that it has taken for one that is under way."""
+    """Batches of an iteration, by rank. to_take: those that the rank has not taken. to_do: those of
+    steps that do not count yet, so also a batch that was taken for a step under way."""
 
     to_take: list[int]
     to_do: list[int]
@@ -79,21 +84,22 @@ class Left:
 def cuts_of(
     positions: Sequence[DataPosition], former_ranks: Sequence[int], holders: Sequence[int]
 ) -> dict[int, Cut]:
-    """By iteration that somebody is in, how it goes on. positions: by new rank. holders: by rank of
+    """The cut of each iteration that some rank is in. positions: by new rank. holders: by rank of
     the generation that ended."""
     cuts = {}
     for number in sorted({inside.number for one in positions for inside in one.inside}):
-        told = [one.in_(number) for one in positions]
-        # Who has left it has left it with everybody: there was nothing to take any more.
+        by_rank = [one.in_(number) for one in positions]
+        # All ranks leave an iteration together, when there is nothing left to take.
         is_over = any(
             one.num_begun >= number and inside is None
-            for one, inside in zip(positions, told, strict=True)
+            for one, inside in zip(positions, by_rank, strict=True)
         )
-        inside = [one for one in told if one is not None]
+        inside = [one for one in by_rank if one is not None]
         committed = next((one.committed for one in inside if one.committed is not None), None)
         committed = committed or (0,) * len(holders)
+        # A survivor keeps all that it has taken; a lost rank's samples count up to its last step.
         taken: list[int | None] = list(committed)
-        for one, old in zip(told, former_ranks, strict=True):
+        for one, old in zip(by_rank, former_ranks, strict=True):
             if old >= 0:
                 taken[old] = one.taken if one is not None else 0
         if is_over:
@@ -111,8 +117,8 @@ def cuts_of(
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """How many samples of an iteration belong to steps that count, by rank; and who the ranks are,
-    as holders."""
+    """counts: how many samples of an iteration belong to steps that count, by rank. holders: the
+    holder of each rank (see `Dealer`)."""
 
     counts: tuple[int, ...]
     holders: tuple[int, ...]
@@ -123,31 +129,31 @@ class Dealt(Protocol):
 
     @property
     def taken(self) -> int:
-        """Samples that the iteration has given so far."""
+        """The number of samples that the iteration has given so far."""
         ...
 
     def begin_dealt(self, dealer: Dealer, number: int, cuts: Sequence[Cut]) -> None:
-        """Get a hand. cuts: of this iteration, which others have begun before."""
+        """Take this rank's hand. cuts: those of this iteration, if other ranks began it before."""
         ...
 
     def go_on(self, cut: Cut) -> Left:
-        """Ranks are lost: what all have left."""
+        """Deal again after a loss; return what all ranks have left."""
         ...
 
     def ids_of(self, counted: Counted) -> list[int]:
-        """The first samples of the hands of all ranks, so many of each."""
+        """The sample numbers that `counted` counts, of all ranks."""
         ...
 
     def note_end(self, counted: Counted | None) -> None:
-        """The iteration is over, or was left. A function that was left by an error has left its
-        iterations before anybody asks which of their samples count."""
+        """The iteration is over or was left. counted: kept for later questions, since an error
+        leaves the iterations before recovery asks which of their samples count."""
         ...
 
 
 @dataclass(slots=True)
 class _Iteration:
-    """One that has begun and is not over. dealt_for, committed: as in Inside. settled: of
-    `committed`, what counts whoever is lost now."""
+    """An iteration that has begun and is not over. number, dealt_for, committed: as in Inside.
+    settled: the part of `committed` that counts whichever rank is lost now."""
 
     number: int
     shard: Dealt
@@ -160,37 +166,41 @@ class _Iteration:
 class Dealer:
     """One rank's place in the samples of a run, while its function runs once.
 
-    Iterations may be in each other, as an evaluation in the middle of an epoch, and side by side,
-    as in a zip. holders: by rank, the rank that it had when the function began; that one is never
-    given to another. lost: holders that are gone. pass_: tells the function's iterations from those
-    of other runs, and from when it runs again from the top; equal on all ranks.
+    Iterations may be nested (an evaluation inside an epoch) or side by side (in a zip).
+
+    rank, world_size: those of the current generation.
+    call_key: identifies this call of the function among all runs and repeats; equal on all ranks.
+    holders: by rank, its holder: the rank's number when the function began, which is never given
+        to another rank.
+    lost: the holders that are gone.
     """
 
     rank: int
     world_size: int
-    pass_: tuple[str, int] = ("", 0)
+    call_key: tuple[str, int] = ("", 0)
     holders: list[int] = field(init=False)
     num_holders: int = field(init=False)
     lost: set[int] = field(default_factory=set)
     _num_begun: int = 0
     _active: list[_Iteration] = field(default_factory=list)
     _early: dict[int, list[Cut]] = field(default_factory=dict)
-    """Of iterations that this rank has yet to begin."""
+    """The cuts of iterations that this rank has yet to begin, by the iteration's number."""
 
     def __post_init__(self) -> None:
         self.holders = list(range(self.world_size))
         self.num_holders = self.world_size
 
     def begin(self, shard: Dealt) -> None:
-        """Deal the hands of an iteration that begins, and of which others may know more."""
+        """Begin an iteration over `shard`. Raises RuntimeError if too many are in progress."""
         self._num_begun += 1
+        # Other ranks were in this iteration when a rank was lost, and dealt it again.
         cuts = self._early.pop(self._num_begun, [])
-        self.end(shard)
+        self.end(shard)  # Beginning a shard anew ends its last iteration.
         if len(self._active) == MAX_ITERATIONS:
             raise RuntimeError(
-                f"{MAX_ITERATIONS} iterations over shards have begun and are not over; a step can "
-                "tell the other ranks no more. Leave one first: a loop that you broke off ends "
-                "with close() of its iterator"
+                f"{MAX_ITERATIONS} iterations over shards have begun and are not over, and the "
+                "vote of a step has no room for another one. Leave one first: a loop that you "
+                "broke off ends with close() of its iterator"
             )
         dealt_for = cuts[0].dealt_for if cuts else self.world_size
         self._active.append(_Iteration(self._num_begun, shard, dealt_for))
@@ -203,11 +213,11 @@ class Dealer:
         self._active = [one for one in self._active if one.shard is not shard]
 
     def inside(self) -> list[int]:
-        """The numbers of the iterations that this rank is in."""
+        """The numbers of the iterations in progress on this rank."""
         return [one.number for one in self._active]
 
     def cursors(self) -> list[int]:
-        """For the vote: samples that this rank has taken, of each iteration that it is in."""
+        """For the vote: how many samples this rank has taken of each iteration in progress."""
         return [one.shard.taken for one in self._active]
 
     def record(
@@ -217,24 +227,24 @@ class Dealer:
         *,
         is_settled: bool = True,
     ) -> None:
-        """By rank, the cursors of a step that counts. numbers: of the iterations that they are
-        of, if it was agreed on earlier. is_settled: it counts also if this rank is lost; if not,
-        then the one before does."""
-        told_of = list(self.inside() if numbers is None else numbers)
+        """Record a step that counts. cursors: those of the step, by rank. numbers: the iterations
+        that they belong to, where the step was agreed on earlier; default: those in progress.
+        is_settled: the step counts even if this rank is lost; if not, only the one before does."""
+        recorded = list(self.inside() if numbers is None else numbers)
         for one in self._active:
-            if one.number in told_of:
-                place, before = told_of.index(one.number), one.committed
+            if one.number in recorded:
+                place, before = recorded.index(one.number), one.committed
                 one.committed = tuple(of_rank[place] for of_rank in cursors)
                 one.settled = one.committed if is_settled else before
 
     def counted(self, shard: Dealt) -> Counted | None:
-        """Of the iteration over `shard` that this rank is in; None before a step of it counts."""
+        """The counted samples of the iteration over `shard` in progress; None before any count."""
         counts = next((one.committed for one in self._active if one.shard is shard), None)
         return Counted(counts, tuple(self.holders)) if counts is not None else None
 
     def num_settled(self, shard: Dealt) -> int:
-        """Of this rank's samples of the iteration: how many belong to steps that count, whoever is
-        lost now. No other rank will ask for them again."""
+        """How many of this rank's samples belong to steps that count whichever rank is lost now.
+        These samples are never dealt again."""
         counts = next((one.settled for one in self._active if one.shard is shard), None)
         return counts[self.rank] if counts is not None else 0
 
@@ -250,20 +260,20 @@ class Dealer:
     def redeal(
         self, rank: int, positions: Sequence[DataPosition], former_ranks: Sequence[int]
     ) -> Left | None:
-        """Go on as `rank` of the next generation. What the ranks have left of the innermost
-        iteration that this one is in; None if it is in none."""
+        """Go on as `rank` of the next generation. Returns what the ranks have left of the innermost
+        iteration in progress here; None if there is none."""
         cuts = cuts_of(positions, former_ranks, self.holders)
         self.lost |= set(self.holders) - {self.holders[old] for old in former_ranks if old >= 0}
         self.holders = [self.holders[old] if old >= 0 else -1 for old in former_ranks]
         self.rank, self.world_size = rank, len(former_ranks)
         left = None
         for number, cut in cuts.items():
-            if number > self._num_begun:
+            if number > self._num_begun:  # Only other ranks are in it: keep the cut until `begin`.
                 self._early.setdefault(number, []).append(cut)
             for mine in self._active:
                 if mine.number == number:
                     left = mine.shard.go_on(cut)
-                    # The next one may be lost before a step tells how far all are.
+                    # Another rank may be lost before the next step records new counts.
                     mine.committed = mine.settled = tuple(
                         cut.committed[old] if old >= 0 else 0 for old in former_ranks
                     )

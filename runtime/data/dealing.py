@@ -1,7 +1,7 @@
-"""Which rank gets which samples: each one once, nothing padded or dropped, whoever comes or goes.
+"""Which rank gets which samples: each sample once, none padded or dropped, also when ranks change.
 
-`deal` and `redeal` are pure: every rank computes the hands of all, and comes to the same ones.
-dealer.py knows where a rank is in them.
+`deal` and `redeal` are pure: every rank computes the same hands of all ranks. dealer.py knows where
+a rank is in them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 Hands = list[list[int]]
-"""Sample numbers, by rank, each in the order in which it takes them."""
+"""By rank, the sample numbers in the order in which the rank takes them."""
 
 
 def deal(
@@ -28,11 +28,13 @@ def deal(
 ) -> list[list[int]]:
     """Sample numbers by rank, each number exactly once. A pure function, equal on all ranks.
 
+    shuffle: the order depends on `seed` and `epoch`; otherwise it is that of the dataset.
     keep_together: (num_samples,) keys; samples of one key go to the same rank. Keys, or without
-    them samples, are dealt round robin, so ranks may get different numbers.
-    shuffle: the order depends on seed and epoch; otherwise it is the dataset's.
+        them samples, are dealt round robin, so ranks may get different numbers of samples.
+
+    Raises ValueError if keep_together has another length.
     """
-    # torch's CPU generator looks at 32 bits of its seed only, so both numbers are mixed into them.
+    # torch's CPU generator uses only 32 bits of its seed, so both numbers are hashed into them.
     mixed = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4]
     generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
 
@@ -69,16 +71,17 @@ def redeal(
     keep_together: Sequence[Hashable] | None = None,
     busy: Sequence[int] = (),
 ) -> Hands:
-    """Deal what is left to other ranks; each new hand begins with what its rank has taken.
+    """Deal what is left to the new ranks; each new hand begins with what its rank has taken.
 
-    hands: of the ranks of the generation that ended. taken: how many samples of its hand each of
-    them has taken; of a rank that is lost, up to the last step that counts. former_ranks: by new
-    rank its rank then, -1 for a newcomer. keep_together: as for `deal`; what is left of a key of
-    which a rank has taken a part goes to that rank. busy: how many of the samples that a rank has
-    taken belong to steps that do not count yet; by default none.
+    hands: by former rank, the rank in the generation that ended.
+    taken: by former rank, how many samples of its hand it has taken; of a lost rank, only those up
+        to the last step that counts.
+    former_ranks: by new rank, its former rank; -1 for a newcomer.
+    keep_together: as for `deal`; the rest of a key goes to the rank that has taken a part of it.
+    busy: by former rank, how many taken samples belong to steps that do not count yet; default 0.
 
-    What is left is dealt in the epoch's order, each lot to the rank that has least left to do. Who
-    is a step ahead of the others has done a part of that already, and still takes equally many.
+    The rest is dealt in the epoch's order, each lot to the rank that has least left to do. `busy`
+    counts as left to do, so a rank that is one step ahead of the others takes as many as they do.
     """
     new_hands = [list(hands[old][: taken[old]]) if old >= 0 else [] for old in former_ranks]
     lots: dict[Hashable, list[int]] = {}
@@ -88,7 +91,7 @@ def redeal(
     if keep_together:
         begun = {keep_together[n]: rank for rank, hand in enumerate(new_hands) for n in hand}
     to_do = [busy[old] if busy and old >= 0 else 0 for old in former_ranks]
-    # A heap, since all survivors wait for this. Counts in it may be those of before.
+    # All survivors wait for this, hence a heap. Its counts may be out of date; see the inner loop.
     least = [(count, rank) for rank, count in enumerate(to_do)]
     heapq.heapify(least)
     for key, lot in lots.items():
@@ -102,7 +105,7 @@ def redeal(
 
 
 def left_of(hands: Sequence[Sequence[int]], taken: Sequence[int]) -> list[int]:
-    """What is left in all hands, in the epoch's order: by the place in the hand, then by rank."""
+    """The rest of all hands, in the epoch's order: by the place in the hand, then by rank."""
     places = (
         itertools.chain(itertools.repeat(None, count), hand[count:])
         for hand, count in zip(hands, taken, strict=True)

@@ -1,24 +1,26 @@
 """`RowReader`: an actor that reads a stream once for all ranks, and deals its rows out.
 
-Rows are numbered as they are read. A rank asks for some, gets the next ones, and asks again:
-whoever is faster gets more. What is handed out is kept here until it belongs to a step that counts;
-of a rank that is lost, the rest is handed out again, before anything else is read. So the source
-need not be able to give a row twice.
+The reader numbers the rows as it reads them. A rank asks for some rows, gets the next ones, and
+asks again, so a faster rank gets more rows. The reader keeps a row until it belongs to a step that
+counts. When a rank is lost, the reader hands out that rank's kept rows again before it reads any
+new ones. So the source need not be able to give a row twice.
 
     read ──> waiting ──> hand of a rank ──> counted: dropped
                 ^              │
                 └── it is lost ┘
 
-A *reading* is one iteration, of all ranks. Its first caller begins it. When a function runs again
-from the top it begins a reading of the same name, which goes on with what the former one had left.
+A *reading* is one iteration of all ranks. The first rank that calls begins it. When a function runs
+again from the top, it begins a reading of the same name, which continues with the remaining rows of
+the former one.
 
-If its process dies, Ray starts another, which knows nothing: neither which rows were handed out,
-nor which readings had begun. Taken for over, or begun a second time beside ranks that hold rows of
-the first, a reading would lose rows, or give them twice. So it refuses the first generation that it
-hears of, and earlier ones (`ReaderDied`): only those can have begun anything before. The ranks then
-run again from the top in a later generation, and begin anew without the rows that count.
+If the reader's process dies, Ray starts another, which knows neither the rows that were handed out
+nor the readings that had begun. If it began such a reading a second time, or took it for over, rows
+would be given twice or lost. So the new reader refuses the first generation that calls it, and
+earlier ones, with `ReaderDied`: only these can have begun a reading before. The ranks then run
+again from the top in a later generation, and begin a reading without the rows that count.
 
-No clock, no Ray: calls come one after another, in any order that ranks may send them in.
+This file has no clock, and `RowReader` no Ray: the ranks' calls come one after another, in any
+order.
 """
 
 from __future__ import annotations
@@ -31,19 +33,20 @@ from typing import Any
 import ray
 
 Row = tuple[int, Any]
-"""Its number, and what was read."""
+"""The row's number, and its value."""
 
 ReadingKey = tuple[str, int, int]
-"""Run, generation that its function began in, number of the iteration in that function."""
+"""The run, the generation in which its function began, the iteration's number in that function."""
 
 
 class ReaderDied(Exception):
-    """The reader has died since this generation began, and what it knew of it is lost."""
+    """The reader has died since this generation began, and has lost this generation's readings."""
 
 
 @dataclass(slots=True)
 class _Hand:
-    """What a rank was given, in that order. rows: those that are kept, the last ones."""
+    """The rows that a rank was given, in order. numbers: of all of them. rows: the last ones, which
+    are still kept."""
 
     numbers: list[int] = field(default_factory=list)
     rows: deque[Any] = field(default_factory=deque)
@@ -62,9 +65,16 @@ class _Hand:
 
 @dataclass(slots=True)
 class _Reading:
-    """name: of what goes on when the function runs again; None: nothing does. given: numbers that
-    are left out. waiting: read and in nobody's hand, ascending. hands: by holder, of those that are
-    not gone. lost_ids: rows of those that are gone, in steps that count."""
+    """One iteration of all ranks over the source.
+
+    name: identifies the reading when the function runs again; None: it cannot be continued.
+    given: row numbers that are left out, since earlier runs have used them.
+    waiting: rows that were read and are in no hand, by ascending number.
+    hands: by holder (see dealer.py), for the holders that are not gone.
+    gone, ended: the holders that were lost; those whose iteration is over.
+    lost_ids: row numbers that lost holders have used in steps that count.
+    failure: the error of the source; None if there was none.
+    """
 
     source: Iterator[Any]
     name: str | None
@@ -88,7 +98,8 @@ class _Reading:
             except StopIteration:
                 return None
             except Exception as error:
-                self.failure = error  # A generator that has raised would look as if it had ended.
+                # After an error a generator looks as if it had ended, so each later call raises.
+                self.failure = error
                 raise
             number = self.next_number
             self.next_number += 1
@@ -108,26 +119,29 @@ class _Reading:
         self.waiting = deque(sorted([*self.waiting, *rows], key=lambda row: row[0]))
 
     def left(self) -> list[Row]:
-        """All that is kept here: of nobody's hand, and of hands."""
+        """All rows that the reader keeps: the waiting ones, and those in hands."""
         return [*self.waiting, *(row for hand in self.hands.values() for row in hand.kept())]
 
 
 class RowReader:
-    """source: iterable, again and again; or a Dataset of Ray Data. Its `set_epoch`, if it has one,
-    is called before each reading. has_died: there was another one before, whose place this one
-    takes.
+    """Reads `source` for all ranks.
 
-    Whatever is asked with the key of a reading raises ReaderDied where that was begun by another.
+    source: an iterable that can be iterated more than once, or a Dataset of Ray Data. If it has
+        `set_epoch`, that is called before each reading.
+    has_died: whether this reader replaces one that has died.
+
+    Every method with a `key` raises ReaderDied if a reader before this one may have begun that
+    reading.
     """
 
     def __init__(self, source: Any, has_died: bool = False) -> None:
         self._has_died = has_died
         self._died_in: tuple[str, int] | None = None
-        """The run in which the other died, and the last generation that it can have been."""
+        """The run in which the former reader died, and the last generation that it can have met."""
         self._source = source
         self._readings: dict[ReadingKey, _Reading] = {}
         if hasattr(source, "iter_rows"):
-            # So that a number means the same row when the data is read again.
+            # A number must mean the same row when the data is read again.
             source.context.execution_options.preserve_order = True
 
     def begin(
@@ -141,14 +155,21 @@ class RowReader:
         holder: int,
         inside: Collection[int],
     ) -> list[int]:
-        """A rank begins a reading. given: numbers that are not to be given, as they count already.
-        lost: as for `lose`, which also tells what comes back. inside: numbers of the iterations
-        that the holder is in; others were left in their middle."""
+        """Begin a reading for the rank of `holder`.
+
+        name, given: as in _Reading.
+        epoch: handed to the source's `set_epoch`.
+        num_holders: the number of ranks that began the function.
+        lost: as for `lose`, whose result is returned.
+        inside: the numbers of this holder's iterations in progress; it has left all others.
+
+        Raises what `lose` raises.
+        """
         self._check(key)
         if key not in self._readings:
             former = next((k for k, r in self._readings.items() if _goes_on(k, r, key, name)), None)
             before = self._readings[former] if former is not None else None
-            # Of another run, and of a function that runs again: nobody asks for those any more.
+            # No rank asks any more for readings of other runs or of earlier calls of the function.
             self._readings = {k: r for k, r in self._readings.items() if k[:2] == key[:2]}
             self._readings[key] = self._begun(before, name, epoch, num_holders, given)
         for earlier in [k for k in self._readings if k != key and k[2] not in inside]:
@@ -167,7 +188,8 @@ class RowReader:
             left = before.left()
             numbers = {number for number, _ in left}
             read = range(before.next_number)
-            # Otherwise the run has gone back to a checkpoint, and wants what is no more here.
+            # If not, the run went back to a checkpoint, and needs rows that were dropped: read all
+            # rows again.
             if all(number in numbers or number in given for number in read):
                 reading = _Reading(before.source, name, num_holders, given, before.next_number)
                 reading.put_back(row for row in left if row[0] not in given)
@@ -180,15 +202,15 @@ class RowReader:
     def take(
         self, key: ReadingKey, holder: int, count: int, drop_last: bool, counted: int | None
     ) -> list[Row]:
-        """The next rows, at most `count`; fewer at the end, and none behind it. counted: how many
-        of the holder's rows belong to steps that count; None: a loss ends the run, keep none."""
+        """The next rows, at most `count`; fewer at the end, then none. counted: how many of the
+        holder's rows belong to steps that count; None: keep no rows, since a loss ends the run."""
         self._check(key)
         reading = self._readings.get(key)
         if reading is None or holder in reading.gone:
-            return []  # It was lost, or its function left, since it asked.
+            return []  # The rank was lost, or its function left the reading, since it asked.
         rows = reading.take(count)
         if drop_last and len(rows) < count:
-            reading.put_back(rows)  # With what a lost rank leaves they may fill a batch.
+            reading.put_back(rows)  # Together with the rows of a lost rank they may fill a batch.
             return []
         hand = reading.hands.setdefault(holder, _Hand())
         hand.numbers += [number for number, _ in rows]
@@ -197,14 +219,15 @@ class RowReader:
         return rows
 
     def lose(self, key: ReadingKey, lost: Mapping[int, int | None]) -> list[int]:
-        """These holders are gone; deal again what they had. lost: how many of their rows belong to
-        steps that count, None for all. All ranks say so; the first one is heard.
+        """Deal the kept rows of lost holders again. lost: by holder, how many of its rows belong to
+        steps that count; None: all of them.
 
-        Returns the numbers of those that count, of all holders that are gone."""
+        Returns the row numbers that belong to steps that count, of all holders that are gone.
+        Raises RuntimeError if rows to be dealt again are no longer kept."""
         self._check(key)
         reading = self._readings[key]
         for holder, counted in sorted(lost.items()):
-            if holder in reading.gone:
+            if holder in reading.gone:  # All ranks make this call, with the same `lost`.
                 continue
             reading.gone.add(holder)
             hand = reading.hands.pop(holder, _Hand())
@@ -220,15 +243,15 @@ class RowReader:
         return reading.lost_ids
 
     def ids(self, key: ReadingKey, counts: Mapping[int, int]) -> list[int]:
-        """The numbers of the first rows of some holders, so many of each."""
+        """The numbers of the first rows of some holders. counts: by holder, how many."""
         self._check(key)
         reading = self._readings.get(key)
         hands = reading.hands if reading is not None else {}
         return [n for h, count in counts.items() if h in hands for n in hands[h].numbers[:count]]
 
     def end(self, key: ReadingKey, holder: int) -> None:
-        """The reading is over for this holder. A holder whose function may run again in it does not
-        say so."""
+        """The reading is over for this holder. It is not called while the holder's function may run
+        again inside the reading."""
         self._check(key)
         reading = self._readings.get(key)
         if reading is None:
@@ -248,13 +271,13 @@ class RowReader:
 
 
 def _goes_on(key: ReadingKey, reading: _Reading, later: ReadingKey, name: str | None) -> bool:
-    """Whether a reading is what `later` goes on with."""
+    """Whether the reading of `later` continues this reading."""
     return name is not None and reading.name == name and key[0] == later[0] and key[1] < later[1]
 
 
 def row_reader_class() -> Any:
-    """The Ray class of RowReader, restarted by Ray. It waits most of the time, so it takes no CPU
-    of the cluster."""
+    """The Ray class of RowReader. Ray restarts the actor if it dies. The actor mostly waits, so it
+    reserves no CPU."""
 
     class RowReaderActor(RowReader):
         def __init__(self, source: Any) -> None:

@@ -1,17 +1,17 @@
-"""`Stream`: rows that have no length or cannot be had by number, each exactly once per pass.
+"""`Stream`: rows without a length or without access by number, each exactly once per iteration.
 
-One reader, an actor beside the session (runtime/data/row_reader.py), reads the rows, numbers them,
-and hands them to whatever rank asks. It keeps what was handed out until it belongs to a step that
-counts. So when a rank is lost, those that go on say how many of its rows do, which they know from
-the votes (dealer.py), and the reader deals the rest again.
+One reader, an actor beside the session (row_reader.py), reads the rows, numbers them, and hands
+them to the ranks on request. It keeps a row until it belongs to a step that counts. When a rank is
+lost, the survivors know from the votes (dealer.py) how many of its rows count and tell the reader,
+which deals the other rows again.
 
-If the reader dies, Ray starts another, which knows nothing of the pass. The rank that notices ends
-the generation; the functions run again from the top, and the new reader reads the source from its
-beginning and leaves out the rows that count. Their numbers come from the ranks, each of which knows
-its own, and the last that it was told of those of lost ranks.
+If the reader dies, Ray starts another, which knows nothing of the iteration. The rank that notices
+ends the generation, and the functions run again from the top. The new reader reads the source from
+its beginning and leaves out the rows that count. The ranks tell it their numbers: each rank knows
+those of its own rows, and those that the former reader has listed for lost ranks.
 
-Nobody knows how many batches a rank will have. A rank looks one batch ahead; so each step still
-says exactly who takes the next one, but for the first, and the first after a loss.
+The number of batches of a rank is unknown. Each rank looks one batch ahead, so each step's vote
+says which ranks take the next step, except for the first step and the first one after a loss.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .cursor import Cursor
 from .dealer import Counted, Cut, Dealer, Left
 from .row_reader import ReaderDied, ReadingKey, Row, row_reader_class
 
-_SLICE_S = 0.2  # A thread that waits for Ray can be interrupted between two of these.
+_SLICE_S = 0.2  # A thread waits for Ray in slices, and can be interrupted between two of them.
 _RESTART_S = 30.0
-"""For Ray to start a reader in the place of one that died."""
+"""The time for Ray to replace a reader that died."""
 
 
 class ReaderGone(Exception):
-    """The reader that this pass was begun with is gone, and Ray starts another. has_come: it
-    answers already."""
+    """The reader with which this iteration began is gone, and Ray starts another. has_come: the
+    new one answers already."""
 
     def __init__(self, why: str, has_come: bool) -> None:
         super().__init__(why)
@@ -50,19 +50,19 @@ class ReaderGone(Exception):
 class Stream:
     """Rows for `ctx.shard`, from any iterable or from Ray Data; each row exactly once per epoch.
 
-    Made in the program that has the session, and handed to `session.run` as an argument (to
-    `chorusline.run` behind a `ray.init()` of your own). Its reader starts there with the first run,
-    and ends with `close()`, with this object, or with the program.
+    Make it in the program that has the session, and hand it to `session.run` as an argument (to
+    `chorusline.run` after your own `ray.init()`). Its reader starts there with the first run, and
+    ends with `close()`, with this object, or with the program.
 
-    source: what gives the same rows whenever it is iterated, as an IterableDataset, or a
-    `ray.data.Dataset`. It is sent to the reader. Where it has `set_epoch`, as many have, that is
-    called before each pass with the epoch of `ctx.shard`.
+    source: an object that gives the same rows in each iteration, such as an IterableDataset, or a
+        `ray.data.Dataset`. It is pickled and sent to the reader. If it has `set_epoch`, that is
+        called before each iteration with the epoch of `ctx.shard`.
 
-    Raises TypeError for what is not iterable, or only once.
+    Raises TypeError for a source that is not iterable, or only once.
     """
 
     _is_sent = False
-    """To a rank, which has the handle only."""
+    """True on a rank, which has only the reader's handle."""
 
     def __init__(self, source: Any) -> None:
         if type(source).__name__ == "StreamSplitDataIterator":
@@ -87,7 +87,7 @@ class Stream:
 
     @property
     def reader(self) -> Actor:
-        """The handle of the RowReader; started when it is asked for first, in each cluster."""
+        """The handle of the RowReader, which starts at the first access in each cluster."""
         if self._is_closed:
             raise RuntimeError("this Stream was closed; make another one of its source")
         if self._is_sent:
@@ -101,7 +101,7 @@ class Stream:
         here_and_now = runtime.gcs_address, runtime.get_job_id()
         if self._reader is None or self._started_in != here_and_now:
             self._started_in = here_and_now
-            # Beside the program: what it reads from there it can read here, and its node stays.
+            # On the program's node: files that the program sees are there, and the node stays.
             here = NodeAffinitySchedulingStrategy(runtime.get_node_id(), True)
             kind = row_reader_class().options(scheduling_strategy=here)
             self._reader = kind.remote(self._source)
@@ -125,10 +125,10 @@ class Stream:
 
 
 class StreamShard(Batches):
-    """This rank's batches of one pass over a Stream. `ctx.shard` makes it.
+    """This rank's batches of one iteration over a Stream, made by `ctx.shard`.
 
-    What `taken_ids`, `committed_ids` and `ids_of_the_lost` list are the numbers of rows, in the
-    order of the stream from 0.
+    `taken_ids`, `committed_ids` and `ids_of_the_lost` list row numbers, in the order of the stream
+    from 0.
     """
 
     is_told_by_id = True
@@ -147,9 +147,10 @@ class StreamShard(Batches):
         survives: Callable[[], bool] = lambda: False,
         without_reader: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        """survives: whether the run goes on when a rank is lost, so that rows are kept for it.
-        without_reader: ends the generation if the functions can run again, and gives what is to be
-        raised: by default, and where they cannot, the error that it is given."""
+        """survives: whether the run goes on when a rank is lost; if so, the reader keeps rows.
+        without_reader: called with an error when the reader is gone; returns the error to raise.
+            If the functions can run again, it ends the generation. Default: raise the same error.
+        The other parameters are those of Batches."""
         super().__init__(
             batch_size,
             key=f"stream/{batch_size}/{epoch}",
@@ -163,14 +164,14 @@ class StreamShard(Batches):
         self._drop_last = drop_last
         self._survives = survives
         self._without_reader = without_reader or (lambda error: error)
-        self._gone: ReaderGone | None = None  # seen inside a step, which does not need it
+        self._gone: ReaderGone | None = None  # set inside a step that can end without the reader
         self._num_unknown = 0
-        """Rows that count, of lost ranks, whose numbers the reader cannot tell any more."""
-        self._pass: ReadingKey | None = None  # None: there is nothing left to read.
+        """How many counted rows of lost ranks have numbers that died with the reader."""
+        self._reading: ReadingKey | None = None  # None: there is nothing left to read.
         self._holder = 0
         self._numbers: list[int] = []  # of the rows that this rank was given
-        self._ahead: deque[list[Row]] = deque()  # batches that have come
-        self._asked: Any = None
+        self._ahead: deque[list[Row]] = deque()  # batches that have arrived and were not taken
+        self._asked: Any = None  # the request for the batch behind them
 
     @property
     def taken_ids(self) -> list[int]:
@@ -184,13 +185,13 @@ class StreamShard(Batches):
     def _skip(self, done: int) -> None:
         if done:
             raise RuntimeError(
-                f"a pass over a Stream was stopped when this rank had used {done} rows of it, and "
-                "it cannot be gone on with in another run: which rows the others had is not known "
-                "any more. Call ctx.forget() on all ranks, or go on from a checkpoint"
+                f"an iteration over a Stream was stopped when this rank had used {done} rows of "
+                "it, and another run cannot go on with it: which rows the other ranks had is not "
+                "known any more. Call ctx.forget() on all ranks, or go on from a checkpoint"
             )
 
     def _batches_by_rank(self) -> list[int] | None:
-        if self._pass is None:
+        if self._reading is None:
             return [0] * self._dealer.world_size
         return None
 
@@ -213,26 +214,27 @@ class StreamShard(Batches):
         return [row for _, row in batch]
 
     def _end(self) -> None:
-        if self._pass is not None:
-            with contextlib.suppress(ReaderGone):  # Then nobody has anything to end.
-                _answer(self._reader.end.remote(self._pass, self._holder))
+        if self._reading is not None:
+            with contextlib.suppress(ReaderGone):  # A new reader knows no reading to end.
+                _answer(self._reader.end.remote(self._reading, self._holder))
 
     def _lost(self, gone: ReaderGone) -> Exception:
         if not gone.has_come:
-            # Comes to the new reader when it is there, so that it hears of this generation first.
+            # Ray delivers this call to the new reader, so that it meets this generation first and
+            # refuses it (row_reader.py).
             retried = self._reader.end.options(max_task_retries=-1)
-            retried.remote(self._pass, self._holder)
-        told = (
+            retried.remote(self._reading, self._holder)
+        text = (
             f"the reader of a Stream is gone ({gone}), and with it the rows that it had read. They "
             "are read again where a run goes on without lost workers and all is registered "
             "(ctx.register); or go on from a checkpoint if there is one"
         )
-        return self._without_reader(RuntimeError(told))
+        return self._without_reader(RuntimeError(text))
 
     # -- the reader ------------------------------------------------------------------------------
 
     def _look_ahead(self) -> None:
-        """Have a batch, if there is one, and ask for the one behind it."""
+        """Receive a batch if there is none, and request the one behind it."""
         if not self._ahead and self._asked is None:
             self._ask()
         if not self._ahead:
@@ -242,10 +244,10 @@ class StreamShard(Batches):
 
     def _ask(self) -> None:
         counted: int | None = None
-        if self._survives():
+        if self._survives():  # Otherwise a loss ends the run, and the reader need not keep rows.
             counted = self._dealer.num_settled(self)
         self._asked = self._reader.take.remote(
-            self._pass, self._holder, self.batch_size, self._drop_last, counted
+            self._reading, self._holder, self.batch_size, self._drop_last, counted
         )
 
     def _receive(self) -> None:
@@ -261,18 +263,18 @@ class StreamShard(Batches):
         self._gone, self._num_unknown = None, 0
         self._ahead.clear()
         self._holder = dealer.holders[dealer.rank]
-        self._pass = None
+        self._reading = None
         if self._rest.given is None:
-            return  # It was over when the function ran last.
-        self._pass = (*dealer.pass_, number)
+            return  # The iteration was over when the function ran last.
+        self._reading = (*dealer.call_key, number)
         lost: dict[int, int | None] = dict.fromkeys(sorted(dealer.lost), 0)
         for cut in cuts:
             lost.update(cut.lost)
         give_up_at = time.monotonic() + _RESTART_S
         while True:
             call = self._reader.begin.remote(
-                self._pass,
-                self._pass_name,
+                self._reading,
+                self._passage_name,
                 self._epoch,
                 dealer.num_holders,
                 self._rest.given,
@@ -285,23 +287,23 @@ class StreamShard(Batches):
                 self._look_ahead()
                 return
             except ReaderGone as gone:
-                # It may have died before this pass, which then begins as soon as there is another.
+                # If the reader died before this iteration, the next reader can begin it: retry.
                 if gone.has_come or self._ahead or time.monotonic() > give_up_at:
                     raise self._lost(gone) from None
             time.sleep(_SLICE_S)
 
     def go_on(self, cut: Cut) -> Left:
         ranks = len(cut.former_ranks)
-        left = Left([1] * ranks, [1] * ranks)  # As at the beginning, nobody knows of the others.
-        if self._pass is not None:
+        left = Left([1] * ranks, [1] * ranks)  # Unknown, as at the beginning: any rank may go on.
+        if self._reading is not None:
             try:
                 if self._asked is not None:
-                    self._receive()  # It may say "the end", which was true when it was asked.
-                lost = self._reader.lose.remote(self._pass, dict(cut.lost))
+                    self._receive()  # An empty answer is out of date: a lost rank's rows come back.
+                lost = self._reader.lose.remote(self._reading, dict(cut.lost))
                 self.ids_of_the_lost = _answer(lost)
                 self._look_ahead()
             except ReaderGone as gone:
-                # The step that waits for this can be taken; the batch after it cannot be had.
+                # The step that waits for this can be taken; `_take` raises for the batch after it.
                 self._gone = gone
                 self._num_unknown += sum(
                     1 if counted is None else counted for counted in cut.lost.values()
@@ -310,13 +312,13 @@ class StreamShard(Batches):
         return left
 
     def ids_of(self, counted: Counted) -> list[int]:
-        if self._pass is None:
+        if self._reading is None:
             return []
         by_holder = dict(zip(counted.holders, counted.counts, strict=True))
         try:
-            ids: list[int] = _answer(self._reader.ids.remote(self._pass, by_holder))
+            ids: list[int] = _answer(self._reader.ids.remote(self._reading, by_holder))
         except ReaderGone:
-            return self._numbers[: by_holder.get(self._holder, 0)]  # The others know theirs.
+            return self._numbers[: by_holder.get(self._holder, 0)]  # Other ranks know their own.
         return ids
 
     @property
@@ -325,15 +327,16 @@ class StreamShard(Batches):
 
 
 def _answer(call: Any) -> Any:
-    """What the reader says. Blocks the training thread. Raises ReaderGone."""
+    """The reader's answer to a call. Blocks the training thread. Raises ReaderGone, or RuntimeError
+    if the reader was ended for good or the source raised."""
     while not ray.wait([call], timeout=_SLICE_S)[0]:
         pass
     try:
         return ray.get(call)
     except ActorUnavailableError as error:
-        # Of one that lives and could not be reached, too: whether it heard the call is not known.
+        # Ray restarts the reader, or it lives and cannot be reached: it may have got the call.
         raise ReaderGone(why_gone(error), has_come=False) from None
-    except ActorDiedError as error:
+    except ActorDiedError as error:  # `Stream.close`, or its program has ended: no restart.
         raise RuntimeError(
             f"the reader of a Stream is gone ({why_gone(error)}), and with it the rows that it had "
             "read; make the Stream anew, and go on from a checkpoint if there is one"

@@ -1,19 +1,20 @@
-"""How ranks that have run out of data follow collectives that nobody can foresee.
+"""How ranks that have run out of data follow collectives that they cannot foresee.
 
-The steps of our joinables are the same each time; a joined rank shadows them from memory. What else
-a loop's body issues (SyncBatchNorm in forward and backward, collectives of the user's own, as often
-as the body likes) is not. Those run on groups of their own, which a Join *follows*:
+A step of Chorusline's own joinables is the same each time, and a joined rank shadows it from
+memory. Other collectives of a loop's body are not (SyncBatchNorm in forward and backward, the
+user's collectives, any number of them). They run on groups of their own, which a Join *follows*:
 
-- A *pass* begins on all ranks at once: with each batch of `ctx.shard`, of which all ranks know how
-  many everybody has; else with each forward of the model, by one int32 per rank.
-- While every rank has data nothing else happens.
-- In a pass that some rank has no data for, the lowest rank that has (the *conductor*) announces
-  what comes next, by a broadcast of a few numbers: an operation, and ranks without data take part
-  in it with its neutral element; or a joinable's part of the step, and they run its main hook; or
-  the next pass.
+- A batch begins on all ranks at once. With `ctx.shard` each rank knows how many batches all ranks
+  have. Otherwise it begins with the model's forward, and an all-reduce of one int32 per rank tells
+  which ranks have data.
+- While every rank has data, nothing is announced.
+- In a batch for which some rank has no data, the lowest rank with data (the *conductor*) announces
+  what comes next by a broadcast of a few numbers: an operation, in which ranks without data take
+  part with its neutral element; a joinable's part of the step, whose main hook they run; or the
+  next batch.
 
-All of it travels on the first of the groups, in the order of the program, so it cannot be overtaken
-by what it announces.
+Announcements travel on the first of the groups, in program order, so an operation cannot overtake
+its announcement.
 """
 
 from __future__ import annotations
@@ -30,45 +31,45 @@ from collectives.neutral import take_part, why_not_without
 
 from .ledger import JoinLedger
 
-_NUMBERS = 6  # what is announced, and what there is to know of it
+_NUMBERS = 6  # in one announcement: a member of Next, and up to five numbers about it
 
 
 class Next(enum.IntEnum):
-    """What the conductor announces. The number travels."""
+    """What the conductor announces. The member's value travels, then the numbers named here."""
 
-    PASS = 0
-    """The next pass; number: of the batch, where that is known."""
+    BATCH = 0
+    """The next batch: its number, or -1 if unknown."""
     HOOK = 1
-    """A joinable's part of the step; number: of the joinable."""
+    """A joinable's part of the step: the joinable's number."""
     OPERATION = 2
-    """A collective; number: of the group; then kind, numel, dtype and detail."""
+    """A collective: the group's number, then kind, numel, dtype and detail."""
     STOP = 3
-    """Nobody begins another pass: all have agreed to stop here, between two steps."""
+    """No rank begins another batch: all ranks have agreed to stop here, between two steps."""
 
 
 class Conductor:
-    """One rank's part in the passes inside one Join, as a follower or with data.
+    """One rank's part in the batches inside one Join, with data of its own or as a follower.
 
-    groups: those that are followed, of the same ranks. on_pass: called on every rank with those
-    that take a pass. A batch is known by its number where ranks can look ahead, else it is None.
+    groups: the groups that are followed, all of the same ranks.
+    on_batch: called on every rank when a batch begins, with the ranks that have data for it.
     """
 
     def __init__(
         self,
         groups: Sequence[Group],
         ledger: JoinLedger,
-        on_pass: Callable[[tuple[int, ...]], None],
+        on_batch: Callable[[tuple[int, ...]], None],
     ) -> None:
         self._groups = list(groups)
         self._channel = groups[0]
         self._ledger = ledger
-        self._on_pass = on_pass
-        self._everybody = tuple(range(self._channel.size))
-        self._is_quiet = False  # what is issued now is known to all ranks
-        self.live = self._everybody
-        """The ranks that have data for the current pass, equal on all ranks."""
-        self.last_live = self._everybody
-        """Those that had data for the last pass that any rank took: they have its statistics."""
+        self._on_batch = on_batch
+        self._all_ranks = tuple(range(self._channel.size))
+        self._is_quiet = False  # True: all ranks foresee what is issued now, so announce nothing
+        self.live = self._all_ranks
+        """The ranks that have data for the current batch, equal on all ranks."""
+        self.last_live = self._all_ranks
+        """The ranks that had data for the last batch of any rank: they have its statistics."""
 
     def attach(self) -> None:
         for number, group in enumerate(self._groups):
@@ -80,30 +81,32 @@ class Conductor:
 
     # -- a rank with data ------------------------------------------------------------------------
 
-    def begin_pass(self, batch: int | None = None) -> None:
-        """This rank has a batch for the next pass."""
-        self._begin_pass(batch, has_data=True)
+    def begin_batch(self, number: int | None = None) -> None:
+        """This rank begins a batch with data. number: of the batch; None where ranks cannot look
+        ahead."""
+        self._begin_batch(number, has_data=True)
 
-    def _begin_pass(self, batch: int | None, *, has_data: bool) -> None:
-        if self._somebody_is_out:
-            self._tell(Next.PASS, -1 if batch is None else batch)
-        self._find_live(batch, has_data)
+    def _begin_batch(self, number: int | None, *, has_data: bool) -> None:
+        if self._some_rank_is_out:
+            self._announce(Next.BATCH, -1 if number is None else number)
+        self._find_live(number, has_data)
 
     def begin_hook(self, number: int) -> None:
         """Joinable `number` begins its part of the step."""
-        if self._somebody_is_out and not self._is_quiet:
-            self._tell(Next.HOOK, number)
+        if self._some_rank_is_out and not self._is_quiet:
+            self._announce(Next.HOOK, number)
 
     def stop(self) -> None:
-        """All have agreed to stop, and this rank has come to the end of its pass. What a body does
-        behind its step is followed too, so only here others can be let go."""
-        if self._somebody_is_out and not self._is_quiet:
-            self._tell(Next.STOP)
+        """All ranks have agreed to stop, and this rank is at the end of its loop's body. Followers
+        take part in everything that the body does behind its step, so they are released only here.
+        """
+        if self._some_rank_is_out and not self._is_quiet:
+            self._announce(Next.STOP)
 
     def _operation(self, group: int, kind: Kind, numel: int, dtype: int, detail: int) -> None:
-        if self._is_quiet or not self._somebody_is_out:
+        if self._is_quiet or not self._some_rank_is_out:
             return
-        absent = [rank for rank in self._everybody if rank not in self.live]
+        absent = [rank for rank in self._all_ranks if rank not in self.live]
         reason = why_not_without(kind, detail, absent)
         if reason is not None:
             of = self._groups[group]
@@ -111,18 +114,21 @@ class Conductor:
                 f"{describe(kind, of.describe().operations, numel, dtype)} inside Join, but ranks "
                 f"{absent} have run out of data and cannot take part in it: {reason}"
             )
-        self._tell(Next.OPERATION, group, kind, numel, dtype, detail)
+        self._announce(Next.OPERATION, group, kind, numel, dtype, detail)
 
     # -- a rank without data ---------------------------------------------------------------------
 
     def follow(self, batch: int | None, run_hook: Callable[[int], None]) -> None:
-        """Take part in what others do, until no rank takes a pass any more, or all stop."""
-        self._begin_pass(batch, has_data=False)
+        """Take part in what other ranks do, until no rank has a batch, or all ranks stop.
+
+        batch: the number of the coming batch, if known. run_hook: runs the main hook of a joinable.
+        """
+        self._begin_batch(batch, has_data=False)
         self._is_quiet = True
         try:
             while self.live:
-                what, number, *operation = self._tell()
-                if what == Next.PASS:
+                what, number, *operation = self._announce()
+                if what == Next.BATCH:
                     self._find_live(None if number < 0 else number, has_data=False)
                 elif what == Next.HOOK:
                     run_hook(number)
@@ -133,19 +139,19 @@ class Conductor:
                     take_part(self._groups[number], Kind(kind), numel, dtype, detail)
         finally:
             self._is_quiet = False
-        self.live = self._everybody
+        self.live = self._all_ranks
 
     # --------------------------------------------------------------------------------------------
 
     @property
-    def _somebody_is_out(self) -> bool:
-        return len(self.live) < len(self._everybody)
+    def _some_rank_is_out(self) -> bool:
+        return len(self.live) < len(self._all_ranks)
 
     def _find_live(self, batch: int | None, has_data: bool) -> None:
-        if batch is not None:
+        if batch is not None:  # All ranks know the numbers of batches.
             self.live = self._ledger.ranks_with_batch(batch)
-        else:
-            flags = torch.zeros(len(self._everybody), dtype=torch.int32).to(self._channel.device)
+        else:  # Only each rank itself knows whether it has data: ask them all.
+            flags = torch.zeros(len(self._all_ranks), dtype=torch.int32).to(self._channel.device)
             flags[self._channel.rank] = has_data
             quiet, self._is_quiet = self._is_quiet, True
             try:
@@ -154,10 +160,11 @@ class Conductor:
                 self._is_quiet = quiet
             self.live = tuple(rank for rank, flag in enumerate(flags.tolist()) if flag)
         self.last_live = self.live or self.last_live
-        self._on_pass(self.live)
+        self._on_batch(self.live)
 
-    def _tell(self, *numbers: int) -> list[int]:
-        """Announce this if it is for this rank to do; what was announced, in any case."""
+    def _announce(self, *numbers: int) -> list[int]:
+        """Broadcast from the conductor; all ranks return its announcement. numbers: this rank's,
+        which count on the conductor only."""
         announced = torch.tensor(
             [*numbers, *[0] * (_NUMBERS - len(numbers))], dtype=torch.int64
         ).to(self._channel.device)
@@ -166,5 +173,5 @@ class Conductor:
             self._channel.broadcast(announced, min(self.live)).wait()
         finally:
             self._is_quiet = quiet
-        told: list[int] = announced.tolist()
-        return told
+        received: list[int] = announced.tolist()
+        return received

@@ -1,18 +1,18 @@
-"""`Join`: ranks may run out of data at different steps, and nothing hangs or goes wrong.
+"""`Join`: ranks may run out of data at different steps, and training stays exact and does not hang.
 
-A rank that is out of data (it has *joined*) goes on taking part in the collectives of the steps
-that others still take: it *shadows* them, with neutral elements, until nobody takes any. Which
-steps those are is known without any collective of Join's own. Every step of ours carries an
-agreement (agreement.py): who took it, and who may take another one.
+A rank that is out of data has *joined*. It *shadows* the steps that other ranks still take: it
+takes part in their collectives with neutral elements, until no rank takes a step. Ranks know which
+steps these are without a collective of Join's own. Every step of Chorusline's own joinables carries
+an agreement (agreement.py): which ranks took it, and which ranks may take another one.
 
-- `ctx.shard` looks one batch ahead, so the agreement of a step says exactly who takes the next.
-- Any other iterable cannot say so. Then the last step shadows blindly: all ranks take part, the
-  agreement says that nobody was live, nothing is applied, and that is how everybody knows.
-- Joinables of the user's own carry no agreement. Then a small all-reduce goes first in each step,
-  started by `notify_join_context` of the first joinable, as in torch.
+- `ctx.shard` looks one batch ahead, so a step's agreement says exactly which ranks take the next.
+- Any other iterable cannot look ahead. Then all ranks take part in one step too many. Its agreement
+  says that no rank had data; nothing is applied, and all ranks know that the end has come.
+- Joinables that users write carry no agreement. Then each step begins with a small all-reduce,
+  which `notify_join_context` of the first joinable starts, as in torch.
 
-Collectives that are not the same in each step, of SyncBatchNorm and of the user's own, are followed
-by another rule: conductor.py.
+Collectives that differ from step to step (SyncBatchNorm, the user's collectives) are followed by
+the rules of conductor.py.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class JoinHook:
     """What a joinable does on a rank that has joined. Both methods do nothing by default."""
 
     def main_hook(self) -> None:
-        """Shadow one step: take part in its collectives. Called once per step that a rank takes."""
+        """Shadow one step by taking part in its collectives. Called once per shadowed step."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Called once, when all ranks have joined. Several ranks may be last joiners."""
+        """Called once, when all ranks have joined. is_last_joiner: whether this rank took the last
+        step, as several ranks may have."""
 
 
 class Joinable(ABC):
-    """Something whose collectives a joined rank can shadow: list it in `Join([...])`."""
+    """An object whose collectives a joined rank can shadow: list it in `Join([...])`."""
 
     _join: Join | None = None
 
@@ -62,14 +63,14 @@ class Joinable(ABC):
     @property
     @abstractmethod
     def join_group(self) -> Group:
-        """The group of its collectives; one group for all joinables of a Join."""
+        """The group of the joinable's collectives; all joinables of a Join have the same ranks."""
 
     def _carries_agreement(self) -> bool:
-        """Whether a step ends with an agreement, its own or that of a joinable beside it."""
+        """Whether a step ends with an agreement, of this joinable or of another one in the Join."""
         return False
 
     def _ends_step(self) -> bool:
-        """Whether it hands that agreement to `Join.record` itself."""
+        """Whether this joinable hands the step's agreement to `Join.record`."""
         return False
 
     def _finishes_steps_of(self, reducer: object) -> bool:
@@ -77,22 +78,24 @@ class Joinable(ABC):
         return False
 
     def _begins_passes(self) -> bool:
-        """Whether its `notify_join_context` comes once per batch, before all collectives of it."""
+        """Whether this joinable calls `notify_join_context` once per batch, before all collectives
+        of the batch."""
         return False
 
     def _announces_hook(self) -> bool:
-        """Whether it says itself when its main hook is due; else it runs behind the one before."""
+        """Whether this joinable announces its main hook; if not, the hook runs right after that of
+        the joinable before it."""
         return True
 
     def _end_shadowed_step(self) -> None:
         """Called at the end of each step that this rank has shadowed."""
 
     def _groups_to_follow(self) -> Sequence[Group]:
-        """Groups of its own whose collectives are not the same in each step."""
+        """The joinable's groups whose collectives differ from step to step."""
         return ()
 
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
-        """Raise ValueError if it cannot be shadowed without another joinable."""
+        """Raise ValueError if this joinable cannot be shadowed without another one."""
 
 
 class GroupJoinable(Joinable):
@@ -113,21 +116,21 @@ class GroupJoinable(Joinable):
 
 
 def change_ranks(former_ranks: Sequence[int]) -> None:
-    """The ranks of every Join that this process is in are numbered anew. former_ranks: by new rank
-    its rank so far."""
+    """Renumber the ranks of every Join that this process is in. former_ranks: by new rank, its
+    former rank; -1 for a newcomer."""
     for join in _active:
         join.ledger.change_ranks(former_ranks)
 
 
 def follows_groups() -> bool:
-    """Whether this process is in a Join that follows groups. Those end with the generation, and
-    what is issued on them has no place in a step: so its loop cannot go on in the next one, and the
+    """Whether this process is in a Join that follows groups. These groups end with the generation,
+    and their collectives belong to no step, so the loop cannot go on in the next generation: the
     function has to run again from the top."""
     return any(join.is_following for join in _active)
 
 
 def change_group(group: Group) -> None:
-    """Every Join that this process is in goes on in another group; none of them follows groups."""
+    """Move every Join that this process is in to another group. None of them may follow groups."""
     for join in _active:
         assert not join.is_following
         join._group = group
@@ -149,28 +152,31 @@ def active_join() -> Join | None:
 class Join:
     """`with Join([model, optimizer]):` around a training loop over uneven inputs.
 
-    joinables: in the order in which their hooks run. enable=False makes it do nothing.
+    joinables: in the order in which their hooks run.
+    enable: False makes the Join do nothing.
     throw_on_early_termination: instead of shadowing, raise RuntimeError on every rank at the first
-    step that some rank cannot take.
-    step_along: what the body calls `.step()` on once per step besides the joinables: learning-rate
-    schedules, and a plain optimizer of a model that is not sharded. A joined rank calls it in the
-    steps that it shadows, in this order, so that their state stays equal on all ranks.
-    groups: groups of the same ranks whose collectives the body issues as it likes, in forward, in
-    backward and between. A joined rank takes part in them with the neutral element (0, 1, the
-    largest or smallest number; in an all_gather zeros, elsewhere nothing). Those of a model's
-    SyncBatchNorm are found by themselves. They are other groups than the joinables' own:
-    `group.new_group(range(group.size))` makes one.
-    skew_warning: warn on exit, with the numbers of all ranks, if the shortest rank missed more
-    than this share of the longest one's steps. None: never.
-    kwargs: handed to every joinable's `join_hook`; ours know `divide_by_initial_world_size`
-    (True: the sum over live ranks is divided by the number of all ranks; False: of live ones;
-    neither where losses are weighed, see `DistributedDataParallel.weigh`).
+        step that some rank cannot take.
+    step_along: objects besides the joinables whose `.step()` the body calls once per step:
+        learning-rate schedules, and a plain optimizer of a model that is not sharded. A joined rank
+        calls them in the steps that it shadows, in this order, so their state stays equal on all
+        ranks.
+    groups: groups of the same ranks whose collectives the body issues freely, in forward, in
+        backward and between. A joined rank takes part in them with the neutral element (0, 1, the
+        largest or smallest number; in an all_gather zeros, elsewhere nothing). The groups of a
+        model's SyncBatchNorm are found automatically. A joinable's own group is not allowed:
+        `group.new_group(range(group.size))` makes another one.
+    skew_warning: warn on exit, with the numbers of all ranks, if the shortest rank missed more than
+        this share of the longest rank's steps. None: never.
+    kwargs: handed to every joinable's `join_hook`. `divide_by_initial_world_size` says what divides
+        the sum over live ranks: True: the number of all ranks; False: that of live ranks. It has no
+        effect where losses are weighed (`DistributedDataParallel.weigh`).
 
-    When the body raises, or a hook, the peers are released at once with this exception and its
-    traceback; the group's generation ends with it. An exception leaves the joinables as they are,
-    and every exit takes this Join off them.
+    When the body or a hook raises, the peers are released at once with this exception and its
+    traceback, and the group's generation ends. The joinables stay as they are, and belong to no
+    Join after any exit.
 
-    Raises ValueError for no joinables, for different groups, and for joinables that need another.
+    Raises ValueError for no joinables, for different groups, and for a joinable that is listed
+    without another one that it needs.
     Source: torch.distributed.algorithms.Join.
     """
 
@@ -199,19 +205,21 @@ class Join:
         self._device = joinables[0].join_device
         self._enable = enable
         self._throws = throw_on_early_termination
-        self._is_exhausted = False  # and every rank raises it
+        self._is_exhausted = False  # True: every rank raises for throw_on_early_termination
         self._step_along = list(step_along)
         self._skew_warning = skew_warning
         carries = [joinable._carries_agreement() for joinable in joinables]
         self._needs_header = not followed and not all(carries)
-        # With a header, that counts the steps; else the first that knows of each.
+        # Several joinables may end the same step, and one of them counts it. With a header, the
+        # header counts the steps.
         self._counts_steps = next(
             (j for j in joinables if j._ends_step() and not self._needs_header), None
         )
-        # Who begins a pass: the model, whose forward comes first, or as in torch the first of all.
+        # The joinable that begins a batch: the model, whose forward comes first; else the first
+        # joinable, as in torch.
         self._pacemaker = next((j for j in joinables if j._begins_passes()), joinables[0])
         self.last_step_live: tuple[int, ...] = ()
-        """Ranks that took the last step; empty for the one that all ranks shadow at the end."""
+        """The ranks that took the last step; none for the step that all ranks shadow at the end."""
         self.at_boundary: Callable[[], None] | None = None
         """Called after each step that this rank shadows, as `ctx.shard` does between batches."""
         self.ledger = JoinLedger(
@@ -232,13 +240,13 @@ class Join:
         for group in followed:
             if group in self._groups:
                 raise ValueError(
-                    f"{group} is that of a joinable, which issues collectives of its own on it in "
-                    "between. Pass a group beside it: group.new_group(range(group.size))"
+                    f"{group} is the group of a joinable, which issues collectives of its own on "
+                    "it. Pass another group of these ranks: group.new_group(range(group.size))"
                 )
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
-        """Ranks that have data for the current batch, where Join follows groups; else those that
+        """The ranks with data for the current batch, if Join follows groups; else the ranks that
         took the last step."""
         return self._conductor.live if self._conductor else self.last_step_live
 
@@ -262,8 +270,8 @@ class Join:
             return
         try:
             if isinstance(error, Interrupted):
-                return  # All ranks are here: the generation goes on.
-            if error is not None:
+                return  # All ranks raise it at the same step, so no peer waits.
+            if error is not None:  # Peers may wait in a collective of this step.
                 self._release_peers(error)
                 return
             try:
@@ -272,7 +280,7 @@ class Join:
                 for hook in self._hooks:
                     hook.post_hook(is_last_joiner)
             except BaseException as mine:
-                if not self._is_exhausted:  # Which all ranks raise: nobody waits for this one.
+                if not self._is_exhausted:  # If it is, all ranks raise, and no peer waits.
                     self._release_peers(mine)
                 raise
             self._warn_of_skew()
@@ -300,22 +308,25 @@ class Join:
         self.__exit__(kind, error, trace)
 
     def shadow(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Take part in the steps that other ranks still take, until nobody takes any, or `until`:
-        a rank that is lost leaves its samples to those that wait."""
+        """Shadow the steps that other ranks still take, until no rank takes any, or `until` is
+        true: the samples of a lost rank may go to ranks that shadow."""
         ledger, bound = self.ledger, boundary()
         ledger.live = False
         ledger.has_next = False
         bound.stop_if_agreed()
         if self._conductor:
+            # The collectives differ from step to step: do what the conductor announces. After that
+            # no rank has data, and the loop below shadows at most the blind step at the end.
             self._conductor.follow(ledger.batch, self._run_announced_hooks)
             bound.stop_if_agreed()
+        # A header asks all ranks before each step; agreements of the last step say it in advance.
         while self._header() if self._needs_header else ledger.somebody_may_continue():
             bound.steps.has_joined = True
             for hook in self._hooks:
                 hook.main_hook()
             self._follow_step()
             bound.stop_if_agreed()
-            if until():
+            if until():  # This rank has data again, and leaves with it.
                 break
         bound.steps.has_joined = False
         ledger.batch = None
@@ -323,8 +334,8 @@ class Join:
         ledger.has_next = True
 
     def _run_announced_hooks(self, number: int) -> None:
-        """Joinable `number` has begun its part of a step; run its hook, and those behind it of
-        joinables that announce nothing."""
+        """Joinable `number` has begun its part of a step: run its hook, and the hooks of the next
+        joinables, up to one that announces its own."""
         boundary().steps.has_joined = True
         self._hooks[number].main_hook()
         for behind in range(number + 1, len(self._hooks)):
@@ -334,7 +345,7 @@ class Join:
         self._follow_step()
 
     def _follow_step(self) -> None:
-        if self.last_step_live:
+        if self.last_step_live:  # In the blind step at the end no rank had data: nothing is due.
             for follower in self._step_along:
                 follower.step()
             for joinable in self._joinables:
@@ -344,7 +355,7 @@ class Join:
 
     @property
     def takes_forward_for_step(self) -> bool:
-        """Whether a joined rank shadows a whole step whenever the first joinable notifies."""
+        """Whether each `notify_join_context` of the first joinable begins a shadowed step."""
         return self._needs_header
 
     @property
@@ -353,55 +364,52 @@ class Join:
         return self._conductor is not None
 
     def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
-        """An iteration over a shard begins, which knows how many batches every rank has.
-
-        One that was stopped inside its epoch knows only how many are left to this rank: then, and
-        only then, one all-gather tells.
-        """
+        """An iteration over a shard begins. batches_per_rank: how many batches each rank has."""
         place = boundary().place
         if place is None or not place.is_resumed:
             self.ledger.begin_epoch(batches_per_rank)
             return
+        # The epoch was stopped before, and each rank knows only the rest of its own batches.
         left = all_gather_row(self._group, [boundary().steps.batches_left or 0])
         self.ledger.begin_epoch([batches for (batches,) in left])
         self.ledger.resume(place.last_live)
 
     def begin_batch(self, number: int, *, is_last: bool) -> None:
-        """An iterator that knows how many batches all ranks have gives its next one."""
+        """An iteration over a shard gives this rank its batch `number`."""
         self.ledger.batch = number
         self.ledger.has_next = not is_last
         if self._conductor:
-            self._conductor.begin_pass(number)
+            self._conductor.begin_batch(number)
 
     def begin_hook(self, joinable: Joinable) -> None:
-        """`joinable` begins its collectives of a step, unless they are followed."""
+        """`joinable` begins its part of the step: ranks that follow must run its main hook."""
         if self._conductor:
             self._conductor.begin_hook(self._joinables.index(joinable))
 
     def newest_rank(self, live: tuple[int, ...]) -> int:
-        """Whose state all ranks take after a step of these: it saw the last batch of the step, not
-        only handed in what it had left."""
+        """The rank whose state all ranks take after a step of `live`. Where Join follows groups, it
+        had data for the last batch: other ranks may only have reduced earlier gradients."""
         return max(self._conductor.last_live if self._conductor else live)
 
     def _begun(self, live: tuple[int, ...]) -> None:
-        """A pass begins, which these ranks take."""
-        if self._counts_steps is None:
+        """A batch begins, for which these ranks have data."""
+        if self._counts_steps is None:  # No joinable will record an agreement on a step.
             self.last_step_live = live
             self.ledger.record(Agreement(live, live, ()))
         self._raise_if_exhausted(live)
 
     def record(self, joinable: Joinable, agreement: Agreement) -> None:
-        """A step of a joinable ended with this agreement."""
+        """A step of `joinable` has ended with this agreement."""
         self.last_step_live = agreement.live
         self.ledger.record(agreement, is_step=joinable is self._counts_steps)
         self._raise_if_exhausted(agreement.live)
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """To be called by a joinable of your own before its collectives of a step.
+        """Call this in a joinable that you write, before its collectives of a step.
 
-        Only the first joinable of a Join that needs it sends anything: a vector of one int32 per
-        rank. Returns the finished work in that case.
+        The first joinable of a Join that needs it all-reduces a vector of one int32 per rank, and
+        gets the finished work. All other calls communicate nothing, and return None.
         """
         join = joinable._join
         if join is None:
@@ -414,15 +422,16 @@ class Join:
         return join._exchange_header()[1]
 
     def _notified(self, joinable: Joinable, conductor: Conductor) -> None:
-        # A model in evaluation has no statistics to share.
+        # SyncBatchNorm shares no statistics in evaluation; the user's groups may be used there too.
         counts = self._follows_evaluation or getattr(joinable, "training", True)
+        # With a known batch number, the iteration over the shard has begun the batch.
         if joinable is self._pacemaker and self.ledger.batch is None and counts:
-            conductor.begin_pass()
+            conductor.begin_batch()
         if joinable._announces_hook() and not joinable._begins_passes():
             self.begin_hook(joinable)
 
     def _header(self) -> bool:
-        """Whether anybody takes the coming step."""
+        """Whether any rank takes the coming step."""
         live, _ = self._exchange_header()
         return bool(live)
 

@@ -1,4 +1,4 @@
-"""What one rank knows of the steps inside one Join. Nothing in here runs a collective."""
+"""What one rank knows of the steps inside one Join. This file runs no collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ..process.agreement import Agreement
 class JoinLedger:
     """Which ranks take steps inside one Join, and how many steps each rank has taken.
 
-    live: this rank has data for the step it is in. has_next: it may take another one.
+    live: this rank has data for the current step.
+    has_next: this rank may take another step.
+    last_live: the ranks with data in the last step that any rank took.
+    steps_taken: by rank, the number of steps.
     """
 
     def __init__(self, num_ranks: int, divide_by_initial_world_size: bool) -> None:
@@ -25,10 +28,10 @@ class JoinLedger:
         self._may_continue = tuple(range(num_ranks))
         self._batches_per_rank: Sequence[int] = ()
         self.batch: int | None = None
-        """Number of this rank's batch, or of the one it would have next; None: not known."""
+        """The number of this rank's batch, or of its next one; None if unknown."""
 
     def change_ranks(self, former_ranks: Sequence[int]) -> None:
-        """former_ranks: for each new rank its rank so far, -1 for a newcomer."""
+        """Renumber the ranks. former_ranks: by new rank, its former rank; -1 for a newcomer."""
         new = {old: rank for rank, old in enumerate(former_ranks) if old >= 0}
         self.num_ranks = len(former_ranks)
         self.last_live = tuple(new[rank] for rank in self.last_live if rank in new)
@@ -36,7 +39,7 @@ class JoinLedger:
         self.steps_taken = [self.steps_taken[old] if old >= 0 else 0 for old in former_ranks]
 
     def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
-        """The iterator knows how many batches each rank starts with."""
+        """An iteration begins. batches_per_rank: how many batches each rank has."""
         self._batches_per_rank = batches_per_rank
         self._may_continue = self.ranks_with_batch(0)
         self.batch = 0
@@ -45,12 +48,13 @@ class JoinLedger:
         return tuple(rank for rank, n in enumerate(self._batches_per_rank) if n > number)
 
     def resume(self, last_live: tuple[int, ...]) -> None:
-        """Steps of this epoch were taken in an earlier Join; these ranks took the last one."""
+        """Steps of this epoch were taken in an earlier Join. last_live: the ranks that took the
+        last of them."""
         self._began_earlier = True
         self.last_live = last_live or self.last_live
 
     def record(self, agreement: Agreement, *, is_step: bool = True) -> None:
-        """is_step: a step ended with this agreement. A second agreement on one step ends none."""
+        """All ranks have agreed. is_step: False for a second agreement on the same step."""
         self._may_continue = agreement.may_continue
         if agreement.live:
             self.last_live = agreement.live
@@ -62,7 +66,7 @@ class JoinLedger:
         return self._began_earlier or min(self.steps_taken) < max(self.steps_taken)
 
     def skew(self) -> float:
-        """The share of the longest rank's steps that the shortest one did not take, in [0, 1]."""
+        """The share of the longest rank's steps that the shortest rank did not take, in [0, 1]."""
         longest = max(self.steps_taken)
         return 1 - min(self.steps_taken) / longest if longest else 0.0
 
@@ -71,11 +75,11 @@ class JoinLedger:
 
     @property
     def speaker(self) -> int | None:
-        """A rank that is expected to take the coming step, the same one on all ranks."""
+        """A rank that may take the coming step, the same on all ranks; None if no rank may."""
         return max(self._may_continue, default=None)
 
     def divisor(self, agreement: Agreement) -> float:
-        """The number that divides the summed gradients of a step; 0: nothing is to be applied."""
+        """The number that divides the summed gradients of a step; 0: apply nothing."""
         if not agreement.live:
             return 0
         if agreement.weight:

@@ -1,11 +1,11 @@
 """Epochs of Lightning's fit in which ranks have different numbers of batches.
 
-Such an epoch runs inside a Join. It begins with the epoch, and ends on each rank behind the last
-batch: after the learning rates of that batch, before those of the epoch, before validation and
-checkpoints. There the rank shadows the steps of the others, and comes out together with them. What
-Lightning does with an optimizer step (clipping, counting, schedules per step) is done with the
-shadowed ones too, so all ranks have the same global step, the same learning rates, and with a plain
-optimizer the same state.
+Such an epoch runs inside a Join, which begins with the epoch and ends on each rank after its last
+batch: after that batch's update of learning rates, before the epoch's update, validation and
+checkpoints. There the rank shadows the steps of the other ranks, and all ranks leave the Join
+together. What Lightning does with an optimizer step (clipping, counting, schedules per step) is
+done with shadowed steps too. So all ranks have the same global step, the same learning rates, and
+with a plain optimizer the same state.
 
 Callbacks and hooks of the module are not called for shadowed steps, and nothing is logged in them.
 """
@@ -27,7 +27,7 @@ from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
 class Epochs(Callback):
-    """The Joins of one `fit` on one rank. It stands before the user's callbacks until `close`."""
+    """The Joins of one `fit` on one rank: a callback before the user's callbacks, until `close`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Epochs(Callback):
         self._join: Join | None = None
         trainer.callbacks.insert(0, self)
         self._loop = trainer.fit_loop.epoch_loop
-        # No hook stands between the two updates of learning rates.
+        # Lightning has no hook between its two updates of learning rates, so replace the method.
         self._update_of_loop = self._loop.update_lr_schedulers
         self._loop.update_lr_schedulers = self._update_lr_schedulers
 
@@ -54,7 +54,8 @@ class Epochs(Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         batches = all_gather_object(self._model.group, trainer.num_training_batches)
-        # Without a length nobody knows, and it costs one empty step at the end.
+        # All ranks have equally many batches: no Join. Without a length the numbers are unknown,
+        # and a Join costs one empty step at the end.
         if len(set(batches)) == 1 and batches[0] != float("inf"):
             return
         self._check()
@@ -107,12 +108,13 @@ class Epochs(Callback):
     def _leave(self) -> None:
         if self._join is not None:
             join, self._join = self._join, None
-            if join.ledger.batch is not None:  # Of a Shard, which nobody asks for one more.
+            if join.ledger.batch is not None:
+                # Lightning does not ask the Shard for another batch, which would count this one.
                 join.ledger.batch += 1
             join.__exit__(None, None, None)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._leave()  # An epoch that a hook has cut short.
+        self._leave()  # If a hook has cut the epoch short.
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._join is not None:
@@ -121,11 +123,11 @@ class Epochs(Callback):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Behind a step that this rank has shadowed: what Lightning does with one of its own."""
+        """After each shadowed step: do what Lightning does with a step of this rank."""
         trainer = self._trainer
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, ZeroRedundancyOptimizer):
-                continue  # It has stepped its shard.
+                continue  # Its hook in the Join has stepped the shard.
             call._call_lightning_module_hook(
                 trainer,
                 "configure_gradient_clipping",

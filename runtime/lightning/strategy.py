@@ -4,13 +4,14 @@
         trainer = Trainer(strategy="chorusline", accelerator="cpu", devices=1, max_epochs=3)
         trainer.fit(module, loader)
 
-The session is the cluster environment: it has started the processes and numbered them. Gradients go
-through our DistributedDataParallel, and a `ZeroRedundancyOptimizer` from `configure_optimizers`
-shards its step. Everything else that Lightning asks of a strategy runs on the session's group,
-not on torch.distributed, on which Lightning would send something before every batch.
+The session is the cluster environment: it has started the processes and numbered them.
+`chorusline.DistributedDataParallel` reduces gradients, and a `ZeroRedundancyOptimizer` from
+`configure_optimizers` shards its step. All other collectives that Lightning asks of a strategy run
+on the session's group, not on torch.distributed, on which Lightning would send something before
+every batch.
 
-Importing this file registers the name; a train function finds it registered if Lightning has been
-imported before it starts (program.py), and `chorusline.ChoruslineStrategy` imports it.
+Importing this file registers the name. The program imports it before a train function starts if
+Lightning is imported by then (program.py), and so does `chorusline.ChoruslineStrategy`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ChoruslineEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        return ""  # Ranks have met already; nobody listens anywhere.
+        return ""  # The ranks have met already, and no process listens at an address.
 
     @property
     def main_port(self) -> int:
@@ -61,7 +62,7 @@ class ChoruslineEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        return False  # It comes with the strategy, and never by itself.
+        return False  # Only the strategy makes this environment.
 
     def world_size(self) -> int:
         return self._context.world_size
@@ -83,16 +84,18 @@ class ChoruslineEnvironment(ClusterEnvironment):
 
 
 class ChoruslineStrategy(ParallelStrategy):
-    """`Trainer(strategy="chorusline")`, or an instance of this with options, in a train function.
+    """`Trainer(strategy="chorusline")`, or an instance of this class with options.
 
-    bucket_cap_mb, broadcast_buffers, static_graph: of `DistributedDataParallel`. comm_hook,
-    comm_state: registered on it. divide_by_initial_world_size: as in `Join`, for epochs in which
-    ranks have different numbers of batches.
+    bucket_cap_mb, broadcast_buffers, static_graph: those of `DistributedDataParallel`.
+    comm_hook, comm_state: registered on the DistributedDataParallel.
+    divide_by_initial_world_size: as in `Join`, for epochs in which ranks have different numbers of
+        batches.
+    plugins: those of Lightning's ParallelStrategy.
 
-    `devices` and `num_nodes` of the Trainer mean nothing: a rank has the device of its context.
-    Samplers that Lightning puts in, and DistributedSamplers, repeat no sample to fill up: each
-    counts once in an epoch of `fit`, `validate` and `test`, and ranks may get different numbers of
-    batches (lightning/epochs.py says what that asks for).
+    `devices` and `num_nodes` of the Trainer have no effect: a rank has the device of its context.
+    DistributedSamplers, also those that Lightning inserts, do not repeat samples to make numbers
+    equal. Each sample counts once in an epoch of `fit`, `validate` and `test`, and ranks may get
+    different numbers of batches (the limits of that: lightning/epochs.py).
 
     Raises RuntimeError outside a train function; ValueError for gradient_clip_val with a
     ZeroRedundancyOptimizer.
@@ -170,7 +173,7 @@ class ChoruslineStrategy(ParallelStrategy):
             state = [*model.parameters(), *model.buffers()]
             broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
             return model
-        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
+        if self._layer_sync is not None:  # set by Trainer(sync_batchnorm=True)
             model = SyncBatchNorm.convert_sync_batchnorm(model)
         wrapped = DistributedDataParallel(model, self.group, **self._options)
         if self._comm_hook is not None:
@@ -195,7 +198,7 @@ class ChoruslineStrategy(ParallelStrategy):
     # -- data ------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let no sampler repeat samples so that all ranks get as many."""
+        """Keep a DistributedSampler from repeating samples to make the ranks' numbers equal."""
         sampler = getattr(dataloader, "sampler", None)
         if isinstance(dataloader, DataLoader) and isinstance(sampler, DistributedSampler):
             total = len(sampler.dataset)  # type: ignore[arg-type]
@@ -209,8 +212,8 @@ class ChoruslineStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         self.group.barrier().wait()
 
-    # Lightning evaluates in inference mode. What is made there cannot be written to by a thread
-    # that runs an operation outside of it.
+    # Lightning evaluates in inference mode, and a thread that runs an operation outside of that
+    # mode cannot write to tensors that were made in it.
 
     @torch.inference_mode(False)
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -218,13 +221,14 @@ class ChoruslineStrategy(ParallelStrategy):
 
     @torch.inference_mode(False)
     def reduce(self, tensor: Any, group: Group | None = None, reduce_op: Any = "mean") -> Any:
-        """reduce_op: "mean", "sum" and so on, or torch's or our ReduceOp."""
+        """The reduced tensor; other values come back unchanged. reduce_op: "mean", "sum" and so on,
+        or a ReduceOp of torch or of Chorusline."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         group = group or self.group
         op = _op(reduce_op)
         if op is ReduceOp.AVG and not tensor.is_floating_point():
-            # The mean of the ranks' sample counts divides the mean of their sums: not truncated.
+            # Lightning divides the mean of sums by the mean of counts, which must not be truncated.
             tensor = tensor.to(torch.float64)
         total = tensor.detach().to(self.root_device, copy=True).contiguous()
         group.all_reduce(total, op).wait()
@@ -243,7 +247,7 @@ class ChoruslineStrategy(ParallelStrategy):
 
 
 class _AllGather(torch.autograd.Function):
-    """all_gather whose backward pass sums what all ranks have for a rank's part."""
+    """all_gather whose backward pass sums the gradients of a rank's part over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -270,7 +274,7 @@ def _op(name: Any) -> ReduceOp:
     if isinstance(name, ReduceOp):
         return name
     if not isinstance(name, str):
-        name = str(name)  # torch's, "RedOpType.SUM"
+        name = str(name)  # a torch ReduceOp: "RedOpType.SUM"
     word = name.rpartition(".")[2].upper()
     return ReduceOp.AVG if word == "MEAN" else ReduceOp[word]
 
@@ -279,8 +283,8 @@ def _op(name: Any) -> ReduceOp:
 
 
 def _synchronise_metrics(module: torch.nn.Module | None) -> None:
-    """They look for torch.distributed unless they are told of something else. Metrics that have a
-    function of their own keep it."""
+    """Make the module's metrics gather over the session; by default they use torch.distributed.
+    Metrics that have a function of their own keep it."""
     for metric in module.modules() if module is not None else ():
         if isinstance(metric, torchmetrics.Metric) and metric.dist_sync_fn is None:
             metric.dist_sync_fn = _gather_from_all
@@ -291,7 +295,7 @@ def _in_a_session() -> bool:
     try:
         return current().world_size > 1
     except RuntimeError:
-        return False  # The module has left the session, and computes by itself.
+        return False  # The module is used outside a session, and its metrics are local.
 
 
 @torch.inference_mode(False)

@@ -1,7 +1,7 @@
-"""A session in a notebook: a live view, interrupts that are heard, `%%ranks`.
+"""A session in a notebook: a live view, prompt interrupts, `%%ranks`.
 
-Nothing here is needed elsewhere: outside a kernel these do nothing. IPython is imported by nobody
-but a notebook.
+Outside a notebook's kernel these functions do nothing. Chorusline never imports IPython unless it
+runs in a notebook.
 """
 
 from .cells import close_earlier_session, hint_at_other_sessions

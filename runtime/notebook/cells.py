@@ -1,4 +1,4 @@
-"""Which cell of the notebook started which session, so that a cell can be run again."""
+"""Which cell of the notebook started which session, so that a cell can run again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _started: list[tuple[weakref.ref[Any], str, str]] = []  # session, its cell, the
 
 
 async def close_earlier_session(session: Closable) -> None:
-    """Close what an earlier execution of the current cell has started, and remember `session`."""
+    """Close the sessions that earlier executions of the current cell started; record `session`."""
     cell, execution = _current_cell()
     earlier = [
         started()
@@ -33,7 +33,7 @@ async def close_earlier_session(session: Closable) -> None:
 
 
 def hint_at_other_sessions(error: Error, session: Closable) -> Error:
-    """The same error, with a note of the sessions of this notebook that hold workers."""
+    """The same error, with a note about other sessions of this notebook that hold workers."""
     others = [found for ref, _, _ in _started if (found := ref()) and found is not session]
     num_open = sum(other.state.value in ("ready", "running") for other in others)
     if num_open and isinstance(error, Exception) and in_kernel():
@@ -45,14 +45,15 @@ def hint_at_other_sessions(error: Error, session: Closable) -> Error:
 
 
 def latest_session() -> Any:
-    """The session that was started last and still exists, closed or not; None without one."""
+    """The last started session that still exists, closed or not; None without one."""
     return next((found for ref, _, _ in reversed(_started) if (found := ref())), None)
 
 
 def _current_cell() -> tuple[str, str]:
-    """The cell that runs, and this execution of it; empty outside a kernel.
+    """The current cell's identity and that of its execution; empty texts outside a kernel.
 
-    A front end that says which cell it is lets the cell be edited; else it is known by its text.
+    If the front end names the cell, it stays the same cell when it is edited. Otherwise its text
+    identifies it.
     """
     kernel = getattr(shell(), "kernel", None)
     if kernel is None:

@@ -1,4 +1,4 @@
-"""What the reports of one run add up to: series to draw, in bounded memory and evenly spaced."""
+"""The reports of one run as series to draw, evenly spaced and in bounded memory."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from statistics import median
 
 from actors.messages import Report
 
-_MOST_POINTS = 2000  # Of a rank; beyond that every other one is dropped.
+_MOST_POINTS = 2000  # of one rank; with more, every other point is dropped
 _MOST_BINS = 512
 _FIRST_BIN_S = 0.01
 _MOST_RATES = 60
-_REPORTS_A_RATE = 6  # Fewer, and the rate would jump between two values.
+_REPORTS_A_RATE = 6  # With fewer reports the rate would jump between two values.
 
 
 class _Points:
-    """A curve of which every `every`th point is held, twice as many apart whenever it is full."""
+    """A curve that keeps every n-th point; n doubles whenever the curve is full."""
 
     def __init__(self) -> None:
         self.held: list[tuple[float, float]] = []
@@ -32,7 +32,8 @@ class _Points:
 
 
 class History:
-    """unit: of the rate: "tokens" or "samples" if the reports hold them, else "batches"."""
+    """The reports of one run. unit: what the rate counts: "tokens" or "samples" if reports have
+    them, else "batches"."""
 
     def __init__(self) -> None:
         self.unit = "batches"
@@ -40,7 +41,7 @@ class History:
         self._began_at: float | None = None
         self._length_s = 0.0
         self._num_reports = 0
-        self._bins: list[float] = []  # What was done in each stretch of _bin_s since the beginning.
+        self._bins: list[float] = []  # the amount of each interval of _bin_s since the beginning
         self._bin_s = _FIRST_BIN_S
 
     @property
@@ -57,25 +58,25 @@ class History:
         amount = values.get(self.unit, 1)
         self._num_reports += 1
         if self._began_at is None:
-            self._began_at = report.time  # How long its own step took is not known.
+            self._began_at = report.time  # The length of the first step is unknown: do not count.
         elif not isinstance(amount, str):
-            # Clocks of machines may differ: a report may seem to come before the first one.
+            # Clocks of hosts differ, so a report may have an earlier time than the first one.
             self._done(max(0.0, report.time - self._began_at), float(amount))
 
     def loss_lines(self) -> dict[int, list[tuple[float, float] | None]]:
-        """By rank, (optimizer step, loss), with a break where a rank took no step for a while:
+        """By rank, (optimizer step, loss), with None where a rank took no step for a while, since
         it had joined."""
         return {rank: _broken(points.held) for rank, points in sorted(self._losses.items())}
 
     def rates(self) -> list[tuple[float, float]]:
-        """(seconds since the first report, amount per second), over stretches of equal length."""
+        """(seconds since the first report, amount per second), over intervals of equal length."""
         most = max(1, min(_MOST_RATES, self._num_reports // _REPORTS_A_RATE))
         together = -(-len(self._bins) // most) if self._bins else 1
         found = []
         for first in range(0, len(self._bins), together):
             start_s = first * self._bin_s
             end_s = min(self._length_s, (first + together) * self._bin_s)
-            # The last stretch is still going on: a sliver of one would give any rate.
+            # The last interval is not over, and a short part of it would give a random rate.
             if end_s - start_s > 0.5 * together * self._bin_s:
                 rate = sum(self._bins[first : first + together]) / (end_s - start_s)
                 found.append(((start_s + end_s) / 2, rate))

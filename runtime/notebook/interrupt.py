@@ -1,7 +1,7 @@
-"""Interrupts that are heard at once.
+"""Prompt interrupts in a notebook.
 
-The kernel turns an interrupt into a cancellation of the cell, but hands it to the event loop
-without waking it: a loop that sleeps notices when its sleep is over.
+The kernel turns an interrupt into a cancellation of the cell, but does not wake the event loop for
+it: a sleeping loop notices the cancellation only when its sleep is over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TICK_S = 0.1
 
 
 def shell() -> Any:
-    """IPython's shell of this process, None without one. Never imports IPython."""
+    """IPython's shell in this process; None without one. It never imports IPython."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython else None
 
@@ -28,7 +28,7 @@ def in_kernel() -> bool:
 
 @asynccontextmanager
 async def waking() -> AsyncIterator[None]:
-    """Wake the loop ten times a second while the body waits, in a kernel."""
+    """In a kernel, wake the event loop ten times a second while the body waits."""
     if not in_kernel():
         yield
         return

@@ -4,8 +4,8 @@
     %%ranks
     print(ctx.rank)
 
-The variables of such cells stay on the ranks, beside what `ctx.keep` keeps: `model` in a cell is
-`ctx.kept["model"]` in a train function.
+The variables of such cells stay on the ranks, together with the objects of `ctx.keep`: `model` in a
+cell is `ctx.kept["model"]` in a train function.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _cell_numbers = itertools.count(1)
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """`%load_ext chorusline`: the magic `%%ranks`."""
+    """Called by `%load_ext chorusline`: register the magic `%%ranks`."""
     ipython.register_magic_function(ranks, magic_kind="cell", magic_name="ranks")
     if _await_ranks not in ipython.input_transformers_post:
         ipython.input_transformers_post.append(_await_ranks)
@@ -43,20 +43,22 @@ def unload_ipython_extension(ipython: Any) -> None:
 
 
 def _await_ranks(lines: list[str]) -> list[str]:
-    """A magic is called without being awaited, and a session has to be: so await the call."""
+    """Await the call of the magic, which IPython calls as a plain function."""
     if lines and lines[0].startswith("get_ipython().run_cell_magic('ranks'"):
         return ["await " + lines[0], *lines[1:]]
     return lines
 
 
 async def ranks(line: str, cell: str) -> list[Any] | None:
-    """Run the cell on every rank, print what each printed, return the last values by rank.
+    """Run the cell on every rank, print each rank's output, return the last values by rank.
 
         %%ranks [session]
 
-    session: name of the variable that holds it; without a name, the session started last. `ctx`,
-    `torch` and `cl` are there. Variables stay for the next cell and for `ctx.kept`. `await` works.
-    A last value that cannot be pickled comes back as its text. None if no rank has one.
+    session: the name of the session's variable; default: the session that was started last.
+
+    The cell can use `ctx`, `torch`, `cl` and `await`. Its variables stay for the next cell and in
+    `ctx.kept`. A last value that cannot be pickled comes back as its text. Returns None if no rank
+    has a last value.
     """
     from IPython.core.error import UsageError
 
@@ -65,9 +67,9 @@ async def ranks(line: str, cell: str) -> list[Any] | None:
     try:
         check_source(cell, name)
     except SyntaxError as error:
-        # IPython would show it with the frames that lead here, as of a program that compiles.
-        told = "".join(traceback.format_exception_only(error)).rstrip()
-        raise UsageError(f"%%ranks: the cell was not sent:\n{told}") from None
+        # A UsageError is shown as one text; a SyntaxError would be shown with our frames.
+        text = "".join(traceback.format_exception_only(error)).rstrip()
+        raise UsageError(f"%%ranks: the cell was not sent:\n{text}") from None
     try:
         results = await session.run(run_cell, source=cell, name=name)
     except (Exception, asyncio.CancelledError):
@@ -80,7 +82,7 @@ async def ranks(line: str, cell: str) -> list[Any] | None:
 
 
 def _named(name: str) -> Any:
-    """The session to run on. Raises IPython's UsageError, which is shown as one line."""
+    """The session to run on. Raises IPython's UsageError, which a notebook shows as one line."""
     from IPython.core.error import UsageError
 
     if name:
@@ -89,7 +91,7 @@ def _named(name: str) -> Any:
         session = shell().user_ns[name]
         if not hasattr(session, "run") or not hasattr(session, "num_workers"):
             kind = type(session).__name__
-            raise UsageError(f"%%ranks {name}: that is a {kind}, and no session. {_START}")
+            raise UsageError(f"%%ranks {name}: that is a {kind}, not a session. {_START}")
     else:
         session = latest_session()
     if session is None:
@@ -103,13 +105,13 @@ def _named(name: str) -> Any:
 
 
 async def _print_what_was_printed(session: Any) -> None:
-    """Of a cell that failed or was interrupted, the output comes first, then the error."""
+    """Print the output of a cell that failed or was interrupted, before its error is shown."""
     try:
         async with asyncio.timeout(_TAKE_S):
             for rank, text in enumerate(await session._run(pickled(take_printed, {}))):
                 _print_of(rank, text)
     except (ChoruslineError, ActorGone, NoAnswer, TimeoutError, RuntimeError):
-        pass  # The session is worse off than the cell: its own error says more.
+        pass  # The session itself has failed, and the cell's error says why.
 
 
 def _print_of(rank: int, text: str) -> None:

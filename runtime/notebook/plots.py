@@ -1,4 +1,4 @@
-"""Small line charts as SVG text, for a view that is drawn anew twice a second."""
+"""Small line charts as SVG text, for a view that is drawn twice a second."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from html import escape
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8c8c8c", "#B59F00")
-"""After Okabe and Ito: told apart also by the colour-blind, and seen on black and on white."""
+"""The colours of Okabe and Ito: colour-blind readers can distinguish them, and they are visible on
+black and on white."""
 
 _WIDTH, _HEIGHT = 440, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 26, 36
-_POINTS = 240  # Of a line: what 440 pixels can show.
+_POINTS = 240  # of one line: as many as 440 pixels can show
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """label: shown beside the title if there are several lines. A break in a line is a None."""
+    """A line of a chart. label: shown beside the title if there are several lines. points: (x, y);
+    None breaks the line."""
 
     label: str
     points: Sequence[tuple[float, float] | None]
@@ -27,7 +29,7 @@ class Line:
 def chart(title: str, x_label: str, lines: Sequence[Line], *, from_zero: bool = False) -> str:
     """An <svg> element; an empty string if there is nothing to draw yet.
 
-    from_zero: the vertical axis begins at 0, as it should where amounts are compared.
+    from_zero: let the vertical axis begin at 0, for comparing amounts.
     """
     known = [p for line in lines for p in line.points if p and math.isfinite(p[1])]
     if len(known) < 2:
@@ -79,7 +81,7 @@ def chart(title: str, x_label: str, lines: Sequence[Line], *, from_zero: bool = 
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Round numbers inside [low, high], about as many; at least one."""
+    """Round numbers inside [low, high]: at least one, approximately `about` of them."""
     if not high > low:
         return [low]
     rough = (high - low) / about

@@ -1,4 +1,4 @@
-"""A cell of a notebook, run on one rank: its variables stay, its output and last value go back."""
+"""A notebook's cell on one rank: its variables stay there, its output and last value go back."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (acto
 
 _KEPT_CHARACTERS = 100_000
 
-# What every cell finds, besides `ctx`. Run there as a part of the cell, since it stands above us.
+# Names that every cell has besides `ctx`. It is run as text: this file cannot import chorusline.
 _PRELUDE = "import torch\nimport chorusline as cl\n"
 
 NAMESPACE_NAME = "__ranks__"
-"""Of the module that a cell believes to be in. It does not exist, so that functions and classes
-made in cells are pickled by value."""
+"""The `__name__` that a cell sees. No such module exists, so functions and classes that are made in
+cells are pickled by value."""
 
 
 class OfRank:
-    """Stands for a value that cannot be pickled; shows what its rank would have shown."""
+    """Stands for a value that cannot be pickled, and has the same repr."""
 
     def __init__(self, shown: str) -> None:
         self.shown = shown
@@ -37,7 +37,7 @@ class OfRank:
 
 
 class _Printed(io.TextIOBase):
-    """The last part of what was printed, in bounded memory."""
+    """The last part of a cell's output, in bounded memory."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -68,15 +68,15 @@ _printed = _Printed()
 
 
 async def run_cell(ctx: Context, source: str, name: str) -> tuple[str, Any]:
-    """What was printed, and the value of the last expression (None where a `;` ends it).
+    """The output of the cell, and the value of its last expression (None if a `;` ends it).
 
-    source: with `await` at the top level if need be. name: stands in tracebacks as the file.
+    source: may have `await` at the top level. name: the file's name in tracebacks.
     """
     names = ctx.kept
     names.setdefault("__name__", NAMESPACE_NAME)
     exec(_PRELUDE, names)
     names["ctx"] = ctx
-    # Tracebacks show the lines of a source that linecache knows.
+    # linecache makes tracebacks show the cell's lines.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     _printed.take()
     with contextlib.redirect_stdout(_printed), contextlib.redirect_stderr(_printed):
@@ -89,12 +89,12 @@ async def run_cell(ctx: Context, source: str, name: str) -> tuple[str, Any]:
 
 
 def take_printed(ctx: Context) -> str:
-    """What a cell has printed that did not come to its end."""
+    """The output of a cell that did not end."""
     return _printed.take()
 
 
 def _parts(source: str, name: str) -> list[CodeType]:
-    """The cell without its last expression, whose value is wanted, and that."""
+    """The cell without its last expression, then that expression, if there is one."""
     awaiting = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     tree = compile(source, name, "exec", awaiting | ast.PyCF_ONLY_AST)
     assert isinstance(tree, ast.Module)
@@ -107,7 +107,7 @@ def _parts(source: str, name: str) -> list[CodeType]:
 
 
 def check_source(source: str, name: str) -> None:
-    """Raises SyntaxError, before anything is sent."""
+    """Raise SyntaxError if the cell does not compile."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     _parts(source, name)
 

@@ -1,4 +1,4 @@
-"""A failure in a notebook is shown once: as the rank saw it, without our own frames around it."""
+"""A notebook shows a failure once: as the rank saw it, without Chorusline's frames around it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 def show_once(error: Error, text: str | None = None) -> Error:
-    """The same error, which IPython will show as `text`; without one, as its rank's traceback if
-    it has one, and else as itself."""
+    """The same error, which IPython then shows as `text`; by default as the rank's traceback if the
+    error has one, else as usual."""
     if not in_kernel():
         return error
     text = text or _as_the_rank_saw_it(error)
     if text is not None:
-        # An error of the user's may have slots; then IPython shows it in its own way.
+        # A user's error class may have slots; then IPython shows the error as usual.
         with contextlib.suppress(AttributeError):
             error._render_traceback_ = text.rstrip("\n").splitlines  # type: ignore[attr-defined]
     return error
 
 
 def _as_the_rank_saw_it(error: BaseException) -> str | None:
-    # outcomes.raise_failure hangs the rank's traceback on the error as its cause.
+    # outcomes.raise_failure sets the rank's traceback as the cause of the error.
     there = getattr(error.__cause__, "text", None)
     notes = getattr(error, "__notes__", [])
     if there is not None:
         return "\n".join([str(there).rstrip("\n"), *notes])
     if type(error).__module__.startswith(("actors.", "collectives.")):
-        return "".join(traceback.format_exception_only(error))  # With its notes.
+        return "".join(traceback.format_exception_only(error))  # with the error's notes
     return None

@@ -1,7 +1,7 @@
-"""What a notebook shows of a session: a table of the ranks, and plots that grow while it trains.
+"""A session in a notebook: a table of the ranks, and plots that grow during training.
 
-One display is made for each run and updated in place, so that a saved notebook holds its last
-state: one table, one pair of plots, plain HTML and SVG.
+Each run has one display, which is updated in place, so a saved notebook contains its last state:
+one table and one pair of plots, in plain HTML and SVG.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from .history import History
 from .plots import COLORS, Line, chart
 
 _DRAW_S = 0.5
-_SHOW_AFTER_S = 1.0  # A run that is over sooner, and reports nothing, needs no picture.
+_SHOW_AFTER_S = 1.0  # A run that ends sooner, and reports no loss, is not drawn.
 _ANSWER_S = 1.0
 _RANKS_LISTED = 16
 
 Seen = Sequence[WorkerSnapshot | str]
-"""What the workers say of themselves, by seat; a text says why one said nothing."""
+"""The workers' answers, by seat; a text says why a worker did not answer."""
 
 _log = logging.getLogger(__name__)
 
 
 class LiveView:
-    """One run, seen while it runs. ask: what the workers say now, within so many seconds."""
+    """The display of one run. ask: asks the workers for snapshots, with a deadline in seconds."""
 
     def __init__(self, ask: Callable[[float], Awaitable[Seen]]) -> None:
         self._ask = ask
         self._history = History()
         self._seen: Seen = ()
-        self._began_at = time.monotonic()  # And again when the workers are there.
+        self._began_at = time.monotonic()  # set again when the workers have started
         self._handle: Any = None
 
     def add(self, report: Report) -> None:
         self._history.add(report)
 
     async def keep_drawing(self, is_over: asyncio.Event) -> None:
-        """Draw twice a second until it is over. What cannot be drawn ends no training."""
+        """Draw twice a second until the run is over. A drawing error is logged, and ends no run."""
         self._began_at = time.monotonic()
         try:
             while not is_over.is_set():
@@ -60,7 +60,7 @@ class LiveView:
             _log.exception("the live view has stopped; the run goes on")
 
     async def finish(self, error: BaseException | None) -> None:
-        """Draw once more, as it will be saved; how it ended, above."""
+        """Draw the last state, with a headline about how the run ended."""
         elapsed_s = time.monotonic() - self._began_at
         try:
             self._seen = await self._ask(_ANSWER_S)
@@ -79,10 +79,8 @@ class LiveView:
 
     @property
     def step(self) -> int:
-        """Steps that the ranks have taken in this run, as last seen."""
-        return max(
-            (said.steps.taken for said in self._seen if not isinstance(said, str)), default=0
-        )
+        """The number of steps of this run in the last answers."""
+        return max((one.steps.taken for one in self._seen if not isinstance(one, str)), default=0)
 
     def _draw(self, headline: str) -> None:
         display = sys.modules["IPython"].display.display
@@ -117,14 +115,14 @@ def run_as_html(headline: str, seen: Seen, history: History) -> str:
 
 
 def ranks_as_html(seen: Seen) -> str:
-    """A table with a row for each worker; many are counted after the first few."""
+    """A table with a row for each of the first workers, and a summary of the others."""
     names = ("rank", "state", "step", "epoch", "batches left", "memory", "worker")
     head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
-    rows = [_row(seat, said) for seat, said in enumerate(seen[:_RANKS_LISTED])]
+    rows = [_row(seat, answer) for seat, answer in enumerate(seen[:_RANKS_LISTED])]
     if len(seen) > _RANKS_LISTED:
         rest = seen[_RANKS_LISTED:]
-        joined = sum(not isinstance(said, str) and said.steps.has_joined for said in rest)
-        silent = sum(isinstance(said, str) for said in rest)
+        joined = sum(not isinstance(answer, str) and answer.steps.has_joined for answer in rest)
+        silent = sum(isinstance(answer, str) for answer in rest)
         rows.append(
             f'<tr><td colspan="{len(names)}" style="{_CELL}">and {len(rest)} more: {joined} have '
             f"joined, {silent} did not answer</td></tr>"
@@ -138,22 +136,22 @@ def ranks_as_html(seen: Seen) -> str:
 _CELL = "text-align:left;padding:2px 14px 2px 0;border-bottom:1px solid rgba(128,128,128,.3)"
 
 
-def _row(seat: int, said: WorkerSnapshot | str) -> str:
-    if isinstance(said, str):
-        # Ray's sentence about a death is longer than a row: it is told in full by the error.
-        short = escape(said) if len(said) < 40 else "<b>gone</b>"
-        cells = ["?", f'<span title="{escape(said)}">{short}</span>', *[""] * 4, f"seat {seat}"]
+def _row(seat: int, answer: WorkerSnapshot | str) -> str:
+    if isinstance(answer, str):
+        # Ray's text about a death is longer than a row; the run's error contains it.
+        short = escape(answer) if len(answer) < 40 else "<b>gone</b>"
+        cells = ["?", f'<span title="{escape(answer)}">{short}</span>', *[""] * 4, f"seat {seat}"]
     else:
-        steps = said.steps
-        state = "joined: shadows the others" if steps.has_joined else said.state.value
+        steps = answer.steps
+        state = "joined: shadows the others" if steps.has_joined else answer.state.value
         cells = [
             "" if steps.rank is None else _dot(steps.rank) + str(steps.rank),
             escape(state),
             str(steps.taken or ""),
             "" if steps.epoch is None else str(steps.epoch),
             "" if steps.batches_left is None else str(steps.batches_left),
-            _memory(said),
-            escape(f"{said.info.device}, pid {said.info.pid} on {said.info.hostname}"),
+            _memory(answer),
+            escape(f"{answer.info.device}, pid {answer.info.pid} on {answer.info.hostname}"),
         ]
     return "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>"
 
@@ -162,15 +160,15 @@ def _dot(rank: int) -> str:
     return f'<span style="color:{COLORS[rank % len(COLORS)]}">●</span>&nbsp;'
 
 
-def _memory(said: WorkerSnapshot) -> str:
-    text = f"{said.memory_bytes / 2**20:.0f} MiB"
-    if said.device_memory_bytes:
-        text += f", {said.device_memory_bytes / 2**20:.0f} MiB on the GPU"
+def _memory(answer: WorkerSnapshot) -> str:
+    text = f"{answer.memory_bytes / 2**20:.0f} MiB"
+    if answer.device_memory_bytes:
+        text += f", {answer.device_memory_bytes / 2**20:.0f} MiB on the GPU"
     return text
 
 
-def _in_words(said: WorkerSnapshot | str) -> str:
-    return said if isinstance(said, str) else str(said)
+def _in_words(answer: WorkerSnapshot | str) -> str:
+    return answer if isinstance(answer, str) else str(answer)
 
 
 def _frame(headline: str, inside: str) -> str:

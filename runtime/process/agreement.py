@@ -1,11 +1,12 @@
-"""What the ranks tell each other once per step, as a vector that one sum makes known to all.
+"""What the ranks tell each other once per step, in a vector that one sum shares with all ranks.
 
 Each rank writes its vote: whether it took this step with data of its own, whether it may take
-another one, whether it was asked to stop, and which parameters got a gradient; and of a plain
-optimizer's step, where the run goes on after a loss, how many samples it has taken (dealer.py).
-Everybody reads the same agreement from the sum. It travels with collectives that a step needs
-anyway (the last gradient bucket, or ZeRO's ballot), never in the gradients' own dtype below
-float32: bfloat16 cannot count beyond 256.
+another step, whether it was asked to stop, and which parameters got a gradient. In a plain
+optimizer's step, if the run goes on after a loss, the vote also says how many samples the rank has
+taken (dealer.py). All ranks read the same agreement from the sum.
+
+The vote travels with a collective that a step needs anyway (the last gradient bucket, or ZeRO's
+ballot), in float32 or wider: bfloat16 cannot count beyond 256.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from dataclasses import dataclass
 import torch
 
 MAX_ITERATIONS = 4
-"""The iterations over shards that a rank can be in at once: the vote of a step whose samples are
-counted has one cursor for each."""
+"""The most iterations over shards that a rank can be in at once: the vote of a step whose samples
+are counted has one cursor for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """One step as all ranks know it.
 
-    live: ranks that contributed gradients, ascending. may_continue: ranks that may take another
-    step. used: per parameter, whether any rank had a gradient for it. weight: sum of the weights
-    of the live ranks, or 0 where nobody weighed its loss. stop: some rank was asked to have all
-    stop after this step. cursors: by rank, samples that it has taken; empty where nobody tells.
+    live: ranks that contributed gradients, ascending.
+    may_continue: ranks that may take another step, ascending.
+    used: per parameter, whether any rank had a gradient for it.
+    weight: sum of the weights of the live ranks; 0 if no rank weighed its loss.
+    stop: whether all ranks stop after this step, as some rank was asked to.
+    cursors: by rank, how many samples it has taken of each iteration; empty if not counted.
     """
 
     live: tuple[int, ...]
@@ -39,12 +42,12 @@ class Agreement:
 
 
 _LOW = 1 << 23
-"""A cursor is two numbers, since float32 counts to 2^24 only."""
+"""A cursor travels as two numbers, since float32 counts only to 2^24."""
 
 
 def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int:
-    """Weight, how many weighed, who asks for a stop; then one per rank, one per rank, one per
-    parameter; two per cursor and rank."""
+    """The length of a vote: the weight, the number of weighing ranks, the number of ranks that ask
+    for a stop; live and has_next per rank; used per parameter; two numbers per cursor and rank."""
     return 3 + 2 * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
 
@@ -60,8 +63,16 @@ def write_vote(
     stop: bool,
     cursors: Sequence[int] = (),
 ) -> None:
-    """vote: (vote_numel,) float32 or float64, overwritten. weight: None where nobody weighs.
-    cursors: (num_cursors,) each below 2^47."""
+    """Overwrite `vote` with the vote of `rank`.
+
+    vote: (vote_numel,) float32 or float64.
+    live: whether this rank took the step with data.
+    has_next: whether this rank may take another step.
+    used: per parameter, whether this rank has a gradient for it.
+    weight: of this rank's loss; None if ranks do not weigh.
+    stop: whether this rank was asked to stop.
+    cursors: (num_cursors,) each below 2^47.
+    """
     vote.zero_()
     if live:
         if weight is not None:
@@ -82,7 +93,7 @@ def write_vote(
 
 
 def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0) -> Agreement:
-    """total: vote_numel numbers, the sum of all votes.
+    """The agreement. total: vote_numel numbers, the sum of all votes.
 
     Raises RuntimeError, on all ranks alike, if some live ranks weighed their loss and others did
     not, or all weights are zero."""
@@ -97,7 +108,7 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         raise RuntimeError(f"the weights of the ranks {list(live)} add up to {weight:g}, not more")
     numbers = values[len(values) - 2 * num_cursors * num_ranks :] if num_cursors else []
     halves = zip(numbers[::2], numbers[1::2], strict=True)
-    told = [int(high) * _LOW + int(low) for high, low in halves]
+    taken = [int(high) * _LOW + int(low) for high, low in halves]
     return Agreement(
         live=live,
         may_continue=tuple(r for r in range(num_ranks) if values[num_ranks + r]),
@@ -105,6 +116,6 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         weight=weight,
         stop=num_asking > 0,
         cursors=tuple(
-            tuple(told[at : at + num_cursors]) for at in range(0, len(told), num_cursors or 1)
+            tuple(taken[at : at + num_cursors]) for at in range(0, len(taken), num_cursors or 1)
         ),
     )

@@ -1,15 +1,15 @@
 """What stays on a rank from one run to the next: objects by name, places in loops, wrapped models.
 
     objects   what `ctx.keep` made; also the namespace of `%%ranks`.
-    places    where a loop over `ctx.epochs(..., resume=name)` stands.
-    wrapped   models and sharded optimizers that live: when a generation has ended, they go on in
-              the group of the next one, as long as the ranks are the same.
+    places    where each loop over `ctx.epochs(..., resume=name)` is.
+    wrapped   living models and sharded optimizers: when a generation has ended, they move to the
+              group of the next one, if its ranks are the same.
 
-One of it per process, as a worker process serves one rank of one session.
+A process has one BetweenRuns, since a worker process serves one rank of one session.
 
-An aborted run may have ended inside a step: some ranks applied it and others did not, or the
-parameters were not gathered. Every rank counts the steps that it began to apply and notes one that
-it did not finish, so that `keep` can refuse such objects instead of training on with them.
+An aborted run may have ended inside a step: some ranks have applied it and others have not, or the
+parameters were not gathered. Each rank counts the steps that it began to apply, and marks a step
+that it did not finish. So `keep` can refuse objects in such a state.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from collectives import Group
 
 
 class Wrapped(Protocol):
-    """What holds a group and can go on in another one of the same ranks."""
+    """An object that holds a group and can move to another one of the same ranks."""
 
     @property
     def group(self) -> Group: ...
 
     def move_to(self, group: Group) -> None:
-        """Go on in `group`, at the beginning of a step: gradients of a step that was not finished
-        are dropped."""
+        """Go on in `group` at the beginning of a step; drop the gradients of an unfinished step."""
 
     def leave_run(self) -> None:
-        """The run that it was used in is over, and with it what would have taken it into the next
-        generation inside a step: a later run that loses a worker ends with that."""
+        """The run that used the object is over: forget that run's recovery. If a later run uses the
+        object and loses a worker inside a step, that run ends."""
 
 
 @dataclass(slots=True)
 class Place:
-    """Where a loop over epochs stands on this rank.
+    """Where a loop over epochs is on this rank.
 
-    epoch: in progress. samples_done: by shard of that epoch, whose steps were taken.
-    is_resumed: whether this run came back into the epoch. last_live: ranks that took the last step.
-    is_dealt_anew: a rank was lost in the epoch, and the others have got its samples, so that counts
-    do not tell any more which ones are done.
+    epoch: the epoch in progress.
+    samples_done: by shard of that epoch, how many samples belong to steps that were taken.
+    is_resumed: whether an earlier run was stopped in this epoch.
+    last_live: the ranks that took the last step.
+    is_dealt_anew: whether a rank was lost in the epoch and its samples went to other ranks, so that
+        counts no longer identify the samples that are done.
     """
 
     epoch: int = 0
@@ -61,20 +62,20 @@ class Place:
 
 
 class BetweenRuns:
-    """All that stays. No collectives in here."""
+    """All that stays on this rank. No method runs a collective."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
         self.places: dict[str, Place] = {}
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._group: Group | None = None
-        self._made_at: dict[str, int] = {}  # num_steps when `keep` made it
-        self._num_steps = 0  # that this process began to apply
+        self._made_at: dict[str, int] = {}  # by name: _num_steps when `keep` made the object
+        self._num_steps = 0  # steps that this process began to apply
         self._is_applying = False
-        self._torn_at = -1
+        self._torn_at = -1  # _num_steps at the last unfinished step
 
     def enter(self, group: Group) -> None:
-        """A run begins: what lived in the last run's group goes on in this one."""
+        """A run begins in `group`: move the objects of the last run's group to it."""
         before, self._group = self._group, group
         self._note_torn_step()
         for wrapped in list(self._wrapped):
@@ -82,28 +83,28 @@ class BetweenRuns:
         if before is None or before is group:
             return
         if (before.rank, before.size) != (group.rank, group.size):
-            return  # Shards are cut for their rank. Whoever uses them is told of a closed group.
+            return  # Shards are cut for their rank. Using them raises an error on a closed group.
         for wrapped in [each for each in self._wrapped if each.group is before]:
             wrapped.move_to(group)
 
     def begin_again(self) -> None:
-        """The function runs again from the top, in the same run. It makes anew what `keep` made, as
-        some ranks may not have it: what is registered is brought to where it was."""
+        """The function runs again from the top, in the same run. Drop what `keep` made, since some
+        ranks may not have it; recovery restores the state of registered objects."""
         for name in tuple(self._made_at):
-            self.forget((name,))  # One by one: forget without any names forgets all.
+            self.forget((name,))  # One by one: `forget(())` would drop everything.
         self.places.clear()
         self._is_applying = False
 
     def follow(self, group: Group) -> None:
-        """The run goes on in another generation, and has taken its objects there itself."""
+        """The run goes on in another generation; recovery has moved the objects."""
         self._group = group
 
     def wrap(self, wrapped: Wrapped) -> None:
-        if wrapped.group is self._group:
+        if wrapped.group is self._group:  # Groups that the user made do not go on in another one.
             self._wrapped.add(wrapped)
 
     def begin_applying(self, group: Group) -> None:
-        """All ranks have agreed on a step; what follows changes parameters."""
+        """All ranks have agreed on a step, and this rank changes parameters next."""
         if group is self._group:
             self._num_steps += 1
             self._is_applying = True
@@ -112,7 +113,7 @@ class BetweenRuns:
         self._is_applying = False
 
     def tear(self) -> None:
-        """A step was applied in part, before all had agreed on it."""
+        """A step was applied in part, before all ranks had agreed on it."""
         self._num_steps += 1
         self._torn_at = self._num_steps
 
@@ -121,15 +122,15 @@ class BetweenRuns:
         self._made_at[name] = self._num_steps
 
     def age_of(self, name: str) -> tuple[bool, int, bool]:
-        """Whether it is here, how many steps were taken since it was made, and whether one of them
-        was not finished."""
+        """Whether the object is here, how many steps were begun since it was made, and whether one
+        of them was not finished."""
         if name not in self.objects:
             return False, 0, False
         made_at = self._made_at.get(name, 0)
         return True, self._num_steps - made_at, self._torn_at > made_at
 
     def forget(self, names: tuple[str, ...]) -> None:
-        """These objects; without names everything, places too."""
+        """Drop these objects; without names drop everything, places too."""
         for name in names or tuple(self.objects):
             self.objects.pop(name, None)
             self._made_at.pop(name, None)

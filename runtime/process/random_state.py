@@ -1,4 +1,4 @@
-"""`RandomState`: the generators of this process as an object with a state."""
+"""`RandomState`: the random generators of this process as an object with a state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 class RandomState:
     """Python's, numpy's and torch's global generators, and that of the current CUDA device.
 
-    Register it last, right before the loop: what is built before draws from them too. Every rank
-    has its own; after a resume with more ranks the added ones keep what they were seeded with.
+    Register it last, right before the loop, since models and data that are built before it draw
+    numbers too. Each rank has its own state; after a resume with more ranks the added ranks keep
+    the state of their own seeds.
     """
 
     def state_dict(self) -> dict[str, Any]:

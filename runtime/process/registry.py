@@ -1,4 +1,4 @@
-"""What a train function has registered by name: what has to survive, besides what it computes."""
+"""The objects that a train function has registered by name, whose state has to survive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .random_state import RandomState
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything with a state: modules, optimizers, schedulers, scalers, data loaders."""
+    """An object with a state: a module, an optimizer, a scheduler, a scaler, a data loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -20,7 +20,8 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """per_rank: every rank has a state of its own; otherwise all ranks have the same."""
+    """A registered object. per_rank: True: each rank has a state of its own; False: all ranks have
+    the same state."""
 
     name: str
     object: Stateful
@@ -28,13 +29,14 @@ class Registered:
 
 
 class Registry:
-    """The registered objects of one rank, in the order in which they came."""
+    """The registered objects of one rank, in the order of their registration."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Registered] = {}
 
     def add(self, name: str, stateful: Stateful, *, per_rank: bool = False) -> Registered:
-        """Raises TypeError for what has no state, ValueError for a name that is taken."""
+        """Register an object. Raises TypeError for an object without a state, ValueError for a name
+        that is taken or is not a word."""
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"a name is a word without a slash, such as 'model'; got {name!r}")
         if not isinstance(stateful, Stateful):
@@ -47,7 +49,7 @@ class Registry:
                 f"{name!r} is registered already, a {type(self._entries[name].object).__name__}; "
                 "every object needs a name of its own"
             )
-        # Equal generators on all ranks would be a mistake that nobody sees.
+        # Equal random numbers on all ranks would be a mistake that no error shows.
         per_rank = per_rank or isinstance(stateful, RandomState)
         entry = self._entries[name] = Registered(name, stateful, per_rank)
         return entry

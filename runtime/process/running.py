@@ -1,7 +1,7 @@
-"""The train function that runs in this process, as far as models and optimizers have to know it.
+"""The train function that runs in this process, as models and optimizers see it.
 
-Models need its group, and what takes them into the next generation. They stand below the context
-and below the recovery, which know models. So two protocols here say what models ask of them.
+Models need its group, and the recovery that takes them into the next generation. Context and
+recovery know models, so models cannot import them. Two protocols here say what models ask of them.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ T = TypeVar("T")
 
 
 class Survival(Protocol):
-    """What takes models and optimizers into the next generation (recovery.py). A model is the
-    engine of a DistributedDataParallel here, an optimizer that of a ZeroRedundancyOptimizer."""
+    """What models and optimizers ask of recovery (recovery.py), which takes them into the next
+    generation. `model` and `optimizer` are the engines of a DistributedDataParallel and of a
+    ZeroRedundancyOptimizer."""
 
     def watch_model(self, model: Any) -> None:
-        """Take this model along, as long as it lives."""
+        """Take this model along into later generations, as long as it lives."""
 
     def watch_optimizer(self, optimizer: Any) -> None:
-        """Take this optimizer along, as long as it lives."""
+        """Take this optimizer along into later generations, as long as it lives."""
 
     def cursors(self) -> list[int]:
-        """This rank's place in the samples, which the vote of a step carries."""
+        """This rank's place in the samples, for the vote of a step."""
 
     def record(self, cursors: tuple[tuple[int, ...], ...]) -> None:
-        """The ballot of a step was seen. cursors: of all ranks."""
+        """This rank has seen the ballot of a step. cursors: by rank."""
 
     def has_stepped(self, optimizer: Any) -> None:
         """A step of this optimizer has ended on this rank."""
 
     def agreed(self, cursors: tuple[tuple[int, ...], ...]) -> None:
-        """A backward pass for a plain optimizer was reduced. cursors: of all ranks."""
+        """The gradients of a backward pass for a plain optimizer were reduced. cursors: by rank."""
 
     def has_taken_over(self) -> None:
-        """This rank has joined, and has the parameters of a rank that took the last step."""
+        """This rank has joined, and has taken the parameters of a rank that took the last step."""
 
     def recover(self, error: BaseException, optimizer: Any = None) -> None:
-        """Return in the next generation, or raise what ended the run. optimizer: whose step
-        waits."""
+        """Return in the next generation, or raise the error that ended the run. optimizer: the one
+        whose step waits."""
 
 
 class Running(Protocol):
@@ -63,7 +64,7 @@ class Running(Protocol):
     def broadcast(self, value: T, root: int = 0) -> T: ...
 
 
-# One per process, not a context variable: autograd's threads have no context variables.
+# A global, not a context variable: autograd's threads have no context variables.
 _current: Running | None = None
 
 
@@ -89,7 +90,7 @@ def current() -> Running:
 
 
 def current_group() -> Group:
-    """The group of all ranks: what wrappers use that are given no group of their own."""
+    """The group of all ranks, which is the default of all wrappers."""
     if _current is None:
         raise RuntimeError(
             "no train function of a session runs in this process, so there is no default group; "
@@ -99,6 +100,6 @@ def current_group() -> Group:
 
 
 def recovery_of(group: Group) -> Survival | None:
-    """What takes the objects of `group` into the next generation; None where the run ends with
-    the first loss, and for groups that the user made."""
+    """The recovery that takes objects of `group` into the next generation. None if the run ends
+    with the first loss, and for groups that the user made."""
     return _current.recovery if _current is not None and _current.group is group else None

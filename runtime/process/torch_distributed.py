@@ -1,4 +1,4 @@
-"""torch.distributed over the group of a run: begun by the train function, ended with it."""
+"""torch.distributed over the group of a run: the train function begins it, and it ends with it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch.distributed as dist
 from collectives import Group, TorchStore
 from collectives.torch_backend import NAME, Options
 
-# One per process, as torch's own default process group is.
+# A global, as torch's default process group is.
 _ours: tuple[object, Group, TorchStore] | None = None
-"""The default process group that we made, the group whose ranks it has, and their store."""
+"""The default process group that `initialise` made, the group of its ranks, and its store."""
 
 
 def initialise(group: Group, timeout_s: float | None) -> None:
     """`Context.init_torch_distributed`."""
     global _ours
     if _ours is not None and _ours[1] is not group:
-        end()  # of a generation that has ended
+        end()  # Its generation has ended.
     if dist.is_initialized():
         if _ours is not None and _ours[0] is dist.group.WORLD:
             return
@@ -45,7 +45,7 @@ def initialise(group: Group, timeout_s: float | None) -> None:
 
 
 def end() -> None:
-    """Destroy what `initialise` made, if the program has not: the process serves the next one."""
+    """Destroy what `initialise` made, if the program has not: the process serves later programs."""
     global _ours
     if _ours is None:
         return

@@ -1,4 +1,4 @@
-"""What a train function knows of itself: its rank, its group, and the small things ranks share."""
+"""`Context`: a train function's view of its rank, its group, its data and its checkpoints."""
 
 from __future__ import annotations
 
@@ -43,14 +43,12 @@ _OPS = {
 class Context:
     """One rank's view of a run, handed to the train function as its first argument.
 
-    rank, world_size: this rank and their number. local_rank: among the ranks of this node.
-    node_rank: of this node. device: of this rank's tensors. group: all ranks, for collectives.
-    generation: number of the membership; another one after a failure. Where the run goes on
-    without a lost worker, rank, world_size, generation and group change during a step.
+    Where the run goes on without a lost worker, rank, world_size, generation and group change
+    during a step.
 
-    What exchanges data (`barrier`, `broadcast`, `reduce`) is called by all ranks in the same
-    order, and blocks the training thread, also in an `async def` function: no rank could go on
-    without the others anyway.
+    All ranks call the methods that exchange data (`barrier`, `broadcast`, `reduce`) in the same
+    order. These methods block the training thread, also in an `async def` function: no rank could
+    go on without the others anyway.
     """
 
     def __init__(self, call: FunctionCall) -> None:
@@ -63,7 +61,7 @@ class Context:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._call.world_size
 
     @property
@@ -73,12 +71,12 @@ class Context:
 
     @property
     def local_world_size(self) -> int:
-        """How many ranks this rank's node has."""
+        """The number of ranks on this rank's node."""
         return self._call.local_world_size
 
     @property
     def node_rank(self) -> int:
-        """This rank's node among the nodes of the run, from 0."""
+        """The number of this rank's node among the nodes of the run, from 0."""
         return self._call.node_rank
 
     @property
@@ -88,24 +86,25 @@ class Context:
 
     @property
     def group(self) -> Group:
-        """All ranks, for collectives."""
+        """The group of all ranks, for collectives."""
         return self._call.group
 
     @property
     def generation(self) -> int:
-        """The number of the membership. It is another one after a failure."""
+        """The number of the membership, which changes after a failure."""
         return self._call.generation
 
     def epochs(self, num_epochs: int, *, resume: str | None = None) -> Iterator[int]:
         """The numbers of the epochs, 0 to num_epochs - 1; after a resume those not over yet.
 
-        resume: a name for this loop. It is remembered on the ranks, from one run of the session to
-        the next: a loop of this name that was stopped goes on where it was. Epochs that are over
-        are left out, and in the one that was interrupted `shard` begins after the batches whose
-        steps were taken. Keep the model and the optimizer with `keep`, or they begin anew. Where
-        a run goes on from a checkpoint, that one's place counts, as its state does.
+        resume: a name for this loop. The ranks remember its place from one run of the session to
+        the next, so a loop of this name that was stopped goes on where it was: it leaves out epochs
+        that are over, and in the interrupted one `shard` begins after the batches whose steps were
+        taken. Keep the model and the optimizer with `keep`, or they begin anew. If the run resumes
+        from a checkpoint, the place in the checkpoint counts.
 
-        Raises RuntimeError, on all ranks, if they remember different epochs.
+        Raises ValueError for a negative num_epochs; RuntimeError, on all ranks, if the ranks
+        remember different epochs, or a rank was lost in the epoch to be resumed.
         """
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
@@ -113,7 +112,7 @@ class Context:
         return epochs if resume is None else self._resumed(epochs, resume)
 
     def _resumed(self, epochs: Iterator[int], name: str) -> Iterator[int]:
-        if self.resumed_from is not None:
+        if self.resumed_from is not None:  # The state is the checkpoint's, and so is the place.
             between_runs().places.pop(name, None)
         place = between_runs().places.setdefault(name, Place())
         by_rank = all_gather_row(self.group, [place.epoch, int(place.is_dealt_anew)])
@@ -123,15 +122,15 @@ class Context:
                 f"samples dealt to the others: which ones are done is not known. {_BEGIN_ANEW}"
             )
         if len({epoch for epoch, _ in by_rank}) > 1:
-            told = ", ".join(f"rank {rank}: {epoch}" for rank, (epoch, _) in enumerate(by_rank))
+            each = ", ".join(f"rank {rank}: {epoch}" for rank, (epoch, _) in enumerate(by_rank))
             raise RuntimeError(
-                f"the ranks remember different epochs of {name!r} ({told}): a worker was replaced, "
+                f"the ranks remember different epochs of {name!r} ({each}): a worker was replaced, "
                 f"or the last run stopped between them. {_BEGIN_ANEW}"
             )
         bound = boundary()
         outer, bound.place = bound.place, place
         place.is_resumed = True
-        # The cursor knows what is left, of this run only.
+        # Only the cursor knows the rest of the samples, and it does not outlive this run.
         place.is_dealt_anew = self._call.runs_again
         try:
             for epoch in epochs:
@@ -148,18 +147,18 @@ class Context:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """This rank's objects that stay from run to run, by name; the variables of `%%ranks`."""
+        """This rank's objects that stay from run to run, and `%%ranks`'s variables, by name."""
         return between_runs().objects
 
     def keep(self, name: str, make: Callable[[], T]) -> T:
-        """The object of this name, made by `make()` the first time, and the same one in later runs
-        of the session, also when a run was interrupted or has failed.
+        """The object of this name: made by `make()` the first time, and the same object in later
+        runs of the session, also after a run that was interrupted or has failed.
 
-        All ranks call it, in the same order. Models and optimizers of ours go on in the group of
-        the run that they are used in.
+        All ranks call it, in the same order. DistributedDataParallel and ZeroRedundancyOptimizer
+        move to the group of each run that uses them.
 
-        Raises RuntimeError, on all ranks, if some have lost the object (their worker was replaced),
-        or if a run was aborted inside a step, so that it is applied on some ranks only.
+        Raises RuntimeError, on all ranks, if some ranks have lost the object (their worker was
+        replaced), or if a run was aborted inside a step that only some ranks have applied.
         """
         stay = between_runs()
         ages = all_gather_row(self.group, [int(number) for number in stay.age_of(name)])
@@ -187,28 +186,32 @@ class Context:
 
     @property
     def step(self) -> int:
-        """Steps that were applied, over all runs: of the registered ZeroRedundancyOptimizer, or
-        else the batches of `ctx.shard`. Equal on all ranks between two steps."""
+        """The number of applied steps, over all runs: those of the registered
+        ZeroRedundancyOptimizer, else the batches of `ctx.shard`. Equal on all ranks between two
+        steps."""
         return self._call.step
 
     @property
     def resumed_from(self) -> str | None:
-        """The path of the checkpoint that this run goes on from, None if it starts afresh."""
+        """The path of the checkpoint that this run resumes from; None if it starts afresh."""
         return self._call.resumed_from
 
     def register(
         self, name: str, stateful: S, *, per_rank: bool = False, required: bool = True
     ) -> S:
-        """Make an object part of every checkpoint; if the run goes on from one, bring the object to
-        its state now. Returns the object.
+        """Make an object part of every checkpoint; if the run resumes from one, load the object's
+        state now. Returns the object. All ranks register the same objects, in the same order,
+        before the first step.
 
-        stateful: anything with state_dict and load_state_dict: the DistributedDataParallel, the
-        ZeroRedundancyOptimizer (both are sharded), schedules, an average of the model, a scaler,
-        RandomState. All ranks register the same, in the same order, before the first step.
-        per_rank: each rank has a state of its own; else all have the same, and each writes a part.
+        name: a word without a slash.
+        stateful: an object with state_dict and load_state_dict: the DistributedDataParallel, the
+            ZeroRedundancyOptimizer (both are sharded), schedules, an average of the model, a
+            scaler, RandomState.
+        per_rank: True if each rank has a state of its own; else all ranks have the same state, and
+            each writes a part of it.
         required: False for an object that older checkpoints do not have.
 
-        Raises TypeError for an object without a state, ValueError for a name that is taken;
+        Raises TypeError for an object without a state, ValueError for a name that is taken,
         CheckpointMismatch, naming the first parameters that differ, if the checkpoint is of
         another model.
         """
@@ -216,18 +219,19 @@ class Context:
         return stateful
 
     def save(self, path: str | Path | None = None) -> Saving:
-        """Save everything registered, as it is now: call it on all ranks behind `optim.step()`.
+        """Save all registered objects in their present state; call it on all ranks after
+        `optim.step()`.
 
-        Returns when the state is copied; training may go on while it is written. `await` it or
-        `.wait()` for it to be whole. A failure that nobody waited for is raised by the next call.
-        At most one is on its way: the next call waits for it first.
+        Returns when the state is copied; training may go on while it is written. `await` the result
+        or call its `.wait()` until the checkpoint is complete. At most one save is in progress: the
+        next call waits for it, and raises its failure if no caller has waited for it before.
 
-        path: of one checkpoint, a folder or a URL; None puts it among those of the session's
-        CheckpointConfig, which also decides how many of them stay.
+        path: a folder or a URL for this one checkpoint; None: the session's CheckpointConfig names
+            it, and decides how many checkpoints stay.
 
-        Raises CheckpointWriteFailed of the save before; RuntimeError without a place, with nothing
-        registered, and inside Join when a rank has joined, for it would not take part: there
-        `every_n_steps` saves on all ranks.
+        Raises CheckpointWriteFailed for the save before; RuntimeError without a path, with nothing
+        registered, and inside Join after a rank has joined, since that rank does not call it
+        (`every_n_steps` saves on all ranks there).
         """
         return self._call.save(path)
 
@@ -270,25 +274,28 @@ class Context:
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Batches:
-        """This rank's batches of one epoch; over all ranks every sample exactly once.
+        """This rank's batches of one epoch; over all ranks every sample exactly once. Ranks may get
+        different numbers of batches: iterate inside `Join`.
 
-        dataset: anything with a length and numbered samples, the same on all ranks; or a Stream,
-        whose rows go to whoever asks first, in the order of the stream (seed and shuffle change
-        nothing, and samples cannot be kept together). batch_size:
-        samples per rank and step; the last batch of a rank may be smaller, unless drop_last.
-        epoch, seed: another order for each, unless shuffle is off. After a resume only what no rank
-        was given before the checkpoint is dealt out; passes under torch.no_grad are taken again,
-        whole. keep_together: a key for each
-        sample; those of one key go to one rank. Ranks may get different numbers of batches:
-        iterate inside `Join`.
+        dataset: an object with a length and numbered samples, the same on all ranks; or a Stream,
+            whose rows go in their order to the rank that asks first (without an effect of seed and
+            shuffle, and without keep_together).
+        batch_size: samples per rank and step.
+        epoch, seed: they decide the order of the samples, unless shuffle is False.
+        keep_together: a key for each sample; samples of one key go to one rank.
+        drop_last: drop a rank's last batch if it is smaller than batch_size.
+        collate_fn: makes a batch of a list of samples; default: torch's default_collate.
+
+        After a resume the ranks get only the samples that no rank was given before the checkpoint.
+        An iteration under torch.no_grad is repeated as a whole.
 
         Raises ValueError for an empty dataset, TypeError for one without a length.
         """
         if isinstance(dataset, Stream):
             if keep_together is not None:
                 raise ValueError(
-                    "keep_together needs a dataset with a length: rows of a Stream go to whoever "
-                    "asks first. Make what belongs together one row of it"
+                    "keep_together needs a dataset with a length: rows of a Stream go to the rank "
+                    "that asks first. Make one row of the samples that belong together"
                 )
             return StreamShard(
                 dataset,
@@ -319,21 +326,21 @@ class Context:
         )
 
     def report(self, **values: float | int | str | torch.Tensor) -> None:
-        """Tell the session some values of this step; they reach its `on_report`.
+        """Send values of this step to the session's `on_report`. Each call counts as one step.
 
-        values: numbers, strings, tensors of one element. A tensor on a GPU is waited for. Reports
-        are numbered, one step per call.
+        values: numbers, strings, tensors of one element; a tensor on a GPU makes the call wait for
+        the GPU. Raises TypeError or ValueError for other values.
         """
         self._call.report({name: _plain(name, value) for name, value in values.items()})
 
     def barrier(self) -> None:
-        """Return on no rank before all ranks have called it."""
+        """Wait until all ranks have called it."""
         self.group.barrier().wait()
 
     def broadcast(self, value: T, root: int = 0) -> T:
-        """The value of rank `root`, on every rank; anything that pickles.
+        """The value of rank `root`, on every rank; any object that can be pickled.
 
-        The other ranks' `value` is ignored. On the root the very object comes back.
+        `value` is ignored on other ranks. The root gets the same object back.
         """
         return self._call.broadcast(value, root)
 
@@ -342,15 +349,15 @@ class Context:
     ) -> T | float | torch.Tensor:
         """The mean (or "sum", "min", "max", "product") of a value over all ranks, on every rank.
 
-        A tensor gives a new tensor, a number a number; integers stay integers, except in their
-        mean. Anything else comes back as it is, so that a dictionary's worth of metrics can be
-        reduced without sorting it first.
+        A tensor gives a new tensor, a number gives a number; integers stay integers, except in
+        their mean. Other values come back unchanged, so that all values of a dictionary of metrics
+        can be reduced without a check of their types.
 
-        weight: of this rank's value in the mean; every rank gives one. With a mean over samples and
-        their number it makes the mean over all samples, however many each rank has. A rank whose
-        weight is 0 does not count, whatever its value is (0/0 as well).
+        weight: the weight of this rank's value in the mean; every rank gives one. With a mean over
+            samples as value and their number as weight, the result is the mean over all samples. A
+            rank of weight 0 does not count, whatever its value is (also NaN).
 
-        Raises ValueError, on all ranks, if the weights add up to 0.
+        Raises ValueError for an unknown op, and, on all ranks, if the weights add up to 0.
         """
         if op not in _OPS:
             raise ValueError(f"op must be one of {', '.join(map(repr, _OPS))}, got {op!r}")
@@ -370,10 +377,10 @@ class Context:
             raise ValueError(
                 f"weight must be a number of at least 0, for the mean; got {weight!r}, op={op!r}"
             )
-        # Python's floats have 53 bits, and torch would take 24 of them.
+        # torch would make float32 of a Python float, and keep 24 of its 53 bits.
         dtype = None if isinstance(value, torch.Tensor) else torch.float64
         given = torch.as_tensor(value, dtype=dtype).detach()
-        # The weight travels behind the weighed values, in float64: counts stay exact.
+        # One collective: the weight behind the weighed values, in float64, so counts stay exact.
         sums = torch.zeros(given.numel() + 1, dtype=torch.float64)
         sums[-1] = weight
         if weight:
@@ -387,26 +394,26 @@ class Context:
         return mean.to(given.device, given.dtype if given.is_floating_point() else torch.float64)
 
     def init_torch_distributed(self, timeout_s: float | None = None) -> None:
-        """Initialise torch.distributed among the ranks of this run, over groups of ours.
+        """Initialise torch.distributed among the ranks of this run, with the backend "chorusline".
 
-        After it, `torch.distributed.*` and what is built on it (stock DDP, FSDP2, DTensor,
-        torch.distributed.checkpoint) work as they are; the backend's name is "chorusline". They
-        meet through the session's store. Collective: all ranks call it, before or between
-        collectives of `group`. Harmless when it was done already; after a failure that ended the
-        generation it initialises anew, over the new `group`.
+        Afterwards `torch.distributed.*` and what is built on it (torch's DDP, FSDP2, DTensor,
+        torch.distributed.checkpoint) work unchanged. The ranks meet through the session's store.
+        All ranks call it, before or between collectives of `group`. A second call does nothing;
+        after a failure that ended the generation it initialises torch.distributed over the new
+        `group`.
 
-        Its process groups share the fate of this generation: a failure in one of them ends all, and
+        Its process groups end with the generation: a failure in one of them ends all of them and
         `group`. They are destroyed when the train function has returned, or before that by
         `torch.distributed.destroy_process_group()`.
 
-        timeout_s: seconds that an operation may take; by default the session's.
+        timeout_s: deadline of each operation in seconds; default: the session's.
 
-        Raises RuntimeError if torch.distributed is initialised with something else.
+        Raises RuntimeError if torch.distributed is initialised already, and not for this run.
         """
         torch_distributed.initialise(self.group, timeout_s)
 
     def _reduced(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """A new tensor where `tensor` is."""
+        """The reduced tensor, on the device of `tensor`."""
         if op == "mean" and not tensor.is_floating_point():
             tensor = tensor.to(torch.float64)
         elif tensor.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
@@ -423,7 +430,7 @@ class Context:
 
 
 def call_of(context: Context) -> FunctionCall:
-    """What the runtime asks of the function that was given this context."""
+    """The FunctionCall behind a Context."""
     return context._call
 
 
@@ -436,7 +443,7 @@ def _plain(name: str, value: Any) -> float | int | str:
             )
         value = value.item()
     elif hasattr(value, "item") and not isinstance(value, str | int | float):
-        value = value.item()  # A scalar of numpy's.
+        value = value.item()  # a numpy scalar
     if not isinstance(value, str | int | float):
         raise TypeError(
             f"report({name}=...) takes a number, a string or a tensor of one element, got "

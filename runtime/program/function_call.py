@@ -1,9 +1,8 @@
-"""One call of the train function on one rank: what the runtime knows of it, behind its Context.
+"""One call of the train function on one rank, as the runtime sees it behind the function's Context.
 
-The Context is what a user types at. Here is what recovery, checkpoints, models and the data of a
-rank ask of the function that runs: its place among the ranks, what it has registered, how far it is
-in its data, and how many of its reports were sent. A function that runs again from the top has a
-new Context and a new call.
+Users see only the Context. Recovery, checkpoints, models and data use the FunctionCall: the rank's
+place among the ranks, its registered objects, its place in the data, and the number of reports that
+were sent. A function that runs again from the top gets a new Context and a new FunctionCall.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ T = TypeVar("T")
 
 
 class FunctionCall:
-    """rank, world_size, local_rank, local_world_size, node_rank, generation, group: of the
-    generation that the rank is in; they change when the run goes on without a lost worker."""
+    """One call of the train function. rank, world_size, local_rank, local_world_size, node_rank,
+    generation and group are those of the current generation: they change when the run goes on
+    without a lost worker."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class FunctionCall:
         *,
         run_id: str = "",
     ) -> None:
-        """recovery: where the run goes on after a loss.
-        before: the function's last call in this run, if it runs again.
+        """recovery: None if the run ends with the first loss.
+        before: the function's last call in this run, if it runs again from the top.
         run_id: distinguishes the run from all others."""
         self.device = group.device
         self.dealer = Dealer(
@@ -69,7 +69,7 @@ class FunctionCall:
             recovery.attach(self)
 
     def enter(self, assignment: Assignment, group: Group) -> None:
-        """Be a rank of another generation. What was made of the former group has ended with it."""
+        """Become a rank of another generation. Groups made from the former group have ended."""
         self.rank = assignment.rank
         self.world_size = assignment.world_size
         self.local_rank = assignment.local_rank
@@ -78,7 +78,7 @@ class FunctionCall:
         self.generation = assignment.generation
         self.group = group
         between_runs().follow(group)
-        if (place := boundary().place) is not None:  # Inside a run, so after a loss.
+        if (place := boundary().place) is not None:  # The function is running: a rank was lost.
             place.is_dealt_anew = True
         if self.checkpoints is not None:
             self.checkpoints.change_group(group)
@@ -97,8 +97,7 @@ class FunctionCall:
 
     @property
     def step(self) -> int:
-        """Steps that were applied: of the registered ZeroRedundancyOptimizer, or else the batches
-        of `ctx.shard`."""
+        """As `Context.step`."""
         counts = [
             entry.object.num_steps
             for entry in self.registry
@@ -108,7 +107,7 @@ class FunctionCall:
 
     @property
     def resumed_from(self) -> str | None:
-        """The path of the checkpoint that this run goes on from, None if it starts afresh."""
+        """As `Context.resumed_from`."""
         reader = self.checkpoints.reader if self.checkpoints else None
         return reader.path if reader else None
 
@@ -117,14 +116,14 @@ class FunctionCall:
         entry = self.registry.add(name, stateful, per_rank=per_rank)
         if self.recovery is not None:
             self.recovery.watch_registered(entry)
-            if self.recovery.restore(entry, self.group):
+            if self.recovery.restore(entry, self.group):  # A later state than any checkpoint's.
                 return
         if self.checkpoints is not None:
             self.checkpoints.restore(entry, required=required)
 
     def has_checkpoint(self, group: Group) -> bool:
-        """Whether there is a checkpoint to go on from, among those of the session's
-        CheckpointConfig. All ranks of `group` ask."""
+        """Whether the session's CheckpointConfig has a checkpoint to resume from. Collective over
+        `group`."""
         return self.checkpoints is not None and self.checkpoints.has_any(group)
 
     def save(self, path: str | Path | None) -> Saving:
@@ -149,13 +148,13 @@ class FunctionCall:
         return self.recovery is not None and self.recovery.counts_samples
 
     def resume_data(self, told: Sequence[dict[str, Any]]) -> None:
-        """Go on in the data where a checkpoint was. told: of its ranks, as `told_data` gave it."""
+        """Resume in the data. told: the results of `told_data`, by rank of the earlier run."""
         self._boundaries = max(part["boundaries"] for part in told)
         self.cursor.resume([part["data"] for part in told])
 
     def told_data(self, *, committed: bool = False) -> dict[str, Any]:
-        """Where this rank is in its data, as plain data for a checkpoint. committed: up to the last
-        step that counts, not in the middle of one."""
+        """This rank's place in the data, as plain data for a checkpoint. committed: its place after
+        the last step that counts."""
         has_recovered = self.recovery is not None and self.recovery.num_recoveries > 0
         of_step = self._boundaries_of_step if committed else None
         return {
@@ -164,12 +163,11 @@ class FunctionCall:
         }
 
     def count_step(self) -> None:
-        """A plain optimizer has stepped with the current batch, which is over with that."""
+        """A plain optimizer has stepped with the current batch, which ends the batch."""
         self._boundaries_of_step = self._boundaries + 1
 
     def at_boundary(self) -> None:
-        """Between two batches, when the step of the one before is over; on a rank that has joined,
-        behind each step that it shadowed."""
+        """Called between two batches; on a joined rank, after each step that it shadows."""
         self._boundaries += 1
         if self.recovery is not None:
             self.recovery.pass_boundary()
@@ -177,8 +175,8 @@ class FunctionCall:
             self.checkpoints.save_if_due(self.step)
 
     def without_reader(self, error: Exception) -> Exception:
-        """What to raise where the reader of a Stream is gone: what has all ranks run again from the
-        top, if they can."""
+        """The error to raise when the reader of a Stream is gone: one that makes all ranks run
+        again from the top, if they can, else `error`."""
         if self.recovery is None or not self.recovery.can_begin_again:
             return error
         ends = GroupAborted(self.group.generation, [], str(error))
@@ -188,12 +186,12 @@ class FunctionCall:
     # -- Reports -------------------------------------------------------------------------------
 
     def report(self, values: Mapping[str, float | int | str]) -> None:
-        """Tell the session the values of one step."""
+        """Send the values of one step to the session."""
         self._append(values, boundary().steps.taken)
         self._num_reports += 1
 
     def say(self, values: Mapping[str, float | int | str]) -> None:
-        """Send something with the reports, in their order, that does not count as one of them."""
+        """Send values in the order of the reports, without counting them as a report."""
         self._append(values)
 
     def _append(self, values: Mapping[str, float | int | str], *taken: int) -> None:

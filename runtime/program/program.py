@@ -1,4 +1,4 @@
-"""The user's function on its way to the ranks: checked and pickled here, called there."""
+"""The user's function: checked and pickled in the session's process, called on the ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (acto
 
 
 class Program:
-    """A train function and its arguments; what `actors.worker.run_here.Program` asks for."""
+    """A train function and its arguments: the implementation of `actors.worker.run_here.Program`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Program:
         self.kwargs = dict(kwargs)
         self.checkpoint = checkpoint
         self.run_id = uuid.uuid4().hex
-        """Of one call of `Session.run`; equal on all ranks, newcomers included."""
+        """Identifies one call of `Session.run`; equal on all ranks, newcomers included."""
 
     def __call__(
         self,
@@ -56,19 +56,19 @@ class Program:
         steps: RunStatus,
         resumption: Resumption | None,
     ) -> object:
-        """None where the function was interrupted: all ranks have stopped alike, so no rank has
-        failed, and the caller knows that it asked for it."""
+        """Call the function; return its value, or a coroutine. The value is None if the function
+        was interrupted: all ranks stopped at the same step, so no rank has failed."""
         _register_with_lightning()
         between_runs().enter(group)
         run = FunctionRun(self, journal, lifeline, steps, is_newcomer=resumption is not None)
         result = run.begun(assignment, group, resumption)
-        # The training thread awaits it on its own loop.
+        # The training thread awaits the coroutine on its own event loop.
         return run.awaited(result) if inspect.isawaitable(result) else result
 
 
 class FunctionRun:
-    """One run of a program on one rank: its function is called once, and again from the top where
-    the run goes on like that."""
+    """One run of a program on one rank. The function is called once, and again from the top where
+    the run needs that after a loss."""
 
     def __init__(
         self,
@@ -87,15 +87,15 @@ class FunctionRun:
         if self._recovery is not None and is_newcomer:
             self._recovery.begin_as_newcomer()
         self._call: FunctionCall | None = None
-        self._goes_back = False  # To the last checkpoint, because memory has lost something.
+        self._goes_back = False  # True: to the last checkpoint, as no rank's memory has all state.
 
     def begun(self, assignment: Assignment, group: Group, resumption: Resumption | None) -> object:
-        """The value of the function, or its coroutine, which has not begun."""
+        """Call the function, again if need be; return its value, or its coroutine, not started."""
         while True:
             try:
                 if resumption is not None and self._recovery is not None:
                     self._recovery.meet(group)
-                    if resumption.gives_up is not None:
+                    if resumption.gives_up is not None:  # The driver ends the run: save only.
                         raise self._last_words(group)
                 self._enter(assignment, group, resumption)
                 with self._scope() as call:
@@ -123,9 +123,10 @@ class FunctionRun:
                     return result
 
     def _enter(self, assignment: Assignment, group: Group, resumption: Resumption | None) -> None:
-        """Make what the function is given. resumption: of a run that was begun before."""
-        # What a function that failed, or was left, has made was kept until now: to close it before
-        # the peers were told would tell them another story.
+        """Make the FunctionCall. resumption: None at the beginning of a run, and after going back
+        to a checkpoint."""
+        # Process groups of a function that failed are closed only here. Closed earlier, they would
+        # report to the peers an error other than the one that ended the function.
         torch_distributed.end()
         if self._call is not None:
             between_runs().begin_again()
@@ -142,7 +143,7 @@ class FunctionRun:
         if config is not None and self._goes_back:
             config = replace(config, resume=AUTO)
         elif config is not None and resumption is not None:
-            config = replace(config, resume=NEVER)  # It goes on from memory.
+            config = replace(config, resume=NEVER)  # The run goes on from memory.
         checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
         checkpoints.tell_progress = call.told_data
         with running(call), checkpoints:
@@ -156,18 +157,19 @@ class FunctionRun:
     def _scope(self) -> Iterator[FunctionCall]:
         call = self._call
         assert call is not None and call.checkpoints is not None
-        # Entered anew for a coroutine, which has not begun when its function returns.
+        # A coroutine enters the scope again: its body has not begun when its function returns.
         with running(call), call.checkpoints, entered(self._steps):
             yield call
 
     def _again(self, error: BaseException) -> tuple[Assignment, Group, Resumption | None]:
-        """How the function, left by `error`, runs again; raises if it does not."""
+        """With what arguments the function that raised `error` runs again. Raises if it does not
+        run again."""
         if self._recovery is None:
             raise error
         group = self._lifeline.group
         assert group is not None
         if isinstance(error, StateLost) and self._call and self._call.has_checkpoint(group):
-            # All ranks are in the next generation already, and raise this alike.
+            # All ranks are in the next generation already, and all raise StateLost.
             self._recovery.forget()
             self._goes_back = True
             return self._lifeline.assignment, group, None
@@ -180,18 +182,19 @@ class FunctionRun:
             except Exception as failure:
                 if not ends_a_generation(failure):
                     raise
-                error = failure
+                error = failure  # Another rank was lost while the ranks met: try the next one.
 
     def _last_words(self, group: Group) -> BaseException:
-        """Save what is held; what to say then to the driver, which has given the run up."""
+        """Save the state that this rank holds, since the driver ends the run; return the error that
+        reports the saving to the driver."""
         assert self._recovery is not None and self._program.checkpoint is not None
         return self._recovery.save_last(group, self._program.checkpoint)
 
 
 def _register_with_lightning() -> None:
-    """Make `Trainer(strategy="chorusline")` known, where the program has imported Lightning."""
+    """Make `Trainer(strategy="chorusline")` work, if the program has imported Lightning."""
     if "lightning.pytorch" in sys.modules:
-        with contextlib.suppress(ImportError):  # Of another version than the extra's.
+        with contextlib.suppress(ImportError):  # Another version of Lightning than the extra's.
             from ..lightning import (
                 strategy as lightning_strategy,  # noqa: F401 - registers the strategy's name
             )
@@ -208,8 +211,8 @@ def pickled(
     kwargs: Mapping[str, Any],
     checkpoint: CheckpointConfig | None = None,
 ) -> bytes:
-    """The program as bytes. Every mistake that can be seen before anything is sent is a TypeError
-    here: not callable, other parameters, a part that cannot be pickled."""
+    """The program as bytes. Raises TypeError if `train` is not callable, its parameters do not fit
+    `kwargs`, or a part cannot be pickled."""
     if not callable(train):
         raise TypeError(
             f"train must be a function of a Context, got {type(train).__name__}; pass the function "
@@ -229,7 +232,7 @@ def _check_parameters(train: Callable[..., object], kwargs: Mapping[str, Any]) -
     try:
         signature = inspect.signature(train)
     except ValueError:
-        return  # Some builtins have none.
+        return  # Some builtins have no signature.
     try:
         signature.bind(None, **kwargs)
     except TypeError as error:
@@ -241,7 +244,7 @@ def _check_parameters(train: Callable[..., object], kwargs: Mapping[str, Any]) -
 
 
 def _culprit(train: Callable[..., object], kwargs: Mapping[str, Any]) -> str:
-    """The smallest part that does not pickle, in words."""
+    """A description of the smallest part that cannot be pickled."""
     for name, value in kwargs.items():
         if not _pickles(value):
             return f"the argument {name} ({type(value).__name__})"

@@ -42,7 +42,7 @@ def test_functions_of_the_script_are_pickled_by_value(chorusline):
     ("args", "sentence"),
     [
         (["run", "missing.py"], "argument script: there is no file 'missing.py' in "),
-        (["run", "."], "argument script: '.' is no file; name a Python script"),
+        (["run", "."], "argument script: '.' is not a file; name a Python script"),
         (["run"], "the following arguments are required: script"),
         ([], "the following arguments are required: command"),
         (["sing"], "invalid choice: 'sing'"),

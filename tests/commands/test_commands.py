@@ -67,10 +67,10 @@ def test_workers_are_a_number_or_a_range() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("two", "'two' is no number of workers; write 4, or 2..8"),
-        ("2-8", "'2-8' is no number of workers"),
+        ("two", "'two' is not a number of workers; write 4, or 2..8"),
+        ("2-8", "'2-8' is not a number of workers"),
         ("0", "'0' is too few; at least 1 worker"),
-        ("8..2", "'8..2' is upside down; write 2..8"),
+        ("8..2", "'8..2' is not ascending; write 2..8"),
     ],
 )
 def test_a_worker_count_that_is_none_is_told_how_to_be_written(text: str, sentence: str) -> None:
@@ -121,7 +121,7 @@ def test_a_function_of_any_keywords_gets_them_all() -> None:
         ("--lr 1 --steps 2.5", "--steps takes int, got '2.5'"),
         ("--lr 1 --fast perhaps", "--fast takes bool, got 'perhaps'"),
         ("--lr 1 --lr 2", "--lr is given twice"),
-        ("0.1", "'0.1' is no argument of a function; write --name value"),
+        ("0.1", "'0.1' is not an argument of a function; write --name value"),
     ],
 )
 def test_arguments_that_do_not_fit_are_told_with_what_does(words: str, sentence: str) -> None:
@@ -144,9 +144,9 @@ def script(tmp_path: Path) -> str:
     ("args", "sentence"),
     [
         ((":nope",), "has no function named 'nope'; it has train"),
-        ((":number",), "has a int, no function, named 'number'"),
-        ((":train", "--workers", "8..2"), "'8..2' is upside down; write 2..8"),
-        ((":train", "--lr", "1"), "unrecognized arguments: --lr 1; the function's own stand after"),
+        ((":number",), "has a int, not a function, named 'number'"),
+        ((":train", "--workers", "8..2"), "'8..2' is not ascending; write 2..8"),
+        ((":train", "--lr", "1"), "unrecognized arguments: --lr 1; write the function's own after"),
         ((":train", "--", "--speed", "1"), "the function has no parameter 'speed'"),
     ],
 )

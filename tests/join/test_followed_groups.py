@@ -358,7 +358,7 @@ def unfit_groups(group):
 
 def test_groups_that_a_join_cannot_hold_are_refused_with_the_mend(ranks_of):
     for rank, (own, fewer, joinables) in enumerate(ranks_of(2).run(unfit_groups)):
-        assert "is that of a joinable" in own and "group.new_group(range(group.size))" in own
+        assert "is the group of a joinable" in own and "group.new_group(range(group.size))" in own
         for told in (fewer, joinables):
             assert "multiple process groups of different ranks" in told
             assert f"has [{rank}]" in told and "has [0, 1]" in told
