@@ -33,7 +33,7 @@ LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (acto
 
 
 class Program:
-    """A train function and its arguments: the implementation of `actors.worker.run_here.Program`."""
+    """A train function and its arguments: what `actors.worker.run_here.Program` asks for."""
 
     def __init__(
         self,
