@@ -21,7 +21,7 @@ from actors.errors import RankFailed, StartupError, WorkerLost
 from actors.messages import Report, WorkerSnapshot
 from collectives.contract.errors import CollectiveTimeout, GroupAborted, PeerLost
 from runtime.process.running import current, current_group
-from runtime.program.context import Context
+from runtime.program.context import Context, call_of
 from runtime.session.session import Session, SessionState, run
 from tests.harness.open_sockets import ports
 from tests.harness.programs import output_of
@@ -88,7 +88,7 @@ async def test_an_async_function_has_a_loop_of_its_own(session: Session) -> None
         helper = asyncio.create_task(asyncio.sleep(0.01, "slept"))
         total = torch.tensor([1.0])
         await ctx.group.all_reduce(total)
-        assert current() is ctx
+        assert current() is call_of(ctx)
         return total.item(), await helper
 
     assert await session.run(train) == [(2.0, "slept")] * 2
@@ -141,7 +141,7 @@ async def test_small_things_are_shared_between_ranks(session: Session) -> None:
 
 async def test_the_running_context_is_known_inside_and_only_there(session: Session) -> None:
     def train(ctx: Context) -> bool:
-        return current() is ctx and current_group() is ctx.group
+        return current() is call_of(ctx) and current_group() is ctx.group
 
     assert await session.run(train) == [True, True]
     with pytest.raises(RuntimeError, match="no train function of a session runs"):
@@ -584,7 +584,7 @@ def test_run_starts_a_local_cluster_and_leaves_nothing() -> None:
 import os, threading, time
 import ray
 from actors.errors import StartupError
-from runtime.session import run
+from runtime.session.session import run
 
 def train(ctx, base):
     ctx.barrier()
