@@ -107,7 +107,8 @@ def test_a_step_of_a_script_is_over_when_the_next_work_is_issued_by_whichever_th
             told.append("issued")
             yield second
 
-        work = ScriptedWork(dataclasses.replace(first.operation), group, script())
+        operation = dataclasses.replace(first.operation)
+        work = ScriptedWork(operation, group._communicator, group.abort, script())
         work.step()
         assert told == ["rank 1", "issued"]
         work.wait()

@@ -517,9 +517,11 @@ def test_detail_names_a_rank_that_leaves_an_operation_out(transport: str, tmp_pa
 def detail_on_one(rank: Rank) -> Any:
     if rank.rank == 0:
         set_debug_level(DebugLevel.DETAIL)
-    with pytest.raises(StoreTimeout) as raised:
+    try:
         rank.group(timeout_s=1).close()
-    return str(raised.value)
+    except StoreTimeout as error:
+        return str(error)
+    return ""  # The group of a rank without DETAIL is whole before the other rank waits in vain.
 
 
 def test_detail_on_some_ranks_only_is_told(tmp_path: Path) -> None:
