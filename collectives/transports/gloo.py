@@ -414,7 +414,7 @@ class GlooCommunicator(Communicator):
         raise _Over
 
     def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of a caller's tensor, which may have any stride if it has one element."""
+        """A contiguous copy of a caller's tensor. With one element, that may have any stride."""
         with self._tensors:
             if self._over.is_set():
                 raise _Over
