@@ -117,7 +117,7 @@ class ObjectChannel:
     ) -> ObjectWork:
         """Issue one object collective. kind, root and count must agree between ranks.
 
-        root: -1 for none. count: of objects; -1 for any. payload: what this rank sends, if anything.
+        root: -1 for none. count: of objects; -1 for any. payload: what this rank sends, or b"".
         body: (channel's group, lengths by rank) -> payloads by sending rank.
         read, map_location: see `ObjectWork`, `ObjectCollectives`.
         """
@@ -182,7 +182,7 @@ class ObjectChannel:
         try:
             payloads = work.body(group)  # 1, 2
         except (CollectiveTimeout, PeerLost) as error:
-            _, _, ranks, *rest = error.args  # The error names the caller's operation, not its parts.
+            _, _, ranks, *rest = error.args  # The error must name the caller's operation.
             raise type(error)(str(operation), operation.generation, ranks, *rest) from error
         values: dict[int, Any] = {}
         reason = trace = ""
