@@ -1,7 +1,7 @@
-"""Groups of ranks that move tensors together: no Ray in here, only tensors, ranks and time.
+"""Groups of ranks that move tensors together, without Ray.
 
-What needs torch is imported when it is first asked for: the driver's process passes errors on and
-keeps a store, and would take a second and a half longer to start, or to be replaced, with it.
+Names that need torch are imported on first access: the driver's process only passes errors on and
+keeps a store, and importing torch would delay its start, or its replacement, by 1.5 s.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)
     if name == "Group":
-        # A process that has groups has the backend "chorusline" of torch.distributed, too.
+        # A process that uses groups also gets the backend "chorusline" of torch.distributed.
         importlib.import_module(".torch_backend", __name__).register()
     globals()[name] = found
     return found

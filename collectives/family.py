@@ -1,12 +1,12 @@
-"""A group and the groups made of it: one generation, so one fate.
+"""A family: a group and its subgroups, which share one generation and end together.
 
-Whoever waits in one group does not see what happens in another. So one thread per family and
-process asks all of them, and where one has failed it ends the others, which spreads it to their
-other ranks, and so on. A parent ends its children and a child its parent: a rank lost to one is
-lost to all of them, and a rank that stopped halfway in one will not come to the next operation of
-another. For groups of independent fates call `Group.create` once for each.
+A thread that waits in one group does not see what happens in another. So one thread per family and
+process polls all of its groups; when one has failed, the thread ends the others, which carries the
+failure to their other ranks. A parent ends its children and a child its parent: a rank lost to one
+group is lost to all, and a rank that stopped in one group will not come to the next operation of
+another. For groups that fail independently, call `Group.create` once for each.
 
-Closing is not failing: it closes the groups made of the closed one, and nothing else.
+Closing a group is no failure: it closes the groups made of it, and no others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOOK_S = 0.05
 
 
 class Member(Protocol):
-    """A group as its family sees it. ranks: the root's number of each of its ranks."""
+    """A group as its family sees it. ranks: the global number of each of its ranks."""
 
     @property
     def name(self) -> str: ...
@@ -40,9 +40,9 @@ class Family:
 
     def __init__(self) -> None:
         self._members: list[Member] = []
-        self._failed: list[tuple[Member, CollectiveError]] = []  # those that others learned of
+        self._failed: list[tuple[Member, CollectiveError]] = []  # failures passed on to the others
         self._lock = threading.Lock()
-        self._left = threading.Event()  # fewer than two members: nobody to tell
+        self._left = threading.Event()  # set when fewer than two members are left
         self._watcher: threading.Thread | None = None
 
     def add(self, member: Member) -> None:
@@ -63,7 +63,7 @@ class Family:
                 self._left.set()
 
     def end(self, source: Member, error: CollectiveError) -> None:
-        """`source` has failed with `error`: so have all others."""
+        """End all other members, because `source` has failed with `error`."""
         with self._lock:
             if all(member is not source for member, _ in self._failed):
                 self._failed.append((source, error))
@@ -72,11 +72,11 @@ class Family:
             member.end_with(as_seen_from(member, source, error))
 
     def recordings(self) -> list[FlightRecording]:
-        """Of all groups that are open, and of those that failed and were closed since."""
+        """The recordings of all open groups, and of those that failed and were closed since."""
         return [member.flight_recorder for member in self._known()]
 
     def as_seen_from(self, target: Member, error: CollectiveError) -> CollectiveError:
-        """`error`, which one of the groups raised, with the ranks as `target` counts them."""
+        """`error`, which one of the groups raised, with `target`'s numbers of the ranks."""
         ends = [*self._failed, *((member, member.failure()) for member in self._known())]
         for source, end in ends:
             if type(end) is type(error) and end is not None and end.args == error.args:
@@ -100,18 +100,18 @@ class Family:
 
 
 def as_seen_from(target: Member, source: Member, error: CollectiveError) -> CollectiveError:
-    """The error of `source` with the ranks as `target` counts them, and the group named.
+    """The error of `source` with `target`'s numbers of the ranks, and the name of `source`.
 
-    Where `target` has none of the culprits, it was aborted by nobody of its own.
+    If no culprit is a rank of `target`, the result is GroupAborted without ranks.
     """
     guilty = [source.ranks[rank] for rank in error.ranks]
     here = [target.ranks.index(rank) for rank in guilty if rank in target.ranks]
     if here and isinstance(error, GroupAborted):
-        told = f"{error.reason} (in group {source.name!r})"
-        return GroupAborted(target.generation, here, told, error.traceback)
+        reason = f"{error.reason} (in group {source.name!r})"
+        return GroupAborted(target.generation, here, reason, error.traceback)
     if here and isinstance(error, CollectiveTimeout | PeerLost):
         _, _, _, *rest = error.args
         where = f"{error.operation} of group {source.name!r}"
         return type(error)(where, target.generation, here, *rest)
-    told = f"group {source.name!r}, of global ranks {list(source.ranks)}, ended: {error}"
-    return GroupAborted(target.generation, here, told)
+    reason = f"group {source.name!r}, of global ranks {list(source.ranks)}, ended: {error}"
+    return GroupAborted(target.generation, here, reason)

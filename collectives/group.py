@@ -1,7 +1,7 @@
-"""`Group`: the ranks of one generation, how they meet, and how it numbers what they issue.
+"""`Group`: the ranks of one generation, how they meet, and how their operations are numbered.
 
-What they can do together is in operations.py and objects/collectives.py; the groups that are made
-of a group, and how all of them end, in subgroups.py.
+The operations are in operations/operations.py and objects/collectives.py. subgroups.py makes
+groups of a group's ranks, and ends and closes groups.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Announce = Callable[[Kind, int, int, int], None]
 
 @dataclass(frozen=True)
 class GroupDescription:
-    """What a group is, for people and for `doctor`.
+    """The facts about a group, for users and for `doctor`.
 
-    ranks: the root group's number of each rank. network: the interfaces that its transport uses,
-    and what chose them. operations: those issued so far, those of objects left out.
+    ranks: the root group's number of each rank. network: the interfaces that the transport uses,
+    and what chose them. operations: the number issued so far, without operations on objects.
     """
 
     name: str
@@ -69,20 +69,22 @@ class GroupDescription:
 class Group(Operations, ObjectCollectives, Subgroups):
     """An immutable membership of `size` ranks that run collectives together.
 
-    Make one with `Group.create`; no Ray is needed. Every rank issues the same operations in the
-    same order. Each returns a `Work` at once; `.wait()` or `await` it before using the tensors.
+    `Group.create` makes one; no Ray is needed. Every rank issues the same operations in the same
+    order. Each returns a `Work` at once; `.wait()` or `await` it before using the tensors.
 
     A failure on any rank (a death, a timeout, a mismatch, `abort`) ends the group for all ranks:
-    pending and later works raise the same error everywhere, naming the culprits. There is no way
-    back; the ranks that are left form a new group with the next generation number.
+    pending and later works raise the same error everywhere, naming the culprits. An ended group
+    stays ended; the ranks that are left form a new group with the next generation number.
 
-    rank, size: this process and the number of them. generation: number of the membership.
-    device: where tensors must live. timeout_s: seconds an operation may take, counted from its
-    issue, unless the call says otherwise. statistics: operations and elements so far.
-    ranks: the number of each rank in the root group, from which `new_group` and `split` made this
-    one; of a root group 0, 1, 2… parent: the group it was made of, or None.
+    rank, size: the number of this process, and of all processes.
+    generation: number of the membership.
+    device: where tensors must live.
+    timeout_s: seconds an operation may take from its issue, unless the call passes its own.
+    statistics: operations and elements so far.
+    ranks: the number of each rank in the root group; 0, 1, 2… if this group is the root.
+    parent: the group from which `new_group` or `split` made this one, or None.
 
-    A group belongs to the process that made it; a fork of it may only drop it.
+    A group belongs to the process that made it; a fork of the process may only drop it.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
         store: Store,
         backend: str | None = None,
     ) -> None:
-        """store: where its ranks have met; nobody else uses it. backend: as it was asked for."""
+        """store: where the ranks have met, for this group alone. backend: as passed to `create`."""
         self._communicator = communicator
         self.rank = communicator.rank
         self.size = communicator.size
@@ -108,7 +110,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
         self.ranks: tuple[int, ...] = tuple(range(self.size))
         self.parent = None
         self._recorder = FlightRecorder(self.rank, self.size, name, generation)
-        # At DETAIL: shapes that were checked, and the frame of the operation they belong to.
+        # At debug level DETAIL: the checked shapes, each with the frame of its operation.
         self._shapes: list[tuple[FrameType, tuple[int, ...]]] = []
         self._notes_shapes = communicator.compares
         self._has_nvtx = self.device.type == "cuda"
@@ -123,7 +125,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
         self._channel = None
         self._messages: ObjectMessages | None = None
         self._family.add(self)
-        self._coalesced: Coalesced | None = None  # the block that is open
+        self._coalesced: Coalesced | None = None  # the open block
         self._wire_ops = {}
         self._announce: Announce | None = None
 
@@ -141,17 +143,17 @@ class Group(Operations, ObjectCollectives, Subgroups):
         name: str = "default",
         backend: str | None = None,
     ) -> Self:
-        """Meet the other ranks in `store` and connect. Blocks until all have come.
+        """Meet the other ranks in `store` and connect. Blocks until all ranks have come.
 
-        Ranks pick the same `size`, `generation` and `name`; a second group of the same name and
-        generation through the same store is told apart by the order of creation.
+        All ranks pass the same `size`, `generation` and `name`. Groups of the same name and
+        generation in one store are distinguished by the order of their creation.
 
-        backend: None takes what serves the device: NCCL on CUDA; on CPU shared memory where all
-        ranks are on one host, else Gloo. Or "shared-memory", "gloo", "nccl", or the name of one of
-        your own (`register_backend`); the same on all ranks.
+        backend: None chooses by device: NCCL on CUDA; on CPU shared memory if all ranks are on one
+        host, else Gloo. Otherwise "shared-memory", "gloo", "nccl", or a name that
+        `register_backend` has registered; the same on all ranks.
 
-        Raises StoreTimeout naming the ranks that did not come within `timeout_s`. It may be called
-        again then, also by ranks that had given up before the others first came.
+        Raises StoreTimeout naming the ranks that did not come within `timeout_s`. The ranks may
+        then call it again, at different times; those that call again meet.
         """
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
@@ -196,13 +198,13 @@ class Group(Operations, ObjectCollectives, Subgroups):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         name: str = "default",
     ) -> Self:
-        """Meet the other ranks at a URL and connect, for processes that are not our actors.
+        """Meet the other ranks at a URL and connect, for processes that Chorusline did not start.
 
-        url: tcp://host:port, file:///path or env://, as in rendezvous.py, which says who listens
-        where. rank, size: what the URL or the environment does not say.
+        url: tcp://host:port, file:///path or env://; stores/rendezvous.py says which rank listens.
+        rank, size: needed where neither the URL nor the environment gives them.
 
-        For several groups or generations, keep what `store_from_url` returns, and `create` them
-        through its store. Raises what `store_from_url` and `create` raise.
+        For several groups or generations, call `store_from_url` once and pass its store to
+        `create`. Raises what `store_from_url` and `create` raise.
         """
         store, rank, size = store_from_url(url, rank, size, timeout_s=timeout_s)
         return cls.create(
@@ -214,13 +216,13 @@ class Group(Operations, ObjectCollectives, Subgroups):
     def coalesce(self, *, timeout_s: float | None = None) -> Coalesced:
         """A block whose operations are one work: `with group.coalesce() as work:`.
 
-        `with` launches at its end, and `work.wait()` or `await work` comes after it; `async with`
-        awaits at its end as well. Every rank puts the same operations into its block. On NCCL it
-        is one group call. timeout_s: seconds, of operations that do not say their own.
+        `with` launches the operations at its end; call `work.wait()` or `await work` after it.
+        `async with` also awaits at its end. Every rank issues the same operations in its block. On
+        NCCL the block is one group call. timeout_s: seconds, for operations that pass none.
 
         ::
 
-            async with group.coalesce():  # no order is wrong here, on any backend
+            async with group.coalesce():  # Either order is right, on all backends.
                 group.send(mine, dst=right)
                 group.recv(theirs, src=left)
 
@@ -246,16 +248,16 @@ class Group(Operations, ObjectCollectives, Subgroups):
     def monitored_barrier(
         self, timeout_s: float | None = None, wait_all_ranks: bool = False
     ) -> Work:
-        """A barrier to find out who is missing: its CollectiveTimeout names the first rank that is.
+        """A barrier that finds missing ranks: its CollectiveTimeout names the first one.
 
-        wait_all_ranks: name all that are missing. The error comes to all ranks that are there, and
-        ends the generation, as every timeout does. On every backend; torch's only on Gloo.
+        wait_all_ranks: name all missing ranks. All ranks that are present raise the error, which
+        ends the generation, as every timeout does. Every backend has it; in torch, only Gloo.
         """
         return MonitoredBarrier(self.barrier(timeout_s=timeout_s), wait_all_ranks)
 
     def meet(self) -> Work:
-        """A barrier before the ranks are used for something else: none of the user's operations, so
-        in no statistics and in no recording. It takes a number, as all operations do."""
+        """A barrier before the ranks turn to another task. It is numbered as all operations are,
+        but not a user's operation, so statistics and recordings leave it out."""
         deadline_s = self._deadline_s(Kind.BARRIER, None)
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
@@ -263,20 +265,20 @@ class Group(Operations, ObjectCollectives, Subgroups):
         return self._communicator.barrier(operation)
 
     def announce_to(self, announce: Announce | None) -> None:
-        """Call `announce` before each operation that this rank issues, before it is numbered; None:
-        no more. It may run operations of this group first, or raise: then nothing is issued.
-        """
+        """Call `announce` before this rank issues and numbers an operation; None ends that.
+
+        `announce` may run operations of this group first. If it raises, nothing is issued."""
         self._announce = announce
 
     @property
     def waits_on_issue(self) -> bool:
-        """Whether an operation waits for all ranks before it is issued: at debug level DETAIL."""
+        """Whether operations wait for all ranks before they are issued, as at level DETAIL."""
         return self._communicator.compares
 
     # --------------------------------------------------------------------------------------------
 
     def describe(self) -> GroupDescription:
-        """What this group is and uses, as a frozen record; needs no other rank."""
+        """The facts about this group, as a frozen record; needs no other rank."""
         return GroupDescription(
             self.name,
             self.generation,
@@ -328,10 +330,10 @@ class Group(Operations, ObjectCollectives, Subgroups):
         )
         self._recorder.record(operation, sys._getframe(2))
         if self._notes_shapes:
-            if self._announce is None:  # Else ranks may take part that know no shape.
+            if self._announce is None:  # Otherwise ranks may take part that know no shapes.
                 frame = sys._getframe(1)
                 operation.shapes = tuple(shape for of, shape in self._shapes if of is frame)
-            self._shapes.clear()  # Also what an operation left behind that was refused.
+            self._shapes.clear()  # Also removes shapes of operations that a check refused.
         if profiler._is_profiler_enabled or self._has_nvtx:
             operation.span = begin_span(operation, self._has_nvtx)
         return operation
@@ -354,7 +356,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
         return operation
 
     def _deadline_s(self, kind: Kind, timeout_s: float | None) -> float:
-        """The seconds that an operation has, if it may be issued here and now."""
+        """The seconds that an operation has; raises if it may not be issued here and now."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{kind.name.lower()}: this group belongs to process {self._pid}, and this is a "

@@ -1,9 +1,9 @@
-"""How the ranks of a group meet in a store, also after some of them have given up once.
+"""How the ranks of a group meet in a store, also after some of them have given up.
 
-Each `Group.create` is an attempt with a number, counted by each rank for itself: so two groups of
-one name and generation are told apart. A rank whose patience ends marks its attempt as given up.
-Who comes to an attempt that was given up, or waits in one, goes on to the next, where those are who
-try again: ranks that retry meet, however often each of them has tried.
+Each `Group.create` is an attempt with a number, which each rank counts for itself; so two groups
+of one name and generation are distinguished. A rank that times out marks its attempt as given up.
+A rank that comes to such an attempt, or waits in it, goes on to the next one. So ranks that call
+again meet, however often each of them has tried.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .contract.errors import StoreTimeout
 from .stores.store import Data, PrefixStore, Store
 from .transports.backends import Backend
 
-_SLICE_S = 0.2  # of a wait in the store, between two looks at what may have made it pointless
+_SLICE_S = 0.2  # a wait in the store is split into slices, with a check for given_up between them
 
 Result = TypeVar("Result")
 
 
 class WatchedStore(PrefixStore):
-    """Waits in slices. look: called between them; raises where waiting has become pointless."""
+    """A store that waits in slices and calls `look` between them; `look` raises to end a wait."""
 
     def __init__(self, prefix: str, store: Store, look: Callable[[], None]) -> None:
         super().__init__(prefix, store)
@@ -51,7 +51,7 @@ class WatchedStore(PrefixStore):
 
 
 class _GivenUp(Exception):
-    """Another rank has given up this attempt; it, or somebody in its place, may try again."""
+    """Another rank has given up this attempt; that rank, or its replacement, may try again."""
 
 
 def meet(
@@ -65,14 +65,14 @@ def meet(
     timeout_s: float,
     name: str,
 ) -> tuple[Communicator, PrefixStore]:
-    """The communicator of the group, and the part of `store` that is the group's alone.
+    """The communicator of the group, and the part of `store` that only the group uses.
 
-    Raises StoreTimeout naming the ranks that did not come, ValueError where ranks came with
+    Raises StoreTimeout naming the ranks that did not come, ValueError if ranks came with
     different backends, and what the backend raises.
     """
     give_up_at = time.monotonic() + timeout_s
     attempts = f"group/{name}/{generation}"
-    earlier: list[PrefixStore] = []  # attempts that others gave up while this rank was in them
+    earlier: list[PrefixStore] = []  # attempts that other ranks gave up while this rank waited
     while True:
         number = store.add(f"{attempts}/created_by/{rank}", 1)
         given_up = f"{attempts}/{number}/given_up"
@@ -95,7 +95,8 @@ def meet(
         except StoreTimeout as error:
             store.set(given_up, str(rank))
             keys = {ranks_of_keys([key])[0]: key for key in error.keys if ranks_of_keys([key])}
-            # Who came before and has just given up, as this rank would, is not the one to blame.
+            # A rank that came to an earlier attempt and gave up, as this rank does now, is blamed
+            # only if no other rank is missing.
             tired = [
                 other
                 for other in sorted(keys)
@@ -109,16 +110,16 @@ def meet(
                 timeout_s,
                 f"ranks {absent} of {size} did not come to generation {generation} of group "
                 f"{name!r}. Check that they run, and that all use the same store, size, name and "
-                "generation; who calls again meets those who do so, too",
+                "generation; ranks that call again meet each other",
             ) from error
-        # From here on nobody gives up: the store is watched no more.
+        # From here on no rank gives up, so the store is no longer watched.
         own = PrefixStore(f"{attempts}/{number}", store)
         own.set_timeout(timeout_s)
         return communicator, own
 
 
 def ranks_of_keys(keys: Sequence[str]) -> list[int]:
-    """The ranks that did not write them: such a key ends in `/<rank>`."""
+    """The ranks that should have written `keys`: such a key ends in `/<rank>`."""
     numbers = {key.rsplit("/", 1)[-1] for key in keys}
     return sorted(int(number) for number in numbers if number.isdecimal())
 
@@ -126,7 +127,7 @@ def ranks_of_keys(keys: Sequence[str]) -> list[int]:
 def _compare_backends(
     place: PrefixStore, backend: Backend, rank: int, others: Sequence[int]
 ) -> None:
-    """Raise ValueError if some of them came with another one."""
+    """Raise ValueError if some of `others` came with another backend."""
     differ = [
         f"rank {other} came with {theirs!r}"
         for other in others

@@ -1,8 +1,8 @@
-"""Taking part in an operation with nothing to say: what a rank contributes that changes no result.
+"""Contributions to an operation that change no result, for a rank that has no data.
 
-The neutral element of a sum is 0, of a product 1, of a minimum the largest number; of parts that
-are handed around it is the empty one. An operation has none if ranks that take part count in its
-result (AVG), if its data comes from the rank that has none, or if only two ranks know of it.
+The neutral element of a sum is 0, of a product 1, of a minimum the largest number; where ranks
+exchange parts, it is the empty part. An operation has none if its result counts the ranks (AVG), if
+the rank without data is its root, or if only two ranks know of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROOTED = (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)
 
 
 def neutral_element(op: ReduceOp, dtype: torch.dtype) -> complex:
-    """What changes no result of `op`. Raises ValueError for AVG, which has none."""
+    """The number that changes no result of `op`. Raises ValueError for AVG, which has none."""
     if op in (ReduceOp.SUM, ReduceOp.PREMUL_SUM, ReduceOp.BOR, ReduceOp.BXOR):
         return 0
     if op is ReduceOp.PRODUCT:
@@ -37,9 +37,9 @@ def neutral_element(op: ReduceOp, dtype: torch.dtype) -> complex:
 
 
 def why_not_without(kind: Kind, detail: int, absent: Collection[int]) -> str | None:
-    """Why an operation cannot go on while the ranks `absent` contribute nothing; None: it can.
+    """Why an operation is impossible while the ranks `absent` contribute nothing; None: it is not.
 
-    detail: of the operation, as operation.py has it.
+    detail: `Operation.detail`.
     """
     if kind is Kind.COALESCED:
         return "a coalesced block is one work; issue its operations one by one"
@@ -61,8 +61,8 @@ def why_not_without(kind: Kind, detail: int, absent: Collection[int]) -> str | N
 def take_part(group: Group, kind: Kind, numel: int, dtype: int, detail: int) -> None:
     """Issue the operation that other ranks issue, contribute nothing, and wait for it.
 
-    kind, numel, dtype, detail: of that operation, as operation.py has them. Parts of an all_gather
-    are zeros, those of gather, scatter and all_to_all empty.
+    kind, numel, dtype, detail: as in `Operation`. This rank's part is zeros in an all_gather, and
+    empty in gather, scatter and all_to_all.
     """
 
     def filled(count: int, op: ReduceOp) -> torch.Tensor:
@@ -98,5 +98,5 @@ def take_part(group: Group, kind: Kind, numel: int, dtype: int, detail: int) -> 
         case Kind.ALL_TO_ALL:
             work = group.all_to_all(nothing, nothing)
         case _:
-            raise AssertionError(f"nobody announces {kind.name}")
+            raise AssertionError(f"no rank announces {kind.name}")
     work.wait()

@@ -1,7 +1,7 @@
 """The half of `Group` that makes groups of its ranks, and ends together with them.
 
-Groups that are made of a group meet in the store that it met in. All of them are one family, with
-one generation and one fate: see family.py.
+Subgroups meet in the store in which their group met. All of them are one family, with one
+generation, and end together: see family.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .stores.store import PrefixStore, Store
 
 
 class Subgroups(ABC):
-    """The groups that are made of a group, and the end that all of them share."""
+    """Making subgroups, and ending and closing a group together with them."""
 
     name: str
     rank: int
@@ -56,7 +56,7 @@ class Subgroups(ABC):
     _closed: bool
     _family: Family
     _children: list[Self]
-    _children_made: Iterator[int]  # equal on all ranks: making one is a collective
+    _children_made: Iterator[int]  # equal on all ranks, because making a group is a collective
     _channel: ObjectChannel | None
 
     @classmethod
@@ -80,14 +80,14 @@ class Subgroups(ABC):
     # -- made ------------------------------------------------------------------------------------
 
     def new_group(self, ranks: Sequence[int], name: str | None = None) -> Self | None:
-        """A group of `ranks` of this one, in that order; None on the ranks left out.
+        """A group of `ranks` of this group, in that order; None on the other ranks.
 
-        Collective over this group, blocking: all ranks pass the same. In a coroutine, use
-        asyncio.to_thread. It shares this group's generation: if either fails, so does the other.
-        name: for errors and `describe`; by default this group's with a number.
+        All ranks of this group call it with the same arguments. It blocks; in a coroutine, use
+        asyncio.to_thread. The groups share a generation: if either fails, so does the other.
+        name: for errors and `describe`; by default this group's name with a number.
 
         Raises ValueError for ranks that are out of range or named twice, CollectiveMismatch on all
-        ranks if they pass different lists.
+        ranks if they pass different arguments.
         """
         ranks = [_whole(rank, "ranks must be whole numbers") for rank in ranks]
         outside = [rank for rank in ranks if not 0 <= rank < self.size]
@@ -103,19 +103,19 @@ class Subgroups(ABC):
         number, said = self._agree((ranks, name))
         _, blamed = usual_and_blamed(said)
         if blamed:
-            told = ", ".join(
+            passed = ", ".join(
                 f"rank {r} passed {what[0]}, name {what[1]!r}" for r, what in enumerate(said)
             )
-            raise CollectiveMismatch(f"new_group #{number}", self.generation, blamed, told)
+            raise CollectiveMismatch(f"new_group #{number}", self.generation, blamed, passed)
         return self._make(ranks, name, f"{number}")
 
     def split(
         self, color: int | None, key: int | None = None, name: str | None = None
     ) -> Self | None:
-        """One group for each color, of the ranks that pass it; None where color is None.
+        """One group for each color, of the ranks that pass that color; None if color is None.
 
-        Collective over this group, blocking, as `new_group`; MPI_Comm_split. key: orders the ranks
-        of a group; equal ones, and by default all, keep their order.
+        All ranks of this group call it, and it blocks, as `new_group`. key: orders the ranks of
+        the new group; ranks with equal keys keep their order. See MPI_Comm_split.
         """
         if color is not None:
             color = _whole(color, "color must be a whole number or None")
@@ -139,14 +139,14 @@ class Subgroups(ABC):
         what: str | None = None,
         limit_s: float | None = None,
     ) -> Self:
-        """Connect `members` of this group, which all of them have agreed to do.
+        """Connect `members` of this group, after all of them have agreed to connect.
 
-        A member that does not come is lost to this group as well, whose generation ends.
+        If a member does not come, this group's generation ends as well.
 
-        members: ranks of this group, in the order of the new one; this rank is among them.
-        prefix: where they meet, within the store that this group met in.
-        what, timeout_s: for errors; what is by default the making of a group.
-        limit_s: seconds until all have met; by default timeout_s.
+        members: ranks of this group, in the order of the new group; this rank is among them.
+        prefix: where they meet, within the store in which this group met.
+        what, timeout_s: for errors; `what` is by default the making of a group.
+        limit_s: seconds until all members have met; by default timeout_s.
         """
         what = what or f"the making of group {name!r}"
         group: Self | None = None
@@ -161,10 +161,10 @@ class Subgroups(ABC):
                     generation=self.generation,
                     timeout_s=limit_s,
                     name=name,
-                    # A backend of the caller's choice serves the device of this group.
+                    # The backend that the caller chose serves only the device of this group.
                     backend=self._asked_backend if device.type == self.device.type else None,
                 )
-                self._adopt(group, members)  # From here on its end is the parent's.
+                self._adopt(group, members)  # From here on a failure of it ends this group.
         except (CollectiveError, StoreTimeout) as error:
             if group is not None and self._closed:
                 group.close()
@@ -173,14 +173,15 @@ class Subgroups(ABC):
                 failure = self._not_met(error, what, members, timeout_s)
                 self.abort(failure)
             raise fresh_copy(failure) from error
-        if self._closed:  # Meanwhile, by another thread, which cannot have known this one.
+        if self._closed:  # Another thread closed this group and could not know the new one.
             group.close()
             raise GroupClosed(what, self.generation)
         return group
 
     def another_store(self) -> Store:
-        """A place of its own in the store that this group met in, for whatever else its ranks
-        agree on. All ranks ask for it in the same order, between the groups that they make."""
+        """A part of this group's store with keys of its own, for other agreements between ranks.
+
+        All ranks call it in the same order, also relative to `new_group` and `split`."""
         return PrefixStore(f"others/{next(self._children_made)}", self._store)
 
     def global_rank(self, group_rank: int) -> int:
@@ -199,7 +200,7 @@ class Subgroups(ABC):
         return self.ranks.index(global_rank)
 
     def _agree(self, mine: Any) -> tuple[int, list[Any]]:
-        """The number of the group to be made, and what all ranks pass."""
+        """The number of the group to be made, and the arguments of all ranks."""
         said = self.all_gather_object(mine).wait()
         return next(self._children_made), said
 
@@ -216,9 +217,9 @@ class Subgroups(ABC):
         )
 
     def _channel_group(self, operation: Operation) -> tuple[Self, RecorderOnBehalf]:
-        """The group behind the `ObjectChannel`, of the same ranks on their hosts; its recorder.
+        """The CPU group of the same ranks behind the `ObjectChannel`, and its recorder.
 
-        operation: the first one that needs it, whose deadline holds.
+        operation: the first operation that needs the group; its deadline applies.
         """
         left_s = operation.issued_at + operation.timeout_s - time.monotonic()
         group = self.connect_child(
@@ -235,10 +236,10 @@ class Subgroups(ABC):
         return group, recorder
 
     def _meeting_place(self, prefix: str, members: Sequence[int]) -> WatchedStore:
-        """Part of the store that this group met in, for a group of `members` of it to meet.
+        """The part of this group's store in which a group of `members` meets.
 
-        A rank that waits there for one that is lost, or while this group ends, raises that at
-        once; the store alone would let it wait for the deadline.
+        A rank that waits there raises at once if a member is lost or this group ends; with the
+        store alone it would wait until the deadline.
         """
 
         def look() -> None:
@@ -254,7 +255,7 @@ class Subgroups(ABC):
         return WatchedStore(prefix, self._store, look)
 
     def _adopt(self, child: Self, members: Sequence[int]) -> None:
-        """Make `child` one of this family; it is made of `members` of this group, in order."""
+        """Add `child`, a group of `members` of this group in order, to this family."""
         child.parent = self
         child.ranks = tuple(self.ranks[rank] for rank in members)
         child._family.remove(child)
@@ -272,7 +273,7 @@ class Subgroups(ABC):
         members: Sequence[int],
         timeout_s: float,
     ) -> CollectiveError:
-        """Why `members` of this group did not meet; the ranks as this group counts them."""
+        """Why `members` did not meet, with this group's numbers of the ranks."""
         if isinstance(error, StoreTimeout):
             late = sorted(members[number] for number in ranks_of_keys(error.keys))
             return CollectiveTimeout(what, self.generation, late, timeout_s)
@@ -290,16 +291,16 @@ class Subgroups(ABC):
     def abort(self, reason: str | BaseException | CollectiveError) -> None:
         """End this generation on all ranks; may be called from any thread.
 
-        Every pending and later work raises, everywhere: a CollectiveError as it is, anything else
-        as GroupAborted by this rank, with the reason (of an exception: its traceback as well).
-        Groups made of this one, and the one it was made of, end as well.
+        Every pending and later work raises on all ranks: a CollectiveError unchanged, any other
+        reason as GroupAborted by this rank, with the traceback if it is an exception. Groups made
+        of this group, and its parent, end as well.
         """
         if isinstance(reason, CollectiveError):
             error = reason
         elif isinstance(reason, BaseException):
-            told = "".join(traceback.format_exception_only(reason)).strip()
+            text = "".join(traceback.format_exception_only(reason)).strip()
             trace = "".join(traceback.format_exception(reason))
-            error = GroupAborted(self.generation, [self.rank], told, trace)
+            error = GroupAborted(self.generation, [self.rank], text, trace)
         else:
             error = GroupAborted(self.generation, [self.rank], reason)
         if os.getpid() != self._pid or self._closed:
@@ -308,7 +309,7 @@ class Subgroups(ABC):
         self._family.end(self, error)
 
     def end_with(self, error: CollectiveError) -> None:
-        """`abort` of this group alone; its family finds out. For its family, and its channel."""
+        """Abort this group and its object channel. Its family, which calls this, ends the rest."""
         self._communicator.abort(error)
         if self._channel is not None:
             self._channel.fail(error)
@@ -318,18 +319,18 @@ class Subgroups(ABC):
         return self._communicator.failure()
 
     def close(self) -> None:
-        """Give back memory and threads; peers that still wait for this rank raise PeerLost.
+        """Free memory and threads; peers that still wait for this rank raise PeerLost.
 
         Closes the groups made of this one first.
         """
-        if self._closed or os.getpid() != self._pid:  # The memory of a fork is that of the rank.
+        if self._closed or os.getpid() != self._pid:  # A fork shares the rank's memory segment.
             return
         self._closed = True
         for child in list(self._children):
             child.close()
         failure = self._communicator.failure()
         if failure is not None and not isinstance(failure, GroupClosed):
-            self._family.end(self, failure)  # Nobody looks at a group that has left.
+            self._family.end(self, failure)  # The family does not poll a group that has left.
         self._family.remove(self)
         if self.parent is not None and self in self.parent._children:
             self.parent._children.remove(self)
@@ -339,19 +340,19 @@ class Subgroups(ABC):
 
     @property
     def flight_recorder(self) -> FlightRecording:
-        """The last collectives of this rank as they stand now; print it when something hangs."""
+        """The last collectives of this rank and their current states; print it when a run hangs."""
         return self._recorder.read(self.ranks)
 
     def flight_recorders(self) -> list[FlightRecording]:
-        """Those of this group, of all that were made of it, and of its objects' channel."""
+        """The recordings of this group, its family and their object channels."""
         return self._family.recordings()
 
     def as_counted_here(self, error: CollectiveError) -> CollectiveError:
-        """`error`, which a group made of this one may have raised, with the ranks of this one."""
+        """`error`, which a group of this family may have raised, with this group's rank numbers."""
         return self._family.as_seen_from(self, error)
 
 
-def _whole(number: object, told: str) -> int:
+def _whole(number: object, rule: str) -> int:
     if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{told}, got {number!r}")
+        raise TypeError(f"{rule}, got {number!r}")
     return number

@@ -1,4 +1,4 @@
-"""What a reduction does to the elements, for transports that add on the host."""
+"""The arithmetic of reductions, for transports that add on the host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceO
         output.copy_(parts[0])
         return
     if output.dtype in _HALF and (len(parts) > 2 or op is ReduceOp.AVG):
-        # Rounding after every addition loses half the bits over 8 ranks, and the sum of an
+        # Rounding after every addition loses half the bits over 8 ranks, and the sum behind an
         # average overflows float16 long before the average does.
         total = parts[0].float()
         for part in parts[1:]:
@@ -42,7 +42,7 @@ def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceO
             total.div_(len(parts))
         output.copy_(total)
         return
-    if op is ReduceOp.AVG and output.dtype in _NARROW:  # The sum may overflow, the average not.
+    if op is ReduceOp.AVG and output.dtype in _NARROW:  # The sum may overflow; the average cannot.
         total = torch.stack(tuple(parts)).sum(0, dtype=torch.int64)
         output.copy_(total.div_(len(parts), rounding_mode="trunc"))
         return

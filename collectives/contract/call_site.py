@@ -1,8 +1,8 @@
-"""The line of the user's code that began a collective, found cheaply and put into words late.
+"""The line of the user's code that issued a collective, found cheaply and formatted late.
 
-A hot path keeps a code object and an instruction's offset; which line that is, is worked out when
-somebody asks. Code of ours, of torch and of the standard library is passed over, so a bucket that
-the backward pass launches is found at the user's `loss.backward()`.
+A hot path keeps only a code object and an instruction's offset; the line number is computed when
+an error or a recording needs it. Frames of Chorusline, torch and the standard library are skipped,
+so a bucket that the backward pass launches is reported at the user's `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ def _folders(package: str) -> list[str]:
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _PASSED_OVER = (
-    # The folders beside this package's own: a user of groups alone may have other packages named
-    # actors and runtime.
+    # Full paths, because a user of groups alone may have other packages named actors and runtime.
     *(
         str(Path(folder).parent / package) + os.sep
         for folder in _folders(__name__.partition(".")[0])
@@ -34,7 +33,7 @@ _PASSED_OVER = (
 
 
 class _UsersFiles(dict[str, bool]):
-    """By file name, whether the user wrote it. Decided once for each."""
+    """Whether the user wrote a file, by file name; decided once for each file."""
 
     def __missing__(self, filename: str) -> bool:
         installed = "-packages" + os.sep in filename
@@ -48,7 +47,7 @@ is_users_file = _UsersFiles()
 
 
 def users_frame(frame: FrameType) -> FrameType:
-    """The innermost frame of the user's, from `frame` outwards; `frame` where there is none."""
+    """The innermost frame of user code, from `frame` outwards; `frame` if there is none."""
     found: FrameType | None = frame
     while found is not None:
         if is_users_file[found.f_code.co_filename]:
@@ -58,7 +57,7 @@ def users_frame(frame: FrameType) -> FrameType:
 
 
 def line_of(code: CodeType, offset: int) -> int:
-    """The line of the instruction at `offset`; 0 if the code does not say."""
+    """The line of the instruction at `offset`; 0 if the code object does not record it."""
     for start, end, line in code.co_lines():
         if start <= offset < end and line is not None:
             return line
@@ -66,7 +65,7 @@ def line_of(code: CodeType, offset: int) -> int:
 
 
 SITE_BYTES = 64
-"""Of a place's text where memory is shared; a longer one loses its beginning."""
+"""Bytes that a call site takes in shared memory; a longer text loses its beginning."""
 
 _known: dict[tuple[int, int], tuple[CodeType, str, bytes]] = {}  # by id of the code, and offset
 
@@ -77,7 +76,7 @@ def short_site(code: CodeType | None, offset: int) -> str:
 
 
 def padded_site(code: CodeType | None, offset: int) -> bytes:
-    """The same in SITE_BYTES bytes, zeros behind."""
+    """`short_site` as SITE_BYTES bytes, padded with zeros."""
     if code is None:
         return bytes(SITE_BYTES)
     known = _known.get((id(code), offset))
@@ -87,10 +86,10 @@ def padded_site(code: CodeType | None, offset: int) -> bytes:
 def _texts(code: CodeType, offset: int) -> tuple[CodeType, str, bytes]:
     known = _known.get((id(code), offset))
     if known is None:
-        if len(_known) > 4096:  # Functions that are made without end must not pile up.
+        if len(_known) > 4096:  # Code that is generated without end must not pile up here.
             _known.clear()
         text = f"{Path(code.co_filename).name}:{line_of(code, offset)}"
         padded = text.encode()[-SITE_BYTES:].ljust(SITE_BYTES, b"\0")
-        # The code itself is kept, so that no other can take its id.
+        # The entry keeps the code object alive, so that no other object can take its id.
         known = _known[(id(code), offset)] = (code, text, padded)
     return known

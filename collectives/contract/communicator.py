@@ -16,26 +16,25 @@ from .work import Work
 class Communicator(ABC):
     """Moves tensors between `size` ranks; `Group` is its only caller.
 
-    Group has checked ranks, roots, dtypes, sizes, devices and contiguity, and counts. All tensors
-    are flat and contiguous, of the real dtypes of the contract without bool. A communicator trusts
-    that, moves the bytes, and keeps three promises:
+    Group checks and counts: ranks, roots, dtypes, sizes, devices and contiguity. All tensors are
+    flat and contiguous, of the contract's real dtypes without bool. A communicator trusts that,
+    moves the bytes, and keeps three promises:
 
-    1. Collectives run in the order of issue and make progress without being waited for.
+    1. Collectives run in the order of issue and make progress although no thread waits for them.
     2. `abort` may be called from any thread at any time and frees every waiter, here and, where
        the transport can, on all ranks. From then on every operation raises that error.
-    3. A peer that died, or that does not arrive within `operation.timeout_s`, is an error that
-       names it, on every rank.
+    3. A peer that died, or that does not arrive within `operation.timeout_s`, raises an error that
+       names the peer, on every rank.
 
-    For the flight recorder it sets `operation.state` to STARTED when the operation's turn has come,
-    and calls `operation.end` when it is over.
-    When the data of an operation has arrived, and before its work is done, it calls
-    `operation.finish`, if there is one.
+    The communicator sets `operation.state` to STARTED when the operation's turn has come. When the
+    data has arrived, and before the work is done, it calls `operation.finish`, if there is one. It
+    calls `operation.end` when the operation is over.
 
     device: where the tensors live. backend: the name that errors use.
     """
 
     compares = False
-    """Whether it compares the shapes of the caller's tensors (transports/comparing.py)."""
+    """Whether the transport compares the shapes of callers' tensors (transports/comparing.py)."""
     backend: str
     rank: int
     size: int
@@ -44,7 +43,7 @@ class Communicator(ABC):
     has_tags = True
 
     def lacks(self, op: ReduceOp, dtype: torch.dtype) -> str:
-        """What to do instead, if this transport cannot reduce `dtype` with `op`; else nothing."""
+        """The remedy if this transport cannot reduce `dtype` with `op`; "" if it can."""
         return ""
 
     @abstractmethod
@@ -53,13 +52,13 @@ class Communicator(ABC):
 
     @abstractmethod
     def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
-        """tensor: (n,), reduced in place on `root`, left as it is elsewhere."""
+        """tensor: (n,), reduced in place on `root`, unchanged on the other ranks."""
 
     @abstractmethod
     def reduce_scatter(
         self, operation: Operation, output: torch.Tensor, input: torch.Tensor, op: ReduceOp
     ) -> Work:
-        """input: (size * n,), left as it is. output: (n,), this rank's part."""
+        """input: (size * n,), unchanged. output: (n,), this rank's part."""
 
     @abstractmethod
     def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
@@ -73,29 +72,29 @@ class Communicator(ABC):
     def exchange(
         self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
     ) -> Work:
-        """inputs[r] goes to rank r; outputs[r] gets what rank r sends. (n,) of any n, also 0.
+        """Send inputs[r] to rank r and receive from it into outputs[r]. Each is (n,) of any n >= 0.
 
-        Where a rank sends another number of elements than the other one expects, it is a
-        CollectiveMismatch, if the transport can see it.
+        Raises CollectiveMismatch where a rank sends another number of elements than its peer
+        expects, if the transport can detect that.
         """
 
     @abstractmethod
     def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
-        """tensor: (n,), to operation.peer, with operation.tag."""
+        """tensor: (n,), sent to operation.peer with operation.tag."""
 
     @abstractmethod
     def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
-        """tensor: (n,), from operation.peer, which is set if it is ANY_RANK; operation.tag."""
+        """tensor: (n,), from operation.peer with operation.tag. ANY_RANK becomes the sender."""
 
     def begin_together(self) -> None:
-        """What is issued from here on may wait for `end_together`, to be one launch."""
+        """Operations issued from here on may wait for `end_together`, to be one launch."""
 
     def end_together(self) -> None:
-        """Launch it."""
+        """Launch the operations issued since `begin_together`."""
 
     @abstractmethod
     def barrier(self, operation: Operation) -> Work:
-        """Done on no rank before it was issued on all."""
+        """The work is done on no rank before all ranks have issued it."""
 
     @abstractmethod
     def abort(self, error: CollectiveError) -> None:
@@ -105,32 +104,32 @@ class Communicator(ABC):
     def failure(self) -> CollectiveError | None:
         """The error that ended the generation, here or elsewhere; None while it lives.
 
-        Asked some twenty times a second; may be late by half a second where the end was elsewhere.
+        Called about 20 times a second. It may return a remote rank's error half a second late.
         """
 
     def gone(self) -> dict[int, str]:
-        """The ranks that will not come again, and how they went, where no operation is needed to
-        see that. Nobody need be missing them yet."""
+        """The ranks known to be lost, and how each was lost, where the transport can see that
+        without an operation. No operation need be waiting for them."""
         return {}
 
     def watching(
         self, ranks: Sequence[int], what: str, limit_s: float
     ) -> contextlib.AbstractContextManager[None]:
-        """While `ranks`, this one among them, do something else together, see whether one dies.
+        """A block in which `ranks` do something else together, and the death of one is detected.
 
-        For transports that see a death only where something is in flight. All of `ranks` enter
-        it, and the block ends on none before it has begun on all. what: for errors.
-        limit_s: seconds the block takes at most.
+        For transports that detect a death only while an operation is in flight. All of `ranks`,
+        this one among them, enter the block; it ends on no rank before it has begun on all.
+        what: for errors. limit_s: seconds that the block takes at most.
         """
         return contextlib.nullcontext()
 
     def show_waits(self, ranks: Sequence[int], since: float) -> None:
-        """In a group made of this one, this rank has waited for `ranks` since that
-        time.monotonic(); none: it waits no more. For transports that can tell the others."""
+        """Tell the other ranks, where the transport can, that this rank waits in a subgroup: for
+        `ranks`, since a time.monotonic(). Empty `ranks`: it no longer waits."""
 
-    def on_wait(self, told: Callable[[Sequence[int], float], None]) -> None:
-        """Call `told` likewise, where this rank waits here."""
+    def on_wait(self, callback: Callable[[Sequence[int], float], None]) -> None:
+        """Call `callback(ranks, since)`, as in `show_waits`, when this rank waits here."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. Pending works raise GroupClosed; peers that wait: PeerLost."""
+        """Free all resources. Pending works raise GroupClosed, and peers that wait PeerLost."""

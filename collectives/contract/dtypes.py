@@ -1,4 +1,4 @@
-"""Torch's dtypes, as operations number them (operation.py, which does without torch)."""
+"""Torch's dtypes by the numbers that operations use (operation.py imports no torch)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import torch
 from .operation import DTYPE_NAMES
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in DTYPE_NAMES)
-"""By number."""
+"""DTYPES[i] is torch's dtype of the name DTYPE_NAMES[i]."""
 
 DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}

@@ -2,24 +2,24 @@
 
     ChoruslineError
     ├── StoreTimeout               a key that a rendezvous needs was never written
-    ├── StoreLost                  what holds the store is gone or silent
+    ├── StoreLost                  the store's server or file is gone, or silent
     ├── StaleStore                 a store's file was left behind by an earlier run
     └── CollectiveError            a collective, or the group it belongs to
         ├── CollectiveTimeout      a rank did not arrive before the deadline; it may still live
         ├── CollectiveMismatch     ranks met in different operations, shapes or dtypes
         ├── PeerLost               a rank's process is gone
-        ├── GroupAborted           somebody ended the generation on purpose: an exception, a
-        │                          cancellation, an interrupt, the driver
+        ├── GroupAborted           a rank or the driver ended the generation on purpose: after an
+        │                          exception, a cancellation, an interrupt
         ├── GroupClosed            this rank closed the group itself
-        ├── PayloadUnreadable      what a rank sent could not be unpickled; the group lives on
+        ├── PayloadUnreadable      a rank could not unpickle an object it received; the group lives
         └── UnsupportedOperation   the backend lacks the operation or the dtype
 
-A mistake of the caller's on one rank alone (a wrong shape, a root out of range) is a `ValueError`
-or a `TypeError`, as in torch, and is raised before anything is enqueued.
+A caller's mistake on one rank (a wrong shape, a root out of range) is a `ValueError` or a
+`TypeError`, as in torch, and is raised before anything is enqueued.
 
 These errors travel: through pickle between actors, and as JSON inside a group's shared memory, so
-that every rank raises the same one. Therefore every field is positional, made of numbers, strings
-and lists of them, and among the arguments of the exception; and the text is made in `__str__`.
+that every rank raises the same error. Therefore every field is positional, consists of numbers,
+strings and lists of them, and is an argument of the exception; `__str__` makes the text.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dataclasses import dataclass, field, fields
 
 
 class ChoruslineError(Exception):
-    """Root of all errors that are not the caller's own mistake."""
+    """Root of all errors except a caller's own mistakes."""
 
     def __post_init__(self) -> None:
-        """A subclass is a dataclass; pickle, and a rank that reads JSON, make it anew of `args`."""
+        """Set `args` from the dataclass fields: pickle and `error_from_json` rebuild from them."""
         for name, value in vars(self).items():
             if isinstance(value, list | tuple):
-                setattr(self, name, list(value))  # A list of its own, as JSON gives it back.
+                setattr(self, name, list(value))  # A copy, and a list, as JSON gives it back.
         kinds = fields(self)  # type: ignore[arg-type]
         self.args = tuple(getattr(self, kind.name) for kind in kinds if kind.init)
 
@@ -45,7 +45,7 @@ class ChoruslineError(Exception):
 class StoreTimeout(ChoruslineError):
     """A key did not appear in a store in time: a rank never came to the rendezvous.
 
-    keys: the keys that are missing. waited_s: seconds. detail: who is meant, and the mend.
+    keys: the missing keys. waited_s: seconds. detail: the ranks concerned, and the remedy.
     """
 
     keys: list[str]
@@ -59,7 +59,7 @@ class StoreTimeout(ChoruslineError):
 
 @dataclass(eq=False, repr=False)
 class StoreLost(ChoruslineError):
-    """What holds the store is gone or silent; `StoreTimeout` is a key that nobody wrote."""
+    """The store itself is gone or silent; `StoreTimeout` is a key that no rank wrote."""
 
     operation: str
     detail: str
@@ -70,9 +70,9 @@ class StoreLost(ChoruslineError):
 
 @dataclass(eq=False, repr=False)
 class StaleStore(ChoruslineError):
-    """A store's file was left behind by a run that is over. Nothing in it was used or changed.
+    """A store's file was left behind by a run that is over. Its content was not used or changed.
 
-    made_by: the process that made it, and when.
+    made_by: the process that made the file, and when.
     """
 
     path: str
@@ -91,7 +91,7 @@ class StaleStore(ChoruslineError):
 class CollectiveError(ChoruslineError, RuntimeError):
     """An operation of a group failed. `ranks` are the culprits, as far as known.
 
-    A RuntimeError too, as torch's own are: scripts that catch those catch these.
+    It is also a RuntimeError, as torch's errors are, so scripts that catch those catch this.
     """
 
     operation: str
@@ -101,7 +101,7 @@ class CollectiveError(ChoruslineError, RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class CollectiveTimeout(CollectiveError):
-    """Ranks did not arrive before the deadline. Their processes exist (else: `PeerLost`)."""
+    """Ranks did not arrive before the deadline. Their processes exist; else it is `PeerLost`."""
 
     timeout_s: float
     whereabouts: str = ""
@@ -117,7 +117,7 @@ class CollectiveTimeout(CollectiveError):
 
 @dataclass(eq=False, repr=False)
 class CollectiveMismatch(CollectiveError):
-    """Ranks met in one place with different operations. No rank's tensor was changed."""
+    """Ranks issued different operations in one place. No rank's tensor was changed."""
 
     detail: str
 
@@ -131,7 +131,7 @@ class CollectiveMismatch(CollectiveError):
 
 @dataclass(eq=False, repr=False)
 class PeerLost(CollectiveError):
-    """The process of a rank is gone, or it closed the group while others still need it."""
+    """The process of a rank is gone, or the rank closed the group while others still need it."""
 
     detail: str
 
@@ -145,7 +145,7 @@ class PeerLost(CollectiveError):
 
 @dataclass(eq=False, repr=False)
 class GroupAborted(CollectiveError):
-    """Somebody ended the generation: `ranks` says who, `reason` why, `traceback` where."""
+    """`ranks` ended the generation (empty: the driver); `reason` says why, `traceback` where."""
 
     operation: str = field(default="group", init=False)
     reason: str
@@ -172,10 +172,10 @@ class GroupClosed(CollectiveError):
 
 @dataclass(eq=False, repr=False)
 class PayloadUnreadable(CollectiveError):
-    """`ranks` could not unpickle what they were sent. Raised on all ranks, of a message between two
-    on the one that receives it; the group lives on.
+    """`ranks` could not unpickle what they were sent. The group lives on.
 
-    detail: who could not read whose payload, and why. traceback: of the first of `ranks`.
+    All ranks raise it; of a message between two ranks, only the receiver does.
+    detail: which rank could not read whose payload, and why. traceback: from the first of `ranks`.
     """
 
     detail: str
@@ -191,7 +191,7 @@ class PayloadUnreadable(CollectiveError):
 
 @dataclass(eq=False, repr=False)
 class UnsupportedOperation(CollectiveError):
-    """The backend has no such operation, or not for this dtype. Raised before anything is sent."""
+    """The backend lacks the operation, or lacks it for this dtype. Raised before data is sent."""
 
     generation: int = field(default=-1, init=False)
     ranks: list[int] = field(default_factory=list, init=False)  # No rank is to blame.
@@ -219,7 +219,7 @@ _BY_NAME: dict[str, type[CollectiveError]] = {
 def error_to_json(error: CollectiveError) -> str:
     """The error as text that `error_from_json` turns back into an equal error.
 
-    Of a subclass that only a higher layer knows, the class above it that all ranks know.
+    A subclass that only a higher layer knows is written as the base class that all ranks know.
     """
     name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _BY_NAME)
     return json.dumps([name, *error.args])
@@ -231,5 +231,5 @@ def error_from_json(text: str) -> CollectiveError:
 
 
 def fresh_copy(error: CollectiveError) -> CollectiveError:
-    """An equal error without a traceback, for a thread that raises it anew."""
+    """An equal error without a traceback, for a thread that raises it again."""
     return type(error)(*error.args)

@@ -1,7 +1,7 @@
-"""Works that a thread of their communicator sees through to the end, and the one error of them all.
+"""Works that a thread of their communicator ends, and the one error that all of them share.
 
-For transports in which the thread that waits is not the one that works. A verdict is written once,
-under one lock. The first failure is the verdict of every work in flight, and of every later one.
+For transports in which one thread waits and another works. Each work is settled once, under one
+lock. The first failure settles every work in flight, and every later one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .work import SettledWork
 
 
 class PendingWork(SettledWork):
-    """A work whose verdict another thread writes than the one that waits."""
+    """A work that its communicator's thread settles, not the thread that waits."""
 
     def __init__(self, operation: Operation, in_flight: InFlight[Any]) -> None:
         super().__init__(operation, in_flight.changed)
@@ -33,9 +33,9 @@ class PendingWork(SettledWork):
             )
         try:
             with changed:
-                while not self.done:  # Not for ever: the communicator holds the deadline.
+                while not self.done:  # Not for ever: the communicator enforces the deadline.
                     changed.wait()
-        except BaseException as error:  # An interrupt: the others wait for us.
+        except BaseException as error:  # An interrupt: the other ranks wait for this one.
             self._end_generation(f"{type(error).__name__} during {self.operation}")
             raise
         self._raise_failure()
@@ -49,12 +49,14 @@ AnyWork = TypeVar("AnyWork", bound=PendingWork)
 
 
 class InFlight(Generic[AnyWork]):
-    """The works of one communicator that have no verdict yet, in the order of issue.
+    """The unsettled works of one communicator, in the order of issue.
 
-    changed: guards everything here; never held while anything waits.
-    worker: the thread that ends works, and runs callbacks; it can wait for none.
-    failure: what ended the generation. abort: the communicator's, for waiters that give up.
-    last_done: the operation that succeeded last, at settled_at (time.monotonic(), in seconds).
+    abort: the communicator's, for waiters that give up.
+    changed: guards all fields; no thread holds it while it waits for anything else.
+    worker: the thread that ends works and runs callbacks; it can wait for none of them.
+    failure: the error that ended the generation.
+    last_done: the collective that succeeded last.
+    settled_at: time.monotonic() of the last success, in seconds.
     """
 
     def __init__(self, rank: int, abort: Callable[[CollectiveError], None]) -> None:
@@ -80,16 +82,16 @@ class InFlight(Generic[AnyWork]):
             return self.works[0] if self.works else None
 
     def settle_head(self) -> None:
-        """With the lock: the first work has succeeded. The caller calls it back, without."""
+        """Settle the first work, with the lock held; the caller then releases it and calls back."""
         work = self.works.popleft()
         work.settle(None)
-        if work.operation.sequence >= 0:  # Else a message before the first collective.
+        if work.operation.sequence >= 0:  # -1: a message before the first collective.
             self.last_done = work.operation
         self.settled_at = time.monotonic()
         self.changed.notify_all()
 
     def settle(self, work: AnyWork) -> None:
-        """`work` has succeeded, whatever its place; calls it back."""
+        """Settle `work`, which has succeeded, whatever its place, and call back."""
         with self.changed:
             if work.done:
                 return  # The generation ended first.
@@ -100,7 +102,7 @@ class InFlight(Generic[AnyWork]):
         work.call_back()
 
     def fail(self, error: CollectiveError) -> bool:
-        """Settle all works with `error`, if it is the first; whether it was."""
+        """Settle all works with `error` if it is the first one; returns whether it was."""
         with self.changed:
             if self.failure is not None:
                 return False

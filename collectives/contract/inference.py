@@ -1,8 +1,8 @@
-"""Collectives under torch.inference_mode, as an evaluation has it.
+"""Collectives under torch.inference_mode, which evaluations use.
 
-A tensor made there may be written there only, and our threads are not there; and what we keep must
-not be made there. So we leave the mode wherever we make or move tensors, and work on an alias of
-the caller's.
+A tensor made in inference mode may be written only in it. A transport's threads are not in that
+mode, and tensors that a group keeps must not be made in it. So operations leave the mode wherever
+they make or move tensors, and work on an alias of the caller's tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def outside_inference_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, run as if its caller were not in torch.inference_mode."""
+    """`function`, which then runs as if its caller were not in torch.inference_mode."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -31,7 +31,7 @@ def outside_inference_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """An ordinary tensor in the memory of one that was made in inference mode."""
+    """An ordinary tensor in the memory of a tensor that was made in inference mode."""
     ordinary = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     ordinary.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_conj():

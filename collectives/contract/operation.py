@@ -1,4 +1,4 @@
-"""One collective of one group, as data: what errors, statistics and debuggers speak about."""
+"""One collective of one group, as data, for errors, statistics and the flight recorder."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ReduceOp(enum.IntEnum):
     Host transports add in rank order, so every rank gets the same bits; float16 and bfloat16 are
     accumulated in float32 and rounded once. AVG of integers truncates toward zero, as NCCL does.
 
-    BAND, BOR and BXOR are for integers and bool. Of bool, SUM is "or" and PRODUCT is "and"; it has
-    no AVG. Complex numbers have SUM, AVG and PREMUL_SUM only. PREMUL_SUM multiplies what this rank
-    brings by `factor`, an argument of the operation that may differ between ranks, and sums.
+    BAND, BOR and BXOR are for integers and bool. For bool, SUM is "or", PRODUCT is "and", and there
+    is no AVG. Complex numbers have SUM, AVG and PREMUL_SUM only. PREMUL_SUM multiplies each rank's
+    tensor by `factor`, an argument of the operation that may differ between ranks, and sums.
     """
 
     SUM = 0
@@ -35,7 +35,7 @@ class ReduceOp(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """The collectives. The number travels between ranks, so it never changes its meaning."""
+    """The kinds of operations. Numbers travel between ranks, so they never change their meaning."""
 
     BARRIER = 1
     BROADCAST = 2
@@ -49,14 +49,14 @@ class Kind(enum.IntEnum):
     SEND = 10
     RECV = 11
     COALESCED = 12
-    BROADCAST_OBJECT_LIST = 65  # Those of objects: each is several of those above.
+    BROADCAST_OBJECT_LIST = 65  # From here on, of objects: each consists of several kinds above.
     ALL_GATHER_OBJECT = 66
     GATHER_OBJECT = 67
     SCATTER_OBJECT_LIST = 68
     SEND_OBJECT_LIST = 69
     RECV_OBJECT_LIST = 70
     COMPARISON = 100
-    """Of what ranks are about to do, at debug level DETAIL: transports/comparing.py."""
+    """Ranks compare their next operations, at debug level DETAIL: transports/comparing.py."""
 
 
 DTYPE_BYTES = {
@@ -73,15 +73,15 @@ DTYPE_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
-"""The dtypes of the contract, and the bytes of an element. The position travels between ranks:
-append only. Torch's own objects for them: dtypes.py."""
+"""The dtypes of the contract, and the bytes of an element. Positions travel between ranks, so new
+dtypes are appended. dtypes.py has torch's objects for them."""
 
 DTYPE_NAMES = tuple(DTYPE_BYTES)
 
 
 class State(enum.Enum):
-    """ISSUED: waits for its turn. STARTED: this rank takes part; the others may not yet.
-    DONE: the tensors hold the result. FAILED: its error was, or will be, raised.
+    """ISSUED: the operation waits for its turn. STARTED: this rank takes part; others may not yet.
+    DONE: the tensors hold the result. FAILED: the operation's error was, or will be, raised.
     """
 
     ISSUED = "issued"
@@ -106,10 +106,10 @@ UNEVEN = 16
 ANY_RANK = -1
 
 FIRST_OBJECT_TAG = 1 << 29
-"""Tags of messages from here on are those of objects (objects/messages.py)."""
+"""The first tag of messages that carry objects (objects/messages.py)."""
 
 WATCHING_TAG = FIRST_OBJECT_TAG + (1 << 21)
-"""Of the messages by which a transport watches its peers; behind those of objects."""
+"""Tag of the messages by which a transport watches its peers; above the tags of objects."""
 
 _SENDS = (Kind.SEND, Kind.SEND_OBJECT_LIST)
 _RECEIVES = (Kind.RECV, Kind.RECV_OBJECT_LIST)
@@ -117,21 +117,23 @@ _RECEIVES = (Kind.RECV, Kind.RECV_OBJECT_LIST)
 
 @dataclass(slots=True)
 class Operation:
-    """A collective as it was issued, and how far it has come.
+    """A collective as it was issued, and its state.
 
-    sequence: position in its group, from 0, equal on all ranks; of a send or recv, which only two
-    ranks know of, the position of the collective issued before it, or -1.
-    numel: elements of the whole problem (of the larger buffer): what must agree between ranks. -1
-    where every pair of ranks agrees for itself: gather, scatter, all_to_all.
-    dtype: position in DTYPE_NAMES, as the caller has it; complex and bool travel as reals and
-    uint8. -1 without data. detail: reduce op, or root rank, or both (`root_and_op`); -1 without.
-    issued_at, ended_at: time.monotonic() in seconds. caller, caller_at: the user's code that
-    issued it, and the offset in it. span: its range in a profiler, if one runs. shapes: of the
-    caller's tensors, at debug level DETAIL.
+    sequence: position in its group, from 0, equal on all ranks. A send or recv, which only two
+        ranks know of, has the position of the collective issued before it, or -1.
+    numel: elements of the larger buffer, which must agree between ranks; -1 where every pair of
+        ranks agrees separately (gather, scatter, all_to_all).
+    dtype: position in DTYPE_NAMES of the caller's dtype (complex and bool travel as reals and
+        uint8); -1 without data.
+    detail: reduce op, or root rank, or both (`root_and_op`); -1 for none.
+    issued_at, ended_at: time.monotonic() in seconds.
+    caller, caller_at: the code object of the user that issued it, and the offset in it.
+    span: its range in a profiler, if one runs.
+    shapes: of the caller's tensors, at debug level DETAIL.
     peer, tag: of a send or recv. A recv from any source has ANY_RANK until the source is known.
-    finish: what the transport calls when the data has arrived, before the work is done: it copies
-    from staging memory to tensors that could not be used as they are. On CUDA, with the
-    communicator's stream current.
+    finish: copies from staging memory to tensors that could not be used directly. The transport
+        calls it between the arrival of the data and the end of the work; on CUDA, with the
+        communicator's stream current.
     """
 
     kind: Kind
@@ -154,7 +156,7 @@ class Operation:
     finish: Callable[[], None] | None = None
 
     def end(self, failure: object | None) -> None:
-        """Note the end; the transport calls it once, with the error if there is one."""
+        """Record the end; the transport calls it once, with the error if there is one."""
         self.state = _DONE if failure is None else _FAILED
         self.ended_at = time.monotonic()
         if self.span is not None:
@@ -163,7 +165,7 @@ class Operation:
 
     @property
     def is_between_two(self) -> bool:
-        """Whether it is a send or a recv, which other ranks do not see."""
+        """Whether it is a send or a recv, which only two ranks see."""
         return self.kind in _SENDS or self.kind in _RECEIVES
 
     @property
@@ -181,22 +183,22 @@ class Operation:
         return f"{way} {whom}{tag} ({self.numel} {what})"
 
     def site(self) -> str:
-        """`train.py:41`; empty if it is not known."""
+        """The calling line, `train.py:41`; empty if it is not known."""
         return short_site(self.caller, self.caller_at)
 
     def padded_site(self) -> bytes:
-        """The same, as shared memory holds it."""
+        """The calling line, in the form in which shared memory holds it."""
         return padded_site(self.caller, self.caller_at)
 
     def place(self) -> str:
-        """`all_gather #117, train.py:41`"""
+        """The name and the calling line, `all_gather #117, train.py:41`."""
         name = f"{Kind(self.kind).name.lower()} #{self.sequence}"
         site = self.site()
         return f"{name}, {site}" if site else name
 
 
 class OnBehalf(Operation):
-    """A part of something else. To persons it goes by the name of that: `whole`."""
+    """A part of another operation, `whole`. Errors and recordings show the name of `whole`."""
 
     whole: Operation | str
 
@@ -208,7 +210,7 @@ class OnBehalf(Operation):
 
 
 def describe(kind: int, sequence: int, numel: int, dtype: int) -> str:
-    """`all_reduce #118 (1048576 float32)`"""
+    """The name of an operation with its elements, `all_reduce #118 (1048576 float32)`."""
     name = f"{Kind(kind).name.lower()} #{sequence}"
     if dtype < 0:
         return name
@@ -216,31 +218,31 @@ def describe(kind: int, sequence: int, numel: int, dtype: int) -> str:
 
 
 def named(operation: Operation) -> str:
-    """`all_reduce #118 (1048576 float32) with SUM`"""
+    """The operation with its detail, `all_reduce #118 (1048576 float32) with SUM`."""
     return with_detail(str(operation), operation.kind, operation.detail)
 
 
-def with_detail(told: str, kind: int, detail: int) -> str:
-    """`told`, and the reduce op or the root if there is one."""
+def with_detail(name: str, kind: int, detail: int) -> str:
+    """`name`, followed by the reduce op or the root if there is one."""
     if detail < 0:
-        return told
+        return name
     if kind in (Kind.BROADCAST, Kind.SCATTER):
-        return f"{told} from rank {detail}"
+        return f"{name} from rank {detail}"
     if kind == Kind.GATHER:
-        return f"{told} to rank {detail}"
+        return f"{name} to rank {detail}"
     if kind == Kind.REDUCE:
-        return f"{told} with {ReduceOp(detail % 16).name} to rank {detail // 16}"
+        return f"{name} with {ReduceOp(detail % 16).name} to rank {detail // 16}"
     if kind == Kind.ALL_GATHER:
-        return f"{told} in parts of different sizes"
+        return f"{name} in parts of different sizes"
     uneven = " in parts of different sizes" if detail & UNEVEN else ""
-    return f"{told} with {ReduceOp(detail % UNEVEN).name}{uneven}"
+    return f"{name} with {ReduceOp(detail % UNEVEN).name}{uneven}"
 
 
 def elements(numel: int, dtype: int) -> str:
-    """`1048576 float32`"""
+    """A count with its dtype, `1048576 float32`."""
     return f"{numel} {DTYPE_NAMES[dtype]}"
 
 
 def root_and_op(root: int, op: int) -> int:
-    """The detail of a reduce."""
+    """`Operation.detail` of a reduce."""
     return 16 * root + op

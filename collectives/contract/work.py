@@ -17,64 +17,65 @@ from .errors import CollectiveError, fresh_copy
 from .operation import Operation
 
 _LOOKS = 4
-"""Turns of the event loop in which an awaited work is looked at before its task goes to sleep.
+"""Turns of the event loop in which an awaited work is polled before its task sleeps.
 
-Between ranks in step a small operation ends within a few microseconds, and going to sleep costs
-100: a thread has to be woken, and has to wake the loop. all_reduce of 4 B on two busy cores, in
-turns within one run: 2 ranks 124 us without looks, 27 with 2, 4, 8 or 32; 4 ranks 727 without, 500
-to 700 with any number, within the noise. So few are enough, and they end: a late rank is slept for.
+Between ranks in step a small operation ends within a few microseconds, and sleeping costs 100 us:
+a thread has to be woken, and has to wake the loop. all_reduce of 4 B on two busy cores, variants
+alternating in one run: 2 ranks took 124 us without polls, 27 us with 2, 4, 8 or 32; 4 ranks took
+727 us without, 500 to 700 us with any number, within the noise. So a few polls are enough; for a
+late rank the task sleeps.
 
-What did not win, likewise in turns: to look on from a timer of the loop every 100 us instead of
-sleeping (2 ranks as fast, 4 ranks 830 us against 270, and it never stops asking); an eventfd that
-the thread writes and the loop reads, in place of call_soon_threadsafe (89 us against 90, both
-without looks)."""
+Measured likewise, and no better: polling from a timer of the loop every 100 us instead of sleeping
+(2 ranks as fast, 4 ranks 830 us against 270 us, and the timer never stops); an eventfd that the
+thread writes and the loop reads, in place of call_soon_threadsafe (89 us against 90 us, both
+without polls)."""
 
-_futures = threading.Lock()  # held for the moment in which it is decided who settles a future
+_futures = threading.Lock()  # held while a thread claims the settling of a future
 
 
 class Work(ABC):
     """A collective that was issued and may not have ended.
 
-    It makes progress by itself; nobody has to wait for it. `wait()` blocks the thread, `await`
-    suspends the task; both give what `result()` gives. `is_completed()` asks. Waiting, in either
-    way, raises the operation's error; the tensors are undefined until the work is done, and after
-    an error.
+    A work makes progress although no thread waits for it. `wait()` blocks the thread, `await`
+    suspends the task; both return what `result()` returns. `is_completed()` asks. Both ways of
+    waiting raise the operation's error. The tensors are undefined until the work is done, and
+    after an error.
 
     On CUDA `wait()` orders the current stream behind the work, as in torch, and returns before
     the GPU has finished; `await` returns when the host may read the data.
 
     A transport implements the methods at the end. A thread that ends works must hold no lock of
-    the transport's while it calls callbacks.
+    the transport while it runs callbacks.
     """
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
         self._output: Any = None
         self._future: torch.futures.Future[Any] | None = None
-        self._future_taken = False  # somebody settles it, or has
+        self._future_taken = False  # whether a thread settles the future, or has done so
 
     @property
     def source_rank(self) -> int:
-        """The rank that a recv got its data from; -1 before it is known, and otherwise."""
+        """The rank whose data a recv received; -1 before it is known, and of other operations."""
         return self.operation.peer if self.operation.receives else -1
 
     def wait(self) -> Any:
-        """Block until done; the result. The deadline is the operation's own, from its issue.
+        """Block until done and return the result. The operation's deadline counts from its issue.
 
         Raises CollectiveTimeout, CollectiveMismatch, PeerLost, GroupAborted or GroupClosed.
         """
         try:
             self._block()
         finally:
-            # Whoever ended the work may not have come to call back yet.
+            # The thread that ended the work may not have run the callbacks yet.
             if self._future is not None and self.is_completed():
                 self._settle_future()
         return self._output
 
     def result(self) -> Any:
-        """The tensor that was written, or a list of them, or the objects; None of a barrier.
+        """The written tensor, the list of written tensors, or the objects; None for a barrier.
 
-        Raises RuntimeError while the work is in flight, and its error if it failed.
+        Raises RuntimeError while the work is in flight, and the work's error if it failed.
         """
         if not self.is_completed():
             raise RuntimeError(
@@ -86,10 +87,10 @@ class Work(ABC):
         return self._output
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of what `result()` gives, tensors always in a list, as torch has it.
+        """A future of what `result()` returns; tensors are always in a list, as in torch.
 
-        It is complete, or has the work's error, before `wait()` returns. Callbacks run in
-        whichever thread ends the work. On CUDA, once it was asked for, `wait()` blocks the host.
+        The future is complete, or has the work's error, before `wait()` returns. Callbacks run in
+        the thread that ends the work. On CUDA, `wait()` blocks the host once a future was made.
         """
         with _futures:
             made = self._future is None
@@ -101,10 +102,10 @@ class Work(ABC):
         return future
 
     def cancel(self) -> bool:
-        """End the group's generation, on all ranks, because this rank wants this work no more.
+        """End the group's generation on all ranks, because this rank gives up this work.
 
-        The other ranks are in it, or will be: they cannot go on without us. All of them raise
-        GroupAborted that names this rank, the operation and the calling line.
+        The other ranks issue the operation too, and cannot finish it without this rank. All of
+        them raise GroupAborted that names this rank, the operation and the calling line.
         Returns False, and does nothing, if the work has ended already.
         """
         if self.is_completed():
@@ -127,7 +128,7 @@ class Work(ABC):
     def _until_done(self) -> Generator[object, None, None]:
         try:
             for _ in range(_LOOKS):
-                yield None  # The other tasks run, once each.
+                yield None  # Each other task that is ready runs once.
                 if self._look():
                     return
             loop = asyncio.get_running_loop()
@@ -138,7 +139,7 @@ class Work(ABC):
                     done.set_result(None)
 
             def wake() -> None:
-                with contextlib.suppress(RuntimeError):  # It may be closed when a peer arrives.
+                with contextlib.suppress(RuntimeError):  # The loop may be closed by then.
                     loop.call_soon_threadsafe(settle)
 
             self.add_done_callback(wake)
@@ -149,19 +150,19 @@ class Work(ABC):
             raise
 
     def _giving(self, output: Any) -> Work:
-        """`output` is what the work gives when it has succeeded."""
+        """This work, with `output` as its result after success."""
         self._output = output
         return self
 
     def _settle_future(self) -> None:
-        """Return when the future is complete. The work has ended."""
+        """Complete the future, or wait until another thread has. The work must have ended."""
         future = self._future
         assert future is not None
         with _futures:
             mine = not self._future_taken
             self._future_taken = True
         if not mine:
-            while not future.done():  # Another thread is between the lines below.
+            while not future.done():  # Another thread is executing the lines below.
                 time.sleep(0)
             return
         error = self.error()
@@ -171,43 +172,43 @@ class Work(ABC):
             output = self._output
             future.set_result([output] if isinstance(output, torch.Tensor) else output)
 
-    # -- what a transport says ---------------------------------------------------------------------
+    # -- implemented by a transport ---------------------------------------------------------------
 
     @abstractmethod
     def _block(self) -> None:
         """`wait()` without the result: block, and raise the error if there is one.
 
-        Interrupted by anything else than the work's own error, end the generation.
+        An interrupt, or any exception other than the work's error, ends the generation.
         """
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether the work has ended, well or not. Never blocks, never raises."""
+        """Whether the work has ended, with success or an error. Never blocks, never raises."""
 
     @abstractmethod
     def error(self) -> BaseException | None:
-        """Why it failed; None while in flight and after success."""
+        """Why the work failed; None while in flight and after success."""
 
     @abstractmethod
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once when the work ends, from whichever thread sees it first.
+        """Call `callback` once when the work ends, from the thread that detects the end first.
 
-        At once if it has ended. The callback must be short and must not raise.
+        The call is immediate if the work has ended. A callback must be short and must not raise.
         """
 
     @abstractmethod
     def _end_generation(self, reason: str) -> None:
-        """Abort, as this rank: who waited for the work gives it up, and peers wait for us."""
+        """Abort in this rank's name: its waiter gave up, and peers would wait for this rank."""
 
     def _look(self) -> bool:
-        """`is_completed()` for somebody who will ask again at once, or wait."""
+        """`is_completed()` for a caller that will ask again at once, or wait."""
         return self.is_completed()
 
 
 class SettledWork(Work):
     """A work that a thread of this process settles: once, with the error if there is one.
 
-    lock: guards done, failure and callbacks. `done` may be read without it.
+    lock: guards done, failure and callbacks. `done` may be read without the lock.
     """
 
     def __init__(
@@ -220,13 +221,13 @@ class SettledWork(Work):
         self.callbacks: list[Callable[[], None]] = []
 
     def settle(self, failure: CollectiveError | None) -> None:
-        """With the lock held. The caller calls `call_back` after it has given the lock back."""
+        """End the work, with the lock held. The caller calls `call_back` after releasing it."""
         self.failure = failure
         self.operation.end(failure)
         self.done = True
 
     def call_back(self) -> None:
-        """Without any lock: a callback may ask for works, issue them, and wait for them."""
+        """Run the callbacks, without any lock: they may query works, issue and wait for them."""
         callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()
@@ -245,13 +246,13 @@ class SettledWork(Work):
         callback()
 
     def _raise_failure(self) -> None:
-        """The end of `_block`."""
+        """The last line of `_block` in subclasses."""
         if self.failure is not None:
             raise fresh_copy(self.failure)
 
 
 def _cuda_devices() -> list[int | str | torch.device] | None:
-    """A future refuses tensors on a device that it was not told of."""
+    """All CUDA devices: a future refuses tensors on devices that were not named at its making."""
     if not torch.cuda.is_initialized():
         return None
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

@@ -1,10 +1,10 @@
-"""Which ranks are to blame where ranks are late, or say different things.
+"""Which ranks are to blame when ranks are late, or disagree.
 
-A rank that waits for another one, in a send, a recv or a group of few, is late for everybody
-else. Whose deadline ends first is chance, and no answer to the question which rank has stopped.
+A rank that waits for another rank, in a send, a recv or a subgroup, is late for all other ranks.
+Which deadline ends first is chance, and does not show which rank has stopped.
 
-Where ranks say different things, the majority is right; where one of them begins what the others
-take over, as rank 0 does of a model, that rank is.
+When ranks disagree, the majority is right. When the others take over what one rank has, such as
+rank 0's model, that rank is right.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Said = TypeVar("Said")
 def to_blame(
     late: Collection[int], waits_for: Mapping[int, Collection[int]], here: Collection[int]
 ) -> list[int]:
-    """The ranks at the ends of the chains of waiting that begin at those who are late.
+    """The ranks at the ends of the chains of waiting that begin at `late`.
 
-    waits_for: by rank, those that it has been waiting for. here: the ranks that wait for `late`;
-    who waits for one of them is itself to blame, since they disagree on what comes next. All of
-    `late` where they wait for each other in a circle.
+    waits_for: by rank, the ranks that it waits for. here: the ranks that wait for `late`; a rank
+    that waits for one of them is to blame, because the two disagree on the next operation.
+    Returns all of `late` if they wait for each other in a circle.
     """
     ends: set[int] = set()
     seen: set[int] = set()
@@ -43,7 +43,7 @@ def to_blame(
 
 
 def tell_waits(waits_for: Mapping[int, Collection[int]], late: Collection[int]) -> str:
-    """`; rank 2 waits for rank 0`, for those of `late` that wait; empty without."""
+    """`; rank 2 waits for rank 0` for each rank of `late` that waits; empty if none does."""
     return "".join(
         f"; rank {rank} waits for {_ranks(sorted(waits_for[rank]))}"
         for rank in sorted(late)
@@ -52,10 +52,9 @@ def tell_waits(waits_for: Mapping[int, Collection[int]], late: Collection[int]) 
 
 
 def usual_and_blamed(said: Sequence[Said]) -> tuple[Said, list[int]]:
-    """What most ranks say, and the ranks to blame: none where all say the same.
+    """The value that most ranks have, and the ranks to blame: none if all ranks agree.
 
-    said: by rank. Where more than half of the ranks agree, the others are to blame; without such a
-    majority, all are.
+    said: by rank. If more than half of the ranks agree, the others are to blame; otherwise all are.
     """
     if said.count(said[0]) == len(said):
         return said[0], []
@@ -65,7 +64,7 @@ def usual_and_blamed(said: Sequence[Said]) -> tuple[Said, list[int]]:
 
 
 def tell_issued(said: Sequence[object]) -> str:
-    """`ranks [0, 2] issued all_reduce #3 (8 float32), ranks [1] issued barrier #3`"""
+    """For example `ranks [0, 2] issued all_reduce #3 (8 float32), ranks [1] issued barrier #3`."""
     return ", ".join(
         f"ranks {[r for r, other in enumerate(said) if other == what]} issued {what}"
         for rank, what in enumerate(said)
@@ -74,7 +73,7 @@ def tell_issued(said: Sequence[object]) -> str:
 
 
 def check_like_rank_0(operation: str, generation: int, said: Sequence[object], detail: str) -> None:
-    """Raise CollectiveMismatch that names the ranks that do not say what rank 0 says, if any.
+    """Raise CollectiveMismatch that names the ranks whose value differs from rank 0's, if any.
 
     said: by rank. operation, generation, detail: for the error.
     """

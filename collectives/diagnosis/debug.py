@@ -1,14 +1,14 @@
-"""How much the collectives look after themselves, and say.
+"""Debug levels: how much the collectives check and log.
 
     OFF      the flight recorder, and the comparison of operation, size and dtype: always on.
-    INFO     also: what the reducer chose, parameters without gradients, averages of its times,
-             through `logging`, logger "chorusline".
-    DETAIL   also: before each collective all ranks compare shapes, devices, group names and the
-             rest, and an error gives the line on both sides. It costs a barrier each.
+    INFO     also the reducer's choices, parameters without gradients and average times, through
+             `logging`, logger "chorusline".
+    DETAIL   also before each collective all ranks compare shapes, devices, group names and the
+             rest, and an error gives the lines of all ranks. It costs a barrier per collective.
 
-CHORUSLINE_DEBUG names the level; where it is not set, TORCH_DISTRIBUTED_DEBUG does, so that who
-debugs a program of torch's finds what they expect. `set_debug_level` overrides both, in this
-process. DETAIL concerns groups that are made from then on, and must be set on all ranks.
+CHORUSLINE_DEBUG sets the level; if it is not set, TORCH_DISTRIBUTED_DEBUG does, as in torch.
+`set_debug_level` overrides both, in this process. DETAIL applies to groups that are made after it
+was set, and must be set on all ranks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ logger = logging.getLogger("chorusline")
 
 
 class DebugLevel(enum.IntEnum):
-    """OFF: errors only. INFO: what was chosen, and what takes how long. DETAIL: every collective
-    is compared in full before it touches a tensor."""
+    """OFF: errors only. INFO: choices and times are logged. DETAIL: ranks compare every collective
+    in full before it touches a tensor."""
 
     OFF = 0
     INFO = 1
     DETAIL = 2
 
 
-_level: DebugLevel | None = None  # None until somebody asks
+_level: DebugLevel | None = None  # None until it is first read or set
 
 
 def get_debug_level() -> DebugLevel:
-    """The level of this process; at first, that of the environment."""
+    """The level of this process, initially from the environment."""
     if _level is None:
         set_debug_level_from_env()
         assert _level is not None
@@ -43,7 +43,7 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Set the level of this process. DETAIL concerns groups that are made from then on."""
+    """Set the level of this process. DETAIL applies to groups that are made from then on."""
     global _level
     if not isinstance(level, DebugLevel):
         raise TypeError(
@@ -53,7 +53,7 @@ def set_debug_level(level: DebugLevel) -> None:
 
 
 def set_debug_level_from_env() -> None:
-    """Read the environment anew. Raises ValueError for a level that does not exist."""
+    """Read the level from the environment again. Raises ValueError for an unknown level."""
     for variable in _VARIABLES:
         name = os.environ.get(variable, "")
         if name:
@@ -72,7 +72,7 @@ def is_informing() -> bool:
 
 
 def inform(text: str, *arguments: object) -> None:
-    """Log at INFO. Who asked for it by the level sees it, also where nobody set up logging."""
+    """Log at INFO, also in a program that has not configured logging."""
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
     if logger.level == logging.NOTSET:

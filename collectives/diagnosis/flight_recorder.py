@@ -1,7 +1,7 @@
-"""The last collectives of one group on one rank, for the moment when something hangs.
+"""The last collectives of one group on one rank, to read when a run hangs.
 
-Always on. Recording is one append to a ring of operations, which the transports then keep up to
-date themselves; lines, words and wall-clock times are made only when somebody looks.
+The recorder is always on. Recording is one append to a ring of operations, whose states the
+transports update; line numbers, texts and wall-clock times are computed only on reading.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _ITEM_BYTES = list(DTYPE_BYTES.values())
 
 @dataclass(frozen=True, slots=True)
 class RecordedCollective:
-    """One collective as it stood when the recorder was read.
+    """One collective, in the state that it had when the recorder was read.
 
-    told: operation, sequence, size, dtype, and reduce op or root. place: `all_gather #117,
-    train.py:41`. file, line: the caller's, outside of our packages and torch. issued_at, ended_at:
-    seconds since the epoch, by this rank's clock; ended_at is None while it is in flight.
+    told: operation, sequence, size, dtype, and reduce op or root.
+    place: `all_gather #117, train.py:41`.
+    file, line: the caller's, outside of Chorusline and torch.
+    issued_at, ended_at: seconds since the epoch, by this rank's clock; None while in flight.
     """
 
     sequence: int
@@ -40,9 +41,9 @@ class RecordedCollective:
 
 @dataclass(frozen=True, slots=True)
 class FlightRecording:
-    """What a group's flight recorder held at `read_at` (seconds since the epoch).
+    """The content of a group's flight recorder at `read_at` (seconds since the epoch).
 
-    collectives: the last ones, oldest first. num_issued: all that the group has issued.
+    collectives: the last ones, oldest first. num_issued: the number issued in the group.
     ranks: the root group's number of each rank.
     """
 
@@ -58,7 +59,7 @@ class FlightRecording:
     def position(self, before: float | None = None) -> RecordedCollective | None:
         """The first collective that is not done, else the last one; None before the first.
 
-        before: seconds since the epoch; what was issued later does not count.
+        before: seconds since the epoch; collectives issued later do not count.
         """
         last = None
         for recorded in self.collectives:
@@ -86,15 +87,15 @@ class FlightRecording:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """in_flight_s: seconds in which at least one collective was in flight. bytes_per_element: of
-    what was issued, on average."""
+    """in_flight_s: seconds in which at least one collective was in flight. bytes_per_element: the
+    average over the elements issued."""
 
     in_flight_s: float
     bytes_per_element: float
 
 
 class FlightRecorder:
-    """The ring itself. One thread at a time issues in a group, so nothing is locked."""
+    """The ring of operations. One thread at a time issues in a group, so there is no lock."""
 
     def __init__(self, rank: int, size: int, name: str, generation: int) -> None:
         self._rank = rank
@@ -104,7 +105,7 @@ class FlightRecorder:
         self._operations: deque[Operation] = deque(maxlen=CAPACITY)
 
     def record(self, operation: Operation, frame: FrameType) -> None:
-        """operation: just issued. frame: whose caller is looked for, from there outwards."""
+        """Record `operation`. frame: where the search for the user's frame begins, outwards."""
         if not is_users_file[frame.f_code.co_filename]:
             frame = users_frame(frame)
         operation.caller = frame.f_code
@@ -112,9 +113,9 @@ class FlightRecorder:
         self._operations.append(operation)
 
     def activity(self, since: float, until: float) -> Activity:
-        """What happened between two times of time.monotonic(); from any thread.
+        """The activity between two times of time.monotonic(); any thread may call it.
 
-        Of more operations than are held, those that are held stand for the others.
+        If the ring has lost operations of that time, the remaining ones are extrapolated.
         """
         operations = self._operations.copy()
         held_since = since
@@ -134,7 +135,7 @@ class FlightRecorder:
         return Activity(in_flight_s, nbytes / numel if numel else 4.0)
 
     def read(self, ranks: tuple[int, ...]) -> FlightRecording:
-        """From any thread. ranks: of the group, as its root counts them."""
+        """A snapshot; any thread may call it. ranks: the root group's number of each rank."""
         operations = self._operations.copy()
         now = time.time()
         epoch = now - time.monotonic()
@@ -167,12 +168,12 @@ def _recorded(operation: Operation, epoch: float) -> RecordedCollective:
 def tell_positions(places: Mapping[int, str], late: Sequence[int]) -> str:
     """`rank 2 is at all_gather #117, train.py:41, the others at all_reduce #118, train.py:57`
 
-    places: by rank, `is at` not included; all ranks. late: those to name first.
+    places: of all ranks, by rank, without `is at`. late: the ranks to name first.
     """
     ranks_at: dict[str, list[int]] = {}
     for rank in (*late, *(r for r in places if r not in late)):
         ranks_at.setdefault(places[rank], []).append(rank)
-    told = []
+    clauses = []
     left = len(places)
     for number, (place, ranks) in enumerate(ranks_at.items()):
         left -= len(ranks)
@@ -184,5 +185,5 @@ def tell_positions(places: Mapping[int, str], late: Sequence[int]) -> str:
         else:
             who = "the others" if last else f"ranks {ranks}"
         verb = "" if number else " is" if len(ranks) == 1 else " are"
-        told.append(f"{who}{verb} at {place}")
-    return ", ".join(told)
+        clauses.append(f"{who}{verb} at {place}")
+    return ", ".join(clauses)

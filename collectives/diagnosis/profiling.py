@@ -1,7 +1,7 @@
 """Collectives as named ranges: in torch.profiler, and in NVTX for Nsight on GPUs.
 
-A range begins when the operation is issued and ends when the operation does, on whichever thread
-sees that. Where no profiler runs and there is no GPU, the price is one look at a flag.
+A range begins when the operation is issued and ends when the operation does, in the thread that
+ends it. Without a profiler and a GPU, the only cost is the check of a flag.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Spans:
         self._nvtx = torch.cuda.nvtx.range_start(full_name) if with_nvtx else None
         self._recorded = None
         if profiler._is_profiler_enabled:
-            # Without the number, so that a table of averages has one line for a kind.
+            # The name has no number, so that a table of averages has one line for each kind.
             name = f"chorusline::{operation.kind.name.lower()}"
             self._recorded = torch._C._profiler._RecordFunctionFast(name)
             self._recorded.__enter__()
@@ -29,10 +29,10 @@ class _Spans:
         if self._recorded is not None:
             self._recorded.__exit__(None, None, None)
         if self._nvtx is not None:
-            # Not push and pop: those must be on one thread, and nest.
+            # Push and pop would have to be in one thread, and nest.
             torch.cuda.nvtx.range_end(self._nvtx)
 
 
 def begin_span(operation: Operation, with_nvtx: bool) -> _Spans:
-    """`chorusline::all_reduce`, from now on; in NVTX with its number and size."""
+    """Begin the range `chorusline::all_reduce`; in NVTX its name has the number and the size."""
     return _Spans(operation, with_nvtx)

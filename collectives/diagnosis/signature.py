@@ -1,4 +1,4 @@
-"""What a rank says it is about to do, and what follows when ranks say different things."""
+"""The operation that a rank is about to run, as numbers, and the error when ranks disagree."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Signature(NamedTuple):
 
     def __str__(self) -> str:
         """`all_reduce #118 (1048576 float32) with SUM`"""
-        told = describe(self.kind, self.sequence, self.numel, self.dtype)
-        return with_detail(told, self.kind, self.detail)
+        name = describe(self.kind, self.sequence, self.numel, self.dtype)
+        return with_detail(name, self.kind, self.detail)
 
 
 def mismatch(generation: int, signatures: Sequence[Signature]) -> CollectiveMismatch | None:
-    """The error if the ranks do not all do the same. It is equal on whichever rank makes it.
+    """The error if the ranks' operations differ; every rank computes the same error.
 
     signatures: one per rank.
     """
@@ -45,10 +45,10 @@ def mismatch(generation: int, signatures: Sequence[Signature]) -> CollectiveMism
 def pair_mismatch(
     operation: Operation, generation: int, tables: Sequence[Sequence[int]]
 ) -> CollectiveMismatch | None:
-    """The error if a rank sends another one something else than that one expects.
+    """The error if a rank sends another number of elements than the receiver expects.
 
-    tables: by rank, what it sends to each rank, then what it expects from each: 2 * size numbers
-    of elements as they travel.
+    tables: by rank, the elements it sends to each rank, then those it expects from each: 2 * size
+    numbers, of elements as they travel.
     """
     size = len(tables)
     wrong = [
@@ -59,22 +59,22 @@ def pair_mismatch(
     ]
     if not wrong:
         return None
-    told = "; ".join(
+    detail = "; ".join(
         f"rank {sender} sends {sent} elements to rank {receiver}, which expects {expected}"
         for sender, receiver, sent, expected in wrong
     )
     blamed = sorted({rank for pair in wrong for rank in pair[:2]})
-    return CollectiveMismatch(str(operation), generation, blamed, told)
+    return CollectiveMismatch(str(operation), generation, blamed, detail)
 
 
 def message_mismatch(
     operation: Operation, generation: int, rank: int, numel: int, dtype: int
 ) -> CollectiveMismatch | None:
-    """The error if `operation`, a recv on `rank`, gets a message of other elements."""
+    """The error if a message has another count or dtype than `operation`, a recv on `rank`."""
     if (numel, dtype) == (operation.numel, operation.dtype):
         return None
-    told = (
+    detail = (
         f"rank {operation.peer} sent {elements(numel, dtype)} and rank {rank} expects "
         f"{elements(operation.numel, operation.dtype)}"
     )
-    return CollectiveMismatch(str(operation), generation, sorted({rank, operation.peer}), told)
+    return CollectiveMismatch(str(operation), generation, sorted({rank, operation.peer}), detail)

@@ -1,4 +1,4 @@
-"""What a group has done so far, in numbers that two runs can be compared by."""
+"""Counts of a group's operations and elements, by which two runs can be compared."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..contract.operation import Kind
 class Statistics:
     """Counts of one group on one rank.
 
-    operations: operations issued, by kind; coalesced ones one by one.
-    elements_sent: elements that a bandwidth-optimal algorithm sends from this rank, by kind. With
-    n elements in the whole problem and N ranks: all_reduce 2n(N-1)/N, reduce_scatter and
-    all_gather n(N-1)/N, broadcast n on the root and 0 elsewhere, reduce 0 on the root and n
-    elsewhere. gather, scatter, all_to_all, send, and an all_gather or reduce_scatter in parts of
-    different sizes: what this rank hands to others. It says what the caller asks of the network,
-    not what a transport happens to copy. A complex number is one element.
+    operations: operations issued, by kind; coalesced operations count one by one.
+    elements_sent: elements that a bandwidth-optimal algorithm sends from this rank, by kind,
+        whatever a transport copies. With n elements in the larger buffer and N ranks: all_reduce
+        2n(N-1)/N, reduce_scatter and all_gather n(N-1)/N, broadcast n on the root and 0 elsewhere,
+        reduce 0 on the root and n elsewhere. gather, scatter, all_to_all, send, and an all_gather
+        or reduce_scatter in parts of different sizes: the elements that this rank passes to other
+        ranks. A complex number is one element.
     """
 
     operations: Counter[str] = field(default_factory=Counter)
     elements_sent: Counter[str] = field(default_factory=Counter)
 
     def count(self, kind: Kind, elements: float) -> None:
-        """Add one operation that sends so many elements."""
+        """Count one operation that sends `elements` elements."""
         name = _NAMES[kind]
         self.operations[name] += 1
         self.elements_sent[name] += elements  # type: ignore[assignment]
@@ -35,7 +35,7 @@ class Statistics:
         return Statistics(Counter(self.operations), Counter(self.elements_sent))
 
     def since(self, earlier: Statistics) -> Statistics:
-        """What was added after `earlier`; kinds with nothing new are left out."""
+        """The counts added since `earlier`; kinds without new operations are left out."""
         return Statistics(
             self.operations - earlier.operations, self.elements_sent - earlier.elements_sent
         )

@@ -1,10 +1,10 @@
 """Collectives of integers, bytes and Python objects among a group's tensors, in the same order.
 
-Blocking, and without a channel of their own: for use where nothing else is in flight. Users take
-those of `Group`, which they can await.
+These functions block, and use no channel of their own: call them only where nothing else is in
+flight. Users call the methods of `Group`, which can be awaited.
 
-Those of objects unpickle what other ranks of the group sent, so they execute what those ranks want
-executed: use them among processes of one user only, as all ranks of a group are.
+The functions on objects unpickle what other ranks sent, and unpickling runs code that the sender
+chooses: use them only among processes of one user, as all ranks of a group are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .payloads import bytes_of, loads, words_of
 def all_gather_row(
     group: Operations, row: Sequence[int], timeout_s: float | None = None
 ) -> list[list[int]]:
-    """The integers of all ranks, by rank; each rank gives the same number of them."""
+    """The integers of all ranks, by rank. All ranks pass the same number of integers."""
     mine = torch.tensor(row, dtype=torch.int64, device=group.device)
     everybody = mine.new_empty(group.size * len(row))
     group.all_gather(everybody, mine, timeout_s=timeout_s).wait()
@@ -33,9 +33,9 @@ def all_gather_row(
 def broadcast_object(
     group: Operations, value: Any, root: int = 0, dumps: Callable[[Any], bytes] = pickle.dumps
 ) -> Any:
-    """Rank `root`'s value on every rank; there it is the very object, elsewhere a copy.
+    """The value of rank `root` on every rank: the object itself on `root`, a copy elsewhere.
 
-    value: anything that pickles; ignored on the other ranks. dumps: what pickles it.
+    value: anything that pickles; ignored on the other ranks. dumps: pickles the value.
     """
     is_root = group.rank == root
     payload = broadcast_bytes(group, dumps(value) if is_root else b"", root)
@@ -52,7 +52,7 @@ def all_gather_object(group: Operations, value: Any) -> list[Any]:
 def broadcast_bytes(
     group: Operations, payload: bytes, root: int, length: int | None = None
 ) -> bytes:
-    """length: of the payload, in bytes, where all ranks know it."""
+    """The payload of rank `root`. length: in bytes, if all ranks know it."""
     if length is None:
         size = torch.tensor([len(payload)], dtype=torch.int64, device=group.device)
         group.broadcast(size, root).wait()
@@ -63,7 +63,7 @@ def broadcast_bytes(
 
 
 def all_gather_bytes(group: Operations, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
-    """lengths: by rank, in bytes."""
+    """The payloads of all ranks. lengths: by rank, in bytes."""
     words = words_of(payload, max(lengths)).to(group.device)
     everybody = words.new_empty(group.size * len(words))
     group.all_gather(everybody, words).wait()
@@ -74,7 +74,9 @@ def all_gather_bytes(group: Operations, payload: bytes, lengths: Sequence[int]) 
 def gather_bytes(
     group: Operations, payload: bytes, root: int, lengths: Sequence[int]
 ) -> list[bytes] | None:
-    """lengths: by rank, in bytes. None but on `root`. For groups between CPUs."""
+    """The payloads of all ranks on `root`, None elsewhere; for groups between CPUs.
+
+    lengths: by rank, in bytes."""
     into = [words_of(b"", length) for length in lengths] if group.rank == root else None
     group.gather(words_of(payload, len(payload)), into, root).wait()
     if into is None:
@@ -83,7 +85,7 @@ def gather_bytes(
 
 
 def scatter_bytes(group: Operations, payloads: Sequence[bytes] | None, root: int) -> bytes:
-    """payloads: one for each rank, on `root`. Their lengths go first. For groups between CPUs."""
+    """This rank's element of `payloads`, which rank `root` passes; for groups between CPUs."""
     length = torch.zeros(1, dtype=torch.int64)
     lengths = None if payloads is None else torch.tensor([len(one) for one in payloads])
     group.scatter(length, lengths, root).wait()

@@ -2,15 +2,15 @@
 
 An object takes several collectives, since the ranks must learn its length first. So that objects
 and tensors may be in flight together, in an order that differs from rank to rank, objects have a
-channel: a group of the same ranks on the host, made when the first object travels, and one thread
-that runs the object collectives in the order of issue. Each one is
+channel: a CPU group of the same ranks, made when the first object travels, and one thread that
+runs the object collectives in the order of issue. Each of them has three phases:
 
-1. a header by all ranks (what, which root, how many, how long): whoever disagrees is named;
-2. the payloads, as int64, the widest dtype that every backend copies as bits;
-3. unpickling, and whether it went well, from all ranks: if it did not on one, all ranks raise
-   PayloadUnreadable. The group stays usable.
+1. All ranks exchange headers (kind, root, count, length); an error names ranks that disagree.
+2. The payloads travel as int64, the widest dtype that every backend copies as bits.
+3. Ranks unpickle, and exchange whether that succeeded. If it failed on one rank, all ranks raise
+   PayloadUnreadable; the group stays usable.
 
-The tensors of a group on GPUs stay out of it: pickles are made and read by the host.
+A group on GPUs takes no part in this, because the host makes and reads pickles.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Owner(Protocol):
 
 
 class ObjectWork(PendingWork):
-    """A collective of objects. `wait()`, `await` and `result()` give the objects.
+    """A collective of objects. `wait()`, `await` and `result()` return the objects.
 
-    body: (the channel's group) -> payloads by sending rank, of those that this rank reads.
-    read: payloads -> what the work gives.
+    body: (the channel's group) -> the payloads that this rank reads, by sending rank.
+    read: unpickled payloads, by sending rank -> the work's result.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ObjectWork(PendingWork):
 
 
 class RecorderOnBehalf(FlightRecorder):
-    """Of the channel's group: its collectives stand at the line of the objects they carry."""
+    """The recorder of the channel's group; it gives collectives the line of their objects."""
 
     on_behalf_of: Operation
 
@@ -86,9 +86,9 @@ class RecorderOnBehalf(FlightRecorder):
 
 
 class ObjectChannel:
-    """One rank's end of it.
+    """One rank's end of the channel.
 
-    connect: makes the channel's group, and that group's recorder, for the first operation. Blocks.
+    connect: makes the channel's group and its recorder, for the first operation. It blocks.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ObjectChannel:
         self._connect = connect
         self._in_flight: InFlight[ObjectWork] = InFlight(owner.rank, owner.abort)
         self._next_sequence = 0
-        self._group: Operations | None = None  # the thread's, which makes it
+        self._group: Operations | None = None  # made and used by the thread
         self._recorder: RecorderOnBehalf
         self._thread = threading.Thread(target=self._run, name="chorusline-objects", daemon=True)
         self._in_flight.worker = self._thread
@@ -115,9 +115,11 @@ class ObjectChannel:
         read: Callable[[dict[int, Any]], Any],
         map_location: MapLocation,
     ) -> ObjectWork:
-        """root: -1 without. count: of objects; must agree, as kind and root must.
+        """Issue one object collective. kind, root and count must agree between ranks.
 
+        root: -1 for none. count: of objects; -1 for any. payload: what this rank sends, or b"".
         body: (channel's group, lengths by rank) -> payloads by sending rank.
+        read, map_location: see `ObjectWork`, `ObjectCollectives`.
         """
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
@@ -137,7 +139,7 @@ class ObjectChannel:
         return work
 
     def fail(self, error: CollectiveError) -> None:
-        """The generation has ended."""
+        """Fail all works with `error`, because the generation has ended."""
         self._in_flight.fail(error)
 
     def close(self, error: CollectiveError) -> None:
@@ -151,16 +153,16 @@ class ObjectChannel:
         try:
             while (work := self._next()) is not None:
                 self._perform(work)
-                del work  # Nothing here keeps its objects alive.
+                del work  # An idle thread must not keep objects alive.
         except GroupClosed as error:
             self._in_flight.fail(error)
         except CollectiveError as error:
             self._owner.end_with(error)
             self._in_flight.fail(error)
         except Exception as error:
-            told = f"the objects' channel failed: {type(error).__name__}: {error}"
+            text = f"the objects' channel failed: {type(error).__name__}: {error}"
             trace = traceback.format_exc()
-            self._owner.abort(GroupAborted(self._owner.generation, [self._owner.rank], told, trace))
+            self._owner.abort(GroupAborted(self._owner.generation, [self._owner.rank], text, trace))
 
     def _next(self) -> ObjectWork | None:
         in_flight = self._in_flight
@@ -180,21 +182,21 @@ class ObjectChannel:
         try:
             payloads = work.body(group)  # 1, 2
         except (CollectiveTimeout, PeerLost) as error:
-            _, _, ranks, *rest = error.args  # Told of what the caller issued, not of its parts.
+            _, _, ranks, *rest = error.args  # The error must name the caller's operation.
             raise type(error)(str(operation), operation.generation, ranks, *rest) from error
         values: dict[int, Any] = {}
-        told = trace = ""
+        reason = trace = ""
         for rank, payload in payloads.items():  # 3
             try:
                 values[rank] = loads(payload, work.map_location)
             except Exception as error:
-                told = (
+                reason = (
                     f"rank {group.rank} cannot unpickle what rank {rank} sent: "
                     f"{type(error).__name__}: {error}"
                 )
                 trace = traceback.format_exc()
                 break
-        failure = self._unreadable(operation, group, told, trace)
+        failure = self._unreadable(operation, group, reason, trace)
         output = None
         if failure is None:
             output = work.read(values)
@@ -210,24 +212,24 @@ class ObjectChannel:
     def _compare(self, operation: Operation, said: list[tuple[int, ...]]) -> None:
         _, blamed = usual_and_blamed(said)
         if blamed:
-            told = tell_issued([_told(what) for what in said])
-            raise CollectiveMismatch(str(operation), operation.generation, blamed, told)
+            detail = tell_issued([_named(what) for what in said])
+            raise CollectiveMismatch(str(operation), operation.generation, blamed, detail)
 
     def _unreadable(
-        self, operation: Operation, group: Operations, told: str, trace: str
+        self, operation: Operation, group: Operations, reason: str, trace: str
     ) -> PayloadUnreadable | None:
-        """Equal on all ranks: the first rank's story."""
-        lengths = [row[0] for row in all_gather_row(group, (len(told.encode()),))]
+        """The error, with the first failed rank's reason, equal on all ranks; None for success."""
+        lengths = [row[0] for row in all_gather_row(group, (len(reason.encode()),))]
         ranks = [rank for rank, length in enumerate(lengths) if length]
         if not ranks:
             return None
         first = ranks[0]
-        story = pickle.dumps((told, trace)) if group.rank == first else b""
+        story = pickle.dumps((reason, trace)) if group.rank == first else b""
         detail, where = pickle.loads(broadcast_bytes(group, story, first))
         return PayloadUnreadable(str(operation), operation.generation, ranks, detail, where)
 
 
-def _told(what: tuple[int, ...]) -> str:
+def _named(what: tuple[int, ...]) -> str:
     kind, root, count = what
     of = f" of {count} objects" if count >= 0 else ""
     return f"{Kind(kind).name.lower()}{of}" + (f" with root {root}" if root >= 0 else "")

@@ -1,6 +1,6 @@
 """The half of `Group` that moves Python objects.
 
-How they travel: objects/channel.py between all ranks, objects/messages.py between two.
+objects/channel.py carries them between all ranks, objects/messages.py between two.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .payloads import MapLocation, dumps
 
 
 class ObjectCollectives(ABC):
-    """Collectives of anything that pickles, each as a `Work` whose result are the objects.
+    """Collectives of anything that pickles, each as a `Work` whose result is the objects.
 
-    They may be in flight together with the group's tensor collectives; among each other all ranks
-    issue them in the same order. The first one connects the channel that they use.
+    Object collectives may be in flight together with the group's tensor collectives. All ranks
+    issue object collectives in the same order. The first one connects the channel that they use.
 
-    They unpickle what ranks of this group sent, and unpickling runs code that the sender chooses:
-    use them among processes of one user, as all ranks of a group are.
+    Ranks unpickle what other ranks of the group sent, and unpickling runs code that the sender
+    chooses: use them only among processes of one user, as all ranks of a group are.
 
-    map_location: where tensors inside the objects go, as in torch.load; by default to the device
-    they came from, by its number. timeout_s: of the group unless given.
+    map_location: where tensors inside the objects go, as in torch.load; by default the device with
+    the number of the sender's device. timeout_s: in seconds, by default the group's.
 
-    Raise TypeError if an object cannot be pickled, before anything is sent. The works raise
-    PayloadUnreadable, on all ranks, if a rank cannot unpickle (the group stays usable), and what
+    A call raises TypeError if an object cannot be pickled, before anything is sent. A work raises
+    PayloadUnreadable on all ranks if a rank cannot unpickle (the group stays usable), and what
     works of tensors raise.
     """
 
@@ -42,7 +42,7 @@ class ObjectCollectives(ABC):
 
     @abstractmethod
     def _count_objects(self, kind: Kind, timeout_s: float | None) -> float:
-        """Check that the group is open, count, and give the seconds until the deadline."""
+        """Check that the group is open, count the operation, and return the timeout in seconds."""
 
     @abstractmethod
     def _check_rank(self, rank: int, name: str) -> None: ...
@@ -69,10 +69,10 @@ class ObjectCollectives(ABC):
         map_location: MapLocation = None,
         timeout_s: float | None = None,
     ) -> ObjectWork:
-        """Replace the elements of `objects` by those of rank `root`. Gives `objects`.
+        """Replace the elements of `objects` by those of rank `root`. The result is `objects`.
 
-        objects: a list of the same length on all ranks; on `root` it is left as it is.
-        Unpickles what rank `root` sent.
+        objects: a list of the same length on all ranks; unchanged on `root`.
+        All other ranks unpickle what rank `root` sent.
         """
         self._check_rank(root, "root")
         if not isinstance(objects, list):
@@ -104,9 +104,9 @@ class ObjectCollectives(ABC):
     def all_gather_object(
         self, value: Any, *, map_location: MapLocation = None, timeout_s: float | None = None
     ) -> ObjectWork:
-        """Gives the values of all ranks, in rank order, on every rank: copies, also of its own.
+        """The result on every rank is the values of all ranks, in rank order, all of them copies.
 
-        Unpickles what all ranks sent.
+        Every rank unpickles what all ranks sent.
         """
         payload = dumps(value, "value")
 
@@ -126,7 +126,7 @@ class ObjectCollectives(ABC):
         map_location: MapLocation = None,
         timeout_s: float | None = None,
     ) -> ObjectWork:
-        """Gives the values of all ranks, in rank order, on rank `root`; None elsewhere.
+        """The result is the values of all ranks, in rank order, on rank `root`; None elsewhere.
 
         Rank `root` unpickles what all ranks sent.
         """
@@ -153,10 +153,10 @@ class ObjectCollectives(ABC):
         map_location: MapLocation = None,
         timeout_s: float | None = None,
     ) -> ObjectWork:
-        """Gives `objects[rank]` of rank `root` on each rank; a copy, also on `root`.
+        """The result on rank r is `objects[r]` of rank `root`; a copy, also on `root`.
 
         objects: one per rank on `root`; ignored elsewhere.
-        Unpickles what rank `root` sent to this rank.
+        Every rank unpickles what rank `root` sent to it.
         """
         self._check_rank(root, "root")
         parts: list[bytes] | None = None
@@ -187,12 +187,12 @@ class ObjectCollectives(ABC):
     def send_object_list(
         self, objects: Sequence[Any], dst: int, *, timeout_s: float | None = None
     ) -> ScriptedWork:
-        """Send `objects` to rank `dst`, which takes as many with `recv_object_list`.
+        """Send `objects` to rank `dst`, which calls `recv_object_list` with as many.
 
-        They are pickled at once, and may be changed afterwards. As with `send`: done when all is
-        on its way; lists between two ranks arrive in the order of sending; no other rank takes
-        part, and nothing else is held up, but on NCCL, where all operations run in the order of
-        issue. A list that `dst` cannot unpickle is an error there, and no error here.
+        The objects are pickled at once, and may be changed afterwards. As with `send`, the work is
+        done when the data is on its way, lists between two ranks arrive in the order of sending,
+        and no other operation is delayed, except on NCCL, where all operations run in the order of
+        issue. If `dst` cannot unpickle the list, only `dst` raises an error.
         """
         self._check_peer(dst, "dst")
         payload = dumps(list(objects), "objects")
@@ -212,12 +212,12 @@ class ObjectCollectives(ABC):
     ) -> ScriptedWork:
         """Replace the elements of `objects` by those that rank `src` sends; None: any rank, on CPU.
 
-        objects: a list of the length that was sent; another one ends the group with
-        CollectiveMismatch. The work gives `objects`; its `source_rank` is the rank that sent them.
-        Unpickles what that rank sent, in whichever thread first sees that it has arrived. What
-        cannot be unpickled raises PayloadUnreadable here; the group stays usable.
+        objects: a list of the length that was sent; another length ends the group with
+        CollectiveMismatch. The work's result is `objects`; its `source_rank` is the sender.
 
-        On NCCL the call blocks until the length has arrived.
+        This rank unpickles what the sender sent, in the thread that first detects its arrival. If
+        that fails, the work raises PayloadUnreadable here only; the group stays usable. On NCCL
+        the call blocks until the length has arrived.
         """
         if not isinstance(objects, list):
             raise TypeError(f"objects must be a list, got {type(objects).__name__}")

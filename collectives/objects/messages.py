@@ -1,12 +1,12 @@
-"""Python objects from one rank to another: the two messages that each list takes, as one work.
+"""Python objects from one rank to another: each list takes two messages, which are one work.
 
-The receiver cannot know how long a pickle is. So there is a header of three numbers, and the
-payload. They travel as tensors do (`Communicator.send`), not on the objects' channel: making that
-takes all ranks, and only two know of a message.
+The receiver does not know the length of a pickle. So a header of three numbers precedes the
+payload. Both travel as tensors do (`Communicator.send`), not on the objects' channel: all ranks
+have to make the channel, and only two know of a message.
 
-Many lists may be under way between two ranks. Where messages have tags, every payload has one of
-its own, which its header tells, so it does not matter who asks for it first. Where they have none
-(NCCL), messages are matched in the order of issue, and `recv` blocks until it has issued both.
+Many lists may be under way between two ranks. Where messages have tags, every payload has its own,
+which its header names, so receives may ask for payloads in any order. Without tags (NCCL), messages
+are matched in the order of issue, and `recv` blocks until it has issued both.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from ..contract.work import SettledWork, Work
 from .payloads import MapLocation, bytes_of, loads, words_of
 
 _HEADER_TAG = FIRST_OBJECT_TAG
-_NUM_PAYLOAD_TAGS = 1 << 20  # behind it; used in turn
+_NUM_PAYLOAD_TAGS = 1 << 20  # the tags after _HEADER_TAG, used in turn
 _INT64 = DTYPE_INDEX[torch.int64]
 
 Script = Generator[Work, None, Any]
-"""Yields each work that it waits for; returns what the whole gives."""
+"""Yields each work that it waits for; returns the result of the whole."""
 
 
 class ScriptedWork(SettledWork):
-    """Works that are issued one after the other, each when those before it have ended well.
+    """Works that are issued one after the other, each when the one before has succeeded.
 
-    The script runs in whichever thread sees that it can go on; never in two at once.
-
+    The script runs in the thread that detects that it can go on; never in two threads at once.
     abort: ends the generation on all ranks.
     """
 
@@ -57,30 +56,30 @@ class ScriptedWork(SettledWork):
         self._device = communicator.device
         self._abort = abort
         self._script = script
-        self._awaited: Work | None = None  # None while the script runs, and when it is over
+        self._awaited: Work | None = None  # None while the script runs, and after its end
         operation.state = STARTED
         self._resume()
 
     def step(self) -> bool:
-        """Block until the work that is awaited now has ended and the one behind it, if there is
-        one, has been issued; False if all was over."""
+        """Block until the awaited work has ended and the next work, if there is one, has been
+        issued. Returns False if the script is over."""
         awaited = self._next_awaited()
         if awaited is None:
             return False
-        with contextlib.suppress(CollectiveError):  # It is found again below.
+        with contextlib.suppress(CollectiveError):  # `_go_on` handles the error.
             awaited.wait()
         self._go_on()
-        self._next_awaited()  # Another thread may be the one that goes on.
+        self._next_awaited()  # Another thread may be running the script.
         return True
 
     def _next_awaited(self) -> Work | None:
-        """Block while the script runs; None if it is over."""
+        """The awaited work; blocks while the script runs. None if the script is over."""
         try:
             with self._changed:
                 while self._awaited is None and not self.done:
                     self._changed.wait()
                 return self._awaited
-        except BaseException as error:  # An interrupt: the other rank waits for us.
+        except BaseException as error:  # An interrupt: the other rank waits for this one.
             self._end_generation(f"{type(error).__name__} during {self.operation}")
             raise
 
@@ -90,7 +89,7 @@ class ScriptedWork(SettledWork):
             return
         with self._changed:
             if self._awaited is not awaited:
-                return  # Another thread has seen it, too.
+                return  # Another thread has taken it.
             self._awaited = None
         error = awaited.error()
         if isinstance(error, CollectiveError):
@@ -119,7 +118,7 @@ class ScriptedWork(SettledWork):
                 raise
             return
         if self._device.type == "cuda":
-            following.get_future()  # From here on, who waits for it may read what it brought.
+            following.get_future()  # With a future, wait() returns when the host may read the data.
         with self._changed:
             self._awaited = following
             self._changed.notify_all()
@@ -165,7 +164,7 @@ class ObjectMessages:
         device = self._communicator.device
 
         def script() -> Script:
-            # Both at once: lists of one order must not be interleaved where there are no tags.
+            # Both are issued at once: without tags, messages of two lists must not interleave.
             parts = [
                 self._send(operation, header.to(device), _HEADER_TAG),
                 self._send(operation, words.to(device), _HEADER_TAG + 1 + int(header[2])),
@@ -192,12 +191,12 @@ class ObjectMessages:
             try:
                 received = loads(bytes_of(words, length), map_location)
             except Exception as error:
-                told = (
+                detail = (
                     f"rank {rank} cannot unpickle what rank {source} sent: "
                     f"{type(error).__name__}: {error}"
                 )
                 raise PayloadUnreadable(
-                    str(operation), operation.generation, [rank], told, traceback.format_exc()
+                    str(operation), operation.generation, [rank], detail, traceback.format_exc()
                 ) from error
             objects[:] = received
             return objects
@@ -237,12 +236,12 @@ class ObjectMessages:
 
     def _mismatch(self, operation: Operation, count: int) -> CollectiveMismatch:
         rank, source = self._communicator.rank, operation.peer
-        told = (
+        detail = (
             f"rank {source} sent {count} objects and rank {rank} expects {operation.numel}: the "
             "lists must be of one length"
         )
         error = CollectiveMismatch(
-            str(operation), operation.generation, sorted({rank, source}), told
+            str(operation), operation.generation, sorted({rank, source}), detail
         )
         self._abort(error)
         return error

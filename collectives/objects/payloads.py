@@ -13,7 +13,7 @@ MapLocation = Any
 
 
 def dumps(value: Any, argument: str) -> bytes:
-    """Raises TypeError naming the argument, before anything is sent."""
+    """`value` pickled. Raises TypeError naming `argument`, before anything is sent."""
     try:
         return pickle.dumps(value)
     except Exception as error:
@@ -21,7 +21,7 @@ def dumps(value: Any, argument: str) -> bytes:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads tensors to where `map_location` says: pickle itself calls torch.load without it."""
+    """Passes `map_location` to torch.load, which pickle would call without it."""
 
     def __init__(self, payload: bytes, map_location: MapLocation) -> None:
         super().__init__(io.BytesIO(payload))
@@ -40,7 +40,7 @@ def loads(payload: bytes, map_location: MapLocation = None) -> Any:
 
 
 def words_of(payload: bytes, length: int) -> torch.Tensor:
-    """`payload`, filled up to `length` bytes, in (ceil(length / 8),) int64."""
+    """`payload`, padded to `length` bytes, as (ceil(length / 8),) int64."""
     words = torch.zeros(-(-length // 8), dtype=torch.int64)
     if payload:
         source = torch.frombuffer(bytearray(payload), dtype=torch.uint8)

@@ -1,12 +1,12 @@
-"""What callers hand in, and the form in which it travels.
+"""Callers' arrays, checked and converted to the form in which they travel.
 
-A transport moves contiguous flat tensors of plain numbers. Whatever a caller has is brought into
-that form here, without a copy where possible:
+A transport moves contiguous flat tensors of real numbers. This file converts a caller's argument
+to that form, without a copy where possible:
 
 - numpy arrays, CuPy arrays and anything with DLPack become tensors that share their memory;
 - complex numbers travel as pairs of reals, bool as uint8;
-- what is not contiguous is copied, and copied back (`Operation.finish`) where it is written; so
-  are numpy arrays with negative strides.
+- tensors that are not contiguous, and numpy arrays with negative strides, are copied; where the
+  operation writes them, `Operation.finish` copies the result back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _OF_BOOL = {  # as uint8 of 0 and 1
 def checked(
     value: Any, name: str, device: torch.device, backend: str, written: bool
 ) -> torch.Tensor:
-    """`value` as a tensor without autograd, in the same memory; a sentence where it is unfit."""
+    """`value` as a tensor without autograd, in the same memory; raises if an operation cannot use
+    its type, dtype, device, layout or strides."""
     tensor = value if isinstance(value, torch.Tensor) else _foreign(value, name, written)
     if tensor.is_inference():
         tensor = alias(tensor)
@@ -75,7 +76,7 @@ def checked_list(
     *,
     written: bool,
 ) -> list[torch.Tensor]:
-    """One tensor per rank, all of one dtype."""
+    """One tensor per rank, all of one dtype. Raises ValueError otherwise, and as `checked`."""
     if len(values) != size:
         raise ValueError(
             f"{name} has {len(values)} tensors; a group of {size} ranks needs one per rank, {size}"
@@ -98,7 +99,7 @@ def same_dtype(operation: str, name: str, a: torch.Tensor, other: str, b: torch.
 
 
 def _foreign(value: Any, name: str, written: bool) -> torch.Tensor:
-    numpy = sys.modules.get("numpy")  # Who has an array has imported it.
+    numpy = sys.modules.get("numpy")  # A caller with a numpy array has imported numpy.
     if numpy is not None and isinstance(value, numpy.ndarray):
         if not value.flags.writeable:
             if written:
@@ -121,13 +122,13 @@ def _foreign(value: Any, name: str, written: bool) -> torch.Tensor:
 
 
 def _running_backwards(array: Any) -> torch.Tensor:
-    """A numpy array with negative strides, which no tensor can have, as a copy that knows its home.
+    """A copy of a numpy array with negative strides, which tensors cannot have.
 
-    It is strided, so that `written` looks for that.
+    The copy refers to the array as `_home`. It is not contiguous, so that `written` looks for that.
     """
     for axis in range(array.ndim):
         if array.strides[axis] < 0 and array.shape[axis] <= 1:
-            array = array[(slice(None),) * axis + (slice(None, None, -1),)]  # the same elements
+            array = array[(slice(None),) * axis + (slice(None, None, -1),)]  # same elements
     if array.size == 0 or all(stride >= 0 for stride in array.strides):
         return torch.from_numpy(array if array.size else array.copy())
     source = torch.from_numpy(array.copy())
@@ -140,22 +141,22 @@ def _running_backwards(array: Any) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory of `tensor` holds its elements, in order."""
+    """Whether the memory of `tensor` holds exactly its elements, in order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a plain tensor as (n,) plain numbers."""
+    """The memory of a plain tensor as (n,) real numbers."""
     if tensor.is_complex():
         return torch.view_as_real(tensor).view(-1)
     flat = tensor.view(-1)
-    if flat.stride(0) != 1:  # Of one element, it may be anything.
+    if flat.stride(0) != 1:  # A tensor of one element may have any stride.
         flat = flat.as_strided((flat.numel(),), (1,))
     return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
-    """(n,) for a transport to read: `tensor` itself if it is plain, else a copy."""
+    """(n,) for a transport to read: the memory of `tensor` if it is plain, else a copy."""
     if not is_plain(tensor):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return _flat(tensor)
@@ -164,7 +165,7 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
 def written(
     tensor: torch.Tensor, finishers: list[Finisher], *, also_read: bool = False
 ) -> torch.Tensor:
-    """(n,) for a transport to write; what copies it into `tensor` is added to `finishers`."""
+    """(n,) for a transport to write. Adds to `finishers` the copies back to `tensor`, if any."""
     if is_plain(tensor):
         return _flat(tensor)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -178,7 +179,7 @@ def written(
 
 
 def finisher(finishers: list[Finisher]) -> Callable[[], None] | None:
-    """All of them as one; None for none."""
+    """One function that calls all `finishers`; None if there are none."""
     if not finishers:
         return None
 
@@ -190,7 +191,7 @@ def finisher(finishers: list[Finisher]) -> Callable[[], None] | None:
 
 
 def share_memory(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    """Whether some tensor of `a` may overlap one of `b`."""
+    """Whether a tensor of `a` may overlap a tensor of `b`."""
     places = {t.untyped_storage().data_ptr() for t in a if t.numel()}
     return any(t.untyped_storage().data_ptr() in places for t in b if t.numel())
 
@@ -201,7 +202,7 @@ def share_memory(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
 def checked_op(
     name: str, op: ReduceOp, factor: complex | None, dtype: torch.dtype, backend: str
 ) -> ReduceOp:
-    """The reduction of the plain numbers that travel; PREMUL_SUM becomes SUM of `scaled` ones."""
+    """The reduction of the real numbers that travel; PREMUL_SUM becomes SUM of scaled tensors."""
     try:
         op = ReduceOp(op)
     except ValueError:
@@ -226,7 +227,7 @@ def checked_op(
         raise ValueError(f"factor {factor!r} is complex, but the tensor is {dtype}")
     integer = not (dtype.is_floating_point or dtype.is_complex)
     if integer and not isinstance(factor, int):
-        raise ValueError(f"factor {factor!r} must be an int, for the tensor is {dtype}")
+        raise ValueError(f"factor {factor!r} must be an int, because the tensor is {dtype}")
     return ReduceOp.SUM
 
 
@@ -237,10 +238,10 @@ def travelling_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def not_a_tensor(given: object, argument: str) -> Exception:
-    """The error for `given` where a tensor belongs.
+    """The error for an argument that is `given` instead of a tensor.
 
-    torch had operations on one tensor per device (`all_reduce_multigpu`) and has removed them;
-    ray.util.collective has them still. Who comes from there is told the way.
+    torch had operations on one tensor per device (`all_reduce_multigpu`), and ray.util.collective
+    still has them. For a caller who expects them, the error names the alternative.
     """
     if isinstance(given, list | tuple):
         devices = sorted({str(t.device) for t in given if isinstance(t, torch.Tensor)})

@@ -1,4 +1,4 @@
-"""Works that are made of other works: several operations as one, and a barrier with names."""
+"""Works composed of other works: several operations as one, and a barrier that names ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..contract.work import Work
 
 
 class Coalesced(Work):
-    """The work of all operations issued inside its block; each of them returns it, too.
+    """The work of all operations issued inside its block; each of those operations returns it.
 
-    NCCL launches them together, as one group call, when the block ends, so a send and a recv that
-    wait for each other may stand in any order. Between CPUs each starts when it is issued. Waiting
-    for it inside the block is an error. After an error in the body, what was issued before is under
-    way all the same: the other ranks count on it.
+    NCCL launches the operations as one group call when the block ends, so a send and a recv that
+    wait for each other may stand in any order. Between CPUs each operation starts when it is
+    issued. Waiting inside the block raises RuntimeError. After an error in the block, the
+    operations issued before it still run, because the other ranks depend on them.
     """
 
     def __init__(self, operation: Operation, end: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class Coalesced(Work):
             self._works.append(work)
 
     def _block(self) -> None:
-        """Block until all are done; raises the first error of them."""
+        """Block until all works are done; raises the first of their errors."""
         self._check_ended()
         for work in self._works:
             work.wait()
@@ -97,7 +97,7 @@ class Coalesced(Work):
 
 
 class MonitoredBarrier(Work):
-    """A transport's barrier, whose deadline names as many missing ranks as it was asked for."""
+    """A transport's barrier, whose CollectiveTimeout names one missing rank, or all of them."""
 
     def __init__(self, barrier: Work, wait_all_ranks: bool) -> None:
         super().__init__(barrier.operation)
@@ -120,9 +120,9 @@ class MonitoredBarrier(Work):
         if isinstance(error, CollectiveTimeout) and not self._wait_all_ranks:
             first = min(error.ranks, default=None)
             if first is not None:
-                # "rank 1 is at …; rank 2 is at …", one clause per missing rank
+                # whereabouts is "rank 1 is at …; rank 2 is at …": one clause per missing rank.
                 clauses = error.whereabouts.split("; ")
-                mine = [told for told in clauses if told.startswith(f"rank {first} ")]
+                mine = [clause for clause in clauses if clause.startswith(f"rank {first} ")]
                 where = "; ".join(mine)
                 return CollectiveTimeout(
                     error.operation, error.generation, [first], error.timeout_s, where

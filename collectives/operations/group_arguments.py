@@ -1,7 +1,7 @@
-"""The arguments of operations against the group: its size, its rank, its device, its backend.
+"""Checks of arguments against the group: its size, rank, device and backend.
 
-What is wrong raises here, before anything is enqueued, naming the argument and the mend. What can
-be said of a tensor alone is in arguments.py.
+A wrong argument raises here, before anything is enqueued; the error names the argument and the
+remedy. Checks that need no group are in arguments.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Array = Any
 
 
 class GroupArguments(ABC):
-    """The part of `Group` that checks."""
+    """The part of `Group` that checks arguments."""
 
     rank: int
     size: int
@@ -43,7 +43,7 @@ class GroupArguments(ABC):
     _communicator: Communicator
     _notes_shapes: bool  # at debug level DETAIL
     _shapes: list[tuple[FrameType, tuple[int, ...]]]
-    _wire_ops: dict[tuple[ReduceOp, torch.dtype], ReduceOp]  # of what may be reduced without factor
+    _wire_ops: dict[tuple[ReduceOp, torch.dtype], ReduceOp]  # pairs known to be valid
 
     def _checked(self, value: Array, name: str, written: bool) -> torch.Tensor:
         tensor = checked(value, name, self.device, self.backend, written)
@@ -59,7 +59,7 @@ class GroupArguments(ABC):
     def _checked_op(
         self, name: str, op: ReduceOp, factor: complex | None, tensor: torch.Tensor
     ) -> ReduceOp:
-        """What to reduce by; of a pair that was found good before, at once."""
+        """The reduction that travels, from a cache for pairs of op and dtype already checked."""
         known = (op, tensor.dtype)
         if factor is None and known in self._wire_ops:
             return self._wire_ops[known]
@@ -147,7 +147,7 @@ class GroupArguments(ABC):
         own_name: str,
         finishers: list[Finisher] | None,
     ) -> list[torch.Tensor]:
-        """A part per rank, flat, to be written (with finishers) or read."""
+        """One flat part per rank, to be written (if there are finishers) or read."""
         writes = finishers is not None
 
         def travelling(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ class GroupArguments(ABC):
     def _split(
         self, tensor: torch.Tensor, flat: torch.Tensor, rows: Sequence[int] | None, name: str
     ) -> list[torch.Tensor]:
-        """`flat`, the elements of `tensor`, in a part per rank."""
+        """`flat`, the elements of `tensor`, split into one part per rank."""
         num_rows = tensor.shape[0] if tensor.dim() else 1
         if rows is None:
             if num_rows % self.size:
@@ -187,5 +187,5 @@ class GroupArguments(ABC):
         return [torch.empty(0, dtype=dtype, device=self.device)] * self.size
 
     def _numel(self, flat: torch.Tensor, tensor: torch.Tensor) -> int:
-        """Elements as the caller counts them: a complex number is one."""
+        """The number of elements as the caller counts them: a complex number is one."""
         return flat.numel() // 2 if tensor.is_complex() else flat.numel()

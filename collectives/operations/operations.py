@@ -1,18 +1,18 @@
-"""Everything that ranks can do together: the arguments of each operation, checked and explained.
+"""The tensor operations of a `Group`: their arguments, checked and documented.
 
 Names, argument orders and meanings are those of torch.distributed. Where torch has one function
 for a list of tensors and one for a single tensor (all_gather and all_gather_into_tensor), there is
-one method here, and the type of the argument chooses: a list or tuple has one tensor per rank, a
-tensor holds the parts of all ranks one after the other, in rank order, each as a contiguous range.
+one method here, and the type of the argument chooses: a list or tuple has one tensor per rank; a
+tensor holds the parts of all ranks in rank order, each as a contiguous range.
 
-A tensor may be anything that arguments.py takes: a torch tensor of any strides, a numpy or CuPy
-array, anything with DLPack, on the group's device; results are written into the caller's memory.
+A tensor may be anything that arguments.py accepts: a torch tensor of any strides, a numpy or CuPy
+array, anything with DLPack, on the group's device. Results are written into the caller's memory.
 Dtypes: float64, float32, float16, bfloat16, int64 to int8, uint8, bool, complex128, complex64.
 
-Each method checks, counts, and hands on to the communicator, and returns a `Work` at once. Errors
-of the caller raise here, before anything is enqueued: ValueError, TypeError, or
-UnsupportedOperation for what this backend lacks. Tensors that are written are undefined until the
-work is done; until then nobody else may touch what an operation reads or writes.
+Each method checks its arguments, counts the operation, hands it to the communicator and returns a
+`Work` at once. A caller's mistake raises ValueError or TypeError before anything is enqueued, and
+UnsupportedOperation if this backend lacks the operation. Written tensors are undefined until the
+work is done; until then no other code may touch the tensors that an operation reads or writes.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class Operations(GroupArguments):
         elements: float,
         finish: Callable[[], None] | None = None,
     ) -> Operation:
-        """Number and count an operation."""
+        """Number, count and record an operation."""
 
     @abstractmethod
     def _begin_between_two(
         self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: float | None
     ) -> Operation:
-        """Count a send or recv."""
+        """Count and record a send or recv."""
 
     @abstractmethod
     def _issued(self, work: Work, output: Any = None) -> Work:
-        """What the caller is given: `work`, or the work of the coalesced block that it is in.
+        """The work for the caller: `work`, or that of the coalesced block that is open.
 
-        output: what the work's `result()` is.
+        output: what the work's `result()` returns.
         """
 
     # -- one tensor, all ranks -------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Operations(GroupArguments):
     ) -> Work:
         """Reduce `tensor` over all ranks, in place, to the same bits on every rank.
 
-        tensor: any shape, same number of elements and dtype on all ranks. factor: of PREMUL_SUM.
+        tensor: any shape; same number of elements and dtype on all ranks. factor: for PREMUL_SUM.
         """
         tensor = self._checked(tensor, "tensor", True)
         wire_op = self._checked_op("all_reduce", op, factor, tensor)
@@ -111,9 +111,9 @@ class Operations(GroupArguments):
         factor: complex | None = None,
         timeout_s: float | None = None,
     ) -> Work:
-        """Reduce `tensor` over all ranks into `tensor` of rank `dst`; elsewhere it stays as it is.
+        """Reduce `tensor` over all ranks into `tensor` of rank `dst`; the others keep theirs.
 
-        tensor: any shape, same number of elements and dtype on all ranks. factor: of PREMUL_SUM.
+        tensor: any shape; same number of elements and dtype on all ranks. factor: for PREMUL_SUM.
         """
         self._check_rank(dst, "dst")
         is_root = dst == self.rank
@@ -141,7 +141,7 @@ class Operations(GroupArguments):
     def broadcast(self, tensor: Array, root: int = 0, *, timeout_s: float | None = None) -> Work:
         """Copy `tensor` of rank `root` into `tensor` of every other rank.
 
-        tensor: any shape, same number of elements and dtype on all ranks.
+        tensor: any shape; same number of elements and dtype on all ranks.
         """
         self._check_rank(root, "root")
         is_root = root == self.rank
@@ -162,7 +162,7 @@ class Operations(GroupArguments):
 
     @outside_inference_mode
     def barrier(self, *, timeout_s: float | None = None) -> Work:
-        """Done on no rank before every rank has issued it."""
+        """The work is done on no rank before every rank has issued it."""
         operation = self._begin(Kind.BARRIER, 0, -1, -1, timeout_s, 0)
         return self._issued(self._communicator.barrier(operation))
 
@@ -180,12 +180,12 @@ class Operations(GroupArguments):
     ) -> Work:
         """Reduce `input` over all ranks and leave this rank's part in `output`.
 
-        input: size * n elements, left as they are; or a list of size tensors, of which tensor r
-        goes to rank r: their sizes may differ, and are the same on all ranks. output: n elements,
-        or those of tensor `rank` of the list; same dtype. factor: of PREMUL_SUM.
+        output: n elements, or as many as tensor `rank` of the list; same dtype as `input`.
+        input: size * n elements, unchanged; or a list of size tensors, of which tensor r goes to
+            rank r. Tensor r has the same size on all ranks; sizes may differ within the list.
+        factor: for PREMUL_SUM.
 
-        Parts of different sizes are all received before they are added: size * n elements of
-        memory.
+        Parts of different sizes are added after all have arrived, in size * n elements of memory.
         """
         output = self._checked(output, "output", True)
         wire_op = self._checked_op("reduce_scatter", op, factor, output)
@@ -209,7 +209,7 @@ class Operations(GroupArguments):
             whole = whole.clone()
             _scale(whole, output, factor)
         elif share_memory([output], [whole] if whole is not None else parts):
-            # Chunks of the output are written while others of the input are still to be read.
+            # A transport writes chunks of the output before it has read all of the input.
             whole = None if whole is None else whole.clone()
             parts = [part.clone() for part in parts]
         finishers: list[Finisher] = []
@@ -235,9 +235,9 @@ class Operations(GroupArguments):
     ) -> Work:
         """Put the `input` of all ranks, in rank order, into `output` on every rank.
 
-        input: n elements; it may be this rank's part of `output` itself.
-        output: size * n elements; or a list of size tensors, whose sizes may differ and are the
-        same on all ranks: tensor r gets the input of rank r. Same dtype.
+        output: size * n elements; or a list of size tensors, of which tensor r receives the input
+            of rank r. Tensor r has the same size on all ranks; sizes may differ within the list.
+        input: n elements, same dtype; it may be this rank's part of `output` itself.
         """
         input = self._checked(input, "input", False)
         dtype = DTYPE_INDEX[input.dtype]
@@ -291,7 +291,7 @@ class Operations(GroupArguments):
         """Put the `tensor` of all ranks, in rank order, into `output` on rank `dst`.
 
         tensor: n elements; in the list form, n may differ between ranks.
-        output: on `dst` size * n elements, or a list of size tensors; None on all other ranks.
+        output: on `dst`, size * n elements or a list of size tensors; None on all other ranks.
         """
         self._check_rank(dst, "dst")
         tensor = self._checked(tensor, "tensor", False)
@@ -319,7 +319,7 @@ class Operations(GroupArguments):
         """Put part r of `input` of rank `src` into `tensor` of rank r.
 
         tensor: n elements; in the list form, n may differ between ranks.
-        input: on `src` size * n elements, or a list of size tensors; None on all other ranks.
+        input: on `src`, size * n elements or a list of size tensors; None on all other ranks.
         """
         self._check_rank(src, "src")
         tensor = self._checked(tensor, "tensor", True)
@@ -349,9 +349,9 @@ class Operations(GroupArguments):
         """Send part r of `input` to rank r, and put what rank r sends into part r of `output`.
 
         output, input: both tensors, or both lists of size tensors, one per rank, of any sizes.
-        Of tensors, the split sizes say how many rows (along the first dimension) each part has;
-        without them all parts have the same number. Same dtype everywhere. What a rank sends to
-        another is as many elements as that one expects.
+            One dtype on all ranks. A rank sends as many elements as the receiver expects.
+        output_split_sizes, input_split_sizes: rows (along the first dimension) of each part, for
+            tensors; by default all parts have the same number.
         """
         finishers: list[Finisher] = []
         if isinstance(output, list | tuple) != isinstance(input, list | tuple):
@@ -397,11 +397,11 @@ class Operations(GroupArguments):
     ) -> Work:
         """Send `tensor` to rank `dst`, which receives it with the same tag.
 
-        Messages of one tag between two ranks arrive in the order in which they were sent. Done
-        when `tensor` may be written again, which may be before it is received. Sends and
-        receives do not hold up collectives, nor each other, on CPU; on NCCL all operations of a
-        group run in the order of issue, so an exchange belongs inside `coalesce()`, and there are
-        no tags.
+        Messages of one tag between two ranks arrive in the order in which they were sent. The work
+        is done when `tensor` may be written again, which may be before it is received. On CPU,
+        sends and receives delay neither collectives nor each other. On NCCL all operations of a
+        group run in the order of issue, so an exchange belongs inside `coalesce()`; NCCL has no
+        tags.
         """
         tensor = self._checked(tensor, "tensor", False)
         self._check_peer(dst, "dst")
@@ -422,8 +422,8 @@ class Operations(GroupArguments):
     ) -> Work:
         """Receive into `tensor` what rank `src` sends with the same tag; None: any rank, on CPU.
 
-        tensor: of the number of elements and the dtype that were sent; anything else ends the
-        group with CollectiveMismatch. The work's `source_rank` is the rank that sent it.
+        tensor: with the number of elements and the dtype that were sent; anything else ends the
+        group with CollectiveMismatch. The work's `source_rank` is the rank that sent the message.
         """
         tensor = self._checked(tensor, "tensor", True)
         peer = self._check_source(src)
@@ -450,14 +450,14 @@ class Operations(GroupArguments):
         finishers: list[Finisher],
         given: Any,
     ) -> Work:
-        """given: what the caller wants written, which is the work's result."""
+        """given: what the caller passed to be written; it is the work's result."""
         dtype = DTYPE_INDEX[tensor.dtype]
         operation = self._begin(kind, -1, dtype, detail, timeout_s, sent, finisher(finishers))
         return self._issued(self._communicator.exchange(operation, outputs, inputs), given)
 
 
 def _scale(flat: torch.Tensor, tensor: torch.Tensor, factor: complex) -> None:
-    """Multiply what travels for `tensor`, or for a part of the same dtype, by `factor`."""
+    """Multiply `flat`, the travelling form of `tensor` or of a part of that dtype, by `factor`."""
     if tensor.is_complex():
         flat = torch.view_as_complex(flat.view(-1, 2))
     flat.mul_(factor)

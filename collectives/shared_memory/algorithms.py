@@ -1,9 +1,8 @@
-"""Collectives of ranks on one host, through memory that they share.
+"""Collectives of ranks on one host, through shared memory.
 
-Each body below is one algorithm, read from top to bottom: write into the own slot, `publish`,
-`yield` until all have published, read the others' slots. The rule that makes it safe is at the top
-of shared_memory/segment.py, the waiting in lane.py. Sums are taken in rank order on every rank, so
-all ranks get the same bits.
+Each body below is one algorithm: a rank writes into its own slot, calls `publish`, yields until all
+ranks have published, and reads the others' slots. The top of shared_memory/segment.py has the rule
+that makes this safe; lane.py waits. Every rank adds in rank order, so all get the same bits.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from .messages import Messages
 from .segment import SharedSegment
 
 SLOT_BYTES = 2 << 20
-"""Two slots of this size per rank. Pages that no operation has needed take no memory."""
+"""Each rank has two slots of this size. Pages that no operation has touched take no memory."""
 
 _DIRECT_BYTES = 512 << 10
-"""Up to here every rank sums everything itself: one tick, N times the additions."""
+"""Up to here every rank reduces the whole tensor: one tick, but `size` times the additions."""
 
-_ALIGNMENT = 64  # elements; parts that start at whole cache lines are added and copied faster
+_ALIGNMENT = 64  # elements; parts that start on a cache line are added and copied faster
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -38,7 +37,7 @@ class SharedMemoryCommunicator(Communicator):
     backend = "shared-memory"
 
     def __init__(self, segment: SharedSegment, timeout_s: float) -> None:
-        """Blocks until all ranks have come. Raises CollectiveError, and `segment` is given back."""
+        """Blocks until all ranks have come. Leaves `segment` and raises CollectiveError if not."""
         self.rank = segment.rank
         self.size = segment.size
         self.device = torch.device("cpu")
@@ -108,8 +107,8 @@ class SharedMemoryCommunicator(Communicator):
     def show_waits(self, ranks: Sequence[int], since: float) -> None:
         self._segment.show_waits_elsewhere(ranks, since)
 
-    def on_wait(self, told: Callable[[Sequence[int], float], None]) -> None:
-        self._segment.on_wait = told
+    def on_wait(self, callback: Callable[[Sequence[int], float], None]) -> None:
+        self._segment.on_wait = callback
 
     def failure(self) -> CollectiveError | None:
         return None if self._closed else self._segment.failure()
@@ -145,11 +144,11 @@ class SharedMemoryCommunicator(Communicator):
         reduce_into(flat, parts, op)
 
     def _all_reduce_in_parts(self, tick: int, flat: torch.Tensor, op: ReduceOp, part: int) -> Body:
-        """Chunk by chunk of (size * part,); a tick works on two chunks at once:
+        """The tensor in chunks of (size * part,); a tick works on two chunks at once:
 
-        1. copy the other ranks' parts of chunk i into the own slot;
-        2. reduce the own part of chunk i-1 into the slot's second half, and copy it home;
-        3. publish, wait for all;
+        1. copy the other ranks' parts of chunk i into this rank's slot;
+        2. reduce this rank's part of chunk i-1 into the slot's second half, and into the tensor;
+        3. publish, and wait for all ranks;
         4. copy the other ranks' parts of chunk i-1 out of their slots.
         """
         segment, rank = self._segment, self.rank
@@ -180,7 +179,7 @@ class SharedMemoryCommunicator(Communicator):
     def _reduce_scatter(
         self, tick: int, output: torch.Tensor, rows: torch.Tensor, op: ReduceOp, chunk: int
     ) -> Body:
-        """rows: (size, n). Each rank lays out the other ranks' columns, then adds its own."""
+        """rows: (size, n). Each rank writes the other ranks' parts, then reduces its own part."""
         segment, rank = self._segment, self.rank
         for start in range(0, max(1, rows.shape[1]), chunk):
             columns = rows[:, start : start + chunk]
@@ -227,7 +226,7 @@ class SharedMemoryCommunicator(Communicator):
             tick += 1
 
     def _reduce(self, tick: int, flat: torch.Tensor, root: int, op: ReduceOp, chunk: int) -> Body:
-        """All lay out a chunk; the root adds."""
+        """All ranks write a chunk; the root reduces."""
         segment = self._segment
         for start in range(0, max(1, flat.numel()), chunk):
             piece = flat[start : start + chunk]
@@ -246,12 +245,13 @@ class SharedMemoryCommunicator(Communicator):
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],
     ) -> Body:
-        """A slot holds a table, and a region for each rank. Chunk by chunk:
+        """A slot has a table (elements to each rank, then from each) and a region for each rank.
 
-        1. copy a piece for each other rank into its region, the first time also the own table:
-           what goes to each rank, and what is expected of each;
-        2. publish, wait for all; the first time compare the tables, which also say how many
-           chunks there are;
+        For each chunk, this rank must:
+
+        1. copy a piece for each other rank into its region, and the first time write the table;
+        2. publish, and wait for all ranks; the first time compare the tables, which also give the
+           number of chunks;
         3. copy the pieces for this rank out of the others' slots.
         """
         segment, rank, size = self._segment, self.rank, self.size
@@ -260,7 +260,7 @@ class SharedMemoryCommunicator(Communicator):
         table_bytes = -(-8 * len(table) // _ALIGNMENT) * _ALIGNMENT
         chunk = self._chunk_elements(outputs[rank], (segment.slot_bytes - table_bytes) // size)
         at = [table_bytes + r * chunk * dtype.itemsize for r in range(size)]
-        # In bytes, not as tensors: of small parts, the table would cost more than they do.
+        # struct packs the table: for small parts, a tensor would cost more than the parts do.
         segment.write_numbers(tick, table)
         start = longest = 0
         while start == 0 or start < longest:
@@ -304,7 +304,7 @@ class SharedMemoryCommunicator(Communicator):
         return work
 
     def _chunk_elements(self, tensor: torch.Tensor, nbytes: int) -> int:
-        """Elements that fit into `nbytes`, a whole number of cache lines."""
+        """Elements that fit into `nbytes`, rounded down to whole cache lines."""
         return max(1, nbytes // tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -316,6 +316,6 @@ def _and_then(body: Body, finish: Callable[[], None]) -> Body:
 def connect_shared_memory(
     descriptor: int, pids: list[int], rank: int, generation: int, timeout_s: float
 ) -> SharedMemoryCommunicator:
-    """Join the segment behind `descriptor` together with the processes `pids`, by rank."""
+    """Join the segment behind `descriptor`. pids: the process of each rank. timeout_s: to meet."""
     segment = SharedSegment(descriptor, pids, rank, generation, SLOT_BYTES)
     return SharedMemoryCommunicator(segment, timeout_s)

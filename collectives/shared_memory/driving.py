@@ -1,16 +1,15 @@
 """Which thread drives the works of shared memory: its collectives (lane.py) and its messages.
 
-- Issuing a work does what can be done without waiting, in the caller's thread.
-- `wait()` drives the queue in the waiting thread, up to its own work: no hand-over between threads,
-  a short spin, and nearly the speed of the machine.
-- A background thread, which sleeps when there is nothing to do, drives everything else. It is woken
-  a moment late, by a timer that `wait()` stops: a thread that wakes only to find the work driven
-  already takes the interpreter's lock twice, which costs a sync all_reduce of 1 MiB a quarter of
-  its time.
+- Issuing a work runs the part that needs no waiting, in the caller's thread.
+- `wait()` drives the queue in the waiting thread, up to its own work. This needs no hand-over
+  between threads, only a short spin.
+- A background thread, which sleeps when nothing is pending, drives all other works. A timer wakes
+  it after a short delay, unless `wait()` stops the timer: a thread that wakes and finds the work
+  done takes the interpreter's lock twice, a quarter of the time of a sync all_reduce of 1 MiB.
 
 One thread drives at a time; the others wait for their turn or for their work. The thread that ends
-a work calls its callbacks, without the lock. If it drives, it still does so meanwhile: a callback
-that waits for another work drives on by itself, from within.
+a work runs its callbacks, without the lock, and remains the driver meanwhile: a callback that waits
+for another work drives the queue from within.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ class DrivenWork(SettledWork):
 
 
 class DrivenQueue(ABC):
-    """Works of one rank, and which thread drives them. thread_name: of the background thread."""
+    """Works of one rank, driven by one thread at a time. thread_name: of the background thread."""
 
     def __init__(self, segment: SharedSegment, thread_name: str) -> None:
         self.segment = segment
         self.lock = threading.Lock()
-        self._turn = threading.Condition(self.lock)  # a work ended, or no thread drives
-        self._driven = False  # a thread drives, until it calls _release
-        self._driver = 0  # that thread, as soon as it has begun
+        self._turn = threading.Condition(self.lock)  # notified when a work ends or a driver stops
+        self._driven = False  # whether a thread drives; it ends that with _release
+        self._driver = 0  # the identity of that thread, once it has begun
         self._thread_name = thread_name
         self._thread: threading.Thread | None = None
         self._wake_up: WakeTimer | None = None
@@ -89,7 +88,7 @@ class DrivenQueue(ABC):
                     self._wake_up.cancel()
                 self._drive(work)
             except BaseException as error:
-                # An interrupt, also of a thread that waited for its turn: the others wait for us.
+                # An interrupt, also while waiting for the turn: the other ranks wait for this one.
                 self.abort(self._interrupted(work.operation, error))
                 raise
             finally:
@@ -97,17 +96,17 @@ class DrivenQueue(ABC):
                     self._release()
 
     def poll(self, work: DrivenWork) -> None:
-        """Run what can run without waiting. A caller that only asks still needs a thread that sees
-        that a peer died or is late: if `work` is not done, that is the background thread."""
+        """Run what needs no waiting. If `work` is not done then, the background thread watches for
+        a dead or late peer, because the caller may never wait."""
         self._run_what_can()
         if not work.done:
             self.call_background()
 
     def call_background(self, delay_s: float = WAKE_DELAY_S) -> None:
-        """Wake the background thread in `delay_s` seconds, if no thread has ended all by then."""
+        """Wake the background thread in `delay_s` seconds, unless a waiting thread stops that."""
         with self.lock:
             if self._end is not None:
-                return  # The thread that drives ends the works; the timer may be closed already.
+                return  # The driver ends the works, and the timer may be closed already.
             if self._wake_up is None:
                 self._wake_up = WakeTimer()
                 self._thread = threading.Thread(
@@ -123,29 +122,29 @@ class DrivenQueue(ABC):
         """End the generation on all ranks, and every work of this queue."""
         self.end(self.segment.abort(error))
 
-    # -- what a queue says -----------------------------------------------------------------------
+    # -- implemented by a queue ------------------------------------------------------------------
 
     @abstractmethod
     def end(self, error: CollectiveError) -> None:
-        """The generation has ended: see to it that every work ends with `error`."""
+        """End every work with `error`, because the generation has ended."""
 
     @abstractmethod
     def _run_what_can(self) -> None:
-        """Run what can run without waiting, and call the callbacks."""
+        """Run what needs no waiting, and run the callbacks."""
 
     @abstractmethod
     def _drive(self, until: DrivenWork | None) -> None:
-        """Run the works until `until` is done; for None, until nothing is left to do. Only in the
-        thread that drives."""
+        """Run the works until `until` is done; for None, until no work is left. Only the driver
+        calls it."""
 
     @abstractmethod
     def _pending(self) -> Collection[DrivenWork]:
-        """The works that have not ended. With the lock held."""
+        """The works that have not ended. The caller holds the lock."""
 
     # -- with the lock held ----------------------------------------------------------------------
 
     def _finish(self, work: DrivenWork, failure: CollectiveError | None) -> None:
-        """Settle `work`. The thread that does so calls `_call_back`, after the lock."""
+        """Settle `work`. The calling thread calls `_call_back` after it releases the lock."""
         work.settle(failure)
         if work.callbacks:
             self._ended.append(work)
@@ -161,7 +160,7 @@ class DrivenQueue(ABC):
     # --------------------------------------------------------------------------------------------
 
     def _call_back(self) -> None:
-        """Without the lock."""
+        """Run the callbacks that are due, without the lock."""
         if self._ended:
             with self.lock:
                 ended, self._ended = self._ended, []
@@ -173,7 +172,7 @@ class DrivenQueue(ABC):
             self._driven = False
             self._driver = 0
             self._turn.notify_all()
-            # What is left is a work that a task awaits, or one that holds up the others.
+            # Pending works are awaited by a task, or other ranks wait for them.
             is_needed = self._wake_up is not None and bool(self._pending())
         if is_needed:
             self.call_background()
@@ -189,14 +188,14 @@ class DrivenQueue(ABC):
             try:
                 self._drive(None)
             except BaseException as error:
-                # Without this thread the works would wait for their deadline, here and elsewhere.
+                # Without this thread, works would wait for their deadlines, on all ranks.
                 self.abort(self._interrupted(self._thread_name, error))
                 raise
             finally:
                 self._release()
 
     def _let_go(self, error: CollectiveError) -> None:
-        """The end of a close: no thread drives any more, and what is left fails with `error`."""
+        """Finish a close: wait until no thread drives; pending works fail with `error`."""
         with self.lock:
             while self._driven:
                 self._turn.wait()

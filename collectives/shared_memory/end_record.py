@@ -1,4 +1,4 @@
-"""The error that ended a generation, in the memory that its ranks share. The first one stands."""
+"""The error that ended a generation, in the memory that its ranks share. The first error stands."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..contract.errors import CollectiveError, error_from_json, error_to_json
 from .futex import WEAKLY_ORDERED, fence
 from .layout import ABORT_WORD, RECORD_BYTES
 
-_LOCK_S = 1.0  # it is held for microseconds
+_LOCK_S = 1.0  # the longest wait for a lock that is held for microseconds
 
 
 class EndRecord:
-    """Its length in 8 bytes, and JSON; behind the abort word, which says that it is there.
+    """The record: 8 bytes of length, then JSON. It is valid once the abort word is set.
 
-    descriptor: of the memory, owned from here on. Who writes holds a lock on the file, which the
-    kernel releases if its holder dies.
+    descriptor: of the memory; the record owns it. A writer holds a lock on the file, which the
+    kernel releases if the writer dies.
     """
 
     def __init__(self, memory: mmap.mmap, words: memoryview, at: int, descriptor: int) -> None:
@@ -38,7 +38,7 @@ class EndRecord:
         return error_from_json(self._memory[at + 8 : at + 8 + length].decode())
 
     def write(self, error: CollectiveError) -> bool:
-        """Unless there is one already. False after `close`."""
+        """Write `error` unless there is a record already. Returns False after `close`."""
         with self._lock:
             if self._descriptor < 0:
                 return False
@@ -63,7 +63,7 @@ class EndRecord:
             self._descriptor = -1
 
     def _exclude_others(self) -> None:
-        """But for a rank that was stopped while it excluded us."""
+        """Lock the file; go on without the lock if a stopped rank holds it for _LOCK_S."""
         give_up_at = time.monotonic() + _LOCK_S
         while True:
             try:
@@ -75,7 +75,7 @@ class EndRecord:
 
 
 def fitting_record(error: CollectiveError) -> bytes:
-    """The error as JSON; its longest text is cut in the middle if it does not fit."""
+    """The error as JSON. Its longest text is cut in the middle until the record fits."""
     record = error_to_json(error).encode()
     while len(record) > RECORD_BYTES - 8:
         fields = list(error.args)

@@ -1,8 +1,8 @@
-"""Sleep on a word of memory that several processes share, and wake who sleeps: Linux's futex.
+"""Linux's futex: sleep on a word of memory that processes share, and wake the sleepers.
 
-It tells nobody who sleeps: a sleeper says so in a word of its own, which the waker reads. Both
-sides then write one word and read the other's, which a processor may reorder, so a wake-up can be
-missed in theory; therefore sleep comes in slices.
+A futex does not show whether any process sleeps on it, so a sleeper sets a word of its own, which
+the waker reads. Each side writes one word and reads the other's. A processor may reorder that, so
+a wake-up can be missed in theory; therefore sleep is split into slices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import threading
 
 WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64")
-"""Whether stores may become visible in another order than that of the program: then `fence`."""
+"""Whether stores may become visible out of program order, so that `fence` is needed."""
 
 _fence_lock = threading.Lock()
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -27,8 +27,8 @@ class _Timespec(ctypes.Structure):
 
 
 def fence() -> None:
-    """Order what was read and written before it against what comes after."""
-    # Release then acquire, twice: a full barrier on every architecture that CPython runs on.
+    """Order the reads and writes before this call against those after it."""
+    # Two pairs of release and acquire are a full barrier wherever CPython runs.
     for _ in range(2):
         with _fence_lock:
             pass
@@ -37,7 +37,7 @@ def fence() -> None:
 def sleep_on(address: int, seen: int, slice_s: float) -> None:
     """Return when woken, after `slice_s` < 1 seconds, or at once if the word is not `seen`.
 
-    address: of 32 bits, the lower half of a word. seen: of which the lower 32 bits count.
+    address: of the lower 32 bits of a word. seen: the value; only its lower 32 bits are compared.
     """
     _libc.syscall(
         _SYS_FUTEX,
@@ -51,7 +51,7 @@ def sleep_on(address: int, seen: int, slice_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all that sleep on the word at `address`."""
+    """Wake all threads that sleep on the word at `address`."""
     _libc_with_lock.syscall(
         _SYS_FUTEX, ctypes.c_void_p(address), _FUTEX_WAKE, _EVERYBODY, None, None, 0
     )

@@ -1,11 +1,11 @@
-"""Runs the operations of one communicator in order, on whichever thread needs them first.
+"""Runs the operations of one communicator in order, in the thread that needs them first.
 
-An operation's body is a generator: it writes its part, publishes a tick, and yields that tick; it
-is resumed when all ranks have published it. How to wait is decided here, not in the algorithms:
+An operation's body is a generator: it writes its part, publishes a tick, and yields that tick; the
+lane resumes it when all ranks have published the tick. The lane decides how to wait:
 
-- Issuing an operation runs it as far as it goes without waiting, in the caller's thread. A small
-  one has by then shown its part to the others, who can go on.
-- How the rest is driven, and by which thread, is told in driving.py.
+- Issuing an operation runs it in the caller's thread up to the first wait. By then a small
+  operation has published its part, and the other ranks can go on.
+- driving.py says which thread drives the rest.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..contract.operation import STARTED, Operation
 from .driving import WAKE_DELAY_S, DrivenQueue, DrivenWork
 from .segment import SharedSegment
 
-_UNSURE_DELAY_S = 0.001  # of a work that does not know its ticks: most have but one
-_LOOK_YIELDS = 8  # of the core, in one look; 0.4 us each on an idle one
-_LOOK_TICKS = 4  # works with more of them are large: their copying would hold up an event loop
+_UNSURE_DELAY_S = 0.001  # for a work of an unknown number of ticks; most have one
+_LOOK_YIELDS = 8  # of the core, in one look; 0.4 us each on an idle core
+_LOOK_TICKS = 4  # works with more ticks are large: their copying would block an event loop
 FIRST_TICK = 2  # SharedSegment.meet used 1
 
 Body = Generator[int, None, None]
@@ -32,8 +32,8 @@ Body = Generator[int, None, None]
 class LaneWork(DrivenWork):
     """An operation in a lane.
 
-    make_body: makes the body, given its first tick, when all before it have ended. num_ticks: how
-    many it publishes; 0 if that is not known before, for only then is it known who comes when.
+    make_body: makes the body from its first tick, when all earlier works have ended.
+    num_ticks: how many ticks it publishes; 0 if only the ranks' tables will tell.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LaneWork(DrivenWork):
         self.num_ticks = num_ticks
         self.body: Body | None = None
         self.first_tick = 0
-        self.awaited_tick = 0  # goes on when all ranks have published this
+        self.awaited_tick = 0  # the body goes on when all ranks have published this tick
 
     def start(self, first_tick: int) -> None:
         self.first_tick = first_tick
@@ -53,7 +53,7 @@ class LaneWork(DrivenWork):
         self.body = self.make_body(first_tick)
 
     def has_said_all(self) -> bool:
-        """Whether it only waits for the others, none of whom waits for it."""
+        """Whether this rank has published its last tick, so that no rank waits for it."""
         return self.num_ticks > 0 and self.awaited_tick == self.first_tick + self.num_ticks - 1
 
     def _look(self) -> bool:
@@ -66,23 +66,23 @@ class Lane(DrivenQueue):
     def __init__(self, segment: SharedSegment) -> None:
         super().__init__(segment, "chorusline-lane")
         self._queue: deque[LaneWork] = deque()
-        self._next_tick = FIRST_TICK  # of the thread that drives
+        self._next_tick = FIRST_TICK  # only the driver uses it
 
     def submit(self, work: LaneWork) -> None:
-        """Put `work` at the end and run what can run at once."""
+        """Append `work` and run what needs no waiting."""
         with self.lock:
             if self._end is not None:
                 self._finish(work, self._end)
                 return
             self._queue.append(work)
         self._run_what_can()
-        # A work that has published all it has to say holds nobody up; it may wait to be waited for.
+        # A work that has published its last tick delays no rank; a waiter may drive it later.
         if not work.done and not work.has_said_all():
             self.call_background(WAKE_DELAY_S if work.num_ticks else _UNSURE_DELAY_S)
 
     def look(self, work: LaneWork) -> bool:
-        """`poll` with a little patience, for a caller that will call again, or wait."""
-        if work.num_ticks <= _LOOK_TICKS:  # 0: not known before it has begun
+        """`poll` for a few yields of the core, for a caller that will call again, or wait."""
+        if work.num_ticks <= _LOOK_TICKS:  # Also 0, an unknown number.
             for _ in range(_LOOK_YIELDS):
                 self._run_what_can()
                 if work.done:
@@ -93,25 +93,25 @@ class Lane(DrivenQueue):
     def end(self, error: CollectiveError) -> None:
         with self.lock:
             if self._driven:
-                return  # The thread that drives is woken, and ends the works itself.
+                return  # `abort` has woken the driver, which ends the works itself.
             self._finish_all(error)
         self._call_back()
 
     def close(self, error: GroupClosed, lost: Callable[[Operation], PeerLost]) -> None:
-        """No more works; those in the queue fail: with `error` here, with `lost` elsewhere.
+        """Accept no more works. Queued works fail with `error` on this rank, with `lost` elsewhere.
 
-        Waits for the thread that drives to let go.
+        Waits until the driver has stopped.
         """
         self._run_what_can()
         with self.lock:
             if self._end is None:
-                self._end = error  # Also for a thread that drives, and is told another one.
+                self._end = error  # Also for the driver, which the segment gives another error.
             head = self._queue[0] if self._queue else None
         if head is not None:
             self.segment.abort(lost(head.operation))
         self._let_go(error)
 
-    # -- only the thread that drives -------------------------------------------------------------
+    # -- only the driver calls these -------------------------------------------------------------
 
     def _advance(self) -> None:
         queue = self._queue
@@ -128,7 +128,7 @@ class Lane(DrivenQueue):
 
     @outside_inference_mode
     def _run(self, work: LaneWork, block: bool, spin: bool) -> bool:
-        """Run `work` to its end, or to where it would have to wait; whether it ended."""
+        """Run `work` to its end or, unless `block`, to its first wait; whether it ended."""
         segment = self.segment
         body = work.body
         if body is None:
@@ -148,7 +148,8 @@ class Lane(DrivenQueue):
                     give_up_at = operation.issued_at + operation.timeout_s
                     segment.wait(tick, operation, give_up_at, spin)
                 if tick < work.first_tick:
-                    # What the others published before the end must not let this one succeed.
+                    # After the end of the generation, ticks published before it must not let this
+                    # work succeed.
                     failure = segment.failure()
                     if failure is not None:
                         raise failure
@@ -166,7 +167,7 @@ class Lane(DrivenQueue):
             with self.lock:
                 self._finish_all(error)
         except BaseException as error:
-            # Ours, or an interrupt in the waiting thread: either way the others wait for us.
+            # A bug, or an interrupt in the waiting thread: other ranks would wait for this one.
             failure = segment.abort(self._interrupted(work.operation, error))
             with self.lock:
                 self._finish_all(failure)

@@ -1,14 +1,14 @@
-"""What lies where in the memory that the ranks of one host share, and how it is made and found.
+"""The layout of the memory that the ranks of one host share, and how it is made and opened.
 
     header     magic, and the abort word
-    ranks      one block each: tick, whom it sleeps on, state, what it is doing (twice), bell
+    ranks      one block each: tick, the rank it sleeps on, state, signatures (two), bell
     channels   one per ordered pair of ranks, for messages: words of the sender, of the receiver
-    sites      the lines of users' code that began that, as text (two per rank)
+    sites      the users' lines that issued the signed operations, as text (two per rank)
     record     the error that ended the generation, as JSON
-    slots      two per rank, for data; which one a tick uses is the tick's parity
+    slots      two per rank, for data; a tick uses the slot of its parity
     rings      one per ordered pair, for messages
 
-The file has no name and lives as long as the processes that map it; only this user may open it.
+The file has no name and lives as long as the processes that map it; only its user may open it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BLOCK_WORDS = 48  # 384 bytes: words that different ranks write never share a ca
 TICK, SLEEPS_ON, STATE, SIGNATURE = 0, 8, 16, 24  # words from the start of a rank's block
 BELL, ASLEEP = 32, 40
 CHANNEL_WORDS = 16
-HEAD, SENDER_WAITS, ELSEWHERE = 0, 1, 2  # words of a channel; these the sender writes
-TAIL, RECEIVER_WAITS = 8, 9  # and these the receiver
+HEAD, SENDER_WAITS, ELSEWHERE = 0, 1, 2  # words of a channel that the sender writes
+TAIL, RECEIVER_WAITS = 8, 9  # words of a channel that the receiver writes
 RECORD_BYTES = 64 * 1024
-RING_BYTES = 256 * 1024  # of which no page takes memory before a message needs it
+RING_BYTES = 256 * 1024  # a page takes memory only once a message has used it
 
 
 def block_at(rank: int) -> int:
@@ -42,7 +42,7 @@ def channel_at(size: int, sender: int, receiver: int) -> int:
 
 
 def sites_start(size: int) -> int:
-    """The byte behind all words."""
+    """The first byte after all words."""
     return 8 * (HEADER_WORDS + BLOCK_WORDS * size + CHANNEL_WORDS * size * size)
 
 
@@ -63,7 +63,7 @@ def bytes_needed(size: int, slot_bytes: int) -> int:
 
 
 def make_memory(size: int, slot_bytes: int) -> int:
-    """A new, zeroed, nameless file for `size` ranks; its descriptor."""
+    """The descriptor of a new, zeroed, nameless file for `size` ranks. Raises OSError."""
     nbytes = bytes_needed(size, slot_bytes)
     descriptor = -1
     try:
@@ -84,12 +84,12 @@ def make_memory(size: int, slot_bytes: int) -> int:
 
 
 def open_memory(pid: int, descriptor: int) -> int:
-    """The memory that process `pid` of this user made; a descriptor of our own."""
-    ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    if os.pread(ours, 8, 0) != MAGIC.to_bytes(8, "little"):
-        os.close(ours)
-        raise OSError(errno.EINVAL, f"descriptor {descriptor} of process {pid} is not ours")
-    return ours
+    """A new descriptor of the memory that process `pid` of this user made. Raises OSError."""
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    if os.pread(opened, 8, 0) != MAGIC.to_bytes(8, "little"):
+        os.close(opened)
+        raise OSError(errno.EINVAL, f"descriptor {descriptor} of process {pid} is no such memory")
+    return opened
 
 
 def _page_aligned(nbytes: int) -> int:

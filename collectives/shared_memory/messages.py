@@ -1,15 +1,15 @@
 """Messages between two ranks of one host: send and recv, beside the ticks of the collectives.
 
-Each ordered pair of ranks has a ring of bytes (ring.py). A send is done when all is in the
-ring; a small one is therefore done at once, and outlives its sender.
+Each ordered pair of ranks has a ring of bytes (ring.py). A send is done when its message is in the
+ring; so a small send is done at once, and its message survives the sender.
 
-Messages of a pair leave the ring in the order in which they were sent. One whose tag nobody waits
-for stays in it, and holds up its sender, unless somebody waits for another tag from that rank: then
-it is put aside in memory of the receiver's own.
+Messages of a pair leave the ring in the order in which they were sent. A message whose tag no recv
+waits for stays in the ring, and may block its sender; if a recv waits for another tag from that
+rank, the message is put aside in the receiver's own memory.
 
-Who puts something into a ring, or takes something out, rings the other side's bell, a word on which
-that sleeps (futex, in slices, as with ticks). Between slices a sleeper looks at the abort word, at
-the other processes and at the deadlines. Which thread drives is told in driving.py.
+A rank that writes to a ring, or reads from it, rings the bell of the other rank: a word on which
+that rank sleeps (futex, in slices, as with ticks). Between slices a sleeper checks the abort word,
+the other processes and the deadlines. driving.py says which thread drives.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _SLICES_S = (0.002, 0.005, 0.02)
 
 
 class MessageWork(DrivenWork):
-    """A send or recv. content: (nbytes,) uint8, the caller's memory. moved: bytes of it so far."""
+    """A send or recv. content: (nbytes,) uint8, the caller's memory. moved: bytes moved so far."""
 
     def __init__(self, messages: Messages, operation: Operation, tensor: torch.Tensor) -> None:
         super().__init__(operation, messages)
         self.content = tensor.view(torch.uint8)
-        self.moved = -1  # the header is still to be written
+        self.moved = -1  # the header has not been moved yet
 
 
 @dataclass
 class _Arriving:
-    """A message that has begun to leave its ring. work: who gets it; None while put aside."""
+    """A message that has begun to leave its ring. work: its recv; None while it is aside."""
 
     source: int
     tag: int
@@ -60,7 +60,7 @@ class _Arriving:
 
 
 class Messages(DrivenQueue):
-    """All messages to and from this rank. The lock guards everything; it is not held in sleep."""
+    """All messages to and from this rank. The lock guards all fields; no sleeper holds it."""
 
     def __init__(self, segment: SharedSegment) -> None:
         super().__init__(segment, "chorusline-messages")
@@ -70,7 +70,7 @@ class Messages(DrivenQueue):
         self._aside: list[_Arriving] = []
         self._out: dict[int, Channel] = {}
         self._in: dict[int, Channel] = {}
-        self._shown: set[int] = set()  # words that say for whom this rank waits
+        self._shown: set[int] = set()  # words that show which ranks this rank waits for
 
     def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
         work = MessageWork(self, operation, tensor)
@@ -92,7 +92,7 @@ class Messages(DrivenQueue):
         self._call_back()
 
     def close(self, error: CollectiveError) -> None:
-        """No more messages; those that have not ended fail with `error`."""
+        """Accept no more messages; pending ones fail with `error`."""
         self._run_what_can()
         self.end(error)
         self.segment.ring_bell(self.segment.rank)
@@ -102,7 +102,7 @@ class Messages(DrivenQueue):
 
     @outside_inference_mode
     def _advance(self) -> None:
-        """Do all that can be done without waiting."""
+        """Move all bytes that can move without waiting."""
         if self._end is not None:
             self._finish_all(self._end)
             return
@@ -165,7 +165,7 @@ class Messages(DrivenQueue):
             self._arrived(arriving)
 
     def _next_from(self, source: int, channel: Channel) -> _Arriving | None:
-        """The next message in the ring, if there is one and it has somewhere to go."""
+        """The next message in the ring; None if there is none or no recv waits for its rank."""
         if not channel.filled():
             return None
         tag, numel, dtype, nbytes = channel.header()
@@ -184,7 +184,7 @@ class Messages(DrivenQueue):
         return _Arriving(source, tag, numel, dtype, work.content, work)
 
     def _take_aside(self) -> None:
-        """Match what was put aside with the works that want it."""
+        """Match messages that were put aside with the receives that want them."""
         for arriving in list(self._aside):
             for work in self._receiving if arriving.work is None else ():
                 o = work.operation
@@ -209,7 +209,7 @@ class Messages(DrivenQueue):
     def _arrived(self, arriving: _Arriving) -> None:
         work = arriving.work
         if work is None:
-            return  # It stays aside.
+            return  # The message stays aside.
         if arriving.content is not work.content:
             self._aside.remove(arriving)
             work.content.copy_(arriving.content)
@@ -238,7 +238,7 @@ class Messages(DrivenQueue):
     def _finish(self, work: DrivenWork, failure: CollectiveError | None) -> None:
         super()._finish(work, failure)
         if self._shown:
-            self._hide_waits()  # Shown again for what is left, if it has to be waited for.
+            self._hide_waits()  # `_look` shows them again for works that are still pending.
 
     def _finish_all(self, error: CollectiveError) -> None:
         super()._finish_all(error)
@@ -281,12 +281,12 @@ class Messages(DrivenQueue):
             return bool(self._pending())
 
     def _look(self) -> None:
-        """End the generation if something cannot end well any more."""
+        """End the generation if a peer is gone or a deadline has passed."""
         gone = self.segment.gone()
         others = set(range(self.segment.size)) - {self.segment.rank}
         now = time.monotonic()
         with self.lock:
-            self._advance()  # What they put into the ring before they went is still good.
+            self._advance()  # Messages that a lost rank put into its ring are still valid.
             for work in self._pending():
                 o = work.operation
                 peers = others if o.peer == ANY_RANK else {o.peer}
@@ -297,8 +297,8 @@ class Messages(DrivenQueue):
                 elif now >= o.issued_at + o.timeout_s:
                     waits_for = self.segment.waits_for(o.timeout_s)
                     blamed = to_blame(peers, waits_for, [self.segment.rank])
-                    told = sorted(peers.union(blamed))
-                    where = "; ".join(self.segment.whereabouts(rank) for rank in told)
+                    shown = sorted(peers.union(blamed))
+                    where = "; ".join(self.segment.whereabouts(rank) for rank in shown)
                     where += tell_waits(waits_for, waits_for.keys() - {self.segment.rank})
                     error = CollectiveTimeout(str(o), o.generation, blamed, o.timeout_s, where)
                 else:
@@ -309,7 +309,7 @@ class Messages(DrivenQueue):
         self._call_back()
 
     def _show_waits(self) -> None:
-        """So that whoever waits for this rank learns who is behind it."""
+        """Show which ranks this rank waits for, so that a rank that waits for it can blame them."""
         for work in self._pending():
             o = work.operation
             if o.peer == ANY_RANK:

@@ -1,9 +1,8 @@
 """The ring of bytes through which one rank of a host sends to another.
 
-It has a word that only the sender writes (the head: bytes ever put in) and one that only the
-receiver writes (the tail: bytes ever taken out), so there are no locks between processes. A
-message is a header of 64 bytes and its elements, padded to 64; one that is longer than the ring
-goes through it in pieces.
+Only the sender writes the head (bytes ever put in), and only the receiver writes the tail (bytes
+ever taken out), so processes need no locks. A message is a header of 64 bytes and its elements,
+padded to 64 bytes; a message that is longer than the ring passes through it in pieces.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import torch
 from .layout import HEAD, RECEIVER_WAITS, RING_BYTES, SENDER_WAITS, TAIL
 from .segment import SharedSegment
 
-HEADER = struct.Struct("=8q")  # tag, numel, dtype, nbytes, and room
-UNIT = HEADER.size  # heads and tails are multiples of it
+HEADER = struct.Struct("=8q")  # tag, numel, dtype, nbytes, and padding
+UNIT = HEADER.size  # heads and tails are multiples of UNIT
 
 
 class Channel:
@@ -49,7 +48,7 @@ class Channel:
         self.words[self.tail_at] += _padded(len(into))
 
     def header(self) -> tuple[int, int, int, int]:
-        """Of the next message, left in the ring: tag, numel, dtype, nbytes."""
+        """Tag, numel, dtype and nbytes of the next message, which stays in the ring."""
         at = self.words[self.tail_at] % RING_BYTES
         tag, numel, dtype, nbytes, *_ = HEADER.unpack(self.ring[at : at + UNIT].numpy().tobytes())
         return tag, numel, dtype, nbytes

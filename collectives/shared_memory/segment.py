@@ -1,23 +1,23 @@
 """The memory that the ranks of one host share, and how they wait in it.
 
-One rank makes a nameless file in memory (memfd); the others open it through /proc, map it, and
-from then on it lives exactly as long as the processes that map it: nothing is left behind, not
-even when all of them are killed. shared_memory/layout.py says what lies where in it.
+One rank makes a nameless file in memory (memfd); the others open it through /proc and map it. The
+file lives exactly as long as the processes that map it, so nothing is left behind, even if all of
+them are killed. shared_memory/layout.py has the layout.
 
-**Ticks.** Every collective is a sequence of ticks, counted alike on all ranks. A rank *publishes*
-tick t by storing t in its block. One rule makes all of it safe:
+**Ticks.** Every collective is a sequence of ticks, which all ranks count in the same way. A rank
+*publishes* tick t by storing t in its block. One rule makes this safe:
 
-    Data of tick t is written after all ranks have published t-1, and before the own publication
-    of t. It is read after all have published t, and before the own publication of t+1.
+    A rank writes data of tick t after all ranks have published t-1, and before it publishes t.
+    It reads data of tick t after all ranks have published t, and before it publishes t+1.
 
 So a slot is free again two ticks later, and no further locks are needed.
 
-**Waiting** is a short spin that yields the core, then sleep on the tick of the rank that is late
-(futex). A publisher makes the system call that wakes only if somebody says that it sleeps on it.
-Sleep comes in slices (futex.py says why); between slices a waiter looks at the abort word, at the
-other processes (pidfd) and at the deadline.
+**Waiting** is a short spin that yields the core, then sleep on the tick of the late rank (futex).
+A publisher makes the system call that wakes only if a rank's block says that it sleeps on that
+tick. Sleep is split into slices (futex.py says why); between slices a waiter checks the abort
+word, the other processes (pidfd) and the deadline.
 
-Publishing relies on stores becoming visible in program order. x86 promises that; elsewhere
+Publishing relies on stores becoming visible in program order. x86 guarantees that; elsewhere
 `fence` orders them by the acquire-release pair of a lock.
 """
 
@@ -65,10 +65,10 @@ from .layout import (
 
 _ABSENT, _OPEN, _CLOSED = 0, 1, 2
 
-_SPINS_WITH_CORES = 200  # sched_yield is about 0.4 us on an idle core
-_SPINS_OVERCOMMITTED = 50  # more ranks than cores: somebody else needs the core to arrive
-# On a busy core each yield lasts a time slice of somebody else's: 200 of them took two seconds, in
-# which nobody looked whether the generation had ended.
+_SPINS_WITH_CORES = 200  # sched_yield takes about 0.4 us on an idle core
+_SPINS_OVERCOMMITTED = 50  # more ranks than cores: another rank needs the core to arrive
+# On a busy core each yield lasts another process's time slice: 200 yields took two seconds, in
+# which the waiter did not notice that the generation had ended.
 _SPIN_S = 0.0003
 _SLICES_S = (0.002, 0.005, 0.02)
 
@@ -83,7 +83,7 @@ class SharedSegment:
     def __init__(
         self, descriptor: int, pids: list[int], rank: int, generation: int, slot_bytes: int
     ) -> None:
-        """descriptor: of the memory, owned by the segment from here on. pids: one per rank."""
+        """descriptor: of the memory; the segment owns it from here on. pids: one per rank."""
         self.rank = rank
         self.size = len(pids)
         self.generation = generation
@@ -113,11 +113,11 @@ class SharedSegment:
         self._views: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self._exits = select.poll()
         self._rank_of_pidfd: dict[int, int] = {}
-        # The lane and the messages look for dead ranks in threads of their own; a poll object
+        # The lane and the messages check for dead ranks in different threads, and a poll object
         # serves one thread at a time.
         self._polling = threading.Lock()
         self._meet_timeout_s = 0.0
-        # Of a group made of another one: tells that one whom this rank waits for, or no more.
+        # Set for a subgroup: passes on to its parent which ranks this rank waits for, and since.
         self.on_wait: Callable[[Sequence[int], float], None] | None = None
         try:
             self._watch_peers()
@@ -145,7 +145,7 @@ class SharedSegment:
         key = (tick & 1, offset, count, dtype)
         views = self._views.get(key)
         if views is None:
-            if len(self._views) > 512:  # Odd sizes without end must not pile up.
+            if len(self._views) > 512:  # Views of ever new sizes must not pile up.
                 self._views.clear()
             nbytes = count * dtype.itemsize
             at = [
@@ -157,19 +157,19 @@ class SharedSegment:
         return views  # type: ignore[return-value]
 
     def write_numbers(self, tick: int, numbers: Sequence[int]) -> None:
-        """Into the own slot of `tick`, from its start, 8 bytes each."""
+        """Write `numbers` to the start of this rank's slot of `tick`, 8 bytes each."""
         at = self._slots_at + (2 * self.rank + (tick & 1)) * self.slot_bytes
         struct.pack_into(f"={len(numbers)}q", self._map, at, *numbers)
 
     def read_numbers(self, tick: int, rank: int, count: int) -> tuple[int, ...]:
-        """What `rank` wrote so."""
+        """The numbers that `rank` wrote with `write_numbers`."""
         at = self._slots_at + (2 * rank + (tick & 1)) * self.slot_bytes
         return struct.unpack_from(f"={count}q", self._map, at)
 
     # -- ticks ---------------------------------------------------------------------------------
 
     def publish(self, tick: int) -> None:
-        """Show what was written for `tick` to all ranks."""
+        """Make this rank's data of `tick` visible to all ranks."""
         words = self._words
         if WEAKLY_ORDERED:
             fence()
@@ -191,10 +191,10 @@ class SharedSegment:
         return True
 
     def wait(self, tick: int, operation: Operation | str, give_up_at: float, spin: bool) -> None:
-        """Return when all ranks have published `tick`; spin first if the core is ours to spend.
+        """Return when all ranks have published `tick`. spin: yield the core first, then sleep.
 
-        give_up_at: time.monotonic() in seconds. Raises the error that ends the generation,
-        after telling it to all ranks.
+        give_up_at: time.monotonic() in seconds. Raises the error that ends the generation, which
+        all ranks raise.
         """
         words = self._words
         spins = self.spins if spin else 1
@@ -243,7 +243,7 @@ class SharedSegment:
         wake(self._tick_addresses[rank])
 
     def _check(self, tick: int, operation: Operation | str, give_up_at: float) -> list[int]:
-        """The ranks that are late. Raises if waiting for `tick` has become pointless."""
+        """The late ranks. Raises if a late rank is gone, or the generation or the time is over."""
         failure = self.failure()
         if failure is not None:
             raise failure
@@ -283,19 +283,19 @@ class SharedSegment:
     # -- messages ------------------------------------------------------------------------------
 
     def channel(self, sender: int, receiver: int) -> tuple[memoryview, int, torch.Tensor]:
-        """The words of all channels, the first one of this, and its ring, (RING_BYTES,) uint8."""
+        """All words, the index of the channel's first word, and its ring, (RING_BYTES,) uint8."""
         at = self._rings_at + (sender * self.size + receiver) * RING_BYTES
         word = channel_at(self.size, sender, receiver)
         return self._words, word, self._bytes[at : at + RING_BYTES]
 
     def fence(self) -> None:
-        """Order what was written before it, or read, against what comes after."""
+        """Order the reads and writes before this call against those after it."""
         if WEAKLY_ORDERED:
             fence()
 
     def ring_bell(self, rank: int) -> None:
-        """Wake `rank` if it sleeps on its bell. All ranks write it; no two write equal values, so
-        whoever has seen an older one does not fall asleep."""
+        """Wake `rank` if it sleeps on its bell. No two ranks write equal values to a bell, so a
+        rank that has seen an older value does not fall asleep."""
         self._bells_rung += 1
         at = self._blocks[rank]
         self._words[at + BELL] = (self._bells_rung * self.size + self.rank) & 0xFFFFFFFF
@@ -306,7 +306,7 @@ class SharedSegment:
         return self._words[self._block + BELL]
 
     def sleep_on_bell(self, seen: int, slice_s: float) -> None:
-        """Return when the bell is not `seen` any more, or after `slice_s` seconds."""
+        """Return when the bell is no longer `seen`, or after `slice_s` seconds."""
         words = self._words
         words[self._block + ASLEEP] = 1
         try:
@@ -317,8 +317,9 @@ class SharedSegment:
             words[self._block + ASLEEP] = 0
 
     def waits_for(self, timeout_s: float) -> dict[int, list[int]]:
-        """Whom each rank has been waiting for, apart from the ticks: in messages, and in groups
-        of some of these ranks. timeout_s: of who asks; what began in its second half is no news.
+        """The ranks that each rank waits for in messages and in subgroups, apart from the ticks.
+
+        timeout_s: of the caller's operation; waits that began in its second half are left out.
         """
         until = _milliseconds(time.monotonic() - timeout_s / 2)
         found: dict[int, list[int]] = {}
@@ -332,14 +333,14 @@ class SharedSegment:
         return found
 
     def show_wait(self, at: int, since: float) -> None:
-        """Say in word `at` of a channel since when this rank waits for the other."""
+        """Write to word `at` of a channel since when this rank waits for the other rank."""
         self._words[at] = _milliseconds(since)
 
     def hide_wait(self, at: int) -> None:
         self._words[at] = 0
 
     def show_waits_elsewhere(self, ranks: Sequence[int], since: float) -> None:
-        """This rank waits for `ranks` in a group of some of these; for none: no more."""
+        """Show that this rank waits for `ranks` in a subgroup; empty `ranks` end that."""
         for other, _ in self._peers:
             at = channel_at(self.size, self.rank, other) + ELSEWHERE
             self._words[at] = _milliseconds(since) if other in ranks else 0
@@ -347,7 +348,7 @@ class SharedSegment:
             self.on_wait(ranks, since)
 
     def gone(self) -> dict[int, str]:
-        """The ranks that will not come again, and how they went."""
+        """The ranks known to be lost, and how each was lost."""
         how = {
             rank: "closed the group while others still used it"
             for rank, _ in self._peers
@@ -357,10 +358,10 @@ class SharedSegment:
             how[rank] = f"process {self._pids[rank]} ended"
         return how
 
-    # -- who does what -------------------------------------------------------------------------
+    # -- signatures and positions --------------------------------------------------------------
 
     def sign(self, operation: Operation) -> None:
-        """Say what this rank is about to do; compared by `check_signatures` of the others."""
+        """Write this rank's operation, for `check_signatures` of the other ranks."""
         at = self._block + SIGNATURE + 4 * (operation.sequence & 1)
         words = self._words
         words[at] = operation.sequence
@@ -370,9 +371,9 @@ class SharedSegment:
         self._map[site : site + SITE_BYTES] = operation.padded_site()
 
     def check_signatures(self, operation: Operation) -> None:
-        """Raise CollectiveMismatch, on all ranks, unless all do the same.
+        """Raise CollectiveMismatch, on all ranks, unless all ranks have signed the same operation.
 
-        Called before anything of the caller's is written. Two copies by parity suffice: nobody
+        Called before a caller's tensor is written. Two copies by parity suffice, because no rank
         can be two operations ahead of this rank.
         """
         words = self._words
@@ -396,11 +397,11 @@ class SharedSegment:
         return Signature(sequence, what & 0xFF, (what >> 8 & 0xFF) - 1, (what >> 16) - 1, numel - 1)
 
     def whereabouts(self, rank: int) -> str:
-        """What a rank that is late did last, in words."""
+        """The last operation of a late rank, in words."""
         return f"rank {rank} is at {self._place(rank)}"
 
     def _whereabouts(self, late: list[int]) -> str:
-        """What every rank did last, in words; those that are late first."""
+        """The last operation of every rank, in words; late ranks come first."""
         return tell_positions({rank: self._place(rank) for rank in range(self.size)}, late)
 
     def _place(self, rank: int) -> str:
@@ -410,7 +411,7 @@ class SharedSegment:
         at = self._sites_at + (2 * rank + (last.sequence & 1)) * SITE_BYTES
         site = self._map[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace")
         if last.kind == Kind.COMPARISON:
-            return site  # It stands for another operation, which is told there.
+            return site  # A comparison stands for another operation, which its site names.
         name = f"{Kind(last.kind).name.lower()} #{last.sequence}"
         return f"{name}, {site}" if site else name
 
@@ -421,7 +422,7 @@ class SharedSegment:
         return self._record.read() if self._words[ABORT_WORD] else None
 
     def abort(self, error: CollectiveError) -> CollectiveError:
-        """End the generation for all ranks; the error that did, which may be an earlier one."""
+        """End the generation for all ranks; returns the error that stands, maybe an earlier one."""
         if not self._record.write(error):
             return error  # This rank has left.
         for rank in range(self.size):
@@ -439,9 +440,9 @@ class SharedSegment:
         self.wait(1, "rendezvous", time.monotonic() + timeout_s, spin=True)
 
     def leave(self) -> None:
-        """Tell the others that this rank will not come again, and give back what is ours.
+        """Show the other ranks that this rank has closed, and free its resources.
 
-        The mapping itself goes with the last tensor that looks into it.
+        The last tensor that views the mapping frees the mapping itself.
         """
         self._words[self._block + STATE] = _CLOSED
         self._wake(self.rank)
@@ -454,5 +455,5 @@ class SharedSegment:
 
 
 def _milliseconds(monotonic_s: float) -> int:
-    """Never 0, which stands for nothing; the clock is one for all processes of a host."""
+    """Whole milliseconds, at least 1, since 0 means no wait. A host has one monotonic clock."""
     return max(1, int(monotonic_s * 1000))

@@ -1,4 +1,4 @@
-"""A timer that wakes one thread, and that can be set and stopped without waking it."""
+"""A timer that wakes one thread, and that is set and stopped without waking it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 import time
 
-_libc = ctypes.PyDLL(None, use_errno=True)  # Calls of a microsecond: keep the interpreter's lock.
+_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: calls take 1 us
 
 
 class _Itimerspec(ctypes.Structure):
@@ -19,7 +19,7 @@ class _Itimerspec(ctypes.Structure):
 
 
 class WakeTimer:
-    """A timerfd. `wait` returns once after each time that was set and has come."""
+    """A timerfd. `wait` returns once for each set time that has come."""
 
     def __init__(self) -> None:
         self._descriptor = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
@@ -29,13 +29,13 @@ class WakeTimer:
         self._never = _Itimerspec()
 
     def set(self, delay_s: float) -> None:
-        """Let `wait` return after `delay_s` seconds; an earlier setting is forgotten."""
+        """Let `wait` return after `delay_s` seconds; this replaces an earlier setting."""
         nanoseconds = max(1, int(delay_s * 1e9))
         time_ = _Itimerspec(0, 0, nanoseconds // 1_000_000_000, nanoseconds % 1_000_000_000)
         _libc.timerfd_settime(self._descriptor, 0, ctypes.byref(time_), None)
 
     def cancel(self) -> None:
-        """Forget the setting, if its time has not come yet."""
+        """Remove the setting if its time has not come yet."""
         _libc.timerfd_settime(self._descriptor, 0, ctypes.byref(self._never), None)
 
     def wait(self) -> None:

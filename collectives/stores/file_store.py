@@ -1,4 +1,4 @@
-"""A store in a file: for processes of one host that have nothing else in common yet."""
+"""A store in a file, for processes of one host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from ..contract.errors import StaleStore, StoreLost
 from .store import DictStore, Polling
 
-_TURN_S = 10.0  # A write takes microseconds; this is for a process that is stopped amid one.
+_TURN_S = 10.0  # A write takes microseconds; a process may be stopped during one.
 _LIFE, _TURN = 0, 1  # the bytes that are locked
 _LOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, bytes, pid (0 here)
 
@@ -25,19 +25,19 @@ _LOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, bytes, pi
 class FileStore(DictStore):
     """A store in a file, for processes of one host. No server is needed.
 
-    The file is a log of writes. It lives as long as somebody has it open: whoever closes it last
-    (`close`, a with-block, the ordinary end of the process) removes it. A file whose users are all
-    gone and that is still there is of a run that was killed: opening it raises StaleStore, at once.
-    Every process makes its own; one that was inherited by fork refuses to work.
+    The file is a log of writes. The process that closes it last (by `close`, a with-block, or its
+    ordinary end) removes it. If a file still exists after all its users are gone, their run was
+    killed: opening the file raises StaleStore at once. Every process makes its own FileStore; one
+    inherited by fork raises ValueError.
 
-    Two locks of the kernel, on bytes of the file, belong to each open store:
-    - _LIFE, shared, for as long as it is open. The kernel lets go of it when the process ends,
-      however it ends. So nobody compares pids, which return after a while, after a reboot, and in
-      another container.
+    Each open store holds two kernel locks, on bytes of the file:
+    - _LIFE, shared, while the store is open. The kernel releases it when the process ends, however
+      it ends. So no pids are compared, which recur after a while, after a reboot, and in another
+      container.
     - _TURN, exclusive, for one write.
     """
 
-    _MAGIC = b"chorusline store 1 "  # and JSON that says who made it, up to the end of the line
+    _MAGIC = b"chorusline store 1 "  # followed by JSON, which process made the file, on one line
     _HEADER_BYTES = 4096  # at most
     _ENTRY = struct.Struct("<Iq")  # bytes of key, bytes of value (-1: deleted)
 
@@ -48,11 +48,11 @@ class FileStore(DictStore):
         self._seen = 0  # bytes of the log that are in the dictionary
         self._file = self._open()
         self._closing = weakref.finalize(self, _close, self._file, self.path, self._pid)
-        self._closing.atexit = False  # _close_all does that, after those who say good-bye in it.
+        self._closing.atexit = False  # _close_all does it, after later exit handlers wrote here.
         _open_files.add(self)
 
     def close(self) -> None:
-        """Let go of the file, and remove it if nobody else has it open."""
+        """Close the file, and remove it if no other process has it open."""
         with self._changed:
             self._closing()
 
@@ -67,7 +67,7 @@ class FileStore(DictStore):
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             try:
                 with _turn(file, self.path):
-                    if _is_at(file, self.path):  # or its last user has removed it since
+                    if _is_at(file, self.path):  # False if its last user has removed it meanwhile.
                         self._join(file)
                         return file
             except BaseException:
@@ -76,7 +76,7 @@ class FileStore(DictStore):
             os.close(file)
 
     def _join(self, file: int) -> None:
-        """Become a user of the file, if it is of this run."""
+        """Become a user of the file, if it belongs to this run."""
         start = os.pread(file, self._HEADER_BYTES, 0)
         header, newline, entries = start.partition(b"\n")
         if not header.startswith(self._MAGIC) and not self._MAGIC.startswith(start):
@@ -86,12 +86,12 @@ class FileStore(DictStore):
             )
         is_alone = _lock(file, _LIFE, fcntl.F_WRLCK)
         if is_alone and entries:
-            # Before the turn ends: the next one must not take us for a user.
+            # Unlock before the turn ends: the next process must not count this one as a user.
             _lock(file, _LIFE, fcntl.F_UNLCK)
             raise StaleStore(str(self.path), json.loads(header.removeprefix(self._MAGIC)))
         _lock(file, _LIFE, fcntl.F_RDLCK)
         if is_alone:
-            os.ftruncate(file, 0)  # Perhaps a header of somebody who then wrote nothing.
+            os.ftruncate(file, 0)  # Removes the header of a process that then wrote nothing.
             header, newline = self._MAGIC + json.dumps(_this_process()).encode(), b"\n"
             _write_whole(file, header + newline)
         self._seen = len(header + newline)
@@ -108,7 +108,7 @@ class FileStore(DictStore):
 
     def _hint(self) -> str:
         if os.fstat(self._file).st_nlink == 0:
-            return f"{self.path} was removed meanwhile, and who opens it now makes another store"
+            return f"{self.path} was removed meanwhile; opening it now makes another store"
         return f"the store is {self.path}, made by {self._made_by}"
 
     def _refresh(self) -> None:
@@ -124,7 +124,7 @@ class FileStore(DictStore):
             value_at = key_at + key_bytes
             next_at = value_at + max(value_bytes, 0)
             if next_at > len(log):
-                break  # Its writer is not done yet, or was killed.
+                break  # The writer of this entry is not done yet, or was killed.
             key = log[key_at:value_at]
             if value_bytes < 0:
                 self._data.pop(key, None)
@@ -139,7 +139,7 @@ class FileStore(DictStore):
         with _turn(self._file, self.path):
             self._refresh()
             if os.fstat(self._file).st_size > self._seen:
-                os.ftruncate(self._file, self._seen)  # Half an entry: its writer was killed.
+                os.ftruncate(self._file, self._seen)  # Half an entry: the writer was killed.
             yield
 
     def _write(self, key: bytes, value: bytes | None) -> None:
@@ -150,9 +150,10 @@ class FileStore(DictStore):
 
 
 def _lock(file: int, byte: int, kind: int) -> bool:
-    """Change our lock on a byte of the file, if others allow it now.
+    """Change this open file's lock on a byte; False if another lock excludes that now.
 
-    Locks of the open file, not of the process: closing another one of the same file keeps them.
+    The lock belongs to the open file, not to the process, so closing another descriptor of the
+    same file keeps it.
     """
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
@@ -170,7 +171,8 @@ def _turn(file: int, path: Path, patience_s: float = _TURN_S) -> Iterator[None]:
             raise StoreLost(
                 "write",
                 f"another process has kept the lock of {path} for {patience_s:g} s, so it must "
-                f"have been stopped amid a write. `fuser {path}` tells who has it open",
+                f"have been stopped during a write. `fuser {path}` lists the processes that have "
+                "it open",
             )
         time.sleep(pause_s)
     try:
@@ -180,11 +182,11 @@ def _turn(file: int, path: Path, patience_s: float = _TURN_S) -> Iterator[None]:
 
 
 def _close(file: int, path: Path, pid: int) -> None:
-    if os.getpid() == pid:  # In a forked process all locks are those of its parent.
+    if os.getpid() == pid:  # A forked process shares the locks of its parent.
         with contextlib.suppress(OSError, StoreLost), _turn(file, path, 1.0):
             if _lock(file, _LIFE, fcntl.F_WRLCK) and _is_at(file, path):
                 path.unlink()
-            _lock(file, _LIFE, fcntl.F_UNLCK)  # In our turn: the next one to close may be the last.
+            _lock(file, _LIFE, fcntl.F_UNLCK)  # Still in this turn: the next one may be the last.
     os.close(file)
 
 
@@ -197,7 +199,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 def _write_whole(file: int, data: bytes) -> None:
     while data:
-        data = data[os.write(file, data) :]  # On a full disk, the second one says so.
+        data = data[os.write(file, data) :]  # On a full disk, the second write raises.
 
 
 def _this_process() -> str:

@@ -1,15 +1,15 @@
-"""Where processes that nobody introduces to each other meet: a store, found by its URL.
+"""A store by its URL, in which ranks meet that Chorusline did not start.
 
-A session needs none of this: its ranks meet in the driver. This is for ranks that are not our
-actors: a launcher's, torchrun's, two shells'. The URLs are torch's.
+The ranks of a session meet in the driver and need no URL. Ranks that a launcher, torchrun or a
+shell starts do. The URLs have torch's forms:
 
     tcp://host:port?rank=0&world_size=2    rank 0 hosts torch's TCPStore there
     file:///path?rank=0&world_size=2       a FileStore: ranks of one host, no port
-    env://                                 tcp, of MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE
+    env://                                 tcp, from MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE
 
-With tcp and env, rank 0 opens a port: the only one of ours, and only for this explicit request.
-torch's server listens on every interface of the host, without a password, and whoever reaches the
-port can read and write the keys: use networks you trust. Under torchrun the agent hosts it already.
+With tcp and env, rank 0 opens a port, the only one that Chorusline opens. torch's server listens on
+every interface of the host, without a password, and every process that reaches the port can read
+and write the keys: use trusted networks. Under torchrun, the agent hosts the store already.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .torch_store import Caller, NoAnswer, StoreFromTorch
 DEFAULT_TIMEOUT_S = 60.0
 
 _FORMS = "tcp://host:port, file:///absolute/path or env://"
-_GRACE_S = 3.0  # torch stops trying to connect somewhat later than it is told
+_GRACE_S = 3.0  # torch stops trying to connect somewhat after its timeout
 
 
 class Rendezvous(NamedTuple):
-    """What a URL says: the store, who this process is, and of how many."""
+    """The content of a URL: the store, this process's rank, and the number of ranks."""
 
     store: Store
     rank: int
@@ -51,14 +51,14 @@ def store_from_url(
 ) -> Rendezvous:
     """The store at `url`, and this process's rank and the number of ranks.
 
-    rank, size: what the URL (its parameters are `rank` and `world_size`) or the environment does
-    not say. timeout_s: seconds that rank 0 may be late, and the timeout of the store.
+    rank, size: needed if neither the URL (parameters `rank` and `world_size`) nor the environment
+    gives them. timeout_s: seconds that rank 0 may be late, and the timeout of the store.
 
     The store lives as long as the object on rank 0: keep it while ranks meet in it. Several groups
     and generations share one store: `Group.create(store, rank, size, generation=1)`.
 
-    Raises ValueError for what the URL lacks; StoreLost if its host cannot be reached in time, or
-    the port is taken; StaleStore for the file of an earlier run. Does not wait for the other ranks.
+    Does not wait for the other ranks. Raises ValueError if the URL lacks something; StoreLost if
+    its host cannot be reached in time, or the port is taken; StaleStore for an earlier run's file.
     """
     if not isinstance(url, str):
         raise TypeError(f"url must be a string, got {type(url).__name__}; write {_FORMS}")
@@ -70,7 +70,7 @@ def store_from_url(
     except ValueError as error:
         raise ValueError(f"url {url!r} cannot be read: {error}; write {_FORMS}") from None
     if parts.scheme not in ("tcp", "file", "env"):
-        raise ValueError(f"url {url!r} is of no kind that we know; write {_FORMS}")
+        raise ValueError(f"url {url!r} is of an unknown kind; write {_FORMS}")
     said = _parameters(url, parts)
     if parts.scheme == "env":
         said = _environment(url) | said
@@ -105,7 +105,7 @@ def _parameters(url: str, parts: SplitResult) -> dict[str, str]:
 
 
 def _environment(url: str) -> dict[str, str]:
-    """What env:// reads, named as a URL names it. The caller may give rank and size instead."""
+    """The variables of env://, by a URL's names. The caller may pass rank and size instead."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise ValueError(
@@ -124,7 +124,7 @@ def _environment(url: str) -> dict[str, str]:
 def _settled(
     argument: str, given: int | None, parameter: str, said: dict[str, str], url: str
 ) -> int:
-    """The number that the caller gives, or else the URL or the environment."""
+    """The number from the caller, the URL or the environment."""
     if parameter not in said:
         if given is None:
             place = f"the parameter {parameter} of url {url!r}"
@@ -176,29 +176,29 @@ def _tcp_store(url: str, host: str, port: int, rank: int, timeout_s: float) -> S
                 port,
                 is_master=hosts,
                 timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,  # Group.create waits for them, and names who is missing.
-                multi_tenant=True,  # A second URL of the same port in this process finds it hosted.
+                wait_for_workers=False,  # Group.create waits, and names the missing ranks.
+                multi_tenant=True,  # A second URL of the same port in this process shares it.
             )
         )
 
     try:
-        # A server of another kind would hold torch for ever.
+        # A server of another kind would block torch for ever.
         store = Caller().call(timeout_s + _GRACE_S, connect)
     except NoAnswer:
         reason = f"it did not answer within {timeout_s + _GRACE_S:g} s"
     except (dist.DistError, StoreLost) as error:
         reason = str(error).splitlines()[0]
     else:
-        # The port may be the one at which torch itself meets; and torchrun's store outlives the
-        # ranks of an attempt, whose keys would mislead the next.
+        # torch itself may use this port for its rendezvous; and torchrun's store outlives the ranks
+        # of an attempt, whose keys would mislead the next attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_hosts else "0"
         return PrefixStore(f"chorusline/{attempt}", store)
     if hosts:
-        mend = "Choose a port that is free on this host, and a host name that means this host"
+        remedy = "Choose a port that is free on this host, and a host name that means this host"
     else:
         host_is = "torchrun's agent" if agent_hosts else "rank 0"
-        mend = (
+        remedy = (
             f"{host_is} hosts it: check that it runs, that {host!r} is its host as seen from here, "
             "and that no firewall is between"
         )
-    raise StoreLost("rendezvous", f"rank {rank} has no store at {host}:{port}: {reason}. {mend}")
+    raise StoreLost("rendezvous", f"rank {rank} has no store at {host}:{port}: {reason}. {remedy}")

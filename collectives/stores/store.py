@@ -1,11 +1,11 @@
 """Key-value stores through which ranks find each other before they can move tensors.
 
-The names and meanings are those of torch.distributed's Store. Keys and values are bytes, any bytes;
-a string stands for its UTF-8. `get` and `wait` block until the keys exist or the timeout is over.
-A store carries a few small messages per generation, never tensors.
+The names and meanings are those of torch.distributed's Store. Keys and values are any bytes; a
+string stands for its UTF-8 form. `get` and `wait` block until the keys exist or the timeout is
+over. A store carries a few small messages per generation, never tensors.
 
-file_store.py has the one for processes of one host; torch_store.py hands any of these to torch, and
-takes torch's; rendezvous.py finds one by its URL.
+file_store.py has the store for processes of one host; torch_store.py converts stores to torch's and
+back; rendezvous.py finds a store by its URL.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from contextlib import AbstractContextManager
 from ..contract.errors import StoreTimeout
 
 Data = bytes | str
-"""A key or a value; a string stands for its UTF-8."""
+"""A key or a value; a string stands for its UTF-8 form."""
 
 DEFAULT_TIMEOUT_S = 300.0
 
-_NUMBERS = range(-(2**63), 2**63)  # what `add` can count, as in torch
+_NUMBERS = range(-(2**63), 2**63)  # the numbers that `add` can count, as in torch
 
 
 def encoded(data: object, argument: str) -> bytes:
-    """The bytes of a key or a value, however it was given."""
+    """The bytes of a key or a value. Raises TypeError or ValueError naming `argument`."""
     if isinstance(data, bytes):
         return data
     if isinstance(data, str):
@@ -39,7 +39,7 @@ def encoded(data: object, argument: str) -> bytes:
             raise ValueError(f"{argument} {data!r} has no UTF-8 form; pass bytes") from None
     if isinstance(data, (bytearray, memoryview)):
         return bytes(data)
-    # Of a number, bytes() would make so many zeros.
+    # bytes(n) would return n zeros, so numbers are refused.
     raise TypeError(f"{argument} must be bytes or str, got {type(data).__name__}")
 
 
@@ -50,12 +50,12 @@ def encoded_keys(keys: Sequence[Data]) -> list[bytes]:
 
 
 def as_number(key: bytes, value: bytes) -> int:
-    """The number that `add` finds under `key`."""
+    """The number that `add` finds under `key`. Raises ValueError for any other value."""
     try:
         return int(value)
     except ValueError:
         raise ValueError(
-            f"add: under the key {readable(key)!r} stands {value[:40]!r}, which is no decimal "
+            f"add: the value of key {readable(key)!r} is {value[:40]!r}, which is no decimal "
             "number; delete_key first, or count under another key"
         ) from None
 
@@ -68,7 +68,7 @@ def checked_amount(amount: int) -> int:
 
 
 def readable(key: bytes) -> str:
-    """A key as people read it."""
+    """A key as text, for errors."""
     return key.decode(errors="backslashreplace")
 
 
@@ -77,19 +77,19 @@ def timed_out(missing: Sequence[bytes], waited_s: float, detail: str = "") -> St
 
 
 class Store(ABC):
-    """What ranks need to agree on names and addresses. All methods may be called by any thread."""
+    """Keys and values by which ranks agree on names and addresses. Any thread may call it."""
 
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Seconds that `get` and `wait` wait when the call itself says nothing."""
+        """Set the seconds that `get` and `wait` wait if the call passes no timeout_s."""
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         self.timeout_s = timeout_s
 
     @abstractmethod
     def set(self, key: Data, value: Data) -> None:
-        """Write, over whatever is there."""
+        """Write `value`, replacing an earlier value."""
 
     @abstractmethod
     def check(self, keys: Sequence[Data]) -> bool:
@@ -97,22 +97,22 @@ class Store(ABC):
 
     @abstractmethod
     def add(self, key: Data, amount: int) -> int:
-        """Add to the decimal number under `key` (absent: 0), in one step; the new number."""
+        """Add to the decimal number under `key` (absent: 0) atomically; returns the new number."""
 
     @abstractmethod
     def compare_set(self, key: Data, expected: Data, desired: Data) -> bytes:
-        """Write `desired` if the value is `expected`, or if absent and `expected` is empty.
+        """Write `desired` if the value is `expected`, or if it is absent and `expected` is empty.
 
-        Returns the value that stands afterwards (`expected` if the key is absent still).
+        Returns the value afterwards (`expected` if the key is still absent).
         """
 
     @abstractmethod
     def append(self, key: Data, value: Data) -> None:
-        """Write `value` behind what is there, in one step."""
+        """Append `value` to the value of `key`, atomically."""
 
     @abstractmethod
     def delete_key(self, key: Data) -> bool:
-        """Remove; whether it was there."""
+        """Remove `key`; returns whether it existed."""
 
     @abstractmethod
     def num_keys(self) -> int: ...
@@ -123,19 +123,21 @@ class Store(ABC):
 
     @abstractmethod
     def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
-        """Block until all keys exist; their values, in one round trip. Raises StoreTimeout."""
+        """Block until all keys exist; returns their values, in one round trip.
+
+        Raises StoreTimeout with the missing keys."""
 
     def get(self, key: Data, timeout_s: float | None = None) -> bytes:
-        """Block until the key exists; its value. Raises StoreTimeout."""
+        """Block until the key exists; returns its value. Raises StoreTimeout."""
         return self.multi_get([key], timeout_s)[0]
 
     def multi_set(self, keys: Sequence[Data], values: Sequence[Data]) -> None:
-        """Write several; in a store that others can reach, not necessarily in one step."""
+        """Write several values; not necessarily atomically."""
         for key, value in paired(keys, values):
             self.set(key, value)
 
     def _seconds(self, timeout_s: float | None) -> float:
-        """How long a call may wait. Zero looks once."""
+        """Seconds that a call may wait; with 0 it checks once."""
         if timeout_s is None:
             return self.timeout_s
         if not timeout_s >= 0:
@@ -144,14 +146,14 @@ class Store(ABC):
 
 
 def paired(keys: Sequence[Data], values: Sequence[Data]) -> list[tuple[bytes, bytes]]:
-    """What `multi_set` writes."""
+    """The pairs that `multi_set` writes."""
     if len(keys) != len(values):
         raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values")
     return list(zip(encoded_keys(keys), (encoded(value, "value") for value in values), strict=True))
 
 
 class Polling:
-    """Pauses between looks at what cannot wake us: short at first, then ever longer."""
+    """Pauses between two polls, which start short and grow."""
 
     LONGEST_S = 0.02
 
@@ -160,7 +162,7 @@ class Polling:
         self._pause_s = 0.0005
 
     def next_pause_s(self) -> float | None:
-        """Seconds to pause before the next look; None when the time is over."""
+        """Seconds to pause before the next poll; None when the time is over."""
         left_s = self._give_up_at - time.monotonic()
         if left_s <= 0:
             return None
@@ -170,7 +172,7 @@ class Polling:
 
 
 class DictStore(Store):
-    """The rules of a store over a dictionary in this process; subclasses say how it is shared."""
+    """A store over a dictionary of this process; subclasses may share it with other processes."""
 
     def __init__(self) -> None:
         self._data: dict[bytes, bytes] = {}
@@ -251,18 +253,18 @@ class DictStore(Store):
             self._changed.wait(pause_s)  # Other processes cannot notify this condition.
 
     def _hint(self) -> str:
-        """What a person whose keys do not come should know about this store."""
+        """A detail about this store for the StoreTimeout."""
         return ""
 
     def _refresh(self) -> None:
-        """Take in what other processes wrote."""
+        """Read what other processes wrote into the dictionary."""
 
     def _exclusive(self) -> AbstractContextManager[None]:
-        """Nobody else writes until it is over; the dictionary is fresh."""
+        """A block in which no other process writes and the dictionary is up to date."""
         return contextlib.nullcontext()
 
     def _write(self, key: bytes, value: bytes | None) -> None:
-        """Make a change (None deletes) and show it to everybody."""
+        """Write a value (None deletes), visible to all users of the store."""
         if value is None:
             del self._data[key]
         else:
@@ -275,9 +277,9 @@ class HashStore(DictStore):
 
 
 class PrefixStore(Store):
-    """Another store with a prefix before every key, so that users of one store cannot collide.
+    """Part of another store: a prefix before every key, so that users of one store cannot collide.
 
-    Each call is one call of the store below.
+    Each call is one call of the underlying store.
     """
 
     def __init__(self, prefix: Data, store: Store) -> None:
@@ -311,7 +313,7 @@ class PrefixStore(Store):
         return self.store.delete_key(self._key(key))
 
     def num_keys(self) -> int:
-        """Keys of the whole store below, as in torch."""
+        """The number of keys in the whole underlying store, as in torch."""
         return self.store.num_keys()
 
     def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:

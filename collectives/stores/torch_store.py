@@ -1,7 +1,7 @@
-"""Between our stores and torch's: ours handed to torch, and torch's used as ours.
+"""Conversions between the stores of Chorusline and those of torch.
 
-TorchStore(store)              for torch: dist.init_process_group(store=...), dist.PrefixStore
-StoreFromTorch(torch_store)    for us: Group.create(...) through a TCPStore that is there already
+TorchStore(store)              for dist.init_process_group(store=...) and dist.PrefixStore
+StoreFromTorch(torch_store)    for Group.create(...) through an existing TCPStore
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .store import (
     timed_out,
 )
 
-_ANSWER_S = 10.0  # A live server answers in a millisecond; this is for a machine that swaps.
+_ANSWER_S = 10.0  # A live server answers within a millisecond; a host that swaps takes longer.
 
 T = TypeVar("T")
 
 
 class TorchStore(AnyTorchStore):
-    """One of our stores as a torch.distributed.Store, for Python and for torch's C++.
+    """A `Store` as a torch.distributed.Store, for Python and for torch's C++.
 
-    Timeouts are torch's DistStoreError. What travels is any bytes, but torch hands keys to Python
-    as text, so keys that are not UTF-8 are refused on the way here.
+    Timeouts raise torch's DistStoreError. Values are any bytes, but torch passes keys to Python as
+    text, so it refuses keys that are not UTF-8.
 
-    Instances stay until `release`: C++ keeps its own half of a store only, and calls into the void
-    once the half that is ours is collected.
+    Instances stay until `release`: C++ keeps only its own half of a store, and would call a Python
+    half that is already collected.
     """
 
     _kept: ClassVar[set[TorchStore]] = set()
@@ -51,16 +51,16 @@ class TorchStore(AnyTorchStore):
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.store = store
-        # torch keeps the timeout in its half, where dist.PrefixStore changes it past us.
+        # torch keeps the timeout in its half, where dist.PrefixStore changes it unseen.
         self.set_timeout(timedelta(seconds=store.timeout_s))
         TorchStore._kept.add(self)
 
     def release(self) -> None:
-        """Let this instance go, after all of torch that was given it."""
+        """Let this instance be collected; call it after torch has released the store."""
         TorchStore._kept.discard(self)
 
     def clone(self) -> TorchStore:
-        """Another of the same store; ours may be used by many threads anyway."""
+        """Another TorchStore over the same store, which any number of threads may use."""
         clone = TorchStore(self.store)
         clone.set_timeout(timedelta(seconds=_seconds(self)))
         return clone
@@ -100,7 +100,7 @@ class TorchStore(AnyTorchStore):
         self.store.multi_set(keys, values)
 
     def has_extended_api(self) -> bool:
-        """append, multi_get and multi_set are there."""
+        """Whether append, multi_get and multi_set exist."""
         return True
 
     def delete_key(self, key: str) -> bool:
@@ -109,19 +109,19 @@ class TorchStore(AnyTorchStore):
     def num_keys(self) -> int:
         return self.store.num_keys()
 
-    # The names under which C++ looks for the last two.
+    # C++ looks for the last two methods under these names.
     deleteKey = delete_key
     getNumKeys = num_keys
 
 
 class StoreFromTorch(Store):
-    """Any store of torch's (TCPStore, FileStore, HashStore, PrefixStore) as one of ours.
+    """A torch store (TCPStore, FileStore, HashStore, PrefixStore) as a `Store`.
 
-    torch_store is kept: a TCPStore that hosts goes on doing so. A store that can be cloned is, so
-    that nobody who blocks in `torch_store` blocks us. torch's waits cannot be interrupted, know
-    whole seconds only (FileStore), and hold up the other threads (TCPStore), so we look ever again;
-    and a server that is stopped keeps its clients waiting for ever, so every call is made in a
-    thread of our own: no answer for 10 s, or a broken connection, is a StoreLost.
+    The instance keeps `torch_store`, so a TCPStore that hosts a server goes on hosting it. It uses
+    a clone, which other users of `torch_store` do not block. It polls, because torch's waits cannot
+    be interrupted, know only whole seconds (FileStore), and block other threads (TCPStore). A
+    stopped server would block its clients for ever, so a separate thread makes every call: no
+    answer for 10 s, or a broken connection, raises StoreLost.
     """
 
     def __init__(self, torch_store: Any) -> None:
@@ -144,7 +144,7 @@ class StoreFromTorch(Store):
 
     def add(self, key: Data, amount: int) -> int:
         key, amount = encoded(key, "key"), checked_amount(amount)
-        if self.check([key]):  # A TCPStore closes the connection where there is no number.
+        if self.check([key]):  # A TCPStore closes the connection if the value is no number.
             as_number(key, self.get(key))
         return int(self._call("add", self._clone.add, key, amount))
 
@@ -158,19 +158,19 @@ class StoreFromTorch(Store):
         if self._clone.has_extended_api():
             self._call("append", self._clone.append, key, value)
             return
-        # FileStore. torch's own fallback loses a value that equals the whole of what is there.
-        # Here, of equal values appended at one instant by two processes, one is lost still.
+        # For FileStore. torch's fallback loses a value that equals the whole earlier value. Here,
+        # if two processes append equal values at the same instant, one of them is still lost.
         with self._appending:
             stands = self.get(key, 0) if self.check([key]) else b""
             while (found := self.compare_set(key, stands, stands + value)) != stands + value:
                 stands = found
 
     def delete_key(self, key: Data) -> bool:
-        key = encoded(key, "key")  # torch's FileStore deletes what is not there, with success.
+        key = encoded(key, "key")  # torch's FileStore reports success for absent keys.
         return self.check([key]) and bool(self._call("delete_key", self._clone.delete_key, key))
 
     def num_keys(self) -> int:
-        """May count a key or two of torch's own."""
+        """The number of keys, which may include one or two that torch uses."""
         return int(self._call("num_keys", self._clone.num_keys))
 
     def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
@@ -214,18 +214,18 @@ class StoreFromTorch(Store):
 
 
 def _seconds(torch_store: Any) -> float:
-    """The timeout of any of torch's stores."""
+    """The timeout of a torch store."""
     return float(torch_store.timeout.total_seconds())
 
 
 class NoAnswer(Exception):
-    """A call of a Caller is not over in time, and may never be."""
+    """A call of a Caller did not end in time, and may never end."""
 
 
 class Caller:
-    """Makes calls that cannot be interrupted, in a thread of its own, so that one can give up.
+    """Makes calls that cannot be interrupted, in its own thread, so that the caller can give up.
 
-    After NoAnswer the thread is still in that call, and later ones stand behind it.
+    After NoAnswer the thread is still in that call, and later calls queue behind it.
     """
 
     def __init__(self) -> None:
@@ -237,7 +237,7 @@ class Caller:
         weakref.finalize(self, self._calls.put, None)
 
     def call(self, limit_s: float, function: Callable[..., T], *arguments: object) -> T:
-        """function(*arguments). Raises what it raises, or NoAnswer."""
+        """The result of function(*arguments). Raises its errors, or NoAnswer after `limit_s`."""
         answer: Future[T] = Future()
         self._calls.put((answer, function, arguments))
         try:
@@ -258,4 +258,4 @@ def _serve(calls: SimpleQueue[_Call | None]) -> None:
             answer.set_result(function(*arguments))
         except BaseException as error:
             answer.set_exception(error)
-        del call, answer, function, arguments  # Hold nothing alive while there is nothing to do.
+        del call, answer, function, arguments  # An idle thread must not keep objects alive.

@@ -1,4 +1,4 @@
-"""The groups beneath one process group: one for each device and depth, made when needed."""
+"""The groups behind one process group: one for each device and depth, made when needed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ _CPU = torch.device("cpu")
 
 
 class Depths:
-    """Hands out the group that an operation runs on.
+    """The groups of one process group, by device and depth.
 
-    The group on the host is made at once, so that who does not come is named here, and two ranks
-    may exchange messages while the others do not. One on a GPU, and those of callbacks, are made by
-    the first operation that needs them, in which all ranks take part.
-
-    host: that group. All others are children of it.
+    host: the CPU group, the parent of all others. It is made first, so that the error of a missing
+    rank appears at initialisation, and two ranks may exchange messages while the others do not.
+    Groups on GPUs, and groups of callbacks, are made by the first operation that needs them, in
+    which all ranks take part.
     """
 
     def __init__(self, host: Group) -> None:
@@ -29,7 +28,7 @@ class Depths:
         self._guard = threading.Lock()
 
     def group(self, device: torch.device) -> Group:
-        """For tensors on `device`, at the depth of the calling thread."""
+        """The group for tensors on `device`, at the depth of the calling thread."""
         depth = current_depth()
         found = self._groups.get((device, depth))
         return self._make(device, depth) if found is None else found
@@ -50,7 +49,7 @@ class Depths:
     def _make(self, device: torch.device, depth: int) -> Group:
         if str(device) == "cuda":
             return self.group(torch.device("cuda", torch.cuda.current_device()))
-        # One lock for each: a rendezvous of one depth must not wait for that of another.
+        # Each has a lock: the rendezvous of one depth must not wait for that of another.
         with self._guard:
             lock = self._making.setdefault((device, depth), threading.Lock())
         with lock:

@@ -1,4 +1,4 @@
-"""A barrier of messages, which tells who is missing while other ranks hang in a collective."""
+"""A barrier of messages, which names missing ranks even while they hang in a collective."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from ..contract.errors import CollectiveError, CollectiveTimeout
 from ..group import Group
 
-_TAG = (1 << 29) - 1  # the last one that a group takes; those of programs begin at 0
+_TAG = (1 << 29) - 1  # the highest tag that a group accepts; programs count from 0
 _LOOK_S = 0.001
 
 
 class BarrierNotPassed(CollectiveTimeout):
-    """What `monitored_barrier` of a process group raises: `CollectiveTimeout`, in torch's words."""
+    """The CollectiveTimeout of a process group's `monitored_barrier`, in torch's words."""
 
     def __str__(self) -> str:
         return (
@@ -25,13 +25,13 @@ class BarrierNotPassed(CollectiveTimeout):
 
 
 def monitored_barrier(group: Group, timeout_s: float, wait_all_ranks: bool) -> None:
-    """Every rank sends a message to rank 0, which answers when it has those of all.
+    """Every rank sends a message to rank 0, which answers when it has received all of them.
 
-    1. Rank 0 receives from all; whoever's message does not come in time is missing. It names the
-       first of them, or with wait_all_ranks all, and ends the generation.
-    2. It answers all.
+    1. Rank 0 receives from all ranks. If messages do not come in time, it names the first missing
+       rank, or all missing ranks with wait_all_ranks, and ends the generation.
+    2. Rank 0 answers all ranks.
 
-    Unlike `Group.monitored_barrier`, a collective, it passes by ranks that hang in one.
+    `Group.monitored_barrier` is a collective; this one works while ranks hang in a collective.
     """
     token = torch.zeros(1, dtype=torch.int64)
     began_at = time.monotonic()
@@ -40,15 +40,15 @@ def monitored_barrier(group: Group, timeout_s: float, wait_all_ranks: bool) -> N
     if group.rank != 0:
         try:
             group.send(token, 0, _TAG, timeout_s=max(timeout_s, _LOOK_S)).wait()
-            # Rank 0's verdict comes after its deadline, which may have begun later than ours.
+            # Rank 0 answers until its deadline, which may have begun later than this rank's.
             group.recv(token, 0, _TAG, timeout_s=2 * timeout_s + 1).wait()
         except CollectiveError as error:
-            told = (
+            text = (
                 f"Rank {group.rank} successfully reached monitoredBarrier, but received errors "
                 f"while waiting for send/recv from rank 0: {error}"
             )
             raise BarrierNotPassed(
-                "monitored_barrier", group.generation, error.ranks, timeout_s, told
+                "monitored_barrier", group.generation, error.ranks, timeout_s, text
             ) from error
         return
     coming = {  # 1
@@ -67,13 +67,12 @@ def monitored_barrier(group: Group, timeout_s: float, wait_all_ranks: bool) -> N
 
 def _ended(group: Group, missing: list[int], timeout_s: float) -> BarrierNotPassed:
     if timeout_s <= 0:
-        told = "Rank 0 timed out in monitoredBarrier: it had no time to hear from"
-        told = f"{told} ranks {missing}"
+        text = f"Rank 0 timed out in monitoredBarrier: it had no time to hear from ranks {missing}"
     elif len(missing) == 1:
-        told = f"Rank {missing[0]} failed to pass monitoredBarrier in {timeout_s * 1e3:g} ms"
+        text = f"Rank {missing[0]} failed to pass monitoredBarrier in {timeout_s * 1e3:g} ms"
     else:
         ranks = ", ".join(map(str, missing))
-        told = f"Ranks {ranks} failed to pass monitoredBarrier in {timeout_s * 1e3:g} ms"
-    error = BarrierNotPassed("monitored_barrier", group.generation, missing, timeout_s, told)
-    group.abort(CollectiveTimeout("monitored_barrier", group.generation, missing, timeout_s, told))
+        text = f"Ranks {ranks} failed to pass monitoredBarrier in {timeout_s * 1e3:g} ms"
+    error = BarrierNotPassed("monitored_barrier", group.generation, missing, timeout_s, text)
+    group.abort(CollectiveTimeout("monitored_barrier", group.generation, missing, timeout_s, text))
     return error

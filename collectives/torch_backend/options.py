@@ -1,4 +1,4 @@
-"""The name `chorusline` among torch's backends, and what a process group may be given."""
+"""The backend's name `chorusline` in torch, and the options of a process group."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NAME = "chorusline"
 
 @dataclass(frozen=True)
 class Options:
-    """What `dist.init_process_group(..., pg_options=...)` accepts for this backend.
+    """The `pg_options` of `dist.init_process_group` for this backend.
 
-    parent: a group of the same ranks, in the same order, whose fate the process group shares: if
-    one of them fails, both do. A session passes its own.
+    parent: a group of the same ranks, in the same order. If the parent or the process group fails,
+    both do. A session passes its own group.
     """
 
     parent: Group | None = None

@@ -1,9 +1,9 @@
-"""Futures whose callbacks run in one order on all ranks, on a thread that nobody waits for.
+"""Futures whose callbacks run in one order on all ranks, in a thread on which no transfer depends.
 
-torch runs a callback in whichever thread completes the future, or, if it is complete already, in
-the one that adds the callback. Which of the two it is differs from rank to rank, and so would the
-order of what callbacks issue. Here completing a future and running a callback are tasks of one
-queue, in the order in which they were asked for.
+torch runs a callback in the thread that completes the future or, if the future is complete already,
+in the thread that adds the callback. Which of the two applies differs between ranks, and so would
+the order of operations that callbacks issue. Here completing a future and running a callback are
+tasks of one queue, in the order in which they were added.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _here = threading.local()
 
 
 def current_depth() -> int:
-    """0 in the program, 1 in a callback, 2 in a callback of what a callback issued."""
+    """0 in the program, 1 in a callback, 2 in a callback of an operation that a callback issued."""
     depth: int = getattr(_here, "depth", 0)
     return depth
 
 
 class CallbackThread:
-    """Completes the futures of one depth and runs their callbacks, in order. Stays for good."""
+    """Completes the futures of one depth and runs their callbacks, in order. It never ends."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -49,11 +49,11 @@ class CallbackThread:
         while True:
             task = self._tasks.get()
             task()
-            del task  # Hold no tensors while there is nothing to do.
+            del task  # An idle thread must not keep tensors alive.
 
     @contextlib.contextmanager
     def streams(self, devices: list[torch.device]) -> Iterator[None]:
-        """On GPUs, streams of this thread's own: the default one is the program's."""
+        """Use this thread's own streams on GPUs, because the program uses the default stream."""
         with contextlib.ExitStack() as stack:
             for device in devices:
                 if device not in self._streams:
@@ -67,7 +67,7 @@ _making = threading.Lock()
 
 
 def callback_thread(depth: int) -> CallbackThread:
-    """The thread for what is issued at `depth`; one for all process groups, made when needed."""
+    """The thread for operations issued at `depth`, for all process groups; made when needed."""
     with _making:
         while len(_threads) <= depth:
             _threads.append(CallbackThread(len(_threads)))
@@ -75,11 +75,11 @@ def callback_thread(depth: int) -> CallbackThread:
 
 
 class _FailedTensor(torch.Tensor):
-    """The value of a future that has failed: whoever computes with it raises the error.
+    """The value of a failed future; every computation with it raises the error.
 
-    torch keeps no exception of Python's in a future, only values. Its Python half raises what
-    `_set_unwrap_func` says; its C++ (DDP's reducer) takes the value for tensors, cuts the gradients
-    out of it, and so raises the very error as well.
+    A torch future keeps no Python exception, only values. torch's Python raises through
+    `_set_unwrap_func`. torch's C++ (DDP's reducer) takes the value for tensors and slices the
+    gradients out of it, and so raises the same error.
     """
 
     error: BaseException
@@ -101,8 +101,8 @@ class _FailedTensor(torch.Tensor):
 
 
 class _Failure:
-    """The same on GPUs, where torch pickles a value at once to find its tensors: that fails, and
-    torch does keep that as the future's error, as text."""
+    """The value of a failed future on GPUs. torch pickles it at once to find tensors; this fails,
+    and torch keeps the text as the future's error."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -112,7 +112,7 @@ class _Failure:
 
 
 class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """devices: where the tensors of its value live, if on GPUs."""
+    """devices: the GPUs on which the tensors of the value live."""
 
     def __init__(self, thread: CallbackThread, devices: list[torch.device]) -> None:
         super().__init__(devices=list(devices))
@@ -138,8 +138,8 @@ class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
         self.fail(result)
 
     def _queue(self, task: Callable[[], None]) -> None:
-        # A callback that asks for another one, of what is complete, may wait for it at once; and
-        # here alone what is complete is the same on all ranks.
+        # A callback that adds another one to a complete future may wait for it at once. Only in
+        # this thread is the same set of futures complete on all ranks.
         if self._callbacks.is_here() and self.done():
             task()
         else:
@@ -149,20 +149,20 @@ class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
         with self._callbacks.streams(self._devices):
             try:
                 with contextlib.suppress(BaseException):
-                    super().wait()  # On GPUs: order the stream behind the value.
+                    super().wait()  # On GPUs this orders the stream behind the value.
                 value = callback(self)
             except BaseException as error:
                 if result is not None:
                     result.fail(error)
                 else:
-                    _tell(error)
+                    _report(error)
             else:
                 if result is not None:
                     result.set_result(value)
 
 
-def _tell(error: BaseException) -> None:
-    """Nobody will ask for it."""
+def _report(error: BaseException) -> None:
+    """Print an error that no future will raise."""
     threading.excepthook(
         threading.ExceptHookArgs(
             (type(error), error, error.__traceback__, threading.current_thread())

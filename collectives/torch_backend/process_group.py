@@ -1,7 +1,7 @@
-"""A process group of torch.distributed on our groups: registered, made, and ended.
+"""A process group of torch.distributed over `Group`: registered, made, and ended.
 
-Whatever is here of `Backend`'s interface is here because torch asks `_get_backend(device)` for it,
-which gives this object itself.
+The class also has parts of `Backend`'s interface, because torch calls `_get_backend(device)` for
+them, which returns the process group itself.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .torch_operations import TorchOperations
 
 
 def register() -> None:
-    """Make the backend known to torch. Harmless when done again."""
-    # Where a script names no backend, torch goes on choosing Gloo and NCCL.
+    """Register the backend with torch. It may be called again."""
+    # If a script names no backend, torch still chooses Gloo and NCCL.
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(arguments: Any, options: Options | None) -> ChoruslineProcessGroup:
-    """What torch calls on every rank of a new process group. Blocks until all have come.
+    """Make a process group; torch calls it on every rank. Blocks until all ranks have come.
 
     arguments: torch's _DistributedBackendOptions.
     """
@@ -51,7 +51,7 @@ def _create(arguments: Any, options: Options | None) -> ChoruslineProcessGroup:
         size = arguments.group_size
         host = Group.create(store, arguments.group_rank, size, timeout_s=timeout_s, name=name)
     else:
-        # In the store that the parent met in: there a rank that is lost is not waited for.
+        # The ranks meet in the parent's store, where no rank waits for a lost one.
         host = _on_host(parent, members, name, timeout_s)
     return ChoruslineProcessGroup(host, arguments.store)
 
@@ -62,19 +62,19 @@ def _on_host(parent: Group, members: Sequence[int], name: str, timeout_s: float)
     )
 
 
-# Untyped: torch's stubs have its C++ signatures, overloads that no one Python method can match.
+# Untyped, because no Python method can match the overloads in torch's stubs for its C++.
 _TorchProcessGroup: Any = dist.ProcessGroup
 
 
 class ChoruslineProcessGroup(TorchOperations, _TorchProcessGroup):
-    """`size` ranks of torch.distributed over groups of ours.
+    """`size` ranks of torch.distributed, over one `Group` for each device and depth.
 
-    group: the one for tensors on the host, in which the program runs; its flight recorder, its
-    `describe()` and its failure are there for whoever asks.
+    group: the group for the program's tensors on the host. It has the flight recorder,
+    `describe()` and `failure()`.
     """
 
     def __init__(self, host: Group, torch_store: Any) -> None:
-        """torch_store: what torch is given when it asks for the store of this process group."""
+        """torch_store: returned to torch as the store of this process group."""
         _TorchProcessGroup.__init__(self, host.rank, host.size)
         TorchOperations.__init__(self, Depths(host))
         self._torch_store = torch_store
@@ -95,14 +95,15 @@ class ChoruslineProcessGroup(TorchOperations, _TorchProcessGroup):
     ) -> ChoruslineProcessGroup | None:
         """A process group of some ranks of this one; None on a rank that is not among them.
 
-        new_ranks: as this group counts, on this rank: ranks of other splits pass theirs.
+        new_ranks: this group's numbers of this rank's split; other ranks may pass other splits.
         """
         self._splits += 1
         ranks = list(new_ranks)
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self._group_name}:split:{self._splits}"
-        # Ranks of one split agree on its name, and no other split has it.
+        # The name and the ranks identify a split: its ranks agree on them, and no other split has
+        # the same.
         host = _on_host(
             self.group,
             ranks,
@@ -136,18 +137,18 @@ class ChoruslineProcessGroup(TorchOperations, _TorchProcessGroup):
 
     @property
     def options(self) -> None:
-        """What torch hands on to `split_group`."""
+        """The options that torch passes on to `split_group`."""
 
     def comm_split_count(self) -> int:
         return self._splits
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Nothing: ranks that are left out of a group have no part in making it."""
+        """Do nothing: ranks outside a new group do not take part in making it."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self._depths.group(device)
 
-    # -- who it is -------------------------------------------------------------------------------
+    # -- identity --------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return NAME
@@ -197,13 +198,13 @@ class ChoruslineProcessGroup(TorchOperations, _TorchProcessGroup):
         return self._next_sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """Ours are counted from the start."""
+        """Do nothing: this class counts from the start."""
 
     def _has_hooks(self) -> bool:
         return False
 
     def _wait_for_pending_works(self) -> None:
-        """Nothing is left behind in threads of C++."""
+        """Do nothing: no works are pending in threads of C++."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._depths.set_timeout(timeout.total_seconds())
@@ -213,7 +214,7 @@ class ChoruslineProcessGroup(TorchOperations, _TorchProcessGroup):
     # -- the end ---------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End the generation on all ranks: what is in flight anywhere raises GroupAborted."""
+        """End the generation on all ranks: works in flight raise GroupAborted."""
         self._depths.abort("the process group was aborted")
         self._depths.close()
 

@@ -1,4 +1,4 @@
-"""The sum of sparse tensors, as DDP wants it for embeddings with sparse gradients."""
+"""The sum of sparse tensors, which DDP needs for embeddings with sparse gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..objects.blocking import all_gather_row
 def all_reduce(
     group: Group, tensor: torch.Tensor, op: ReduceOp, timeout_s: float | None
 ) -> tuple[Work, Callable[[], None]]:
-    """Gather what all ranks have, and add it up: the work, and what is left to do after it.
+    """Gather the elements of all ranks: the work, and the function that adds them up after it.
 
-    tensor: COO, of the same shape on all ranks, any number of elements; written in place. Blocks
-    until all ranks have told their number of elements.
+    tensor: COO, of the same shape on all ranks, with any number of elements; written in place.
+    Blocks until all ranks have sent their number of elements.
     """
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"all_reduce of {tensor.layout}; convert with .to_sparse_coo()")

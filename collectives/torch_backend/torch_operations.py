@@ -1,9 +1,9 @@
 """The operations of a process group, by the names and with the arguments that torch uses.
 
-torch calls them in two ways. Its C++ (DDP's reducer, functional collectives) finds overridden
-methods by their C++ names and passes lists of tensors and an options object. Its Python calls
-methods by other names as well, most of them aliases here. All of them are kept out of
-torch.compile, which would otherwise trace into whatever its graphs call.
+torch calls the operations in two ways. Its C++ (DDP's reducer, functional collectives) finds
+overridden methods by their C++ names and passes lists of tensors and an options object. Its Python
+also calls methods by other names, most of which are aliases here. torch.compile must not trace into
+the methods, so all of them are excluded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .options import NAME
 from .torch_work import TorchWork
 from .translation import all_moved, listed, moved, reduction, seconds
 
-_MAX_TAG = (1 << 29) - 2  # the one above is monitored_barrier's
+_MAX_TAG = (1 << 29) - 2  # monitored_barrier uses the tag above
 
 
 class TorchOperations:
-    """Half of `ChoruslineProcessGroup`: what ranks do together."""
+    """The half of `ChoruslineProcessGroup` with the operations."""
 
     profiling_name = NAME
-    """What names of ranges in torch.profiler begin with."""
+    """The prefix of the names of ranges in torch.profiler."""
 
     def __init__(self, depths: Depths) -> None:
         self._depths = depths
@@ -100,7 +100,7 @@ class TorchOperations:
 
     @_disable_dynamo
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """outputs[r][i] gets inputs[i] of rank r."""
+        """outputs[r][i] receives inputs[i] of rank r."""
         by_input = [[by_rank[i] for by_rank in outputs] for i in range(len(inputs))]
         return self.allgather(by_input, inputs, opts)
 
@@ -166,7 +166,7 @@ class TorchOperations:
     _reduce_scatter_base = reduce_scatter_single
 
     def _reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> TorchWork:
-        """inputs: by output, a tensor or a list with one for each rank."""
+        """inputs: for each output, a tensor, or a list with one tensor for each rank."""
         op, factor = reduction(opts)
         limit_s = seconds(opts)
         group = self._depths.group(outputs[0].device)
@@ -209,7 +209,7 @@ class TorchOperations:
 
     @_disable_dynamo
     def barrier(self, opts: Any = None, timeout: Any = None) -> TorchWork:
-        """On the GPU that `opts` names, or on the host."""
+        """A barrier on the GPU that `opts` names, or on the host."""
         device = getattr(opts, "device", None)
         if device is None or device.type != "cuda":
             device = torch.device("cpu")
@@ -241,9 +241,9 @@ class TorchOperations:
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """On the host. `dist.monitored_barrier` asks for a backend named gloo; this asks for none.
+        """A barrier on the host; `dist.monitored_barrier` would require a backend named gloo.
 
-        Raises CollectiveTimeout that names the ranks which did not come.
+        Raises CollectiveTimeout that names ranks that did not come.
         """
         limit_s = self.group.timeout_s if timeout is None else timeout.total_seconds()
         monitored_barrier(self.group, limit_s, wait_all_ranks)
@@ -270,10 +270,10 @@ class TorchOperations:
 
 
 def _together(group: Group, issue: Callable[..., Work], *arguments: Sequence[Any]) -> Work:
-    """`issue` of each of the arguments, as one work."""
+    """Call `issue` for each tuple of `arguments`, as one work."""
     calls = list(zip(*arguments, strict=True))
     if len(calls) == 1 or group._coalesced is not None:
-        return [issue(*call) for call in calls][-1]  # In an open block each gives the block's work.
+        return [issue(*call) for call in calls][-1]  # In an open block all return the block's work.
     with group.coalesce() as work:
         for call in calls:
             issue(*call)

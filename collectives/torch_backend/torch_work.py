@@ -1,4 +1,4 @@
-"""An operation in flight as torch sees it."""
+"""An operation in flight, as torch sees it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ _NONE = timedelta(0)
 _KEPT = 256
 
 _kept: OrderedDict[int, TorchWork] = OrderedDict()
-"""Works that nobody has waited for. Of a work that Python hands to torch's C++ (DDP does, in Join),
-C++ keeps its own half only, and calls into the void once ours is collected. It waits for it within
-the step."""
+"""Works that no thread has waited for. torch's C++ (DDP in Join) keeps only its own half of a work
+that Python passes to it, and would call a Python half that is already collected. It waits for such
+a work within the step."""
 
 
 _TorchWork: Any = dist._Work  # type: ignore[attr-defined]
 
 
 class TorchWork(_TorchWork):
-    """inner: ours. outputs: what its future gives. after: what is left to do when the data is here,
-    before anybody may look at it. name, shapes_of: its range in a profiler.
+    """A `Work` of Chorusline as torch's.
 
-    Waiting raises our errors. With a timeout that passes, it ends the generation, as every deadline
-    does.
+    inner: the work. outputs: the value of its future.
+    after: completes the outputs when the data has arrived, before anything may read them.
+    name, shapes_of: its range in a profiler.
+
+    Waiting raises Chorusline's errors. If its timeout passes, the generation ends.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class TorchWork(_TorchWork):
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
         if isinstance(self._inner, Coalesced) and self._inner.is_open:
-            return True  # torch's synchronous calls wait inside a block, for what begins at its end
+            return True  # torch's synchronous calls wait inside a block, which starts at its end.
         try:
             limit_s = seconds(timeout)
             if limit_s is not None and not self._inner.is_completed():
@@ -70,8 +72,8 @@ class TorchWork(_TorchWork):
             self._inner.wait()
             self._finish()
             if self._future is not None and not self._future.done():
-                # Complete before we return, as torch promises. Whoever is in the thread that would
-                # settle it cannot wait for itself.
+                # torch promises that the future is complete when wait() returns. The thread that
+                # would settle it cannot wait for itself.
                 if callback_thread(self._depth).is_here():
                     self._settle()
                 else:
@@ -129,11 +131,11 @@ class TorchWork(_TorchWork):
         self._inner.add_done_callback(over.set)
         if not over.wait(limit_s):
             self._inner._end_generation(
-                f"{self._inner.operation} was given up after the {limit_s:g} s that wait() was told"
+                f"{self._inner.operation} was given up after wait()'s timeout of {limit_s:g} s"
             )
 
     def _settle(self) -> None:
-        """Complete the future; in the thread for that."""
+        """Complete the future; called in the callback thread."""
         future = self._future
         if future is None or self._is_settled:
             return
@@ -147,7 +149,7 @@ class TorchWork(_TorchWork):
             self._is_settled = True
             if self._span is not None:
                 self._span.__exit__(None, None, None)
-                self._span = None  # torch notes the thread that drops it as the one that ended it.
+                self._span = None  # torch records the dropping thread as the one that ended it.
             if failure is None:
                 future.set_result(self._outputs)
             else:
@@ -155,8 +157,8 @@ class TorchWork(_TorchWork):
         _kept.pop(id(self), None)
 
     def _profile(self, name: str, tensors: list[torch.Tensor]) -> None:
-        """A range from the issue to the end, with the shapes, as torch's own backends have it."""
+        """Begin a range from the issue to the end, with shapes, as torch's backends do."""
         self._span = torch._C._profiler._RecordFunctionFast(name, list(tensors))
         self._span.__enter__()
-        # torch shows a range as asynchronous if another thread than the one that began it ends it.
+        # torch shows a range as asynchronous if another thread ends it than began it.
         self.get_future()

@@ -1,4 +1,4 @@
-"""torch's arguments as ours."""
+"""torch's arguments, converted to those of `Group`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPS = {
 
 
 def reduction(options: Any) -> tuple[ReduceOp, complex | None]:
-    """How to reduce, and the factor of PREMUL_SUM.
+    """The reduction, and the factor of PREMUL_SUM.
 
     options: torch's options of an operation, or its ReduceOp itself; None is SUM.
     """
@@ -35,17 +35,17 @@ def reduction(options: Any) -> tuple[ReduceOp, complex | None]:
         return ReduceOp.SUM, None
     op = getattr(options, "reduceOp", options)
     kind = getattr(op, "op", op)
-    ours = _OPS[kind]
-    if ours is not ReduceOp.PREMUL_SUM:
-        return ours, None
+    reduce_op = _OPS[kind]
+    if reduce_op is not ReduceOp.PREMUL_SUM:
+        return reduce_op, None
     factor = op.factor
-    return ours, factor.item() if isinstance(factor, torch.Tensor) else factor
+    return reduce_op, factor.item() if isinstance(factor, torch.Tensor) else factor
 
 
 def seconds(timeout: Any) -> float | None:
-    """A timedelta, or options that hold one, in seconds; None where torch says nothing.
+    """A timedelta, or that of options, in seconds; None for no timeout.
 
-    torch says nothing with a negative timeout in options, and with zero in Work.wait.
+    torch means no timeout by a negative one in options, and by zero in Work.wait.
     """
     timeout = getattr(timeout, "timeout", timeout)
     if not isinstance(timeout, timedelta):
@@ -55,12 +55,12 @@ def seconds(timeout: Any) -> float | None:
 
 
 def listed(tensors: Any) -> list[torch.Tensor]:
-    """torch passes lists of tensors; people may pass one."""
+    """A list of tensors, as torch passes it; a user may pass one tensor."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` for an operation that only moves it: dtypes that we have no name for, as bytes."""
+    """`tensor` for an operation that only moves it; as bytes if `Group` lacks its dtype."""
     return tensor if tensor.dtype in DTYPE_INDEX else tensor.view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""The transports by name, ours and those of third parties, and which one a device gets."""
+"""The transports by name, built-in and registered, and the default for each type of device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ..stores.store import Store
 Factory = Callable[[Store, int, int, torch.device, int], Communicator]
 """factory(store, rank, size, device, generation): meet the other ranks in `store` and connect.
 
-Blocks until all have come; `store` is this group's alone, and its timeout is the group's. A key
-that a rank must write ends in `/<rank>`, so that a StoreTimeout tells who did not come."""
+Blocks until all ranks have come. Only this group uses `store`, whose timeout is the group's. A key
+that a rank must write ends in `/<rank>`, so that a StoreTimeout names the ranks that did not come.
+"""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """name: what `Group.create(backend=...)` says. devices: types of torch.device it serves."""
+    """name: as in `Group.create(backend=...)`. devices: types of torch.device that it serves."""
 
     name: str
     factory: Factory
@@ -33,11 +34,11 @@ def register_backend(name: str, factory: Factory, devices: Sequence[str]) -> Non
     """Make a transport available to `Group.create(..., backend=name)`, in this process.
 
     factory: called as factory(store, rank, size, device, generation) on every rank; returns a
-    `Communicator` of collectives/contract/communicator.py, whose contract it keeps.
-    devices: the types of devices that it moves tensors of, such as ("cpu",). It is the default for
-    a type that no backend was registered for before it.
+        `Communicator` that fulfils the contract of collectives/contract/communicator.py.
+    devices: the types of devices whose tensors it moves, such as ("cpu",). The backend that is
+        registered first for a type is the default for that type.
 
-    Every rank's process registers it. Raises ValueError if the name is taken by another factory.
+    Every rank's process registers it. Raises ValueError if the name belongs to another factory.
     """
     if isinstance(devices, str) or not devices:
         raise ValueError(
@@ -55,7 +56,7 @@ def register_backend(name: str, factory: Factory, devices: Sequence[str]) -> Non
 
 
 def backend_for(name: str | None, device: torch.device) -> Backend:
-    """The backend of that name, or the first one for the device's type."""
+    """The backend `name`; for None, the first one registered for the device's type."""
     able = [backend for backend in _backends.values() if device.type in backend.devices]
     if name is None:
         if able:
@@ -77,7 +78,7 @@ def backend_for(name: str | None, device: torch.device) -> Backend:
     return _backends[name]
 
 
-# Each imports its transport when it is chosen: CuPy need not be there, and Gloo takes a second.
+# A transport is imported when it is chosen: CuPy may be missing, and Gloo takes a second to import.
 
 
 def _host(

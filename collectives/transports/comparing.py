@@ -1,8 +1,8 @@
-"""At debug level DETAIL: all ranks compare each collective in full before it begins.
+"""At debug level DETAIL, all ranks compare each collective in full before it begins.
 
-A communicator around the group's own. It sends descriptions through a second one between CPUs,
-so that what goes wrong in the first cannot hide it, and a GPU's stream is not held up. Issuing a
-collective then blocks until all ranks have issued one.
+ComparingCommunicator wraps the group's communicator. It exchanges descriptions through a second
+communicator between CPUs, so that an error in the first cannot hide a mismatch and no GPU stream
+is delayed. Issuing a collective then blocks until all ranks have issued one.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ..diagnosis.signature import pair_mismatch
 from ..stores.store import PrefixStore, Store
 from .host import connect
 
-_WORDS = 128  # int64 that a description fills; a longer one is cut
+_WORDS = 128  # int64 words of a description; a longer description is cut
 _BETWEEN_TWO = {"send", "recv"}
-"""Not compared: the other ranks have no part in them."""
+"""Not compared, because the other ranks do not take part in them."""
 
 _SAME_SHAPES = {"broadcast", "all_reduce", "reduce", "reduce_scatter", "all_gather"}
-"""In the others ranks may bring tensors of different shapes, or none. Of those each pair of ranks
+"""In other operations ranks may pass tensors of different shapes, or none; there each pair of ranks
 compares what one sends with what the other expects."""
 
 
 class ComparingCommunicator(Communicator):
-    """inner: moves the tensors. Takes every collective that `Communicator` declares."""
+    """Compares, then lets `inner` move the tensors; for every collective of `Communicator`."""
 
     def __init__(self, inner: Communicator, store: Store, generation: int, name: str) -> None:
-        """Blocks until all ranks have come; `inner` is given back if one does not."""
+        """Blocks until all ranks have come; closes `inner` and raises if one does not."""
         self.inner = inner
-        for name_, value in vars(Communicator).items():  # What a transport can and cannot do.
+        for name_, value in vars(Communicator).items():  # A transport's capabilities.
             if not name_.startswith("_") and not callable(value):
                 setattr(self, name_, getattr(inner, name_))
         self.compares = True
@@ -66,8 +66,8 @@ class ComparingCommunicator(Communicator):
             inner.close()
             absent = sorted({int(key.rsplit("/", 1)[-1]) for key in error.keys})
             detail = (
-                f"ranks {absent} of {self.size} did not come to compare operations. Is the debug "
-                "level DETAIL there, too? It must be on all ranks or on none"
+                f"ranks {absent} of {self.size} did not come to compare operations. Check that the "
+                "debug level DETAIL is set on all ranks or on none"
             )
             raise StoreTimeout(error.keys, error.waited_s, detail) from error
         except BaseException:
@@ -85,8 +85,8 @@ class ComparingCommunicator(Communicator):
     def _compare(
         self, operation: Operation, has_same_shapes: bool, table: Sequence[int] = ()
     ) -> None:
-        """Return when all ranks do the same; else end the generation, so that the work that is
-        issued next raises the error.
+        """Return when all ranks have issued the same operation. On a mismatch, end the generation,
+        so that the work that is issued next raises the error.
 
         table: of an exchange, elements to each rank, then from each; pairs of ranks must agree.
         """
@@ -168,12 +168,12 @@ abc.update_abstractmethods(ComparingCommunicator)  # type: ignore[type-abstract]
 
 
 def comparing(inner: Communicator, store: Store, generation: int, name: str) -> Communicator:
-    """`inner`, and the comparison before it. name: of the group."""
+    """`inner`, with the comparison before each collective. name: the group's name."""
     return ComparingCommunicator(inner, store, generation, name)  # type: ignore[abstract]
 
 
 class _Comparing(OnBehalf):
-    """The exchange of descriptions. The others see its place, since they see nothing else of it."""
+    """The exchange of descriptions. Its site is the place of `whole`, so that peers can show it."""
 
     def padded_site(self) -> bytes:
         return self.place().encode()[:SITE_BYTES].ljust(SITE_BYTES, b"\0")
@@ -184,22 +184,23 @@ class _Comparing(OnBehalf):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What one rank is about to do. told: with sequence, size, dtype, and reduce op or root.
+    """The operation that one rank is about to run.
 
+    operation: its name with sequence, size, dtype, and reduce op or root.
     shapes: of the tensors, where they must be equal. site: `train.py:41`, never compared.
     """
 
-    told: str
+    operation: str
     shapes: list[list[int]] | None
     device: str
     group: str
     site: str
 
     def compared(self) -> tuple[str, str, str, str]:
-        return self.told, json.dumps(self.shapes), self.device, self.group
+        return self.operation, json.dumps(self.shapes), self.device, self.group
 
     def __str__(self) -> str:
-        words = [self.told]
+        words = [self.operation]
         if self.shapes:
             words.append("of shape " + ", ".join(str(tuple(shape)) for shape in self.shapes))
         words.append(f"on {self.device} in group {self.group!r}")
@@ -211,33 +212,33 @@ class Description:
 def mismatch(
     operation: Operation, descriptions: Sequence[Description]
 ) -> CollectiveMismatch | None:
-    """The error if the ranks do not all do the same; equal on whichever rank makes it.
+    """The error if the ranks' operations differ; every rank computes the same error.
 
-    descriptions: one per rank. Ranks that do the same may stand at different lines; then each line
-    is told.
+    descriptions: one per rank. Ranks may issue the same operation at different lines; the error
+    then shows each line.
     """
     usual, blamed = usual_and_blamed([description.compared() for description in descriptions])
     if not blamed:
         return None
     name = re.split(" (?:with|from|to|in) ", usual[0])[0]
-    told = tell_issued([str(description) for description in descriptions])
-    return CollectiveMismatch(name, operation.generation, blamed, told)
+    detail = tell_issued([str(description) for description in descriptions])
+    return CollectiveMismatch(name, operation.generation, blamed, detail)
 
 
 def _with_sites(error: CollectiveMismatch, said: Sequence[Description]) -> CollectiveMismatch:
-    """The same, with the lines of the ranks that it blames."""
+    """The same error with the calling lines of the ranks that it blames."""
     at = ", ".join(f"rank {r} is at {said[r].site}" for r in error.ranks if said[r].site)
-    told = f"{error.detail}; {at}" if at else error.detail
-    return CollectiveMismatch(error.operation, error.generation, error.ranks, told)
+    detail = f"{error.detail}; {at}" if at else error.detail
+    return CollectiveMismatch(error.operation, error.generation, error.ranks, detail)
 
 
 def _packed(description: Description) -> torch.Tensor:
     """(_WORDS,) int64. A description that is too long loses the ends of its texts."""
     d = description
-    fields: list[Any] = [d.told, d.shapes, d.device, d.group[:100], d.site[-100:]]
+    fields: list[Any] = [d.operation, d.shapes, d.device, d.group[:100], d.site[-100:]]
     data = json.dumps(fields).encode()
     if len(data) > 8 * _WORDS:
-        fields[1] = None  # Shapes of more than a hundred numbers.
+        fields[1] = None  # The shapes, which then have more than a hundred numbers.
         data = json.dumps(fields).encode()[: 8 * _WORDS]
     return torch.frombuffer(bytearray(data.ljust(8 * _WORDS)), dtype=torch.int64)
 

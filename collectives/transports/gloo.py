@@ -1,25 +1,24 @@
 """Collectives of CPU ranks on different hosts, through Gloo.
 
-torch.distributed's ProcessGroupGloo is made directly, without torch's global groups. It moves
-bytes between ranks and does nothing else: reductions are ours (arithmetic.py), in rank order, so
-the results are bit-equal to those of shared memory, for every dtype of the contract. Nearly all of
-it is one call, alltoall: Gloo's own allgather took two to five times as long, its reduce_scatter is
-an allreduce.
+This file constructs torch.distributed's ProcessGroupGloo directly, without torch's global groups,
+and uses it only to move bytes. arithmetic.py reduces in rank order, so results are bit-equal to
+those of shared memory, for every dtype of the contract. Nearly every operation is one call of
+alltoall: Gloo's allgather took two to five times as long, and its reduce_scatter is an allreduce.
 
-Gloo trusts its callers, so each operation starts with an exchange of signatures: where ranks
-disagree, Gloo leaves wrong data in silence, or kills the process. And Gloo cannot be aborted.
-Therefore three threads, besides those of gloo_messages.py:
+Gloo does not check its callers: where ranks disagree, it leaves wrong data silently, or kills the
+process. So each operation starts with an exchange of signatures. Gloo also cannot be aborted.
+Therefore three kinds of threads share the work, besides those of gloo_messages.py:
 
-- Whoever waits, waits for the verdict on a work and never for Gloo.
+- A caller's thread waits until a work is settled, never for Gloo.
 - The **runner**, one daemon thread, runs the operations in order and waits for Gloo. After an abort
-  it may stay stuck with it until Gloo's own timeout, a few seconds after the operation's; only then
-  are the connections given back. It works on buffers of its own and touches the tensors of callers
-  only under a lock that the end of the generation takes first: once a work has ended, its tensors
+  it may be stuck in Gloo until Gloo's own timeout, a few seconds after the operation's; only then
+  are the connections closed. The runner works on its own buffers and touches callers' tensors only
+  under a lock that the end of the generation takes first: once a work has ended, its tensors
   belong to the caller again.
-- The **watcher** holds the deadlines and, where an operation takes long, looks into the store at
-  what the other ranks do (liveness.py). It also answers when the roll is called. The connections
-  that break when a rank dies do not say which rank died: a Gloo that fails closes all of its own,
-  and the next one sees that. Who lives is asked through the store.
+- The **watcher** enforces the deadlines and, when an operation takes long, reads the other ranks'
+  positions from the store (liveness.py). It also answers roll calls through the store, which find
+  the rank that died. Broken connections do not say that: a Gloo that fails closes all of its
+  connections, and so makes its peers fail.
 """
 
 from __future__ import annotations
@@ -51,21 +50,21 @@ from .gloo_messages import GlooMessages
 from .interfaces import GLOO_VARIABLE, check_gloo_interfaces
 from .liveness import RollCall, look_s, position_after, position_in
 
-_TICK_S = 0.1  # between two turns of the watcher, most of which look at nothing
-_IDLE_LOOK_S = 0.5  # between two looks into the store, with nothing in flight
-_ANSWER_S = 2.5  # for a rank that lives to answer the roll call: several looks
-_GRACE_S = 5.0  # by which Gloo's own deadlines are later than ours
+_TICK_S = 0.1  # between two turns of the watcher, most of which read nothing
+_IDLE_LOOK_S = 0.5  # between two reads of the store, with nothing in flight
+_ANSWER_S = 2.5  # for a live rank to answer a roll call: several reads of the store
+_GRACE_S = 5.0  # by which Gloo's deadlines are later than the operation's
 _CLOSE_S = 0.3  # for the threads to end, unless the runner is stuck
 _SLICE = timedelta(seconds=0.1)  # of a wait in Gloo
-_DIRECT_BYTES = 32 << 10  # up to here all_reduce sends everything to everybody: half the rounds
+_DIRECT_BYTES = 32 << 10  # up to here all_reduce sends all data to all ranks: half the rounds
 
 
 class _Over(Exception):
-    """The generation has ended; what the runner does is of no interest any more."""
+    """The generation has ended, so the runner must stop."""
 
 
 class GlooWork(PendingWork):
-    """body: moves the data, in the runner; None where the signatures are all there is to it.
+    """body: moves the data, in the runner; None if the exchange of signatures is enough.
     counts: of an exchange, elements to each rank, then from each rank."""
 
     def __init__(
@@ -96,7 +95,7 @@ class GlooCommunicator(Communicator):
         self._in_flight: InFlight[GlooWork] = InFlight(rank, self.abort)
         self._tensors = threading.RLock()  # held while tensors of callers are read or written
         self._over = threading.Event()
-        self._gloo: Any = None  # None once it was given back; the runner's
+        self._gloo: Any = None  # for the runner; None after it was released
         self._torch_store = TorchStore(PrefixStore("gloo", store))
         name = f"chorusline-gloo-{generation}-{rank}"
         self._messages: GlooMessages | None = None
@@ -120,7 +119,7 @@ class GlooCommunicator(Communicator):
                 self._torch_store, self.rank, self.size, timedelta(seconds=store.timeout_s)
             )
         except Exception as error:
-            if isinstance(error.__cause__, StoreTimeout):  # Late, and for all we know not lost.
+            if isinstance(error.__cause__, StoreTimeout):  # Ranks are late, perhaps not lost.
                 raise error.__cause__ from None
             broken = (
                 f"{error}. Gloo listens at the address of this host's name; the environment "
@@ -149,7 +148,7 @@ class GlooCommunicator(Communicator):
             self._give(lambda: reduce_into(flat, parts.unbind(), op))
 
         def in_parts() -> None:
-            """Each rank reduces one part, padded so that all are of one length."""
+            """Each rank reduces one part; parts are padded to one length."""
             count = -(-flat.numel() // self.size)
             rows = flat.new_zeros(self.size * count)
             rows[: flat.numel()] = self._taken(flat)
@@ -246,10 +245,10 @@ class GlooCommunicator(Communicator):
         return self._messages.watching(ranks, what, self.generation, sequence, limit_s)
 
     def abort(self, error: CollectiveError) -> None:
-        """End the generation with `error`. Returns at once; the others are told meanwhile."""
+        """End the generation with `error`. Returns at once; a thread informs the other ranks."""
         with self._tensors:
             if self._in_flight.failure is None:
-                # First: who is freed by the end may leave the process, and this thread with it.
+                # Publish first: a waiter that `_end` frees may exit the process, and this thread.
                 self._roll_call.publish_meanwhile(error)
             self._end(error)
 
@@ -257,7 +256,7 @@ class GlooCommunicator(Communicator):
         return self._in_flight.failure
 
     def close(self) -> None:
-        """Give the connections and the threads back. A runner stuck in Gloo does so later."""
+        """Free connections and threads. A runner that is stuck in Gloo frees them later."""
         if self._end(GroupClosed("close", self.generation)):
             self._roll_call.tell_closed(self._in_flight.operations_done())
         for thread in (self._watcher, self._runner):
@@ -277,7 +276,7 @@ class GlooCommunicator(Communicator):
         return work
 
     def _end(self, error: CollectiveError) -> bool:
-        """Settle everything with `error` if nothing has ended the generation before."""
+        """Settle all works with `error`; returns whether it is the first error."""
         with self._tensors:
             self._over.set()
             first = self._in_flight.fail(error)
@@ -286,14 +285,14 @@ class GlooCommunicator(Communicator):
             return first
 
     def _message_failed(self, operation: Operation, error: Exception) -> None:
-        """End the generation from a thread of the messages."""
+        """End the generation; called from a thread of the messages."""
         if isinstance(error, CollectiveError):
             self._end(self._roll_call.publish(error))
         else:
             self._end_broken(operation, f"{type(error).__name__}: {error}")
 
     def _end_broken(self, operation: Operation | str, reason: str) -> CollectiveError:
-        """End the generation after Gloo failed. Returns why it did."""
+        """End the generation after Gloo failed. Returns the error that explains the failure."""
         error = self._roll_call.why_broken(operation, reason, _ANSWER_S)
         error = self._roll_call.publish(error)
         self._end(error)
@@ -306,7 +305,7 @@ class GlooCommunicator(Communicator):
         try:
             while (work := self._next()) is not None:
                 self._perform(work)
-                del work  # While there is nothing to do, nothing keeps its tensors alive.
+                del work  # While the runner is idle, it must not keep tensors alive.
         except _Over:
             pass
         except Exception as error:
@@ -318,7 +317,7 @@ class GlooCommunicator(Communicator):
             self._end_broken(head.operation, broken)
 
     def _next(self) -> GlooWork | None:
-        """The work to do, when there is one; None when the generation has ended."""
+        """Wait for the next work; None when the generation has ended."""
         in_flight = self._in_flight
         with in_flight.changed:
             while not in_flight.works and in_flight.failure is None:
@@ -327,7 +326,7 @@ class GlooCommunicator(Communicator):
 
     def _perform(self, work: GlooWork) -> None:
         if time.monotonic() - self._in_flight.settled_at >= _IDLE_LOOK_S:
-            # Runners that an abort left in Gloo wait for us, and must not let this one succeed.
+            # After an abort, runners that are stuck in Gloo could let this operation succeed.
             error = self._roll_call.the_end(work.operation)
             if error is not None:
                 self._end(error)
@@ -345,7 +344,7 @@ class GlooCommunicator(Communicator):
         work.call_back()
 
     def _compare_signatures(self, work: GlooWork) -> None:
-        """Return when all ranks are here and do the same; else end the generation."""
+        """Return when all ranks have issued the same operation; else end the generation."""
         operation, size = work.operation, self.size
         counts = list(work.counts) or [0] * 2 * size
         signature = Signature.of(operation)
@@ -353,7 +352,7 @@ class GlooCommunicator(Communicator):
         rows = self._exchange(operation, mine).tolist()
         error = mismatch(self.generation, [Signature(*row[:-2]) for row in rows])
         if error is None and work.counts:
-            # Of the others, this rank knows only what is between them and itself.
+            # This rank received only those counts of the others that concern itself.
             tables = [[0] * 2 * size for _ in range(size)]
             for r, row in enumerate(rows):
                 tables[r][self.rank], tables[r][size + self.rank] = row[-2:]
@@ -377,7 +376,7 @@ class GlooCommunicator(Communicator):
     def _exchange_parts(
         self, operation: Operation, parts: list[torch.Tensor], counts: list[int]
     ) -> list[torch.Tensor]:
-        """Send part r to rank r. counts: elements that each rank sends here. Returns those."""
+        """Send part r to rank r. counts: elements from each rank. Returns what each rank sent."""
         width = parts[0].element_size()
         sent = torch.cat(parts)
         received = sent.new_empty(sum(counts))
@@ -395,12 +394,12 @@ class GlooCommunicator(Communicator):
         return list(received.split(counts))
 
     def _see_through(self, work: Any, *tensors: torch.Tensor) -> None:
-        """Return when Gloo is done with `work`. If the generation ends first, _Over, but later.
+        """Return when Gloo is done with `work`. Raises _Over then if the generation has ended.
 
-        The process may end meanwhile, and must not be killed for it. A thread that comes back from
-        C++ into an interpreter that is gone does that: so this one waits in slices, and in Python
-        alone once it is over. A thread of Gloo's that drops the last reference to a tensor that
-        Python knows does that, too: so `tensors` are held here until Gloo has let go of them.
+        The process may exit meanwhile, and must not crash. A thread crashes it by returning from
+        C++ to an interpreter that is gone: so this thread waits in slices, and only in Python once
+        the generation is over. A thread of Gloo crashes it by dropping the last reference to a
+        tensor that Python knows: so this frame holds `tensors` until Gloo has released them.
         """
         while not self._over.is_set():
             try:
@@ -408,21 +407,21 @@ class GlooCommunicator(Communicator):
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # Raises, unless it ended well just now.
+                    work.wait()  # Raises, unless the work has just succeeded.
                     return
         while not work.is_completed():
             time.sleep(0.02)
         raise _Over
 
     def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a caller's tensor; of one element, the stride may be anything, here it is 1."""
+        """A contiguous copy of a caller's tensor. With one element, that may have any stride."""
         with self._tensors:
             if self._over.is_set():
                 raise _Over
             return tensor.clone(memory_format=torch.contiguous_format)
 
     def _give(self, write: Callable[[], object]) -> None:
-        """Let `write` change callers' tensors."""
+        """Call `write`, which changes callers' tensors, unless the generation is over."""
         with self._tensors:
             if self._over.is_set():
                 raise _Over
@@ -449,7 +448,8 @@ class GlooCommunicator(Communicator):
             self._messages.free(_CLOSE_S)
 
     def _look(self, head: Operation | None) -> CollectiveError | None:
-        """Say where this rank is; the error if it is over elsewhere, or overdue here."""
+        """Publish this rank's position; returns the error if another rank ended the generation, or
+        an operation is overdue."""
         position = position_in(head) if head else position_after(self._in_flight.last_done)
         self._roll_call.tell(position)
         self._roll_call.answer()
@@ -459,7 +459,7 @@ class GlooCommunicator(Communicator):
             overdue = self._messages.in_flight.overdue(look_s)
             head = overdue or head
         if head is not None and overdue is not None:
-            # A look later than the deadline: who arrived in time has said so by then.
+            # One look after the deadline, ranks that arrived in time have published that.
             error = self._roll_call.timeout(overdue, head, position)
         return None if error is None else self._roll_call.publish(error)
 
@@ -469,14 +469,14 @@ def _gloo_timeout(operation: Operation) -> timedelta:
     return timedelta(seconds=max(left_s, 0.0) + _GRACE_S)
 
 
-# A process that ends while Gloo's threads hold tensors of Python may be killed by them: they want
-# the interpreter when it is gone already.
+# Communicators are closed at exit: threads of Gloo that still hold Python's tensors would need the
+# interpreter after it is gone, and crash the process.
 _open: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
 _pid = os.getpid()
 
 
 @atexit.register
 def _close_all() -> None:
-    if os.getpid() == _pid:  # A fork must not say that the rank it came from has closed.
+    if os.getpid() == _pid:  # A fork must not announce that its parent's rank has closed.
         for communicator in list(_open):
             communicator.close()

@@ -1,13 +1,13 @@
 """Messages between two ranks through Gloo: send and recv, beside the runner of the collectives.
 
-A send waits in Gloo until it is received, so messages must not hold each other up: there is a
-thread for each peer, tag and direction that is in use. A header (elements, dtype) goes before each
-message, because Gloo kills the process that gets more than it expects. A recv from any rank asks
-all of them for headers; those that do not come in time serve a later recv.
+A send waits in Gloo until it is received. So that messages do not delay each other, each peer, tag
+and direction in use has a thread. A header (elements, dtype) precedes each message, because Gloo
+kills a process that receives more than it expects. A recv from any rank waits for a header from
+every rank; headers that come later serve a later recv.
 
-Gloo has no way to end a wait. But a wait that runs into its own deadline closes all connections of
-this rank, and so ends all the others: `free` does that, once the generation is over. Therefore no
-thread is left in Gloo when the process ends, which could kill it.
+Gloo cannot cancel a wait. But a wait that reaches its own deadline closes all connections of this
+rank, and so ends all other waits: `free` does that once the generation is over. So no thread is
+left in Gloo when the process exits, where it could crash the process.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ..contract.operation import ANY_RANK, WATCHING_TAG, Kind, OnBehalf, Operati
 from ..contract.work import Work
 from ..diagnosis.signature import message_mismatch
 
-_FOREVER = timedelta(days=1)  # The watcher holds the deadlines.
+_FOREVER = timedelta(days=1)  # The watcher enforces the deadlines.
 _UINT8 = DTYPE_INDEX[torch.uint8]
-_FREEING_TAG = (1 << 31) - 1  # odd, and above that of any message
+_FREEING_TAG = (1 << 31) - 1  # odd, and above the tag of any message
 
 
 class GlooMessageWork(PendingWork):
-    """content: of a send, a copy of what is sent; of a recv, the caller's tensor."""
+    """content: of a send, a copy of the caller's tensor; of a recv, the caller's tensor."""
 
     def __init__(
         self, operation: Operation, in_flight: InFlight[GlooMessageWork], content: torch.Tensor
@@ -43,8 +43,11 @@ class GlooMessageWork(PendingWork):
 
 
 class GlooMessages:
-    """This rank's messages. failed: told the operation and the error where Gloo breaks, or ranks
-    differ. give: calls a function that writes callers' tensors, unless the generation is over."""
+    """This rank's messages.
+
+    failed: called with the operation and the error when Gloo fails or ranks disagree.
+    give: calls a function that writes callers' tensors, unless the generation is over.
+    """
 
     def __init__(
         self,
@@ -101,8 +104,8 @@ class GlooMessages:
     def watching(
         self, ranks: Sequence[int], what: str, generation: int, sequence: int, timeout_s: float
     ) -> Iterator[None]:
-        """`Communicator.watching`, by a receive from each of `ranks`, which breaks when that dies.
-        What comes is a word that its block has ended."""
+        """`Communicator.watching`: a receive from each of `ranks`, which fails if that rank dies.
+        A rank sends its message when its block has ended."""
         others = [rank for rank in ranks if rank != self._rank]
 
         def message(kind: Kind, peer: int) -> Operation:
@@ -114,19 +117,20 @@ class GlooMessages:
         for other, word in zip(others, words, strict=True):
             self.recv(message(Kind.RECV, other), word)
         yield
-        # All are waited for already. The others' words are not waited for: a rank that stops when
-        # it has sent some of them would hold up only some of the others.
+        # All receives are under way by now. This rank does not wait for them: a rank that stops
+        # after some of its sends would delay only some of the others.
         for work in [self.send(message(Kind.SEND, other), words.new_ones(1)) for other in others]:
             work.wait()
 
     def free(self, patience_s: float) -> None:
-        """The generation is over: get the threads out of Gloo, and let go of it."""
+        """Get the threads out of Gloo after the end of the generation, and release it."""
         with self._changed:
             self._over.set()
             self._changed.notify_all()
             threads = list(self._threads)
         gloo, self._gloo = self._gloo, None
-        # Of a rank that has closed its connections already, it ends at once, and nothing is closed.
+        # A receive from a rank that has closed its connections fails at once and closes nothing;
+        # so this tries every rank.
         for other in self._others if threads and gloo is not None else ():
             with contextlib.suppress(Exception):
                 nothing = torch.empty(1, dtype=torch.uint8)

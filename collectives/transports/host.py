@@ -1,4 +1,4 @@
-"""Which transport joins CPU ranks: shared memory on one host, Gloo between hosts."""
+"""The choice of transport between CPU ranks: shared memory on one host, Gloo between hosts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..stores.store import Store
 
 
 def host_identity() -> str:
-    """What is equal for processes that can open each other's memory, and only for them.
+    """A string that is equal for two processes exactly if they can open each other's memory.
 
-    The kernel's boot, the process namespace and the user; CHORUSLINE_HOST_ID overrides it, for
-    hosts that look like one and are not.
+    It consists of the kernel's boot id, the process namespace and the user. CHORUSLINE_HOST_ID
+    overrides it, for different hosts that appear to be one.
     """
     override = os.environ.get("CHORUSLINE_HOST_ID")
     if override:
@@ -36,9 +36,10 @@ def connect(
     generation: int,
     between_hosts: bool = True,
 ) -> Communicator:
-    """Meet in `store` and choose; every rank chooses the same. Raises StoreTimeout.
+    """Meet in `store`, choose a transport, the same on every rank, and connect.
 
-    between_hosts: whether ranks on different hosts may meet; ValueError on all of them if not.
+    between_hosts: whether ranks may be on different hosts. Raises ValueError on all ranks if they
+    are and may not, StoreTimeout if a rank does not come, PeerLost if rank 0 fails.
     """
     card: dict[str, str | int] = {"host": host_identity(), "pid": os.getpid()}
     descriptor = -1
@@ -46,7 +47,7 @@ def connect(
         try:
             descriptor = make_memory(size, SLOT_BYTES)
         except OSError as error:
-            # The others are on their way to a rank that will not come: they must not wait for it.
+            # The other ranks must not wait for this rank's memory.
             store.set("card/0", json.dumps({**card, "failed": str(error)}))
             raise
         card["descriptor"] = descriptor
@@ -66,8 +67,8 @@ def connect(
             os.close(descriptor)
     if not between_hosts:
         raise ValueError(
-            "backend 'shared-memory' joins ranks of one host, process namespace and user, but "
-            f"these are by rank {[c['host'] for c in cards]}; choose backend='gloo', or None"
+            "backend 'shared-memory' joins ranks of one host, process namespace and user, but the "
+            f"ranks have {[c['host'] for c in cards]}, in rank order; choose backend='gloo' or None"
         )
     from .gloo import GlooCommunicator
 

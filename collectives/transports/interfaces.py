@@ -1,4 +1,4 @@
-"""Which network interfaces a group's transport uses, or was told to use."""
+"""The network interfaces that a group's transport uses, and the variables that choose them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
 def check_gloo_interfaces() -> None:
     """Raise ValueError if GLOO_SOCKET_IFNAME names an interface that this host does not have.
 
-    Gloo itself reads the variable: names of interfaces, with commas between them.
+    Gloo itself reads the variable, a list of interface names separated by commas.
     """
     here = [name for _, name in socket.if_nameindex()]
     wanted = [name.strip() for name in os.environ.get(GLOO_VARIABLE, "").split(",") if name]
@@ -25,7 +25,7 @@ def check_gloo_interfaces() -> None:
 
 
 def network_of(backend: str) -> str:
-    """How a group of that backend reaches the other ranks, in words."""
+    """A description of the network through which a group of `backend` reaches the other ranks."""
     if backend == "shared-memory":
         return "none: the memory of this host"
     variable = {"gloo": GLOO_VARIABLE, "nccl": NCCL_VARIABLE}.get(backend)
@@ -44,4 +44,4 @@ def _address_of_this_host() -> str:
     try:
         return f"the one of {socket.gethostbyname(name)}, the address of this host's name {name}"
     except OSError:
-        return f"the loopback, for this host's name {name} has no address"
+        return f"the loopback, because this host's name {name} has no address"

@@ -1,17 +1,17 @@
-"""How ranks that share nothing but a store learn who is late, who is gone, and how it ended.
+"""How ranks that share only a store learn which ranks are late or gone, and what ended a group.
 
-For transports that can neither see their peers nor be told anything by them: NCCL, and Gloo. A
-rank whose operations follow each other and are not held up does not use the store at all; one
-that waits, or has had nothing to do for a while, leaves and looks for these keys:
+For NCCL and Gloo, which can neither see their peers nor carry such messages. A rank whose
+operations follow each other without delay does not use the store; a rank that waits, or has been
+idle for a while, writes and reads these keys:
 
-    position/<rank>   how far a rank has come, and in words what it does
-    abort/error       the error that ended the generation, as JSON. The first one written stands
+    position/<rank>   how far a rank has come, and what it is doing, in words
+    abort/error       the error that ended the generation, as JSON; the first one written stands
     abort/closed      a line "rank operations" for every rank that closed, with the number of
                       operations it took part in
-    call/asked        somebody's transport broke and does not say why: who lives, answers
-    call/<rank>       the answer
+    call/asked        a rank's transport failed without a cause: every live rank must answer
+    call/<rank>       the answer of a rank
 
-A store that fails must not make anything worse: then each rank has its own deadline left.
+If the store fails, each rank still has its own deadline.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from ..contract.operation import ANY_RANK, Operation
 from ..diagnosis.blame import tell_waits, to_blame
 from ..stores.store import Store
 
-LOOK_S = 0.5  # between two looks into the store, while an operation is in flight
+LOOK_S = 0.5  # between two reads of the store, while an operation is in flight
 
 
 class StorePosition(NamedTuple):
-    """How far a rank has come: the last operation it arrived in, and in words what it does.
+    """How far a rank has come.
 
-    waits: whether it is in that operation, so that others may be what keeps it there.
-    peers: in a send or a recv, the rank at its other end, if that is known.
+    arrived: the last operation that the rank arrived in. where: what it is doing, in words.
+    waits: whether it is still in that operation, perhaps because of other ranks.
+    peers: in a send or a recv, the other rank, if it is known.
     """
 
     arrived: int
@@ -59,42 +60,42 @@ def position_in(head: Operation) -> StorePosition:
 
 
 def position_after(last: Operation | None) -> StorePosition:
-    """The position of a rank with nothing in flight; `last` is what it finished last."""
+    """The position of a rank with nothing in flight, after it has finished `last`."""
     if last is None:
         return StorePosition(-1, "has issued nothing")
     return StorePosition(last.sequence, f"has finished {last.place()} and issued nothing since")
 
 
 def look_s(operation: Operation) -> float:
-    """Seconds between two looks into the store while `operation` is in flight."""
+    """Seconds between two reads of the store while `operation` is in flight."""
     return min(LOOK_S, operation.timeout_s / 4)
 
 
 def culprits(behind: Mapping[int, StorePosition]) -> list[int]:
-    """Of the ranks that are behind, those to blame.
+    """The ranks to blame among those that are behind.
 
-    A rank that was stopped while it sent has served some of the others and not all: who still
-    waits in an earlier operation, for somebody who is even further behind, is innocent.
+    A rank that stopped while it sent has served only some of the other ranks. A rank that still
+    waits in an earlier operation, for a rank that is even further behind, is not to blame.
     """
     furthest = min((at.arrived for at in behind.values()), default=0)
     return [rank for rank, at in behind.items() if at.arrived == furthest or not at.waits]
 
 
 class RollCall:
-    """One rank's part in it. No method raises, and none blocks longer than the store."""
+    """One rank's use of these keys. No method raises, and none blocks longer than the store."""
 
     def __init__(self, store: Store, rank: int, size: int, generation: int) -> None:
         self.store = store
         self.rank = rank
         self.size = size
         self.generation = generation
-        self._told: StorePosition | None = None
+        self._published: StorePosition | None = None
         self._answered = False
 
     # -- the end ---------------------------------------------------------------------------------
 
     def publish(self, error: CollectiveError) -> CollectiveError:
-        """Tell the other ranks; the error that stands, which another may have written before."""
+        """Publish `error`; returns the error that stands, which another rank may have written."""
         try:
             stands = self.store.compare_set("abort/error", "", error_to_json(error))
             return error_from_json(stands.decode())
@@ -102,8 +103,8 @@ class RollCall:
             return error
 
     def publish_meanwhile(self, error: CollectiveError) -> threading.Thread:
-        """`publish` in a thread. No daemon: who aborts and exits must still tell the others."""
-        # Said here, because a thread that a daemon starts is one as well.
+        """`publish` in a thread, no daemon: a rank that aborts and exits must still publish."""
+        # daemon=False is explicit, because a thread inherits it from the thread that starts it.
         telling = threading.Thread(
             target=self.publish, args=(error,), name="chorusline-abort-tell", daemon=False
         )
@@ -111,21 +112,21 @@ class RollCall:
         return telling
 
     def news(self) -> CollectiveError | None:
-        """The error that some rank ended the generation with."""
+        """The published error that ended the generation; None if there is none."""
         with contextlib.suppress(Exception):
             if self.store.check(["abort/error"]):
                 return error_from_json(self.store.get("abort/error").decode())
         return None
 
     def tell_closed(self, operations: int) -> bool:
-        """Say that this rank closed after `operations` of them; whether that could be said."""
+        """Publish that this rank closed after `operations` operations; whether that succeeded."""
         with contextlib.suppress(Exception):
             self.store.append("abort/closed", f"{self.rank} {operations}\n")
             return True
         return False
 
     def all_close(self, patience_s: float) -> bool:
-        """Wait for the others to close; whether all did, and none failed."""
+        """Wait for the other ranks to close; whether all of them did, without an error."""
         give_up_at = time.monotonic() + patience_s
         with contextlib.suppress(Exception):
             while len(self._closed()) < self.size:
@@ -136,7 +137,7 @@ class RollCall:
         return False
 
     def the_end(self, operation: Operation | None) -> CollectiveError | None:
-        """The error if it is over elsewhere: published, or by a close without `operation`."""
+        """The error if another rank published one, or closed without taking part in `operation`."""
         news = self.news()
         if news is not None or operation is None:
             return news
@@ -160,20 +161,20 @@ class RollCall:
     # -- who is late -----------------------------------------------------------------------------
 
     def is_news(self, position: StorePosition) -> bool:
-        return position != self._told
+        return position != self._published
 
     def tell(self, position: StorePosition) -> None:
-        if position != self._told:
-            self._told = position
+        if position != self._published:
+            self._published = position
             with contextlib.suppress(Exception):
                 self.store.set(f"position/{self.rank}", json.dumps(position))
 
     def timeout(
         self, operation: Operation, head: Operation, position: StorePosition
     ) -> CollectiveTimeout:
-        """CollectiveTimeout that names the ranks without which `head` cannot run.
+        """A CollectiveTimeout that names the ranks without which `head` cannot run.
 
-        operation: the one that is overdue. head: the first in flight. position: our own.
+        operation: the overdue one. head: the first one in flight. position: this rank's.
         """
         asked = [rank for rank in range(self.size) if rank != self.rank]
         positions = {rank: self._position_of(rank) for rank in asked}
@@ -181,8 +182,8 @@ class RollCall:
         if head.is_between_two:
             peers = self._peers(head)
             missing = to_blame(peers, waits_for, [self.rank])
-            told = sorted({*peers, *missing, *waits_for} if peers != missing else peers)
-            whereabouts = [f"rank {rank} {positions[rank].where}" for rank in told]
+            shown = sorted({*peers, *missing, *waits_for} if peers != missing else peers)
+            whereabouts = [f"rank {rank} {positions[rank].where}" for rank in shown]
         else:
             positions[self.rank] = position
             behind = {r: at for r, at in sorted(positions.items()) if at.arrived < head.sequence}
@@ -200,7 +201,7 @@ class RollCall:
         )
 
     def _peers(self, operation: Operation) -> list[int]:
-        """Whom a send or recv needs: its peer, or somebody of these."""
+        """The rank that a send or recv needs, or all ranks from which a recv accepts a message."""
         if operation.peer != ANY_RANK:
             return [operation.peer]
         return [rank for rank in range(self.size) if rank != self.rank]
@@ -209,12 +210,12 @@ class RollCall:
         with contextlib.suppress(Exception):
             if self.store.check([f"position/{rank}"]):
                 return StorePosition(*json.loads(self.store.get(f"position/{rank}")))
-        return StorePosition(-1, "was not heard of in this generation")
+        return StorePosition(-1, "has not reported in this generation")
 
     # -- who is gone -----------------------------------------------------------------------------
 
     def answer(self) -> None:
-        """If somebody calls the roll, say that this rank lives."""
+        """If a rank has called the roll, write that this rank lives."""
         with contextlib.suppress(Exception):
             if not self._answered and self.store.check(["call/asked"]):
                 self.store.set(f"call/{self.rank}", "here")
@@ -223,11 +224,11 @@ class RollCall:
     def why_broken(
         self, operation: Operation | str, reason: str, patience_s: float
     ) -> CollectiveError:
-        """Call the roll: the error for a transport that broke with `reason` during `operation`.
+        """Call the roll: the error for a transport that failed with `reason` during `operation`.
 
-        What another rank has published, if it has; else PeerLost with the ranks that do not
-        answer within `patience_s`, which must be several times the pause between two of their
-        looks; GroupAborted if all do.
+        An error that another rank has published comes first. Otherwise it is PeerLost with the
+        ranks that do not answer within `patience_s`, which must be several times the pause between
+        two of their reads; GroupAborted if all ranks answer.
         """
         issued = operation if isinstance(operation, Operation) else None
         give_up_at = time.monotonic() + patience_s

@@ -1,19 +1,19 @@
-"""Collectives between GPUs, by NCCL; the only file that knows CuPy.
+"""Collectives between GPUs, by NCCL; the only file that uses CuPy.
 
-torch owns the memory and the streams; CuPy lends its binding of NCCL and nothing else. What NCCL
-does not have, this file adds: deadlines, one error for all ranks, and names for the ranks at fault.
+torch owns the memory and the streams; only the binding of NCCL comes from CuPy. This file adds
+what NCCL lacks: deadlines, one error for all ranks, and the names of the ranks at fault.
 
 A work is a pair of CUDA events on the communicator's own stream, around NCCL's kernel. One daemon
-thread, the watcher, follows the works in flight in the order of issue. It alone waits; it asks the
-events ever more slowly, and when a work takes longer than half a second, or there was none for half
-a second, it also looks into the store: liveness.py says what the ranks leave there for each other.
+thread, the watcher, follows the works in flight in the order of issue. It polls the events at
+growing intervals. When a work takes longer than half a second, or there was none for half a
+second, it also reads the store, where ranks leave their positions and errors (liveness.py).
 
-An abort also completes events, so an event proves nothing by itself. This rank's own abort: works
-are settled under the lock that guards the failure, and a failure settles them all before NCCL is
-told to stop. Another rank's abort: the kernel of a rank that aborted may let ours run to its end on
-half the data. A work that was issued after half a second without any is therefore not settled
-before a look into the store; what remains is a race of less than that, which NCCL cannot close.
-Who must know that all ranks finished sends a nonce along, as the ballot of a step does.
+An abort also completes events, so a completed event alone proves nothing. If this rank aborts,
+the failure settles all works, under the lock that guards it, before NCCL is stopped. If another
+rank aborts, its kernel may let this rank's kernel end on half the data. Therefore a work that was
+issued after half a second without works is settled only after a read of the store. A shorter race
+remains, which NCCL cannot close. A caller that must know that all ranks finished sends a nonce
+with the data, as the ballot of a step does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..stores.store import Store
 from .liveness import LOOK_S, RollCall, StorePosition, look_s, position_after, position_in
 from .nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
 
-FIRST_PAUSE_S = 0.00005  # between two looks at an event; doubles up to:
+FIRST_PAUSE_S = 0.00005  # between two queries of an event; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 0.001
 CLOSE_TIMEOUT_S = 5.0  # for the other ranks to close as well
 ISSUE_TIMEOUT_S = 2.0  # for a launch in progress, before an abort goes ahead without it
@@ -61,22 +61,21 @@ def connect(
 ) -> Communicator:
     """Meet in `store` and connect. Blocks until all ranks have come.
 
-    1. Every rank says that it is here, rank 0 together with NCCL's unique id, and waits for all.
-    2. All enter NCCL, which connects them.
+    1. Every rank writes that it is ready, rank 0 also NCCL's unique id, and waits for all ranks.
+    2. All ranks enter NCCL, which connects them.
 
     Raises StoreTimeout in (1), naming the keys `.../<rank>` that are missing. A rank that dies
     during (2) leaves the others inside ncclCommInitRank, which returns no handle that could be
-    aborted: the process that connects must be expendable, and whoever started it must be ready to
-    kill it. (1) makes that window small.
+    aborted: then the parent of a process that connects must kill it. (1) keeps that window small.
     """
-    # NCCL would answer a bad rank with "unhandled cuda error".
+    # For a bad rank, NCCL would only report "unhandled cuda error".
     if not 0 <= rank < size:
         raise ValueError(f"rank must be in [0, {size}), got {rank}")
     nccl = load_nccl()
     index = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", index)
-    # Connect everything now. By default NCCL connects inside the first collective of each
-    # algorithm, where a launch then waits for the other ranks' launches.
+    # Connect all algorithms now. By default NCCL connects inside the first collective of each
+    # algorithm, whose launch then waits for the other ranks' launches.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
     # 1. Meet
@@ -88,7 +87,7 @@ def connect(
 
     # 2. Connect
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream(device)  # Also makes the CUDA context that NCCL wants.
+        stream = torch.cuda.Stream(device)  # Also creates the CUDA context that NCCL needs.
         try:
             comm = nccl.NcclCommunicator(size, unique_id, rank)
         except (nccl.NcclError, KeyError) as error:  # KeyError: a status unknown to CuPy.
@@ -102,7 +101,7 @@ def connect(
 
 
 class _Launch(NamedTuple):
-    """One operation on its way to the GPU. start: NCCL's calls, given the stream's address."""
+    """One operation to launch. start: makes NCCL's calls; takes the stream's address."""
 
     operation: Operation
     tensors: list[torch.Tensor]
@@ -112,9 +111,9 @@ class _Launch(NamedTuple):
 class NcclWork(PendingWork):
     """An operation, or a coalesced block of them, on the communicator's stream.
 
-    started: this rank's GPU has come to it. ended: it is over, or NCCL was aborted.
-    waited_for: a stream was told to go on behind it, so `close` lets it finish.
-    blocks_host: it holds a barrier.
+    started: this rank's GPU has reached the work. ended: the work is over, or NCCL was aborted.
+    waited_for: a stream waits for the work, so `close` lets it finish.
+    blocks_host: the work contains a barrier.
     """
 
     def __init__(self, communicator: NcclCommunicator, operation: Operation) -> None:
@@ -127,7 +126,7 @@ class NcclWork(PendingWork):
 
     def _block(self) -> None:
         """Order the current stream behind the work; a barrier blocks the host, as in torch."""
-        # So does a work whose future was asked for: it must be complete when wait() returns.
+        # A work with a future also blocks: the future must be complete when wait() returns.
         if self.blocks_host or self._future is not None:
             super()._block()
             return
@@ -144,11 +143,11 @@ class NcclWork(PendingWork):
 
 
 class NcclCommunicator(Communicator):
-    """One rank's end of an NCCL communicator. Made by `connect`.
+    """One rank's end of an NCCL communicator, made by `connect`.
 
-    Two locks. `in_flight.changed` guards the verdicts; it is never held while anything waits.
-    `_nccl` is held around every use of the NCCL handle, for NCCL frees it in `abort` without asking
-    who else is inside.
+    It has two locks. `in_flight.changed` guards the works and the failure; no thread holds it while
+    it waits. `_nccl` is held around every use of the NCCL handle, because NCCL's abort frees the
+    handle even if another thread uses it.
     """
 
     backend = "nccl"
@@ -173,12 +172,12 @@ class NcclCommunicator(Communicator):
         self._roll_call = RollCall(store, rank, size, generation)
         self._stream = stream
         self._nccl = threading.Lock()
-        self._comm = comm  # None once it was given back
-        self._doubtful = False  # after a pause: settle nothing before a look into the store
-        self._asked_at = 0.0  # when somebody asked for the failure, in time.monotonic() seconds
+        self._comm = comm  # None after it was released
+        self._doubtful = False  # after a pause: settle nothing before a read of the store
+        self._asked_at = 0.0  # when `failure` last read the store, in time.monotonic() seconds
         self._ending: threading.Thread | None = None
         self._library = load_nccl()
-        self._together: list[_Launch] | None = None  # what a coalesced block has issued so far
+        self._together: list[_Launch] | None = None  # the open coalesced block's operations
         self._work_together: NcclWork | None = None
         self._barrier_element = torch.zeros(1, dtype=torch.int32, device=device)
         self._watcher = threading.Thread(
@@ -228,7 +227,7 @@ class NcclCommunicator(Communicator):
     def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
         def launch(stream: int) -> None:
             at, dtype = tensor.data_ptr(), DTYPE_CODES[tensor.dtype]
-            # Written on the root only.
+            # NCCL writes the tensor only on the root.
             self._comm.reduce(at, at, tensor.numel(), dtype, REDUCE_OP_CODES[op], root, stream)
 
         return self._issue(operation, [tensor], launch)
@@ -236,7 +235,8 @@ class NcclCommunicator(Communicator):
     def exchange(
         self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
     ) -> Work:
-        """Grouped, for no rank could send before it receives. The own part is a copy of torch's."""
+        """One group call, so that sends and receives cannot wait for each other. torch copies this
+        rank's own part."""
 
         def launch(stream: int) -> None:
             self._library.groupStart()
@@ -281,7 +281,7 @@ class NcclCommunicator(Communicator):
         launches, self._together = self._together, None
         work, self._work_together = self._work_together, None
         if work is not None and launches:
-            # In the roll call it stands where its last collective does.
+            # The block's position for other ranks is that of its last operation.
             work.operation = launches[-1].operation
             work.blocks_host = any(one.operation.kind is Kind.BARRIER for one in launches)
             self._launch(work, launches)
@@ -303,7 +303,7 @@ class NcclCommunicator(Communicator):
         return work
 
     def _launch(self, work: NcclWork, launches: list[_Launch]) -> None:
-        # Held until the work is queued, so that the queue has the order of the stream.
+        # The lock is held until the work is queued, so that the queue has the stream's order.
         with self._nccl:
             if self.in_flight.failure is None:
                 try:
@@ -316,7 +316,7 @@ class NcclCommunicator(Communicator):
                 self.in_flight.add(work)
 
     def _enqueue(self, work: NcclWork, launches: list[_Launch]) -> None:
-        # Zero elements: nothing to send, and no address to send from.
+        # Launches of zero elements are skipped: they have no address to send from.
         real = [one for one in launches if any(tensor.numel() for tensor in one.tensors)]
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -342,16 +342,16 @@ class NcclCommunicator(Communicator):
     # -- the end ---------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
-        """End the generation with `error`. Returns at once; the store and NCCL are told meanwhile.
+        """End the generation with `error`. Returns at once; threads publish it and abort NCCL.
 
-        Works of this rank raise `error`, unless another came first. The other ranks raise what
-        stands in the store: `error`, or the one that some rank wrote before it.
+        Works of this rank raise `error`, unless another came first. The other ranks raise the
+        error in the store: `error`, or one that another rank wrote before it.
         """
         with self.in_flight.changed:
             if not self.in_flight.fail(error):
                 return
             telling = self._roll_call.publish_meanwhile(error)
-            # A daemon: giving back may hang in NCCL, and must not keep the process.
+            # A daemon: the abort may hang in NCCL, and must not keep the process alive.
             self._ending = threading.Thread(
                 target=self._end_nccl, args=(telling,), name="chorusline-abort-nccl", daemon=True
             )
@@ -361,7 +361,7 @@ class NcclCommunicator(Communicator):
         with self.in_flight.changed:
             failure = self.in_flight.failure
         if failure is None and time.monotonic() - self._asked_at >= LOOK_S:
-            # The watcher does not look into the store while nothing is in flight.
+            # The watcher does not read the store while nothing is in flight.
             self._asked_at = time.monotonic()
             failure = self._roll_call.news()
             if failure is not None:
@@ -369,12 +369,12 @@ class NcclCommunicator(Communicator):
         return failure
 
     def close(self) -> None:
-        """Give the handle, the stream and the thread back.
+        """Free the handle, the stream and the thread.
 
         1. Works that a stream waits for get 5 s to finish; all others raise GroupClosed.
-        2. The other ranks get 5 s to close too: ncclCommDestroy wants all ranks of a host, and
+        2. The other ranks get 5 s to close too: ncclCommDestroy needs all ranks of a host, and
            frees memory that a slower rank may still read.
-        3. Destroy; abort instead after an error, with works left over, or if (2) took too long.
+        3. Destroy the handle; abort it after an error, with works left, or if (2) took too long.
         """
         # 1. Finish
         self._let_finish()
@@ -382,22 +382,22 @@ class NcclCommunicator(Communicator):
             idle = not self.in_flight.works
             first = self.in_flight.fail(GroupClosed("close", self.generation))
         # 2. Wait for the others
-        told = first and self._roll_call.tell_closed(self.in_flight.operations_done())
-        gently = told and idle and self._roll_call.all_close(CLOSE_TIMEOUT_S)
-        # 3. Give back
+        published = first and self._roll_call.tell_closed(self.in_flight.operations_done())
+        gently = published and idle and self._roll_call.all_close(CLOSE_TIMEOUT_S)
+        # 3. Destroy or abort
         self._give_back(gently)
         for thread in (self._ending, self._watcher):
             if thread is not None and thread is not threading.current_thread():
                 thread.join(CLOSE_TIMEOUT_S)
 
     def _end_nccl(self, telling: threading.Thread) -> None:
-        # The others first: ncclCommAbort may need them to abort as well before it returns.
+        # Publish first: ncclCommAbort may return only after the other ranks abort as well.
         telling.join(CLOSE_TIMEOUT_S)
         self._give_back(gently=False)
 
     def _give_back(self, gently: bool) -> None:
-        # A launch blocks where the GPU's queue is full of kernels that wait for a lost rank; then
-        # only the abort frees it, and must not wait for it.
+        # A launch blocks when the GPU's queue is full of kernels that wait for a lost rank. Only
+        # the abort frees it, so the abort must not wait for it without a limit.
         held = self._nccl.acquire(timeout=ISSUE_TIMEOUT_S)
         try:
             comm, self._comm = self._comm, None
@@ -422,7 +422,7 @@ class NcclCommunicator(Communicator):
     # -- works in flight -------------------------------------------------------------------------
 
     def settle_ended(self) -> None:
-        """Settle the works whose events have completed. Any thread may; never raises."""
+        """Settle the works whose events have completed. Any thread may call it; never raises."""
         ended: list[NcclWork] = []
         broken: Exception | None = None
         with self.in_flight.changed:
@@ -431,7 +431,7 @@ class NcclCommunicator(Communicator):
                 while works and not self._doubtful and works[0].ended.query():
                     ended.append(works[0])
                     self.in_flight.settle_head()
-            except Exception as error:  # An error of the GPU, perhaps of an earlier kernel.
+            except Exception as error:  # A CUDA error, perhaps of an earlier kernel.
                 broken = error
         for work in ended:
             work.call_back()
@@ -447,7 +447,7 @@ class NcclCommunicator(Communicator):
             self.abort(self._broken("the thread that watches NCCL failed", error))
 
     def _follow(self) -> None:
-        """Settle works in order and, where one takes long, look what the other ranks do."""
+        """Settle works in order and, when one takes long, read the other ranks' state."""
         pause_s = FIRST_PAUSE_S
         looked_at = 0.0
         followed: NcclWork | None = None
@@ -478,13 +478,14 @@ class NcclCommunicator(Communicator):
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _look(self, head: NcclWork) -> None:
-        """Say where this rank is; end the generation if it is over elsewhere, or overdue here."""
+        """Publish this rank's position. End the generation if another rank has ended it, NCCL has
+        failed, or an operation is overdue."""
         self._roll_call.tell(self._position())
         if self._look_for_the_end(head):
             return
         error = self._async_error()
         if error is None:
-            # A look later than the deadline: who arrived in time has said so by then.
+            # One look after the deadline, ranks that arrived in time have published that.
             overdue = self.in_flight.overdue(look_s)
             if overdue is not None:
                 error = self._roll_call.timeout(overdue, head.operation, self._position())
@@ -492,16 +493,16 @@ class NcclCommunicator(Communicator):
             self.abort(self._roll_call.publish(error))
 
     def _look_for_the_end(self, head: NcclWork) -> bool:
-        """End the generation if it is over elsewhere."""
+        """End the generation if another rank has ended it; returns whether one has."""
         error = self._roll_call.the_end(head.operation)
         if error is not None:
             self.abort(self._roll_call.publish(error))
         return error is not None
 
     def _async_error(self) -> CollectiveError | None:
-        """What NCCL's own threads report, such as a broken connection."""
+        """The error that NCCL's own threads report, such as a broken connection."""
         if not self._nccl.acquire(blocking=False):
-            return None  # A launch is in progress, and reports by itself.
+            return None  # A launch is in progress and raises its own errors.
         try:
             if self._comm is not None:
                 self._comm.check_async_error()
@@ -512,7 +513,7 @@ class NcclCommunicator(Communicator):
         return None
 
     def _position(self) -> StorePosition:
-        """The last operation that this rank's GPU has come to, and in words what it does."""
+        """The last operation that this rank's GPU has reached, and what it is doing, in words."""
         with self.in_flight.changed:
             head = self.in_flight.head()
             last = self.in_flight.last_done
@@ -523,5 +524,5 @@ class NcclCommunicator(Communicator):
             operation.state = STARTED
             return position_in(operation)
         where = f"has issued {operation.place()}, but its GPU is busy with earlier kernels"
-        # A message stands where the collective before it does, and that has ended.
+        # A message has the sequence of the collective before it, which has ended.
         return StorePosition(operation.sequence - (not operation.is_between_two), where)

@@ -1,4 +1,4 @@
-"""NCCL's numbers for dtypes and reductions, and what it has none for. Needs no GPU, and no CuPy."""
+"""NCCL's numbers for dtypes and reductions, and what it lacks. Needs neither a GPU nor CuPy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from ..contract.operation import ReduceOp
 
-# The numbers of nccl.h, which never change: CuPy's names for them came one release at a time.
+# The numbers of nccl.h never change; CuPy has added its names for them one release at a time.
 DTYPE_CODES: dict[torch.dtype, int] = {
     torch.int8: 0,
     torch.uint8: 1,
@@ -27,7 +27,7 @@ REDUCE_OP_CODES: dict[ReduceOp, int] = {
 
 
 def lacks(op: ReduceOp, dtype: torch.dtype) -> str:
-    """What to do instead, if NCCL cannot reduce `dtype` with `op`; else nothing."""
+    """The remedy if NCCL cannot reduce `dtype` with `op`; "" if it can."""
     if op not in REDUCE_OP_CODES:
         return "NCCL has no bitwise operations; use all_gather and combine, or a group on cpu"
     if dtype not in DTYPE_CODES:
@@ -36,7 +36,7 @@ def lacks(op: ReduceOp, dtype: torch.dtype) -> str:
 
 
 def as_moved(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Address, count and NCCL's dtype to move (n,) as bits: what NCCL has no name for, as bytes."""
+    """Address, count and NCCL's dtype to move (n,) unchanged; as bytes if NCCL lacks the dtype."""
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None:
         return tensor.data_ptr(), tensor.nbytes, DTYPE_CODES[torch.uint8]

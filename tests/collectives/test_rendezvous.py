@@ -183,8 +183,8 @@ def test_the_file_of_an_earlier_run_is_reported_at_once(tmp_path: Path) -> None:
 
 
 BAD = {
-    "nonsense": "url 'nonsense' is of no kind that we know; write tcp://host:port, file:///abs",
-    "http://host:1": "is of no kind that we know",
+    "nonsense": "url 'nonsense' is of an unknown kind; write tcp://host:port, file:///abs",
+    "http://host:1": "is of an unknown kind",
     "tcp://host:no": "cannot be read: Port could not be cast",
     "tcp://host?rank=0&world_size=1": "lacks a host or a port; write tcp://host:port",
     "tcp://:80?rank=0&world_size=1": "lacks a host or a port",

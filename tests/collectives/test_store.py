@@ -294,7 +294,7 @@ def test_a_removed_file_is_mentioned_by_who_waits_in_vain(tmp_path: Path) -> Non
         with pytest.raises(StoreTimeout, match=r"; the store is .*store, made by process \d+ \("):
             store.wait(["other"], 0.05)
         store.path.unlink()
-        with pytest.raises(StoreTimeout, match="store was removed meanwhile, and who opens it now"):
+        with pytest.raises(StoreTimeout, match="store was removed meanwhile; opening it now"):
             store.wait(["other"], 0.05)
         assert store.get("key") == b"1"
 

@@ -57,7 +57,7 @@ class StoreContract:
 
     def test_add_to_what_is_no_number_is_an_error_and_the_store_goes_on(self, store: Store) -> None:
         store.set("word", "hello")
-        with pytest.raises(ValueError, match=r"add: under the key '.*word' stands b'hello', which"):
+        with pytest.raises(ValueError, match=r"add: the value of key '.*word' is b'hello', which"):
             store.add("word", 1)
         with pytest.raises(ValueError, match="amount must fit 64 bits"):
             store.add("count", 2**63)

@@ -225,7 +225,7 @@ def test_ranks_that_try_again_meet_however_often_each_has_tried() -> None:
 
     with pytest.raises(StoreTimeout, match=r"ranks \[1, 2\] of 3 did not come") as caught:
         join(0, 0.2)
-    assert "who calls again meets those who do so, too" in str(caught.value)
+    assert "ranks that call again meet each other" in str(caught.value)
     patient = threading.Thread(target=join, args=(2, 20))
     patient.start()
     with pytest.raises(StoreTimeout, match=r"ranks \[1\] of 3 did not come"):

@@ -368,7 +368,7 @@ def nobody_else_comes(rank, size, how):
     [
         ("monitored_barrier", "Ranks 1, 2 failed to pass monitoredBarrier in 300 ms"),
         ("set_timeout", "ranks [1, 2] did not arrive within 0.3 s"),
-        ("wait", "was given up after the 0.3 s that wait() was told"),
+        ("wait", "was given up after wait()'s timeout of 0.3 s"),
     ],
 )
 def test_a_deadline_names_who_is_missing_and_ends_the_generation(ranks_of, how, told):
