@@ -209,12 +209,12 @@ class Cursor:
             },
         }
 
-    def resume(self, told: Sequence[dict[str, Any]]) -> None:
-        """Resume. told: what `told` gave on each rank, by rank."""
-        self._resumed = told[0]
+    def resume(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Resume. parts: what `told` gave on each rank, by rank."""
+        self._resumed = parts[0]
         self._passages = {}
-        for key in sorted({key for rank in told for key in rank["passages"]}):
-            self._passages[key] = Passage(_rest([rank["passages"].get(key) for rank in told]))
+        for key in sorted({key for part in parts for key in part["passages"]}):
+            self._passages[key] = Passage(_rest([part["passages"].get(key) for part in parts]))
 
 
 def _rest(parts: Sequence[dict[str, Any] | None]) -> Rest:

@@ -72,8 +72,8 @@ class Stream:
             )
         if isinstance(source, Iterator):
             raise TypeError(
-                f"{type(source).__name__} can be iterated once, and every epoch is a pass over the "
-                "rows: give Stream what makes such iterators, an object with __iter__"
+                f"{type(source).__name__} can be iterated once, and every epoch iterates over the "
+                "rows: give Stream the object that makes such iterators, one with __iter__"
             )
         if not hasattr(source, "iter_rows") and not hasattr(source, "__iter__"):
             raise TypeError(
@@ -339,7 +339,7 @@ def _answer(call: Any) -> Any:
     except ActorDiedError as error:  # `Stream.close`, or its program has ended: no restart.
         raise RuntimeError(
             f"the reader of a Stream is gone ({why_gone(error)}), and with it the rows that it had "
-            "read; make the Stream anew, and go on from a checkpoint if there is one"
+            "read; make a new Stream, and go on from a checkpoint if there is one"
         ) from None
     except RayTaskError as error:
         cause = error.cause

@@ -147,10 +147,10 @@ class FunctionCall:
         """Whether the samples of a lost rank can be dealt to the others."""
         return self.recovery is not None and self.recovery.counts_samples
 
-    def resume_data(self, told: Sequence[dict[str, Any]]) -> None:
-        """Resume in the data. told: the results of `told_data`, by rank of the earlier run."""
-        self._boundaries = max(part["boundaries"] for part in told)
-        self.cursor.resume([part["data"] for part in told])
+    def resume_data(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Resume in the data. parts: the results of `told_data`, by rank of the earlier run."""
+        self._boundaries = max(part["boundaries"] for part in parts)
+        self.cursor.resume([part["data"] for part in parts])
 
     def told_data(self, *, committed: bool = False) -> dict[str, Any]:
         """This rank's place in the data, as plain data for a checkpoint. committed: its place after

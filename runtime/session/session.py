@@ -228,8 +228,8 @@ class Session:
         crew, self._crew = self._crew, None
         seats, self._seats = self._seats, None
         is_local, self._is_local = self._is_local, False
-        # Actors, then their resources, then the cluster. A step that fails skips no later one, and
-        # after ray.shutdown() by somebody else there is nothing left to end.
+        # End actors, then their resources, then the cluster, also if one of these fails. After a
+        # ray.shutdown() of the user there is nothing left to end.
         try:
             if crew is not None and ray.is_initialized():
                 if was_running:
