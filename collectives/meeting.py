@@ -95,8 +95,7 @@ def meet(
         except StoreTimeout as error:
             store.set(given_up, str(rank))
             keys = {ranks_of_keys([key])[0]: key for key in error.keys if ranks_of_keys([key])}
-            # A rank that came to an earlier attempt and gave up, as this rank does now, is blamed
-            # only if no other rank is missing.
+            # A rank that gave up an earlier attempt is blamed only if no other rank is missing.
             tired = [
                 other
                 for other in sorted(keys)

@@ -180,7 +180,6 @@ class Subgroups(ABC):
 
     def another_store(self) -> Store:
         """A part of this group's store with keys of its own, for other agreements between ranks.
-
         All ranks call it in the same order, also relative to `new_group` and `split`."""
         return PrefixStore(f"others/{next(self._children_made)}", self._store)
 

@@ -74,9 +74,7 @@ def all_gather_bytes(group: Operations, payload: bytes, lengths: Sequence[int]) 
 def gather_bytes(
     group: Operations, payload: bytes, root: int, lengths: Sequence[int]
 ) -> list[bytes] | None:
-    """The payloads of all ranks on `root`, None elsewhere; for groups between CPUs.
-
-    lengths: by rank, in bytes."""
+    """The payloads of all ranks on `root`, None elsewhere; for CPU groups. lengths: in bytes."""
     into = [words_of(b"", length) for length in lengths] if group.rank == root else None
     group.gather(words_of(payload, len(payload)), into, root).wait()
     if into is None:

@@ -119,7 +119,6 @@ class ObjectChannel:
 
         root: -1 for none. count: of objects; -1 for any. payload: what this rank sends, or b"".
         body: (channel's group, lengths by rank) -> payloads by sending rank.
-        read, map_location: see `ObjectWork`, `ObjectCollectives`.
         """
         sequence = self._next_sequence
         self._next_sequence = sequence + 1

@@ -148,8 +148,7 @@ class Lane(DrivenQueue):
                     give_up_at = operation.issued_at + operation.timeout_s
                     segment.wait(tick, operation, give_up_at, spin)
                 if tick < work.first_tick:
-                    # After the end of the generation, ticks published before it must not let this
-                    # work succeed.
+                    # Ticks from before the generation's end must not let this work succeed.
                     failure = segment.failure()
                     if failure is not None:
                         raise failure

@@ -152,8 +152,7 @@ class FileStore(DictStore):
 def _lock(file: int, byte: int, kind: int) -> bool:
     """Change this open file's lock on a byte; False if another lock excludes that now.
 
-    The lock belongs to the open file, not to the process, so closing another descriptor of the
-    same file keeps it.
+    The lock belongs to the open file, not to the process: closing another descriptor keeps it.
     """
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
@@ -171,8 +170,7 @@ def _turn(file: int, path: Path, patience_s: float = _TURN_S) -> Iterator[None]:
             raise StoreLost(
                 "write",
                 f"another process has kept the lock of {path} for {patience_s:g} s, so it must "
-                f"have been stopped during a write. `fuser {path}` lists the processes that have "
-                "it open",
+                f"have been stopped during a write. `fuser {path}` shows who has it open",
             )
         time.sleep(pause_s)
     try:

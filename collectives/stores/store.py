@@ -123,9 +123,7 @@ class Store(ABC):
 
     @abstractmethod
     def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
-        """Block until all keys exist; returns their values, in one round trip.
-
-        Raises StoreTimeout with the missing keys."""
+        """Block until all keys exist; their values, in one round trip. Raises StoreTimeout."""
 
     def get(self, key: Data, timeout_s: float | None = None) -> bytes:
         """Block until the key exists; returns its value. Raises StoreTimeout."""

@@ -102,8 +102,7 @@ class ChoruslineProcessGroup(TorchOperations, _TorchProcessGroup):
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self._group_name}:split:{self._splits}"
-        # The name and the ranks identify a split: its ranks agree on them, and no other split has
-        # the same.
+        # The ranks of a split agree on this name, which no other split has.
         host = _on_host(
             self.group,
             ranks,

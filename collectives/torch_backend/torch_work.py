@@ -30,9 +30,7 @@ _TorchWork: Any = dist._Work  # type: ignore[attr-defined]
 
 
 class TorchWork(_TorchWork):
-    """A `Work` of Chorusline as torch's.
-
-    inner: the work. outputs: the value of its future.
+    """inner: the work of a `Group`. outputs: the value of its future.
     after: completes the outputs when the data has arrived, before anything may read them.
     name, shapes_of: its range in a profiler.
 

@@ -14,8 +14,7 @@ Factory = Callable[[Store, int, int, torch.device, int], Communicator]
 """factory(store, rank, size, device, generation): meet the other ranks in `store` and connect.
 
 Blocks until all ranks have come. Only this group uses `store`, whose timeout is the group's. A key
-that a rank must write ends in `/<rank>`, so that a StoreTimeout names the ranks that did not come.
-"""
+that a rank must write ends in `/<rank>`, so that a StoreTimeout names the missing ranks."""
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,8 @@ class GlooMessageWork(PendingWork):
 
 
 class GlooMessages:
-    """This rank's messages.
-
-    failed: called with the operation and the error when Gloo fails or ranks disagree.
-    give: calls a function that writes callers' tensors, unless the generation is over.
-    """
+    """This rank's messages. failed: called with operation and error when Gloo fails or the ranks
+    disagree. give: calls a function that writes callers' tensors, unless the generation is over."""
 
     def __init__(
         self,
@@ -129,8 +126,7 @@ class GlooMessages:
             self._changed.notify_all()
             threads = list(self._threads)
         gloo, self._gloo = self._gloo, None
-        # A receive from a rank that has closed its connections fails at once and closes nothing;
-        # so this tries every rank.
+        # A receive from a rank that has closed its connections closes nothing, so all are tried.
         for other in self._others if threads and gloo is not None else ():
             with contextlib.suppress(Exception):
                 nothing = torch.empty(1, dtype=torch.uint8)

@@ -235,8 +235,7 @@ class NcclCommunicator(Communicator):
     def exchange(
         self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
     ) -> Work:
-        """One group call, so that sends and receives cannot wait for each other. torch copies this
-        rank's own part."""
+        """One group call, so that no send waits for a recv; torch copies this rank's own part."""
 
         def launch(stream: int) -> None:
             self._library.groupStart()
@@ -478,8 +477,7 @@ class NcclCommunicator(Communicator):
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _look(self, head: NcclWork) -> None:
-        """Publish this rank's position. End the generation if another rank has ended it, NCCL has
-        failed, or an operation is overdue."""
+        """Publish this rank's position; end the generation if it is over elsewhere, or overdue."""
         self._roll_call.tell(self._position())
         if self._look_for_the_end(head):
             return
