@@ -148,7 +148,9 @@ PHASES: dict[str, Arm] = {
     "(5)": lambda _, optim, act: around(
         optimizer_engine_of(optim).shard, "start_gather", act, is_after=True
     ),
-    "after the step": lambda _, optim, act: around(optim, "_try_step", act, is_after=True),
+    "after the step": lambda _, optim, act: around(
+        optimizer_engine_of(optim), "_try_step", act, is_after=True
+    ),
     "recovery (c)": lambda ctx, _, act: around(
         call_of(ctx).recovery._lifeline, "connect", act, is_after=False
     ),

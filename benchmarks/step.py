@@ -25,6 +25,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
 from benchmarks.alternation import alternate, finish, parser, spawn, table
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 
 _WIDTHS = {"2M": (512, 8), "25M": (1024, 24)}  # width and number of square layers
 _BATCH = 16
@@ -99,9 +100,11 @@ def measure(rank: int, num_ranks: int, store_path: str, size: str) -> dict[str, 
     def way(model: Any, optimizer: Any, join: Callable[[], Any] = nullcontext) -> Any:
         return steps_of(model, optimizer, join, batch, num_steps)
 
+    engine = optimizer_engine_of(zero)
+
     def ballots() -> None:
         for _ in range(num_steps):
-            zero._ballot.hold(zero._vote(True))
+            engine._ballot.hold(engine._vote(True))
 
     ways = {
         "no communication": way(alone, alone_adamw),

@@ -353,7 +353,9 @@ async def test_without_registered_state_the_death_of_the_reader_ends_the_run(
 
 
 def test_unfit_sources_are_refused_with_the_mend() -> None:
-    with pytest.raises(TypeError, match="list_iterator can be iterated once, and every epoch iterates"):
+    with pytest.raises(
+        TypeError, match="list_iterator can be iterated once, and every epoch iterates"
+    ):
         cl.Stream(iter([1]))
     with pytest.raises(TypeError, match="Stream needs something to iterate, got int"):
         cl.Stream(3)

@@ -63,7 +63,9 @@ def dies_after(ballots: int, seconds: float = 1.0) -> Callable[[cl.Context, Any]
         time.sleep(seconds)
         die()
 
-    return lambda ctx, optim: at_step(optim, ballots, lambda: wrap(optim, "_try_step", then=later))
+    return lambda ctx, optim: at_step(
+        optim, ballots, lambda: wrap(optimizer_engine_of(optim), "_try_step", then=later)
+    )
 
 
 ONE_BUCKET = Kind(bucket_cap_mb=25.0, num_epochs=1)

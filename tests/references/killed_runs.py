@@ -183,7 +183,7 @@ PHASES: dict[str, Callable[[Any], None]] = {
     "while parameters are gathered (5)": lambda optim: wrap(
         optimizer_engine_of(optim).shard, "start_gather", then=die
     ),
-    "after the step": lambda optim: wrap(optim, "_try_step", then=die),
+    "after the step": lambda optim: wrap(optimizer_engine_of(optim), "_try_step", then=die),
 }
 SIX_PHASES = [
     phase
