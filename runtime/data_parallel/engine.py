@@ -69,8 +69,7 @@ class ModelEngine:
         self.module = module
         self.reducer = reducer
         self.recovery = recovery_of(reducer.group)
-        """Takes the model from one generation of its run to the next. None in a run without
-        recovery, and after the run."""
+        """Takes the model to the next generation; None without recovery, and after the run."""
         is_kept = self.recovery is not None
         self.buffers = Buffers(module, travel=broadcast_buffers, is_kept=is_kept)
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
@@ -138,8 +137,7 @@ class ModelEngine:
         self.buffers.count_when_agreed = True
 
     def sync_buffers(self, live: tuple[int, ...], join: Join | None) -> None:
-        """Copy the buffers of one rank that took this step: of rank 0, or inside a Join of a rank
-        that had the newest batch."""
+        """Copy the buffers of rank 0, or inside a Join of a rank that had the newest batch."""
         root = None
         if live:
             root = join.newest_rank(live) if join else 0

@@ -21,8 +21,7 @@ class GradientBucket:
     flat: the local gradients, and room behind them.
     padded: the number of its elements that a reduce-scatter takes.
     shard: (n,) the reduced part of this rank; empty where no optimizer shards the gradients.
-    missing: the number of gradients that the backward pass still has to bring; a frozen parameter
-        gets none.
+    missing: the gradients that the pass still has to bring; frozen parameters get none.
     launch_number: ascending, over the buckets of all models.
     """
 
@@ -110,8 +109,7 @@ class Gradients:
     def _made(
         self, numbers: range, order: Sequence[int] | None, group: Group, vote_numel: int
     ) -> list[GradientBucket]:
-        """Buckets of the parameters with these numbers. order: their indices within `numbers`;
-        None: in reverse."""
+        """Buckets of these parameters. order: indices within `numbers`; None: in reverse."""
         parameters = self.parameters[numbers.start : numbers.stop]
         plans = plan_buckets(
             [p.numel() for p in parameters],

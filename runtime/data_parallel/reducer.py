@@ -57,10 +57,8 @@ class Reducer:
 
     named: the parameters that require gradients, with their names, in the order of registration;
         the same on all ranks.
-    group: the ranks that reduce gradients.
-    bucket_bytes: the size of a bucket.
-    has_repeats: a parameter may get several gradients in one backward pass, the same number in each
-        pass (`static_graph`).
+    group: the ranks that reduce gradients. bucket_bytes: the size of a bucket.
+    has_repeats: a pass may bring a parameter several gradients, always as many (`static_graph`).
     on_backward_end: called at the end of a synchronised backward pass, before any wait.
     on_agreement: called with the agreement of each step that is voted on here; returns the divisor.
     has_next, cursors: called when a vote is written; cursors is None where no vote counts samples.
@@ -110,8 +108,7 @@ class Reducer:
         self._cursors = cursors
         self._failure: CollectiveError | None = None
         self._expected: dict[int, int] | None = None if has_repeats else {}
-        """By parameter number, the gradients that a pass brings; a missing number means one. None
-        until a first pass has counted them."""
+        """By parameter, the gradients that a pass brings (default 1); None until counted."""
         self._arrivals: dict[int, int] = {}
         """By parameter number, the gradients in this pass so far, ordered by the latest one."""
         self._num_launched = 0
