@@ -13,9 +13,9 @@ class CheckpointConfig:
     """Where and when a session keeps checkpoints; storage_path and num_to_keep as in Ray Train.
 
     storage_path: a folder that all ranks see (made absolute), or an fsspec URL (s3://bucket/run).
-    num_to_keep: the number of whole checkpoints to keep; None keeps all. Older ones are deleted
-        once a newer one is whole.
-    every_n_steps: save between two batches of `ctx.shard`; None: save only at `ctx.save()`.
+    num_to_keep: the number of newest whole checkpoints to keep; None keeps all. Older ones are
+        deleted once a newer one is whole.
+    every_n_steps: steps between saves at batches of `ctx.shard`; None: save only at `ctx.save()`.
     resume: "auto" resumes from the newest whole checkpoint of storage_path, if there is one;
         "never" starts afresh and leaves old checkpoints; else the path of a checkpoint, or of a
         folder of checkpoints, to resume from.

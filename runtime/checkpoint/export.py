@@ -18,7 +18,7 @@ from .restore import plain_optimizer_state, read_tree
 
 
 def export(source: str | Path, target: str | Path) -> CheckpointReader:
-    """Write a checkpoint as one file of torch.save; returns the reader of the checkpoint.
+    """Write a checkpoint to one file with torch.save; returns the reader of the checkpoint.
 
     source: a checkpoint, or a place, whose newest whole checkpoint is taken.
     target: the file. It holds, by registered name, the state that a plain module or optimizer

@@ -62,7 +62,7 @@ class Saving:
             self.is_observed = self._future.done()
 
     def check(self) -> None:
-        """Raise the failure of the checkpoint, unless a caller has seen it already."""
+        """Raise the checkpoint's failure, if it has one that no caller has seen."""
         if self._future.done() and not self.is_observed:
             self.is_observed = True
             self._future.result()

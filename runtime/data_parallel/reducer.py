@@ -45,7 +45,7 @@ def why_not_sharded(hook: str) -> str:
 
 
 class Pass(enum.Enum):
-    """Where a backward pass stands whose gradients are sent."""
+    """The state of a backward pass whose gradients are sent."""
 
     NONE = "no such pass runs"
     ENTERED = "the output has its gradient, no parameter has; autograd will report the end"
@@ -95,7 +95,7 @@ class Reducer:
         """Times the steps; None below debug level INFO, as is `unused`."""
         self.unused: UnusedParameters | None = None
         self.on_launched: Callable[[int], None] | None = None
-        """Called with the number of each bucket when it is launched."""
+        """Called with the number of each bucket that a pass launches."""
         self.on_new_order: Callable[[], None] | None = None
         """Called when the buckets have been laid out in the measured order."""
         self.num_passes = 0

@@ -38,7 +38,7 @@ class Reduction(ABC):
     vote: torch.Tensor | None = None
 
     def adopt(self, fresh: Sequence[GradientBucket], group: Group) -> None:
-        """Reduce these buckets, too, from the next launch on."""
+        """Prepare new buckets for this kind of reduction."""
 
     def place_vote(self, last: GradientBucket, numel: int) -> None:
         """Place the vote anew, between two steps, for a new last bucket or a new vote length."""

@@ -221,8 +221,8 @@ class ChoruslineStrategy(ParallelStrategy):
 
     @torch.inference_mode(False)
     def reduce(self, tensor: Any, group: Group | None = None, reduce_op: Any = "mean") -> Any:
-        """The reduced tensor; a value of another type is returned unchanged. reduce_op: "mean", "sum"
-        and so on, or a ReduceOp of torch or of Chorusline."""
+        """The reduced tensor; a value of another type comes back as it is. reduce_op: "mean",
+        "sum" and so on, or a ReduceOp of torch or of Chorusline."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         group = group or self.group
