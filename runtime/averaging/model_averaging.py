@@ -1,4 +1,4 @@
-"""Ranks train apart for some steps, and then take the mean of their parameters.
+"""Model averaging: ranks train apart for some steps, then take the mean of their parameters.
 
 Names and arguments are those of torch.distributed.algorithms.model_averaging, with Chorusline's
 groups. Between two averages the parameters of the ranks differ. So two features that need equal
@@ -50,7 +50,7 @@ class ModelAverager(ABC):
 
     @property
     def groups(self) -> Sequence[Group]:
-        """All groups in which this rank ever averages."""
+        """All groups in which this rank averages."""
         return [self.process_group]
 
 

@@ -1,4 +1,4 @@
-"""Post-local SGD: reduce gradients over all ranks at first, later over a few, and average at times.
+"""Post-local SGD: reduces gradients over all ranks first, then in subgroups, and averages models.
 
 The communication hook reduces gradients over all ranks for the first steps, and within a subgroup
 from then on. The optimizer takes its step, then lets an averager (model_averaging.py) average the
@@ -81,7 +81,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     optim: a torch optimizer over this rank's parameters, or a ZeroRedundancyOptimizer over a
         subgroup.
-    averager: decides after which steps, and over which ranks.
+    averager: decides after which steps, and over which ranks, parameters are averaged.
 
     The state dictionary is that of `optim` with the averager's `step`, as in torch. The state of
     `optim` (momentum and so on) is not averaged.
@@ -90,7 +90,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     not have equal parameters after an average, or for which it would change nothing.
     """
 
-    _step_supports_amp_scaling = True  # A scaler must call `step`, which refuses it.
+    _step_supports_amp_scaling = True  # So a GradScaler calls `step`, which raises.
 
     # torch's constructor is not called: parameter groups and hooks are those of `optim`.
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
@@ -133,8 +133,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. If it has no `step`, the averager counts from 0, with a warning, as in
-        torch."""
+        """Load a state. Without a `step` the averager counts from 0, with a warning as in torch."""
         state = dict(state_dict)
         step = state.pop("step", None)
         self.optim.load_state_dict(state)

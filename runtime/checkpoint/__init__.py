@@ -1,14 +1,13 @@
 """Checkpoints: asynchronous, sharded, atomic; read again at any number of ranks.
 
-checkpoints.py  the checkpoints of a run: when they are made, who tells whom
-saving.py       one on its way
-contents.py sharded_state.py  what a rank has to write, and its copy on the host
-pieces.py boxes.py  ranges of tensors and small objects; ranges as boxes
-shard_file.py manifest.py  the format, torch.distributed.checkpoint's with checksums
-reader.py restore.py  one that is whole, and how objects get their state from it
-catalog.py storage.py  those of one place; folders, and what fsspec knows
+config.py       the user's settings
+checkpoints.py  the checkpoints of a run: when they are saved, and how the ranks agree
+saving.py       a checkpoint in flight
+opening.py      checks of the storage, and the choice of a checkpoint to resume from
+contents.py sharded_state.py  the part that a rank writes, and its copy on the host
+restore.py      loads the state of registered objects from a checkpoint
 export.py       one file in the plain format
-config.py errors.py  what a user says, and what a user is told
+format/         the files: torch.distributed.checkpoint's format with checksums, and the errors
 """
 
 from .config import CheckpointConfig

@@ -1,10 +1,11 @@
-"""The checkpoints of one run, on one rank: made at step boundaries, written beside training.
+"""The checkpoints of one run, on one rank: saved at step boundaries, written during training.
 
-    save   (1) wait for the checkpoint before, (2) copy this rank's part to the host; training goes
-           on, and a thread (3) writes the part, (4) tells the group's store. Rank 0's (5) waits
-           for all parts, (6) writes the manifest, (7) deletes what is too old, (8) tells all.
+    save   (1) waits for the last checkpoint, (2) copies this rank's part to the host. Training goes
+           on, and a thread (3) writes the part, (4) puts a record of it into the group's store.
+           Rank 0's thread (5) waits for all records, (6) writes the manifest, (7) deletes old
+           checkpoints, (8) puts the outcome into the store.
 
-No collective is in it: ranks that reach the boundary at different times do not wait for each
+A save runs no collective: ranks that reach the boundary at different times do not wait for each
 other, and a rank that has joined saves in the steps that it shadows.
 """
 
@@ -55,22 +56,22 @@ from .saving import Saving, SavingTimes
 from .sharded_state import SavedOptimizer
 
 _LOOK_S = 0.5
-"""Seconds between two looks at whether the group has ended while other ranks' words are awaited."""
+"""Seconds between two checks for the end of the group while a thread waits for the store."""
 
 _LAST_WORD_S = 2.0
-"""Seconds that a checkpoint in flight is given when another rank was lost: it may be whole soon.
-Less than the grace period of a run, after which a worker that has not stopped is replaced."""
+"""Seconds for a checkpoint in flight to become whole after the loss of another rank. This is less
+than the grace period of a run, after which a worker that has not stopped is replaced."""
 
-# How often a group has saved, over all runs that it lived through: names its words in the store.
+# The number of saves in a group, over all its runs, for the names of its keys in the store.
 _savings: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
 
 
 class Checkpoints:
-    """Saves and restores what is in the registry.
+    """Saves and restores the registered objects.
 
-    config: None without a place of its own; then only `save(path)` works, and nothing is resumed.
-    reader: of the checkpoint that the run goes on from, or None. progress: where ranks are in their
-    data; what `tell_progress` returns is kept in the manifest, by rank.
+    config: None: only `save(path)` works, and no checkpoint is resumed.
+    reader: reads the checkpoint that the run resumes from, or None.
+    tell_progress: returns this rank's position in its data; the manifest keeps it, by rank.
     """
 
     def __init__(self, group: Group, registry: Registry, config: CheckpointConfig | None) -> None:
@@ -84,18 +85,18 @@ class Checkpoints:
         self._run = ""  # drawn by rank 0
         self._count = 0
         self._in_flight: Saving | None = None
-        self._last_step = -1  # the step that was last saved by itself
+        self._last_step = -1  # the step of the last automatic save
 
     # -- The beginning -------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before the train function is called, on all ranks.
+        """Check the storage and choose a checkpoint, on all ranks before the train function.
 
         Raises CheckpointPlaceUnusable, CheckpointNotFound, CheckpointCorrupted, each on all ranks.
         """
         config, storage = self.config, self._storage
         if config is None or storage is None or self._run:
-            return  # Without a place, or begun already: a coroutine is entered twice.
+            return  # No storage, or begun already: a coroutine enters twice.
         self._run = broadcast_object(self._group, secrets.token_hex(4))
         probe(storage, self._group, self._run)
         if self._group.rank == 0:
@@ -105,21 +106,20 @@ class Checkpoints:
             self.reader = choose(source, self._group, may_be_absent=config.resume == AUTO)
 
     def has_any(self, group: Group) -> bool:
-        """Whether there is one in the place of the config; all ranks of `group` ask."""
+        """Whether the storage of the config has a checkpoint; all ranks of `group` call it."""
         if self._storage is None:
             return False
         found = group.rank == 0 and bool(catalog.candidates(self._storage))
         return bool(broadcast_object(group, found))
 
     def change_group(self, group: Group) -> None:
-        """The run goes on in another generation. A checkpoint in flight is given up with the one
-        that ended, unless all had written: nobody is to blame, and the next one is soon."""
+        """Go on in another generation. A checkpoint in flight is given up without an error, unless
+        all ranks had written: no rank is to blame, and the next checkpoint is soon."""
         self._group = group
         self._in_flight = None
 
     def restore(self, entry: Registered, *, required: bool) -> bool:
-        """Bring a registered object to the state of the checkpoint that the run goes on from, if
-        there is one; whether that was done."""
+        """Load an object from the checkpoint to resume from. Returns whether this was done."""
         reader = self.reader
         if reader is None or (not required and entry.name not in reader.names()):
             return False
@@ -131,7 +131,7 @@ class Checkpoints:
     # -- Saving --------------------------------------------------------------------------------
 
     def save_if_due(self, step: int) -> None:
-        """At a step boundary, on every rank, with the same step."""
+        """Save if every_n_steps says so; all ranks call it at the same step boundary."""
         if self._in_flight is not None:
             self._in_flight.check()
         every = self.config.every_n_steps if self.config else None
@@ -142,10 +142,10 @@ class Checkpoints:
             self.save(None, step, live or tuple(range(self._group.size)))
 
     def save(self, path: str | Path | None, step: int, live: Sequence[int]) -> Saving:
-        """Copy the state of this step, and write it beside training; see the top of this file.
+        """Copy the state of this step, and write it during training; see the top of this file.
 
-        path: of this checkpoint alone; None puts it among those of the config. live: the ranks
-        whose state is current.
+        path: the place of this checkpoint alone; None: the storage of the config.
+        live: the ranks whose state is current.
         """
         began_at = time.monotonic()
         if path is None and self._storage is None:
@@ -190,10 +190,11 @@ class Checkpoints:
         progress: list[Any],
         world_size: int,
     ) -> Saving:
-        """As `save`, among the checkpoints of the config, of what is not in the registry any more.
+        """`save` to the storage of the config, for objects that are no longer in the registry.
 
-        contents: this rank's part. progress: of all ranks that have some, the same on all.
-        world_size: ranks that have states of their own.
+        contents: this rank's part. kinds: of the objects, by name.
+        progress: the progress of all ranks that have some, the same on all ranks.
+        world_size: the number of ranks with a state of their own.
         """
         assert self._storage is not None
         folder = catalog.folder_name(step, self._run, self._count)
@@ -215,7 +216,7 @@ class Checkpoints:
         waited_s: float,
         told_progress: list[Any] | None = None,
     ) -> Saving:
-        """told_progress: of all ranks, where it is known; else each tells its own with its part."""
+        """told_progress: of all ranks; None: each rank sends its `progress` with its part."""
         rank = self._group.rank
         ranges = self._host.take(contents.ranges)  # (2)
         job = _Job(
@@ -223,7 +224,7 @@ class Checkpoints:
             saving=Saving(storage.path_of(folder), step),
             storage=storage,
             folder=folder,
-            # By run, where it has a name: a rank that left one out in an earlier run counts alike.
+            # By run if it has a name: a rank may have missed a save of an earlier run.
             words=f"{self._run}/{self._count}" if self._run else str(_savings.get(self._group, 0)),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
@@ -236,7 +237,7 @@ class Checkpoints:
         self._count += 1
         _savings[self._group] = _savings.get(self._group, 0) + 1
         self._in_flight = job.saving
-        # A daemon: a process that is told to go does not wait for a disk.
+        # A daemon thread, so that a process that has to exit does not wait for a disk.
         threading.Thread(
             target=self._carry_out, args=(job,), name=f"checkpoint-{step}", daemon=True
         ).start()
@@ -268,7 +269,7 @@ class Checkpoints:
     # -- In the thread -------------------------------------------------------------------------
 
     def _carry_out(self, job: _Job) -> None:
-        """(3) to (8); ends the saving, whatever happens."""
+        """Phases (3) to (8); ends the Saving in any case."""
         began_at = time.monotonic()
         rank = job.group.rank
         part: Part | None = None
@@ -298,7 +299,7 @@ class Checkpoints:
             job.saving.end(CheckpointWriteFailed(job.saving.path, detail, (rank,)))
 
     def _conclude(self, job: _Job, words: PrefixStore) -> CheckpointError | None:
-        """(5) to (7), on rank 0: what went wrong, or None once the checkpoint is whole."""
+        """Phases (5) to (7), on rank 0. Returns the error, or None if the checkpoint is whole."""
         size = job.group.size
         try:
             told = [
@@ -331,12 +332,12 @@ class Checkpoints:
         if job.folder and self.config is not None:
             try:
                 catalog.prune(job.storage, self.config.num_to_keep, job.folder)  # (7)
-            except OSError as error:  # What cannot be deleted now can be next time.
+            except OSError as error:  # The next prune tries again.
                 warnings.warn(f"old checkpoints stay in {job.storage.path}: {error}", stacklevel=2)
         return None
 
     def _check(self, job: _Job, parts: Sequence[Part]) -> None:
-        """A manifest is only for what is there: another run may have swept the place meanwhile."""
+        """Check that all files are there: another run may have swept the storage meanwhile."""
         steps = [part.step for part in parts]
         if len(set(steps)) > 1:
             raise ValueError(
@@ -350,14 +351,14 @@ class Checkpoints:
                     raise OSError(f"{file} has {found} bytes of the {size} that were written")
 
     def _forget_words(self, words: PrefixStore, size: int) -> None:
-        """The parts of a large model take megabytes in the store, and nobody reads them again."""
+        """Delete the parts from the store: they take megabytes, and no rank reads them again."""
         for rank in range(size):
             words.delete_key(f"part/{rank}")
 
     def _clear(self, job: _Job) -> None:
-        """Take away what was written for nothing; the disk may be full of it. A named path is the
-        user's, and what is in it besides ours stays."""
-        with contextlib.suppress(OSError):  # `sweep` comes back to it.
+        """Delete the files of a failed checkpoint, since the disk may be full. A folder that the
+        user has named may hold other files, which stay."""
+        with contextlib.suppress(OSError):  # `sweep` deletes the rest later.
             if job.folder:
                 job.storage.delete(job.folder)
             else:
@@ -365,7 +366,7 @@ class Checkpoints:
                     job.storage.delete(f"rank-{rank}.distcp")
 
     def _await(self, job: _Job, words: PrefixStore, key: str, ranks: tuple[int, ...]) -> bytes:
-        """A word of another rank. Gives up when the group has ended, or the time is over."""
+        """The value that `ranks` put in the store. Gives up after timeout_s, or with the group."""
         timeout_s = self.config.timeout_s if self.config else 1800.0
         give_up_at = time.monotonic() + timeout_s
         patience_ends_at: float | None = None
@@ -380,6 +381,7 @@ class Checkpoints:
             now = time.monotonic()
             failure = job.group.failure()
             if failure is not None:
+                # Ranks that are alive may still write; a lost rank among `ranks` never will.
                 patience_ends_at = patience_ends_at or now + _LAST_WORD_S
                 is_silent_for_good = isinstance(failure, PeerLost) and set(ranks) & set(
                     failure.ranks
@@ -405,9 +407,9 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let the checkpoint in flight become whole. After the loss of another rank it gets a short
-        time, and its own failure is not told: it is not what went wrong. Any other failure is not
-        held up by it: peers wait to hear of that."""
+        """Wait for the checkpoint in flight. After the loss of another rank the wait is short, and
+        a failed checkpoint raises nothing: it is not the cause. After any other error there is no
+        wait: peers wait to hear of the error."""
         if error is None:
             self._finish_last()
             return
@@ -418,7 +420,7 @@ class Checkpoints:
 
 
 class _Job:
-    """One checkpoint on its way through the thread."""
+    """One checkpoint, for the thread that writes it."""
 
     def __init__(
         self,
@@ -436,7 +438,7 @@ class _Job:
         world_size: int,
         write: Callable[[], Part],
     ) -> None:
-        self.group = group  # The run may be in another generation when this is over.
+        self.group = group  # The run may be in another generation when the job ends.
         self.saving = saving
         self.storage = storage
         self.folder = folder

@@ -1,4 +1,4 @@
-"""`CheckpointConfig`: where checkpoints are kept, how often they are made, and how many stay."""
+"""`CheckpointConfig`: where checkpoints are kept, how often one is saved, and how many stay."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ AUTO, NEVER = "auto", "never"
 class CheckpointConfig:
     """Where and when a session keeps checkpoints; storage_path and num_to_keep as in Ray Train.
 
-    storage_path: a folder that all ranks see (made absolute here), or a URL that fsspec knows ("s3://bucket/run").
-    num_to_keep: of the newest whole checkpoints; None keeps all. Older ones are deleted once a
-    newer one is whole.
-    every_n_steps: save by itself when so many steps were applied, between two batches of
-    `ctx.shard`; None saves only at `ctx.save()`.
-    resume: "auto" goes on from the newest whole checkpoint of storage_path if there is one;
-    "never" starts afresh, beside what is there; anything else is the path of a checkpoint, or of a
-    folder of them, to start from.
-    timeout_s: for all ranks to have written one; afterwards it is given up.
+    storage_path: a folder that all ranks see (made absolute), or an fsspec URL (s3://bucket/run).
+    num_to_keep: the number of newest whole checkpoints to keep; None keeps all. Older ones are
+        deleted once a newer one is whole.
+    every_n_steps: steps between saves at batches of `ctx.shard`; None: save only at `ctx.save()`.
+    resume: "auto" resumes from the newest whole checkpoint of storage_path, if there is one;
+        "never" starts afresh and leaves old checkpoints; else the path of a checkpoint, or of a
+        folder of checkpoints, to resume from.
+    timeout_s: seconds for all ranks to write one checkpoint; then the checkpoint is given up.
+    Raises TypeError and ValueError for a field of another type or range.
     """
 
     storage_path: str | Path
@@ -40,7 +40,7 @@ class CheckpointConfig:
                 f'resume must be "{AUTO}", "{NEVER}" or the path of a checkpoint, got '
                 f"{self.resume!r}"
             )
-        # Workers have working directories of their own.
+        # Each worker has its own working directory, so a relative path would differ.
         object.__setattr__(self, "storage_path", _absolute(self.storage_path))
         if self.resume not in (AUTO, NEVER):
             object.__setattr__(self, "resume", _absolute(self.resume))

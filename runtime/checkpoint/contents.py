@@ -1,10 +1,10 @@
-"""What a rank writes: its ranges of tensors, and small objects, copied to the host.
+"""The part that a rank writes: its ranges of tensors, and small objects, copied to the host.
 
-    collect    looks at the registered objects; nothing is copied
-    HostCopy   copies what was collected, while training stands still
+    collect…   find the tensors and objects of the registered objects, without a copy
+    HostCopy   copies the collected tensors while training is paused
 
-A state is a tree of dictionaries. Dense tensors in it are cut into ranges; all else (numbers,
-lists, what only pickle knows) is a leaf, one small object. Paths through the tree are what names a
+A state is a tree of dictionaries. Dense tensors in it are cut into ranges. Every other value (a
+number, a list, a pickled object) is a leaf, one small object. The path through the tree names a
 tensor in the checkpoint, as in torch.distributed.checkpoint.
 """
 
@@ -23,8 +23,8 @@ from .format.boxes import split_evenly
 from .format.pieces import Contents, Path, TensorRange
 
 MODEL, ZERO, STATE, PER_RANK = "model", "zero", "state", "per-rank"
-"""Kinds of objects: a DistributedDataParallel; a sharded optimizer; anything that is the same on
-all ranks; anything that is not."""
+"""Kinds of objects: a DistributedDataParallel; a sharded optimizer; any other object with the same
+state on all ranks; an object with a state per rank."""
 
 
 def kind_of(entry: Registered) -> str:
@@ -40,7 +40,7 @@ def is_dense(value: object) -> bool:
 
 
 def leaves_of(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """A tree's leaves and their paths. A dictionary without any tensor in it is a leaf, whole."""
+    """The leaves of a tree with their paths. A dictionary without tensors is one leaf."""
     if isinstance(value, dict) and value and _has_tensors(value):
         for key, below in value.items():
             yield from leaves_of((*path, key), below)
@@ -77,7 +77,7 @@ def pickled(value: Any) -> bytes:
 
 
 def state_of(entry: Registered) -> dict[str, Any]:
-    """Of a wrapped model the state of what is wrapped, which a plain module can load."""
+    """The state of an object; for a wrapped model that of its module, for a plain module."""
     if isinstance(entry.object, DistributedDataParallel):
         return entry.object.module.state_dict()
     return entry.object.state_dict()
@@ -86,10 +86,10 @@ def state_of(entry: Registered) -> dict[str, Any]:
 def collect_replicated(
     entries: Sequence[Registered], rank: int, writers: Sequence[int]
 ) -> Contents:
-    """This rank's part of what all ranks have alike: its share of the bytes, and on the first of
-    the writers the leaves.
+    """This rank's part of the state that is equal on all ranks: a share of the bytes; the first
+    writer adds the leaves.
 
-    writers: ranks whose state is current. One that has joined may have missed steps.
+    writers: the ranks whose state is current; a rank that has joined may have missed steps.
     """
     found = Contents()
     if rank not in writers:
@@ -121,7 +121,7 @@ def whole_of(path: Path, tensor: torch.Tensor) -> TensorRange:
 
 
 def add_leaf(path: Path, value: Any, found: Contents) -> None:
-    """Add a tensor, whole, or any other object."""
+    """Add a whole tensor, or any other object."""
     if is_dense(value):
         found.ranges.append(whole_of(path, value))
     else:
@@ -129,22 +129,21 @@ def add_leaf(path: Path, value: Any, found: Contents) -> None:
 
 
 def collect_own(path: Path, state: Any, found: Contents) -> None:
-    """Add a state that this rank alone has, whole."""
+    """Add the whole of a state that only this rank has."""
     for below, value in leaves_of(path, state):
         add_leaf(below, value, found)
 
 
 class HostCopy:
-    """Buffers on the host that are kept from one checkpoint to the next: fresh memory costs more
-    than the copy. Only one checkpoint is in flight, so there is one set of them."""
+    """Host buffers that are reused by the next checkpoint: new memory costs more than the copy.
+    One set is enough, since only one checkpoint is in flight."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[Path, int, int, torch.dtype], torch.Tensor] = {}
 
     def take(self, ranges: Sequence[TensorRange]) -> list[TensorRange]:
-        """The same ranges, each in one buffer on the host that nothing changes until the next
-        call. Returns when the copy is complete."""
+        """Copy each range to one host buffer, unchanged until the next call. Blocks until done."""
         is_cuda = self._device.type == "cuda"
         kept, copied = self._buffers, []
         self._buffers = {}

@@ -1,4 +1,4 @@
-"""One file in the plain format of a checkpoint; and what a place holds, for people to read."""
+"""Exports a checkpoint to one file in the plain format, and lists the checkpoints of a place."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from .restore import plain_optimizer_state, read_tree
 
 
 def export(source: str | Path, target: str | Path) -> CheckpointReader:
-    """Write the newest whole checkpoint of `source` (or the one that it is) as one file of
-    torch.save; the checkpoint that was taken.
+    """Write a checkpoint to one file with torch.save; returns the reader of the checkpoint.
 
-    The file holds, by registered name, what a plain module or optimizer loads; of objects with a
-    state per rank a list of them, by rank. It needs memory for all of it.
+    source: a checkpoint, or a place, whose newest whole checkpoint is taken.
+    target: the file. It holds, by registered name, the state that a plain module or optimizer
+        loads, or a list by rank where each rank has a state of its own.
+    Needs memory for the whole checkpoint.
 
     Raises CheckpointNotFound, CheckpointCorrupted.
     """
@@ -34,7 +35,7 @@ def export(source: str | Path, target: str | Path) -> CheckpointReader:
 
 
 def plain_states(reader: CheckpointReader) -> dict[str, Any]:
-    """Everything in a checkpoint, by registered name."""
+    """All states in a checkpoint, by registered name."""
     states: dict[str, Any] = {}
     for name, kind in reader.manifest.kinds.items():
         if kind == ZERO:
@@ -48,7 +49,7 @@ def plain_states(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def described(source: str | Path) -> Iterator[str]:
-    """A line for each checkpoint of a place, the newest first; all of it is read and checked."""
+    """A line for each checkpoint of a place, the newest first; each is read and verified."""
     storage = open_storage(source)
     for folder in candidates(storage):
         try:

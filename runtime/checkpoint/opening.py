@@ -1,4 +1,4 @@
-"""Before a run begins: may checkpoints be kept in this place, and from which does the run go on?"""
+"""Before a run begins: check the storage, and choose the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .format.storage import Storage
 
 
 def probe(storage: Storage, group: Group, run: str) -> None:
-    """Find out, on all ranks, whether all ranks can write to the place and see what others write.
+    """Check that all ranks can write to the storage, and that rank 0 sees what they write.
 
-    run: hex digits that tell this run's probes from others'. Raises CheckpointPlaceUnusable.
+    run: hex digits in the names of this run's probes. Raises CheckpointPlaceUnusable on all ranks.
     """
     mine = f"{catalog.PROBE}{run}-{group.rank}"
     trouble = ""
@@ -38,7 +38,7 @@ def probe(storage: Storage, group: Group, run: str) -> None:
             for rank, (word, _) in enumerate(told)
             if not word and there and f"{catalog.PROBE}{run}-{rank}" not in there
         ]
-    unseen = broadcast_object(group, unseen)  # Also: rank 0 has looked.
+    unseen = broadcast_object(group, unseen)  # No rank deletes its probe before rank 0 has looked.
     with contextlib.suppress(OSError):
         storage.delete(mine)
     for rank, (word, host) in enumerate(told):
@@ -56,10 +56,10 @@ def probe(storage: Storage, group: Group, run: str) -> None:
 
 
 def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> CheckpointReader | None:
-    """The newest checkpoint that is whole, the same one on all ranks; each verifies a share.
+    """The newest whole checkpoint, the same on all ranks; each rank verifies a share of it.
 
-    One that is torn or corrupted is passed over with a warning. Raises CheckpointCorrupted if all
-    are; CheckpointNotFound if there is none and there has to be.
+    A corrupted checkpoint is skipped with a warning. Raises CheckpointCorrupted if all are
+    corrupted; CheckpointNotFound if there is none, unless `may_be_absent`.
     """
     found_one: CheckpointReader | None = None
     found = catalog.candidates(storage) if group.rank == 0 else []

@@ -1,4 +1,4 @@
-"""Brings registered objects to the state of a checkpoint, each rank reading what it needs."""
+"""Loads the state of registered objects from a checkpoint; each rank reads what it needs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .format.reader import CheckpointReader
 from .sharded_state import GROUPS, NUM_STEPS, STATE, SavedOptimizer
 
 _NAMED = 3
-"""Differences that an error lists; the first ones tell what is wrong."""
+"""The number of differences that an error lists."""
 
 
 def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
-    """Load the object's state. Nothing of it is changed if this raises CheckpointMismatch.
+    """Load the object's state. The object is unchanged if this raises CheckpointMismatch.
 
-    A state per rank of a run with fewer ranks has none for the ranks that came since: their
-    objects stay as they are.
+    If each rank has a state, and the checkpoint was saved by fewer ranks, then the objects of the
+    additional ranks stay as they are.
     """
     kind = reader.manifest.kinds.get(entry.name)
     if kind is None:
@@ -57,12 +57,12 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
 
 
 def read_tree(reader: CheckpointReader, *path: str | int) -> Any:
-    """All that was saved below a path, whole, as the dictionaries that it was."""
+    """The whole state below a path, as the dictionaries that were saved."""
     return tree_of((entry.path[len(path) :], reader.value(entry)) for entry in reader.below(*path))
 
 
 def check_same_tensors(reader: CheckpointReader, path: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatch, naming the first tensors that differ."""
+    """Raise CheckpointMismatch, naming the first tensors that differ from the saved ones."""
     here = {
         below: (tuple(value.shape), dtype_name(value.dtype))
         for below, value in leaves_of(path, dict(state))
@@ -98,9 +98,9 @@ def _raise_differences(reader: CheckpointReader, differences: list[str], what: s
 def _restore_sharded(
     name: str, optimizer: ZeroRedundancyOptimizer, reader: CheckpointReader, *, by_number: bool
 ) -> None:
-    """by_number: it was saved by a plain optimizer, which counts its parameters.
+    """1. Compare the groups. 2. Read this rank's ranges, and hand them to its optimizer.
 
-    1. Compare the groups. 2. Read this rank's ranges, and hand them to the rank's optimizer.
+    by_number: a plain optimizer saved the state, by the numbers of the parameters.
     """
     here = SavedOptimizer.of(name, optimizer)
     groups = _checked_groups(here, reader, by_number)  # 1
@@ -123,10 +123,10 @@ def _restore_sharded(
 def _checked_groups(
     here: SavedOptimizer, reader: CheckpointReader, by_number: bool
 ) -> list[dict[str, Any]]:
-    """The saved groups. Raises CheckpointMismatch where they hold other parameters."""
+    """The saved groups. Raises CheckpointMismatch if they hold other parameters."""
     entry = reader.find((here.name, GROUPS))
     if entry is None:
-        plain = reader.find((here.name,))  # Without any state the whole of it is one leaf.
+        plain = reader.find((here.name,))  # An optimizer without state was saved as one leaf.
         saved = reader.object(plain)["param_groups"] if plain is not None else []
     else:
         saved = reader.object(entry)
@@ -154,7 +154,7 @@ def _checked_groups(
 
 
 def plain_optimizer_state(name: str, reader: CheckpointReader) -> dict[str, Any]:
-    """The state of a sharded optimizer in the format of the plain one, whole."""
+    """The whole state of a sharded optimizer, in the format of the plain optimizer."""
     entry = reader.find((name, GROUPS))
     assert entry is not None
     groups = reader.object(entry)

@@ -1,4 +1,4 @@
-"""`Saving`: a checkpoint on its way to the storage, as something to wait for."""
+"""`Saving`: a checkpoint in flight to the storage, for which a caller can wait."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SavingTimes:
-    """Where the time of one checkpoint went, on this rank.
+    """The times of one checkpoint on this rank, in seconds.
 
-    waited_s: for the checkpoint before it. paused_s: copying to the host; both hold training up.
-    wrote_s: this rank's own file. total_s: until all ranks had written and it was whole.
-    num_bytes: of this rank's file.
+    waited_s: training waited for the checkpoint before it.
+    paused_s: training waited for the copy to the host.
+    wrote_s: this rank wrote its own file.
+    total_s: from the copy until all ranks had written and the checkpoint was whole.
+    num_bytes: the size of this rank's file.
     """
 
     waited_s: float
@@ -25,10 +27,10 @@ class SavingTimes:
 
 
 class Saving:
-    """What `ctx.save()` returns, when the state is copied: training may go on. Nobody has to wait
-    for it; a failure that nobody saw is raised at the next save, or at the end of the run.
+    """The result of `ctx.save()`, which returns once the state is copied: training may go on. No
+    wait is needed: the next save, or the end of the run, raises a failure not yet seen.
 
-    path: of the checkpoint. step: whose state it holds.
+    path: of the checkpoint. step: the step whose state it holds.
     """
 
     def __init__(self, path: str, step: int) -> None:
@@ -39,14 +41,14 @@ class Saving:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is whole, or was given up."""
+        """Whether the checkpoint is whole, or was given up."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> SavingTimes:
-        """Block until the checkpoint is whole on the storage, written by all ranks.
+        """Block until all ranks have written, and the checkpoint is whole on the storage.
 
-        Raises CheckpointWriteFailed, on all ranks, if it was given up; TimeoutError if it is still
-        on its way after `timeout_s`.
+        Raises CheckpointWriteFailed, on all ranks, if the checkpoint was given up; TimeoutError if
+        it is still in flight after `timeout_s`.
         """
         try:
             return self._future.result(timeout_s)
@@ -60,13 +62,13 @@ class Saving:
             self.is_observed = self._future.done()
 
     def check(self) -> None:
-        """Raise its failure, if it has failed and nobody has seen that yet."""
+        """Raise the checkpoint's failure, if it has one that no caller has seen."""
         if self._future.done() and not self.is_observed:
             self.is_observed = True
             self._future.result()
 
     def end(self, outcome: SavingTimes | BaseException) -> None:
-        """End the wait: the checkpoint is whole, or this is why it is not."""
+        """End all waits. outcome: the times of a whole checkpoint, or the error."""
         if isinstance(outcome, BaseException):
             self._future.set_exception(outcome)
         else:

@@ -1,10 +1,10 @@
 """A `ZeroRedundancyOptimizer` in a checkpoint: every rank writes and reads ranges of its state.
 
-    name/state/<parameter>/<tensor>    as in the optimizer's plain state, by parameter name
+    name/state/<parameter>/<tensor>    a tensor of the optimizer's plain state, by parameter name
     name/state/<parameter>/master      the float32 copy of a parameter in half precision
     name/param_groups, name/num_steps  leaves
 
-Names instead of numbers are also what torch.distributed.checkpoint uses for optimizers.
+torch.distributed.checkpoint also uses names, not numbers, for the parameters of optimizers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ STATE, GROUPS, NUM_STEPS = "state", "param_groups", "num_steps"
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """What a checkpoint has to know of a sharded optimizer; it outlives the optimizer.
+    """The facts on a sharded optimizer that a checkpoint needs; they outlive the optimizer.
 
-    name: under which it is registered.
-    parameters: their names, by number in the layout; where it knows none, their numbers.
-    layout: where the parameters' elements lie.
-    groups: the user's, with the names of their parameters.
+    name: the registered name of the optimizer.
+    parameters: the names of the parameters, by number in the layout; numbers for unnamed ones.
+    layout: where the elements of the parameters lie.
+    groups: the user's parameter groups, with the names of their parameters.
     """
 
     name: str
@@ -57,7 +57,7 @@ class SavedOptimizer:
         return cls(name, [names[id(p)] for p in shard.parameters], shard.layout, groups)
 
     def collect(self, state: ShardState, ranges: Iterable[Range], found: Contents) -> None:
-        """Add what a rank writes of these ranges, all of which `state` holds, to `found`."""
+        """Add the state of these ranges, all of which `state` holds, to `found`."""
         for written in ranges:
             for number, start, where in self.layout.parameters_in(written):
                 described, shape = state.described.get(number), self.layout.shapes[number]
@@ -73,21 +73,21 @@ class SavedOptimizer:
                             parts,
                         )
                     )
-                # Equal wherever a piece lives; who has the beginning writes it.
+                # Equal on all ranks with a piece; the rank with the beginning writes it.
                 for key, value in described.whole.items() if described and start == 0 else ():
                     add_leaf(self._path(number, key), value, found)
 
     def collect_leaves(self, num_steps: int, found: Contents) -> None:
-        """Add what all ranks have alike."""
+        """Add the parameter groups and the step count, which are equal on all ranks."""
         found.leaves[self.name, GROUPS] = pickled(self.groups)
         found.leaves[self.name, NUM_STEPS] = pickled(num_steps)
 
     def read(
         self, reader: CheckpointReader, ranges: Sequence[Range], saved_names: Mapping[str, str]
     ) -> Iterator[ShardState]:
-        """The state of these ranges, by bucket. saved_names: by the parameters' names here.
+        """The state of these ranges, by bucket. saved_names: the saved names, by the names here.
 
-        Raises CheckpointMismatch where it is that of other parameters.
+        Raises CheckpointMismatch if the shape or dtype of a parameter was another one.
         """
         below: dict[str | int, list[Entry]] = {}
         for entry in reader.below(self.name, STATE):
@@ -115,6 +115,7 @@ class SavedOptimizer:
         for entry in entries:
             key = str(entry.path[3])
             if entry.dtype is not None and is_per_element(key, entry.shape, shape):
+                # A saved master is skipped if the parameter is not in half precision here.
                 if key != MASTER or has_master:
                     elements[key] = reader.tensor(entry, start, start + where.numel)
                 continue

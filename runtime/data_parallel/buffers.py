@@ -1,11 +1,11 @@
-"""The buffers of a model: equal on all ranks after a step, and as they were after one that counts.
+"""The buffers of a model: made equal on all ranks after each step, and kept for recovery.
 
-A forward pass changes them (running statistics, counters) before anybody knows whether the step
-counts. So where a run goes on after a death, a rank keeps a copy of them from step to step:
+A forward pass changes the buffers (running statistics, counters) before any rank knows whether the
+step counts. So in a run that goes on after the death of a rank, each rank keeps two copies:
 
-    agreed   copied when all ranks had agreed on the last step, and taken over its buffers
-    kept     those of the last step that counts; a plain optimizer may have yet to take the agreed
-             one, while a step that a sharded optimizer has held a ballot on counts at once
+    agreed   the buffers after the last step that all ranks agreed on
+    kept     the buffers after the last step that counts. An agreed step counts once the plain
+             optimizer has taken it; with a sharded optimizer it counts after the ballot
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .same_model import broadcast_tensors
 class Buffers:
     """The buffers of one module on one rank.
 
-    travel: whether all ranks take over those of one rank after each step.
-    is_kept: whether this rank keeps copies of them.
+    travel: whether all ranks copy the buffers of one rank after each step.
+    is_kept: whether this rank keeps copies of the buffers.
     """
 
     def __init__(self, module: torch.nn.Module, *, travel: bool, is_kept: bool) -> None:
@@ -33,17 +33,17 @@ class Buffers:
         self.count_when_agreed = False
         """Whether a step counts as soon as all ranks have agreed on it."""
         self.synced_step = 0
-        """Steps whose buffers this rank has taken over."""
+        """The number of steps whose buffers this rank has synchronised."""
         self._kept: list[torch.Tensor] = []
         self._agreed: list[torch.Tensor] = []
 
     def begin_forward(self) -> None:
-        """A forward pass is about to change them; there may have been no step yet."""
+        """Before the first step: copy the buffers that the forward pass is about to change."""
         if self.is_kept and not self._kept:
             self._kept = self._copied()
 
     def sync(self, root: int | None, group: Group) -> None:
-        """Take over the buffers of rank `root` after a step; None: no rank took the step."""
+        """Copy the buffers of rank `root` after a step; None: no rank took the step."""
         buffers = list(self._module.buffers())
         if self.travel and buffers and root is not None:
             broadcast_tensors(buffers, root, group)
@@ -53,10 +53,10 @@ class Buffers:
         self, synced: Sequence[int], step: int, live: Sequence[int], group: Group
     ) -> None:
         """End `step` on ranks that have not ended it. A rank that has ended it may be in the next
-        forward pass already, and gives what it had before that.
+        forward pass already, so it sends the copy that it kept before that pass.
 
         synced: `synced_step` by rank.
-        live: ranks that took the step and are there.
+        live: the ranks that took the step and are alive.
         """
         if min(synced) == step:
             return
@@ -69,7 +69,7 @@ class Buffers:
             self._have_synced()
 
     def end_step(self, step: int) -> None:
-        """The buffers are those of `step` now, if they were not before."""
+        """Note that the buffers are those of `step` now, if this is not done yet."""
         if self.synced_step < step:
             self._have_synced()
 
@@ -80,16 +80,16 @@ class Buffers:
             self.keep_agreed()
 
     def keep_agreed(self) -> None:
-        """The step that was agreed on counts on this rank, so its buffers do."""
+        """The agreed step counts on this rank, so its buffers are the ones to keep."""
         self._kept = self._agreed
 
     def drop_kept(self) -> None:
-        """Keep none any more: no run goes on with them."""
+        """Stop keeping copies, at the end of the run."""
         self.is_kept = False
         self._kept = []
 
     def committed(self) -> dict[str, torch.Tensor]:
-        """By name, as they were after the last step that counts; without one, as they are."""
+        """By name, the buffers after the last step that counts; present ones before any step."""
         buffers = dict(self._module.named_buffers())
         return dict(zip(buffers, self._kept, strict=True)) if self._kept else buffers
 

@@ -1,20 +1,20 @@
 """Communication hooks: functions that reduce a model's gradients in place of the reducer.
 
-A hook is called with each bucket as soon as the backward pass has filled it, in the same order on
-all ranks, and returns a future of what the gradients become. It divides by the number of ranks
-itself. That is the contract of torch.nn.parallel.DistributedDataParallel, and `GradBucket` has the
-methods of torch's (whose class cannot be made outside of its C++), so hooks written for torch run
-unchanged: they reduce in process groups of torch.distributed, which may be ours
-(`Context.init_torch_distributed`). A hook may as well use our `Group`:
+The reducer calls a hook with each bucket as soon as the backward pass has filled it, in the same
+order on all ranks. The hook returns a future of the reduced gradients, which it has divided by the
+number of ranks. This is the contract of torch.nn.parallel.DistributedDataParallel, and `GradBucket`
+has the methods of torch.distributed.GradBucket (Python code cannot make one). So hooks for torch
+run unchanged: they reduce in process groups of torch.distributed, and Chorusline can be the backend
+(`Context.init_torch_distributed`). A hook may also use a Chorusline `Group`:
 
     def halved(group, bucket):
         small = bucket.buffer().to(torch.bfloat16)
         work = group.all_reduce(small, ReduceOp.AVG)
         return work.get_future().then(lambda future: future.value()[0])
 
-Callbacks of futures run in whichever thread ends a work, and so in an order that may differ between
-ranks. Collectives that are issued in one need a group of their own; those of torch.distributed get
-one by themselves.
+A callback of a future runs in the thread that ends the work, so the order of callbacks may differ
+between ranks. A callback that issues collectives needs a group of its own; torch.distributed's
+collectives get one automatically.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collectives.objects.blocking import all_gather_object
 class GradBucket:
     """Gradients that travel together, as a communication hook sees them.
 
-    Parameters lie behind one another at multiples of 64 elements; what is between them is zero.
+    The gradients start at multiples of 64 elements, in order; the gaps between them are zero.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GradBucket:
         parameters: Sequence[torch.nn.Parameter],
         is_last: bool,
     ) -> None:
-        """spans: (parameter number, offset in elements, numel). parameters: of the model."""
+        """spans: (parameter number, offset in elements, numel). parameters: all of the model's."""
         self._index = index
         self._buffer = buffer
         self._spans = spans
@@ -52,22 +52,22 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Number of the bucket, in the order in which they are sent."""
+        """The number of the bucket, in the order of sending."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """(n,) all of its gradients; what is written to it is what they become."""
+        """(n,) all gradients of the bucket; writing to it changes them."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Of each parameter, in its shape: views of the buffer."""
+        """The gradient of each parameter, in its shape: views of the buffer."""
         return [
             self._buffer[offset : offset + numel].view(parameter.shape)
             for (_, offset, numel), parameter in zip(self._spans, self._parameters, strict=True)
         ]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that the gradients are of, in the same order."""
+        """The parameters of the bucket, in the order of `gradients()`."""
         return list(self._parameters)
 
     def is_last(self) -> bool:
@@ -75,13 +75,13 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace the buffer, for a hook around another one: (n,) of any dtype."""
+        """Replace the buffer, for a hook that wraps another hook: (n,) of any dtype."""
         self._buffer = buffer
 
 
 @dataclass(frozen=True, slots=True)
 class CommHook:
-    """A hook, and the state that it is called with."""
+    """A communication hook and its first argument, the state."""
 
     state: object
     hook: Callable[[Any, Any], torch.futures.Future[Any]]
@@ -92,11 +92,11 @@ class CommHook:
 
     @property
     def trains_apart(self) -> bool:
-        """Whether it is post-local SGD's, after which ranks have gradients of their own."""
+        """Whether the hook is that of post-local SGD, which lets ranks use different gradients."""
         return hasattr(self.state, "start_localSGD_iter")
 
     def launch(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """Call the hook. Raises what it raises; TypeError if it returns no future."""
+        """Call the hook. Raises the hook's own errors, and TypeError if it returns no future."""
         try:
             future = self.hook(self.state, bucket)
         except Exception as error:
@@ -119,10 +119,10 @@ class CommHook:
     def finish(
         self, future: torch.futures.Future[Any], content: torch.Tensor, group: Group
     ) -> None:
-        """Wait for the future, and leave what it gives in `content`.
+        """Wait for the future, and leave its value in `content`.
 
-        content: (n,) the bucket's. Raises the group's own error where that is the cause; ValueError
-        for a value of another size.
+        content: (n,) the bucket's gradients. Raises the group's own error where the group has
+        failed; ValueError for a value of another size.
         """
         try:
             value = future.wait()
@@ -130,9 +130,9 @@ class CommHook:
             failure = group.failure()
             if failure is None or isinstance(error, type(failure)):
                 raise
-            raise failure from error  # Callbacks have made text of it.
+            raise failure from error  # Futures with callbacks keep only the error's text.
         if isinstance(value, list | tuple) and len(value) == 1:
-            value = value[0]  # A future of ours, as it is.
+            value = value[0]  # Work.get_future() gives a list of one tensor.
         if not isinstance(value, torch.Tensor) or value.numel() != content.numel():
             told = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else repr(value)
             raise ValueError(
@@ -143,7 +143,7 @@ class CommHook:
             content.copy_(value.view(-1))
 
     def check_same(self, group: Group) -> None:
-        """Raises CollectiveMismatch on all ranks if theirs have other names."""
+        """Raises CollectiveMismatch on all ranks if the names of their hooks differ."""
         names = all_gather_object(group, self.name)
         detail = f"the hooks are, by rank: {dict(enumerate(names))}"
         check_like_rank_0("register_comm_hook", group.generation, names, detail)

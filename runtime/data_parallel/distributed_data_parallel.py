@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`: one model on every rank, one gradient for all."""
+"""`DistributedDataParallel`: the same model on every rank, with the mean gradient of all."""
 
 from __future__ import annotations
 
@@ -35,25 +35,21 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     """A module whose gradients are the mean over all ranks, as in torch.nn.parallel.
 
     module: the same on all ranks; it starts from rank 0's parameters and buffers.
-    group: where gradients are reduced; the session's group by default.
-    bucket_cap_mb: MiB of gradients that travel together.
-    broadcast_buffers: after each step that is synchronised, all ranks take the buffers of one:
-    rank 0, or inside Join the largest rank that took the step.
-
+    group: the ranks that reduce gradients; default: the session's group.
+    bucket_cap_mb: the size of a bucket of gradients, in MiB.
+    broadcast_buffers: after each synchronised step all ranks copy the buffers of one rank: rank 0,
+        or inside Join the largest rank that took the step.
     static_graph: a parameter may get several gradients in one backward pass, the same number in
-    each: reentrant checkpoints that share it.
+        every pass, as with reentrant checkpoints that share it.
+    find_unused_parameters: no effect. A parameter without a gradient on this rank counts as zero
+        if another rank has a gradient for it; else it keeps none.
+    gradient_as_bucket_view: no effect; `.grad` is always a view of a bucket.
+    device_ids, output_device: no effect, at most one device; the module stays on its device.
+    mixed_precision: refused; the error names the alternatives.
 
-    find_unused_parameters, gradient_as_bucket_view: accepted from scripts written for torch, and
-    without effect. Parameters that took no part in a rank's forward pass need no flag (they count
-    as zero where other ranks have a gradient, and keep none where nobody has), and `.grad` is
-    always a view of a bucket.
-
-    device_ids, output_device: accepted with one device, and without effect: the module is where it
-    is. mixed_precision: refused, with what to use instead.
-
-    Raises ValueError for a module without trainable parameters, for parameters on several
-    devices, or on another one than the group's; CollectiveMismatch, on all ranks, if the models
-    differ, naming the first parameter that does.
+    Raises ValueError for a module without trainable parameters, and for parameters that are not
+    all on the group's device; CollectiveMismatch, on all ranks, if the models differ, naming the
+    first parameter that differs.
     """
 
     def __init__(
@@ -125,7 +121,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     @property
     def group(self) -> Group:  # type: ignore[override]
-        """Where gradients are reduced; another one when the run goes on with other ranks."""
+        """The group that reduces gradients; it changes when the run goes on with other ranks."""
         return self._engine.group
 
     @property
@@ -147,8 +143,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if torch.is_grad_enabled():
             self._engine.reduce_unfrozen()
         self._bind_norms()
-        # A launch that waits for all ranks holds up the statistics of the backward pass, for which
-        # they may be waiting, and the announcement of them.
+        # A launch that blocks until all ranks launch must not come early: other ranks may wait for
+        # this rank's statistics in the backward pass, or for their announcement in a Join.
         has_others = bool(self._sync_norms) or (self._join is not None and self._join.is_following)
         launch_waits = self.group.waits_on_issue or self._reducer.on_launched is not None
         self._reducer.launches_early = not (has_others and launch_waits)
@@ -169,7 +165,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         )
 
     def _bind_norms(self) -> None:
-        """Collective, if the model has gone on in another generation since the last time."""
+        """Bind the layers to a new generation's group; a collective, if there is one."""
         if self._norms_group is not self.group:
             self._norms_group = self.group
             for norm in self._sync_norms:
@@ -181,15 +177,15 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]]
     ) -> None:
-        """Let `hook(state, bucket)` reduce the gradients: torch's hooks, or your own.
+        """Let `hook(state, bucket)` reduce the gradients: a hook from torch, or your own.
 
-        hook: given a `GradBucket`, returns a future of what its gradients become (comm_hooks.py);
-        nothing is divided after it. Every rank registers the same, once, between two steps. A rank
-        without data, inside Join, calls it with zeros.
+        hook: takes a `GradBucket`, and returns a future of its gradients, reduced and divided
+        (comm_hooks.py). All ranks register the same hook, once, between two steps. Inside Join a
+        rank without data calls the hook with zeros.
 
-        Raises TypeError for what cannot be called, RuntimeError for a second hook and inside Join,
-        CollectiveMismatch, on all ranks, for different ones, and ValueError, with the reason, under
-        a ZeroRedundancyOptimizer that shards the gradients.
+        Raises TypeError for a hook that is not callable; RuntimeError for a second hook, and inside
+        Join; CollectiveMismatch, on all ranks, if their hooks differ; ValueError under a
+        ZeroRedundancyOptimizer that shards the gradients.
         """
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
@@ -207,10 +203,10 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self._reducer.reduce_by(registered)
 
     def statistics(self) -> StepStatistics:
-        """Where the time of the last hundred steps went, on average, on this rank.
+        """The average times of the last hundred steps on this rank, in seconds.
 
-        Raises RuntimeError if the model was made below debug level INFO: then nothing is timed.
         Steps whose gradients a communication hook reduces are not counted.
+        Raises RuntimeError if the model was made below debug level INFO: its steps are not timed.
         """
         if self._reducer.clock is None:
             raise RuntimeError(
@@ -223,7 +219,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; the next one outside sends the sum.
 
-        Raises RuntimeError inside a Join whose joinables of your own need a header in each step.
+        Raises RuntimeError inside a Join with joinables of your own, unless Join gets groups=[…].
         """
         if self._join is not None and self._join.takes_forward_for_step:
             raise RuntimeError(
@@ -241,11 +237,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def weigh(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """`loss * weight`; the sum over all ranks is then divided by the sum of all weights.
 
-        For a loss that is a mean over what differs between ranks: with the number of samples or
-        tokens as weight the gradient is the mean over all samples of all ranks. Every rank that
-        takes the step calls it, for every loss that it runs backward on.
+        loss: a mean over a number of samples or tokens that may differ between ranks.
+        weight: that number; then the gradient is the mean over all samples of all ranks.
+        Every rank that takes the step calls it, for every loss on which it runs backward.
 
-        Raises ValueError for a negative weight, RuntimeError with a communication hook.
+        Raises ValueError for a negative weight; RuntimeError with a communication hook.
         """
         if not weight >= 0:
             raise ValueError(f"weight must be at least 0, got {weight}")
@@ -278,8 +274,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         return not self._reducer.is_sharded
 
     def _end_shadowed_step(self) -> None:
-        """As `zero_grad` in the loop's body, which this rank has left: gradients that it handed in,
-        or got of the others, would be added to those of the next epoch."""
+        """Do what `zero_grad` does in the loop that this rank has left: gradients of the shadowed
+        step would be added to those of the next epoch."""
         self._reducer.gradients.drop()
 
     def _begins_passes(self) -> bool:
@@ -307,11 +303,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         return self._join.ledger.has_next if self._join else True
 
     def _on_agreement(self, agreement: Agreement) -> float:
-        """A step was reduced in full; what to divide it by."""
+        """Called when all gradients of a step are reduced; returns their divisor."""
         if self._join:
             self._join.record(self, agreement)
         self._engine.sync_buffers(agreement.live, self._join)
-        # A sharded optimizer's ballot says itself what its step says of the samples.
+        # The samples of a sharded step are counted with the ballot of its optimizer.
         recovery = self._engine.recovery
         if recovery is not None and agreement.live and self._reducer.ends_steps:
             recovery.agreed(agreement.cursors)
@@ -326,21 +322,21 @@ class _Hook(JoinHook):
 
     @torch.no_grad()
     def main_hook(self) -> None:
-        """The gradients; of a sharded step the optimizer's hook, behind this one, does the rest."""
+        """Shadow the gradients. A sharded step ends in the optimizer's hook, which runs next."""
         model = self._model
         assert model._join is not None
         model._engine.reduce_unfrozen()
         model._reducer.shadow()
-        # With gradients that were left over from no_sync, this rank does take the step.
+        # With gradients left over from no_sync this rank takes the step as a live rank.
         model._join.ledger.live = model._reducer.is_live
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Ranks that joined earlier did not step: they take the state of a last joiner."""
+        """Copy the state of a last joiner to the ranks that joined earlier, and did not step."""
         model = self._model
         assert model._join is not None
         ledger = model._join.ledger
         state: list[torch.Tensor] = []
-        # With sharded state every rank took every step, of its shard, and gathered the rest.
+        # With sharded state every rank steps its shard in every step, and gathers the others.
         if not model._reducer.is_sharded and ledger.somebody_missed_a_step:
             state += [*model.module.parameters(), *model.module.buffers()]
         elif not model.broadcast_buffers:
@@ -353,7 +349,7 @@ class _Hook(JoinHook):
 
 
 def _sync_norms(module: torch.nn.Module, group: Group) -> list[SyncBatchNorm]:
-    """The layers that take statistics over all ranks, each with its group."""
+    """The SyncBatchNorm layers of the module, each bound to its group."""
     found = []
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():

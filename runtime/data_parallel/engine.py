@@ -1,8 +1,8 @@
-"""The engine of a model: what recovery, sharded optimizers and checkpoints do with it.
+"""The engine of a model: the interface for recovery, sharded optimizers and checkpoints.
 
-A user holds, calls and joins a `DistributedDataParallel`, whose public names are torch's and a few
-more. Everything else that a model can do (reduce more parameters, go on in another group, end a
-step once more) is in its engine, which the rest of the package is handed.
+A user holds, calls and joins a `DistributedDataParallel`, which has torch's public names and a few
+more. All other operations on a model (reduce more parameters, go on in another group, end a step
+once more) are methods of its engine, which the rest of the package uses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _engines: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak refer
 
 
 def owner_of(parameters: Sequence[torch.Tensor]) -> ModelEngine | None:
-    """The engine whose model has all these parameters and reduces no others, if there is one."""
+    """The engine whose module has all these parameters and which reduces no others, or None."""
     references = [reference for p in parameters if (reference := _engines.get(p))]
     owner: ModelEngine | None = references[0]() if references else None
     if owner is None:
@@ -38,7 +38,7 @@ def owner_of(parameters: Sequence[torch.Tensor]) -> ModelEngine | None:
 
 
 def names_of(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
-    """By id(), the names that modules give their parameters; for those that some engine reduces."""
+    """By id(), the names of all parameters of the models that reduce any of `parameters`."""
     engines = {id(r): r() for p in parameters if (r := _engines.get(p))}
     return {
         id(parameter): name
@@ -52,8 +52,9 @@ class ModelEngine:
     """The engine of one model on one rank.
 
     face: the model as the user holds, registers and joins it.
-    module: what it wraps.
-    broadcast_buffers: whether all ranks take over the buffers of one after each step.
+    module: the module that the model wraps.
+    reducer: reduces the gradients of the module.
+    broadcast_buffers: whether all ranks copy the buffers of one rank after each step.
     """
 
     def __init__(
@@ -68,8 +69,7 @@ class ModelEngine:
         self.module = module
         self.reducer = reducer
         self.recovery = recovery_of(reducer.group)
-        """What takes the model from one generation of its run to the next; None where nothing does,
-        and when the run is over."""
+        """Takes the model to the next generation; None without recovery, and after the run."""
         is_kept = self.recovery is not None
         self.buffers = Buffers(module, travel=broadcast_buffers, is_kept=is_kept)
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
@@ -89,7 +89,7 @@ class ModelEngine:
     # -- parameters ------------------------------------------------------------------------------
 
     def check_has(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Raises ValueError for a parameter that is none of the module's."""
+        """Raises ValueError for a parameter that the module does not have."""
         own = {id(p) for p in self.module.parameters()}
         for parameter in parameters:
             if id(parameter) not in own:
@@ -100,13 +100,13 @@ class ModelEngine:
                 )
 
     def reduce_also(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
-        """Reduce the gradients of these too, from now on; every rank calls it alike.
+        """Reduce the gradients of these parameters too; all ranks call it with the same ones.
 
-        parameters: of the module, with gradients required; they start from rank 0's values, and
-        those that are reduced already stay as they are. Returns the buckets of the others.
+        parameters: of the module, with requires_grad. Those that the reducer does not have yet
+        start from rank 0's values, and their buckets are returned.
 
         Raises ValueError for a parameter that the module does not have; CollectiveMismatch, on all
-        ranks, if theirs differ.
+        ranks, if the parameters of the ranks differ.
         """
         self.check_has(parameters)
         names = {id(p): name for name, p in self.module.named_parameters()}
@@ -124,21 +124,20 @@ class ModelEngine:
         return self.reducer.add_parameters(named)
 
     def reduce_unfrozen(self) -> None:
-        """Take up parameters that were frozen when the model was wrapped and are no more."""
-        # An optimizer that shards the gradients takes them up itself, and lays out its shards.
+        """Reduce parameters too that were frozen when the model was wrapped, and no longer are."""
+        # An optimizer that shards the gradients adds them itself, since it lays out its shards.
         if self._frozen and not self.reducer.is_sharded:
             self.reduce_also([p for p in self._frozen if p.requires_grad])
 
     # -- steps -----------------------------------------------------------------------------------
 
     def leave_steps_to_optimizer(self) -> None:
-        """From now on a sharded optimizer ends the steps, which count once it has held a ballot."""
+        """A sharded optimizer ends the steps from now on; a step counts after its ballot."""
         self.reducer.ends_steps = False
         self.buffers.count_when_agreed = True
 
     def sync_buffers(self, live: tuple[int, ...], join: Join | None) -> None:
-        """Take over the buffers of one of the ranks that took this step: rank 0, or inside a Join
-        one that saw the last batch of it."""
+        """Copy the buffers of rank 0, or inside a Join of a rank that had the newest batch."""
         root = None
         if live:
             root = join.newest_rank(live) if join else 0
@@ -148,7 +147,7 @@ class ModelEngine:
 
     def change_group(self, group: Group) -> None:
         """Go on as a rank of another group, also inside a sharded step."""
-        if self.group is not group:  # Else its sharded optimizer has taken the gradients along.
+        if self.group is not group:  # Else its sharded optimizer has changed it.
             self.reducer.change_group(group)
 
     def move_to(self, group: Group) -> None:
@@ -156,21 +155,21 @@ class ModelEngine:
         self.reducer.move_to(group)
 
     def leave_run(self) -> None:
-        """The run in which the model was made is over, and so is its recovery."""
+        """Called when the run that made the model is over, and so is its recovery."""
         self.recovery = None
         self.buffers.drop_kept()
         self.reducer.parks = False
         self.reducer.tell_no_samples()
 
     def release(self) -> None:
-        """Reduce no gradients any more, so that another model can be made of the same module."""
+        """Stop reducing gradients, so that another model can wrap the same module."""
         self.reducer.release()
         for parameter in self.reducer.parameters:
             if _engines.get(parameter) is not None and _engines[parameter]() is self:
                 del _engines[parameter]
 
     def let_go(self) -> None:
-        """The function that has made the model was left in the middle of a step, and begins anew,
-        perhaps with the same module."""
+        """Called when the train function was left in the middle of a step: it begins anew, perhaps
+        with the same module, which must hold no gradients."""
         self.release()
         self.reducer.gradients.drop()

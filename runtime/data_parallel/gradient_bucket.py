@@ -1,4 +1,4 @@
-"""Gradients that travel together, the memory that they travel in, and where each one lives."""
+"""Buckets: the flat memory in which gradients travel, and the place of each gradient in it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _FIRST_BUCKET_BYTES = 1 << 20
 
 
 class GradientBucket:
-    """Gradients that travel together. The work and the memory that it uses live side by side.
+    """Gradients that travel together. The work and the memory that it uses are kept side by side.
 
-    flat: local gradients, and room behind them. padded: elements of it that a reduce-scatter takes.
-    shard: (n,) reduced, this rank's part; empty where no optimizer shards the gradients. missing:
-    gradients that this backward pass still owes; parameters that are frozen get none.
+    flat: the local gradients, and room behind them.
+    padded: the number of its elements that a reduce-scatter takes.
+    shard: (n,) the reduced part of this rank; empty where no optimizer shards the gradients.
+    missing: the gradients that the pass still has to bring; frozen parameters get none.
     launch_number: ascending, over the buckets of all models.
     """
 
@@ -31,7 +32,7 @@ class GradientBucket:
         group: Group,
         vote_numel: int,
     ) -> None:
-        """vote_numel: elements that an agreement takes behind the content."""
+        """vote_numel: elements that the vote takes behind the content."""
         first = parameters[plan.spans[0][0]]
         self.plan = plan
         self.padded = padded_numel(plan.content, group.size)
@@ -46,10 +47,10 @@ class GradientBucket:
         self.launch_number = 0
         self.work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
-        """What a communication hook returned for it."""
+        """The future that a communication hook returned for this bucket."""
 
     def content(self) -> torch.Tensor:
-        """The gradients, with zeros between them: what a hook left there is cleared."""
+        """The gradients, with zeros in the gaps: a hook may have written there."""
         ends = [offset + numel for _, offset, numel in self.plan.spans]
         begins = [offset for _, offset, _ in self.plan.spans[1:]]
         for end, begin in zip(ends, [*begins, self.plan.content], strict=True):
@@ -61,7 +62,7 @@ class GradientBucket:
         self.shard = self.flat.new_zeros(shard_numel(self.plan.content, group.size))
 
     def change_group(self, group: Group) -> None:
-        """Be as it was before it was launched, for another number of ranks; the gradients stay."""
+        """Undo the launch, for another number of ranks; the local gradients stay."""
         self.work = None
         self.padded = padded_numel(self.plan.content, group.size)
         assert self.padded <= self.flat.numel()
@@ -72,26 +73,26 @@ class GradientBucket:
 class Gradients:
     """All gradients of one model, in their buckets.
 
-    Parameters are numbered in the order of registration. bucket_bytes: how large a bucket grows.
+    Parameters are numbered in the order of registration. bucket_bytes: the size of a bucket.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
         self.names: list[str] = []
         self.parameters: list[torch.nn.Parameter] = []
         self.order: list[int] = []
-        """Numbers of the parameters in the order in which their gradients are expected."""
+        """The numbers of the parameters, in the order in which their gradients are expected."""
         self.buckets: list[GradientBucket] = []
-        """In the order in which they are launched."""
+        """The buckets in the order of launching."""
         self.views: dict[int, torch.Tensor] = {}
-        """By number, the gradient in its bucket; in the shape of the parameter."""
+        """By number, the view of the gradient in its bucket, in the parameter's shape."""
         self._bucket_of: dict[int, GradientBucket] = {}
         self._bucket_bytes = bucket_bytes
 
     def add(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], group: Group, vote_numel: int
     ) -> list[GradientBucket]:
-        """Number these behind the others. Returns their buckets, which travel behind the others:
-        what is made trainable later is mostly what lies deeper."""
+        """Append parameters. Returns their buckets, which are launched after the others: layers
+        that are unfrozen later are mostly deeper, and get their gradients later."""
         added = range(len(self.parameters), len(self.parameters) + len(named))
         self.names += [name for name, _ in named]
         self.parameters += [parameter for _, parameter in named]
@@ -101,15 +102,14 @@ class Gradients:
         return fresh
 
     def lay_out(self, order: Sequence[int], group: Group, vote_numel: int) -> None:
-        """Make all buckets anew for gradients that come in this order; what is there moves."""
+        """Make all buckets anew for gradients in this order; gradients that are there move."""
         self.order = list(order)
         self.buckets = self._made(range(len(self.parameters)), order, group, vote_numel)
 
     def _made(
         self, numbers: range, order: Sequence[int] | None, group: Group, vote_numel: int
     ) -> list[GradientBucket]:
-        """Buckets of the parameters with these numbers. order: of them all, from 0; None:
-        reversed."""
+        """Buckets of these parameters. order: indices within `numbers`; None: in reverse."""
         parameters = self.parameters[numbers.start : numbers.stop]
         plans = plan_buckets(
             [p.numel() for p in parameters],
@@ -134,7 +134,7 @@ class Gradients:
         return made
 
     def bring_home(self, number: int) -> GradientBucket:
-        """Make the gradient that a parameter has a view of its bucket, which is returned.
+        """Make a parameter's gradient a view of its bucket, and return the bucket.
 
         Raises ValueError for a gradient that is not dense.
         """

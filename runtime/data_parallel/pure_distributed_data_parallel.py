@@ -17,19 +17,19 @@ from .same_model import broadcast_tensors, check_devices, check_same_model
 class PureDistributedDataParallel(torch.nn.Module):
     """A module whose gradients are the mean over all ranks: one all-reduce for each gradient.
 
-    No buckets, no overlap, nothing to agree on: as soon as a parameter's gradient is accumulated,
-    it is reduced and waited for. Slow, and simple enough to be sure of; a debugger stands still in
-    the all-reduce of the parameter in question.
+    The model has no buckets, no overlap and no agreement: as soon as a parameter's gradient is
+    accumulated, the model reduces it and waits. That is slow, but simple to verify, and in a
+    debugger a rank that hangs stands in the all-reduce of the parameter in question.
 
-    module: the same on all ranks; it starts from rank 0's parameters and buffers. group: the
-    session's by default.
+    module: the same on all ranks; it starts from rank 0's parameters and buffers.
+    group: the ranks that reduce gradients; default: the session's group.
 
-    All ranks must use the same parameters in each backward pass: one that is left out on one rank
-    is a CollectiveMismatch, or a CollectiveTimeout, where `DistributedDataParallel` copes. Buffers
-    stay each rank's own after the start. Not for Join.
+    All ranks must use the same parameters in each backward pass. A parameter that one rank leaves
+    out causes a CollectiveMismatch or CollectiveTimeout; `DistributedDataParallel` handles it.
+    Buffers are not synchronised after the start. Join does not accept the model.
 
-    Raises what `DistributedDataParallel` raises for a module without trainable parameters, on
-    another device, or unequal on the ranks.
+    Raises what `DistributedDataParallel` raises for a module that has no trainable parameters, is
+    on another device, or differs between ranks.
     """
 
     def __init__(self, module: torch.nn.Module, group: Group | None = None) -> None:

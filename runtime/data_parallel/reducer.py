@@ -1,13 +1,13 @@
-"""Brings the gradients of all ranks together while the backward pass still runs.
+"""Reduces the gradients of all ranks while the backward pass still runs.
 
 Gradients live in flat buckets; a parameter's `.grad` is a view of its bucket. When the backward
-pass has made the last gradient of a bucket, the bucket is launched, in the same order on all
-ranks, and the network works while the pass goes on. Buckets are reduced in one of three ways
+pass has made the last gradient of a bucket, the reducer launches the bucket, in the same order on
+all ranks, and the network works while the pass goes on. Buckets are reduced in one of three ways
 (reductions.py), which is chosen between two steps.
 
-Buckets are laid out anew once, in the order in which gradients came: that of the lowest rank that
-took the first step, which a broadcast gives to all, so it cannot differ between them. Where an
-optimizer has cut its shards along the buckets, they stay as they are.
+After the first step the reducer lays out the buckets anew, in the order in which the gradients
+came on the lowest rank that took the step. A broadcast makes the order the same on all ranks.
+Where an optimizer has cut its shards along the buckets, they stay as they are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def why_not_sharded(hook: str) -> str:
 
 
 class Pass(enum.Enum):
-    """Where a backward pass stands whose gradients are sent."""
+    """The state of a backward pass whose gradients are sent."""
 
     NONE = "no such pass runs"
     ENTERED = "the output has its gradient, no parameter has; autograd will report the end"
@@ -55,15 +55,13 @@ class Pass(enum.Enum):
 class Reducer:
     """The gradients of one model on one rank.
 
-    named: names and parameters of those that require gradients, in the order of registration; same
-    on all ranks.
-    has_repeats: a parameter may get several gradients in one backward pass, the same number in each
-    pass (`static_graph`).
-    on_backward_end: called when a backward pass that is sent has ended, before anything is waited
-    for.
-    on_agreement: called with each step's agreement, where the vote is taken here; returns the
-    divisor.
-    has_next, cursors: asked when a vote is written; cursors None where no vote counts samples.
+    named: the parameters that require gradients, with their names, in the order of registration;
+        the same on all ranks.
+    group: the ranks that reduce gradients. bucket_bytes: the size of a bucket.
+    has_repeats: a pass may bring a parameter several gradients, always as many (`static_graph`).
+    on_backward_end: called at the end of a synchronised backward pass, before any wait.
+    on_agreement: called with the agreement of each step that is voted on here; returns the divisor.
+    has_next, cursors: called when a vote is written; cursors is None where no vote counts samples.
     """
 
     def __init__(
@@ -81,27 +79,27 @@ class Reducer:
         self.gradients = Gradients(bucket_bytes)
         self.group = group
         self.is_syncing = True
-        """Whether the coming backward pass launches the buckets; `no_sync` switches it off."""
+        """Whether the next backward pass launches the buckets; `no_sync` sets it to False."""
         self.launches_early = True
         """Whether buckets are launched while the backward pass still runs."""
         self.is_live = False
-        """Whether what was launched last held gradients of this rank's own data."""
+        """Whether the buckets launched last held gradients of this rank's own data."""
         self.weight: float | None = None
-        """Sum of the weights of the losses since the last step; None where nobody weighs."""
+        """Sum of the weights of the losses since the last step; None without any `weigh`."""
         self.ends_steps = True
-        """Whether a step is over with its agreement here; not where a sharded optimizer votes."""
+        """Whether a step ends with its agreement here; False where a sharded optimizer votes."""
         self.parks = False
-        """Whether a launch that fails because the generation is over is kept for `wait` to raise:
-        then the optimizer's step can begin again in the next generation."""
+        """Whether `wait`, not the launch, raises the error of a generation that has ended. Then
+        the optimizer's step can begin again in the next generation."""
         self.clock: StepClock | None = None
-        """Times the steps and tells what has no gradient; there at debug level INFO and above."""
+        """Times the steps; None below debug level INFO, as is `unused`."""
         self.unused: UnusedParameters | None = None
         self.on_launched: Callable[[int], None] | None = None
-        """Called with the number of each bucket that a pass has launched."""
+        """Called with the number of each bucket that a pass launches."""
         self.on_new_order: Callable[[], None] | None = None
-        """Called when the buckets have been laid out in the order that was measured."""
+        """Called when the buckets have been laid out in the measured order."""
         self.num_passes = 0
-        """Backward passes, and shadowed steps, that have sent gradients."""
+        """The number of backward passes and shadowed steps that have sent gradients."""
         self._reduction: Reduction = AllReduce()
         self._pass = Pass.NONE
         self._on_backward_end = on_backward_end
@@ -110,14 +108,13 @@ class Reducer:
         self._cursors = cursors
         self._failure: CollectiveError | None = None
         self._expected: dict[int, int] | None = None if has_repeats else {}
-        """Gradients that a pass brings a parameter, by number; one where it is not in here. None
-        until a first pass has counted them."""
+        """By parameter, the gradients that a pass brings (default 1); None until counted."""
         self._arrivals: dict[int, int] = {}
-        """Gradients of this pass by parameter; in the order of the last ones."""
+        """By parameter number, the gradients in this pass so far, ordered by the latest one."""
         self._num_launched = 0
         self._has_measured_order = False
         self._has_leftover = False
-        """Whether gradients were accumulated under no_sync and not sent yet."""
+        """Whether gradients from no_sync are still to be sent."""
         self._watches: list[RemovableHandle] = []
         self.add_parameters(named)
 
@@ -131,7 +128,7 @@ class Reducer:
 
     @property
     def hook(self) -> CommHook | None:
-        """The communication hook that reduces the buckets."""
+        """The communication hook that reduces the buckets, if there is one."""
         return self._reduction.hook
 
     @property
@@ -142,10 +139,10 @@ class Reducer:
     def add_parameters(
         self, named: Sequence[tuple[str, torch.nn.Parameter]]
     ) -> list[GradientBucket]:
-        """Reduce these too, from now on; called alike on all ranks. Returns their buckets.
+        """Reduce these parameters too; all ranks call it with the same ones. Returns their buckets.
 
-        Between a backward pass and the sharded step that it is for, what the parameters hold is
-        sent too.
+        Between a backward pass and its sharded step, the new buckets are launched at once, with the
+        gradients that the parameters hold.
         """
         is_in_step = bool(self.kept())
         first = len(self.parameters)
@@ -156,16 +153,16 @@ class Reducer:
             watch = parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
             self._watches.append(watch)
         self._place_vote()
-        self._has_measured_order = len(self.buckets) == 1  # Then there is nothing to gain.
+        self._has_measured_order = len(self.buckets) == 1  # One bucket has only one order.
         for bucket in fresh if is_in_step else ():
-            # Not by `_launch`: no pass has launched it, so nothing is to be done with it early.
+            # Not by `_launch`: `on_launched` is only for buckets that a pass has launched.
             self._num_launched += 1
             self._reduction.launch(bucket, self._num_launched - 1, self.group)
         return fresh
 
     def lay_out(self, order: Sequence[int]) -> None:
-        """Make all buckets anew for gradients that come in this order, equal on all ranks.
-        Gradients that are there move; between steps only, and never once shards are cut."""
+        """Make all buckets anew for gradients in this order, the same on all ranks; gradients that
+        are there move. Allowed only between steps, and never once shards are cut."""
         self.gradients.lay_out(order, self.group, self._vote_numel())
         self._place_vote()
 
@@ -182,8 +179,8 @@ class Reducer:
     # -- the backward pass ---------------------------------------------------------------------
 
     def output_has_gradient(self) -> None:
-        """A backward pass has come to the model's output: the pass whose end counts. Parameters
-        may get their gradients in passes inside it, one for each checkpointed segment."""
+        """Called when a backward pass reaches the model's output: the reducer waits for the end of
+        this pass. Checkpointed segments run passes of their own inside it."""
         if self.is_syncing and self._pass is Pass.NONE:
             self._pass = Pass.ENTERED
             self._ask_for_the_end()
@@ -193,12 +190,12 @@ class Reducer:
 
     def _pass_ended(self) -> None:
         stood, self._pass = self._pass, Pass.NONE
-        # A pass that has only entered was for gradients of something else than parameters.
+        # A pass that has only entered has computed gradients of other tensors than parameters.
         if stood is Pass.ARRIVING:
             self._end_backward()
 
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
-        """Autograd has added to a parameter's gradient."""
+        """Called when autograd has added to a parameter's gradient."""
         bucket = self.gradients.bring_home(number)
         if not self.is_syncing:
             self._has_leftover = True
@@ -210,7 +207,7 @@ class Reducer:
         if so_far < self._num_expected(number):
             bucket.missing -= 1
         elif bucket in self.buckets[: self._num_launched]:
-            # What is on the way lacks this gradient. A bucket that waits takes the sum.
+            # A launched bucket lacks this gradient. One that is not launched holds the sum.
             raise RuntimeError(
                 f"parameter {self.gradients.names[number]} of shape {tuple(parameter.shape)} got "
                 "another gradient in the same backward pass after its bucket was sent: it is used "
@@ -230,7 +227,7 @@ class Reducer:
         self._pass = Pass.ARRIVING
         self.is_live = True
         self._begin_launching()
-        if not is_announced:  # No output of the model was seen, as in a pass from inside of it.
+        if not is_announced:  # The pass began inside the model, not at its output.
             self._ask_for_the_end()
 
     def _begin_launching(self) -> None:
@@ -240,7 +237,7 @@ class Reducer:
         for bucket in self.buckets:
             bucket.missing = sum(self._num_expected(number) for number in bucket.views)
             for number, view in bucket.views.items():
-                # Now, because a bucket may be on its way when the pass ends.
+                # Now, because a bucket may be launched before the pass ends.
                 if self.gradients.is_frozen(number) and self.parameters[number].grad is None:
                     view.zero_()
 
@@ -248,8 +245,8 @@ class Reducer:
         # Until the gradients of a pass have been counted, no bucket is known to be complete.
         if not self.launches_early or self._expected is None:
             return
-        # The vote says which parameters were used, which is known when the pass has ended; so the
-        # last bucket waits for that. Without a vote, it need not.
+        # The vote says which parameters were used. A rank knows that at the end of the pass, so
+        # the last bucket waits for the end; a sharded step has no vote here.
         num_early = len(self.buckets) - (0 if self.is_sharded else 1)
         while self._num_launched < num_early:
             bucket = self.buckets[self._num_launched]
@@ -264,7 +261,7 @@ class Reducer:
         try:
             self._reduction.launch(bucket, number, self.group)
         except CollectiveError as error:
-            # The buckets are kept, so the pass goes on, and the step begins again from them.
+            # The buckets are kept, so the pass goes on, and the step can start again from them.
             if not self.parks or not ends_a_generation(error):
                 raise
             self._failure = error
@@ -272,7 +269,7 @@ class Reducer:
             self.on_launched(number)
 
     def _end_backward(self) -> None:
-        """Send what is left; parameters outside this backward pass contribute what they hold."""
+        """Launch the other buckets; parameters outside this pass send the gradients they hold."""
         if self._expected is None:
             self._expected = dict(self._arrivals)
         self._on_backward_end()
@@ -289,10 +286,11 @@ class Reducer:
     def _send_rest(self) -> None:
         self._launch_rest()
         self._has_leftover = False
-        if not self.is_sharded:  # Else the optimizer waits, in its step.
+        if not self.is_sharded:  # Else the optimizer waits for them in its step.
             self._finish()
 
     def _launch_rest(self) -> None:
+        # The vote comes first: it may travel behind the content of the last bucket.
         if self._reduction.vote is not None:
             self._write_vote(self._reduction.vote)
         for bucket in self.buckets[self._num_launched :]:
@@ -315,7 +313,7 @@ class Reducer:
         )
 
     def _finish(self) -> None:
-        """Wait for the sums and the votes; then `.grad` is what an optimizer of any kind steps."""
+        """Wait for sums and votes, and set `.grad` to the mean for any kind of optimizer."""
         self.wait()
         self._reduction.finish(self.buckets, self.group)
         vote = self._reduction.vote
@@ -363,15 +361,15 @@ class Reducer:
     # -- other ways through a step -------------------------------------------------------------
 
     def reduce_by(self, hook: CommHook) -> None:
-        """From now on `hook` reduces the buckets; between steps, on all ranks."""
+        """Let `hook` reduce the buckets; all ranks call this between the same steps."""
         self._reduction = ByHook(hook, self.parameters)
         self._place_vote()
 
     def reduce_by_shards(self) -> None:
-        """From now on every rank gets the sum for its shard only, and an optimizer takes over the
-        second half of the step.
+        """Reduce-scatter the buckets from now on: every rank gets the sum for its shard only, and
+        an optimizer ends the step.
 
-        Raises ValueError for gradients that a communication hook reduces.
+        Raises ValueError if a communication hook reduces the gradients.
         """
         if self.hook is not None:
             raise ValueError(why_not_sharded(self.hook.name))
@@ -379,19 +377,19 @@ class Reducer:
         self._reduction.adopt(self.buckets, self.group)
 
     def tell_no_samples(self) -> None:
-        """From now on no vote says how many samples were taken; between steps, on all ranks."""
+        """Leave sample counts out of the votes; all ranks call this between the same steps."""
         if self._cursors is not None:
             self._cursors = None
             self._place_vote()
 
     def release(self) -> None:
-        """Take no notice of gradients any more."""
+        """Remove the hooks from the parameters: no gradient is reduced any more."""
         for watch in self._watches:
             watch.remove()
 
     def shadow(self) -> None:
-        """Take part in one step of other ranks: with what was accumulated and never sent, then
-        with zeros. As after a backward pass, `.grad` holds the result."""
+        """Take part in one step of other ranks, with gradients left over from no_sync, else with
+        zeros. As after a backward pass, `.grad` holds the result."""
         self.is_live = self._has_leftover
         for number, view in self.gradients.views.items():
             if not self._has_leftover or self.parameters[number].grad is None:
@@ -401,23 +399,23 @@ class Reducer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether some bucket of a step is launched."""
+        """Whether at least one bucket of the step is launched."""
         return self._num_launched > 0
 
     @property
     def has_launched(self) -> bool:
-        """Whether reduced gradients are there, or on the way, for a step."""
+        """Whether all buckets of the step are launched."""
         return self._num_launched == len(self.buckets)
 
     def end_step(self) -> None:
-        """The optimizer has used what was reduced."""
+        """Called when the optimizer has used the reduced gradients."""
         self._num_launched = 0
         self.weight = None
 
     # -- from one generation to the next -------------------------------------------------------
 
     def change_group(self, group: Group) -> None:
-        """The buckets stay as they are, also if they were launched; see `launch_again`."""
+        """Go on in another group. The local gradients stay in the buckets; see `launch_again`."""
         self.group = group
         self._failure = None
         for bucket in self.buckets:
@@ -425,11 +423,11 @@ class Reducer:
         self._place_vote()
 
     def kept(self) -> list[GradientBucket]:
-        """Buckets that were launched for a sharded step that is not over."""
+        """The buckets of a sharded step that are launched; empty if there is no such step."""
         return self.buckets if self.is_sharded and self.has_launched else []
 
     def launch_again(self, bucket: GradientBucket) -> None:
-        """Reduce a kept bucket once more, in the group that is there now."""
+        """Reduce a kept bucket once more, in the present group."""
         self._launch(bucket)
         self._num_launched = len(self.buckets)
 

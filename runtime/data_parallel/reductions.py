@@ -1,10 +1,10 @@
 """The three ways in which the buckets of a model are reduced: one small class for each.
 
 AllReduce      every rank gets the sum of all gradients; any optimizer can step. The step's vote
-               (agreement.py) rides behind the content of the last bucket if its dtype can count
-               ranks, and is reduced on its own otherwise.
+               (agreement.py) travels behind the content of the last bucket if the dtype of the
+               bucket can count ranks; else it is reduced alone.
 ByHook         as AllReduce, but a communication hook (comm_hooks.py) reduces the buckets. The
-               vote goes when all of them are there: the hook may issue collectives until then.
+               vote is sent after all buckets are done: the hook may issue collectives until then.
 ReduceScatter  every rank gets the sum for its shard only, out of place: the local buckets are
                kept until the step is over. There is no vote here: the optimizer that owns the
                shards finishes the step, and holds a ballot on it.
@@ -29,43 +29,43 @@ _COUNTING = (torch.float32, torch.float64)
 class Reduction(ABC):
     """How the buckets of one model are reduced.
 
-    hook: what reduces them, if that is a communication hook.
-    vote: (vote_numel,) this rank writes its vote here before the last bucket is launched, and finds
-    the sum of all votes here after `finish`; None where an optimizer holds a ballot instead.
+    hook: the communication hook that reduces them, if there is one.
+    vote: (vote_numel,) this rank writes its vote here before the last bucket is launched; after
+        `finish` it holds the sum of all votes. None where an optimizer holds a ballot instead.
     """
 
     hook: CommHook | None = None
     vote: torch.Tensor | None = None
 
     def adopt(self, fresh: Sequence[GradientBucket], group: Group) -> None:
-        """Reduce these buckets, too, from now on."""
+        """Prepare new buckets for this kind of reduction."""
 
     def place_vote(self, last: GradientBucket, numel: int) -> None:
-        """Between two steps: the last bucket is another one, or the vote has another length."""
+        """Place the vote anew, between two steps, for a new last bucket or a new vote length."""
 
     @abstractmethod
     def launch(self, bucket: GradientBucket, number: int, group: Group) -> None:
         """Begin to reduce a bucket. All ranks launch them in the order of their numbers."""
 
     def launch_vote(self, group: Group) -> None:
-        """The vote is written, and all buckets are launched."""
+        """Called when the vote is written and all buckets are launched."""
 
     def finish(self, buckets: Sequence[GradientBucket], group: Group) -> None:
-        """Return when buckets and vote hold what all ranks gave. The works of the buckets are
-        done before."""
+        """Block until buckets and vote hold the sums over all ranks. The caller has waited for the
+        works of the buckets."""
 
     def divide(self, buckets: Sequence[GradientBucket], divisor: float) -> None:
-        """Make the mean of the sum. divisor: 0 where no rank was live, so that nothing counts."""
+        """Divide the sums to get means. divisor: 0 where no rank was live: no gradient counts."""
 
 
 class AllReduce(Reduction):
-    """In place, and all buckets whole."""
+    """Every rank gets the whole sum of every bucket, in place."""
 
     vote: torch.Tensor
 
     def __init__(self) -> None:
         self._carrier: GradientBucket | None = None
-        """The bucket that the vote rides behind."""
+        """The bucket that carries the vote behind its content."""
         self._vote_work: Work | None = None
 
     def place_vote(self, last: GradientBucket, numel: int) -> None:
@@ -97,9 +97,9 @@ class AllReduce(Reduction):
 
 
 class ByHook(Reduction):
-    """As a communication hook does it; hooks divide the sum themselves.
+    """A communication hook reduces the buckets, and divides the sums itself.
 
-    parameters: of the model, by number; those that are made trainable later appear in it.
+    parameters: of the model, by number; parameters that become trainable later are appended to it.
     """
 
     hook: CommHook
@@ -129,7 +129,7 @@ class ByHook(Reduction):
 
 
 class ReduceScatter(Reduction):
-    """Each rank gets the sum for its shard of a bucket, and its optimizer divides that."""
+    """Each rank gets the sum for its shard of a bucket; its optimizer divides the sum."""
 
     def adopt(self, fresh: Sequence[GradientBucket], group: Group) -> None:
         for bucket in fresh:

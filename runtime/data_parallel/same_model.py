@@ -1,4 +1,4 @@
-"""The same model on all ranks: found out before anything is overwritten, and brought about."""
+"""Checks that all ranks have the same model, and then copies one rank's tensors to all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collectives.objects.blocking import all_gather_row
 
 
 def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group) -> None:
-    """Raises ValueError for parameters on several devices, or on another one than the group's."""
+    """Raises ValueError if the parameters are not all on the device of the group."""
     first_name, first = named[0]
     for name, parameter in named:
         if parameter.device != first.device:
@@ -34,7 +34,7 @@ def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group)
 def check_same_model(
     operation: str, named: Sequence[tuple[str, torch.nn.Parameter]], group: Group
 ) -> None:
-    """As `check_same_parameters`: names, shapes, dtypes, and which of them are frozen."""
+    """`check_same_parameters` for names, shapes, dtypes, and which parameters are frozen."""
     check_same_parameters(
         operation,
         [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
@@ -43,10 +43,10 @@ def check_same_model(
 
 
 def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> None:
-    """Compare one text per parameter over the ranks, by number.
+    """Compare the ranks' parameters by number, in two small collectives.
 
-    operation: whose arguments are compared, for the error. told: what must be equal: shape, dtype
-    and so on. Two collectives, small ones.
+    operation: the name of the operation whose arguments are compared, for the error.
+    told: a text per parameter, equal on all ranks: its shape, dtype and so on.
 
     Raises CollectiveMismatch on all ranks, naming the first parameter that differs.
     """
@@ -67,15 +67,15 @@ def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Sequence[torch.Tensor], root: int, group: Group) -> None:
-    """Copy rank `root`'s tensors into those of all ranks: one broadcast per dtype.
+    """Copy rank `root`'s tensors into the tensors of all ranks: one broadcast per dtype.
 
-    tensors: any shapes and dtypes, same on all ranks, on the group's device.
+    tensors: any shapes and dtypes, the same on all ranks, on the group's device.
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_dtype[tensor.dtype].append(tensor)
     for dtype, same in by_dtype.items():
-        # Masks and small integers are few; they travel as int32, which every backend has.
+        # Masks and small integers are few; they travel as int32, which every backend supports.
         wire = dtype if dtype in DTYPES else torch.int32
         flat = torch.cat([tensor.reshape(-1).to(wire) for tensor in same])
         group.broadcast(flat, root).wait()

@@ -1,7 +1,7 @@
-"""What a model's steps consist of: averages over the last ones, and what the reducer chose.
+"""Statistics of a model's steps: average times, the chosen buckets, and unused parameters.
 
-Collected at debug level INFO and above. Times are the host's: on a GPU they say when work was
-queued, not when it was done.
+They are collected at debug level INFO and above. Times are measured on the host: on a GPU they say
+when work was queued, not when it was done.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ _STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class StepStatistics:
-    """Averages over the last `steps` backward passes that were synchronised; seconds.
+    """Averages over the last `steps` synchronised backward passes; times in seconds.
 
-    forward_s: inside the model's forward. backward_s: from its end until the last gradient is
-    there. wait_s: for buckets, after that. communication_s: from the first launch of a bucket to
-    the end of the last bucket. overlap_s: the part of it in which the backward pass still ran.
-    buckets: bytes of each, in the order in which they are sent.
+    forward_s: inside the model's forward.
+    backward_s: from the end of the forward pass until the last gradient is there.
+    wait_s: waiting for buckets after the last gradient.
+    communication_s: from the first launch of a bucket to the end of the last bucket.
+    overlap_s: the part of communication_s in which the backward pass still ran.
+    buckets: the bytes of each bucket, in the order of sending.
     """
 
     steps: int
@@ -48,7 +50,7 @@ class StepStatistics:
 
 
 class StepClock:
-    """Stamps of one model's steps, by time.monotonic(); the model and its reducer call it."""
+    """Times one model's steps with time.monotonic(); the model and its reducer call it."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float, float, float, float]] = deque(maxlen=_STEPS)
@@ -64,7 +66,7 @@ class StepClock:
         self._backward_ended_at = time.monotonic()
 
     def buckets_are_reduced(self, operations: Sequence[Operation], wait_s: float) -> None:
-        """operations: of the buckets, in the order of issue."""
+        """operations: the collectives of the buckets, in the order of issue."""
         ends = [operation.ended_at for operation in operations if operation.ended_at is not None]
         if not ends or not self._forward_ended_at:
             return
@@ -91,7 +93,7 @@ def bucket_bytes(buckets: Sequence[GradientBucket]) -> tuple[int, ...]:
 
 
 def tell_choice(buckets: Sequence[GradientBucket], rank: int, names: Sequence[str]) -> None:
-    """Log the buckets of a model. names: of its parameters, by the numbers in the buckets."""
+    """Log the buckets of a model. names: of its parameters, by number."""
     nbytes = bucket_bytes(buckets)
     lines = [
         f"rank {rank}: {len(names)} parameters in {len(nbytes)} buckets of "
@@ -107,7 +109,7 @@ def tell_choice(buckets: Sequence[GradientBucket], rank: int, names: Sequence[st
 
 
 class UnusedParameters:
-    """Tells which parameters got no gradient on this rank, whenever that changes."""
+    """Logs which parameters got no gradient on this rank, whenever that changes."""
 
     def __init__(self, rank: int, names: Sequence[str]) -> None:
         self._rank = rank

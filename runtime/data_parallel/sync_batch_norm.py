@@ -1,8 +1,8 @@
 """`SyncBatchNorm`: batch normalisation by the statistics of all ranks' samples.
 
-Every rank gives the mean of its samples, the sum of their squared deviations, and their number; all
-ranks combine them in rank order, so they get the same bits. A rank without samples gives zeros, and
-changes nothing: an empty batch, or a rank that has run out of data inside Join.
+Every rank sends the mean of its samples, the sum of their squared deviations, and their number. All
+ranks combine these in rank order, so they get the same bits. A rank without samples (an empty
+batch, or no more data inside Join) sends zeros, which change nothing.
 
 Sources: Ioffe and Szegedy, arXiv:1502.03167, for the layer and its gradient; Chan, Golub and
 LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979, for
@@ -22,15 +22,15 @@ from collectives import Group
 
 from ..process.running import current_group
 
-# Weak on both sides: a group holds those that were made of it, and they hold it.
+# Weak on both sides: a group refers to the groups made from it, and they refer to it.
 _beside: weakref.WeakKeyDictionary[Group, weakref.ref[Group]] = weakref.WeakKeyDictionary()
 
 
 def group_beside(group: Group) -> Group:
-    """A group of the same ranks for collectives between those of `group`; made on first use.
+    """A second group of the same ranks; the first call makes it, a blocking collective.
 
-    Collective, blocking, then. Buckets of gradients are launched whenever they are complete, so on
-    one group their order among the statistics would differ by rank.
+    A rank launches a bucket of gradients when it is complete, so in one group the order of buckets
+    and statistics would differ between ranks.
     """
     reference = _beside.get(group)
     beside = reference() if reference else None
@@ -44,17 +44,17 @@ def group_beside(group: Group) -> Group:
 class SyncBatchNorm(_BatchNorm):
     """torch.nn.SyncBatchNorm over a Group, on any device; also with uneven inputs inside Join.
 
-    Input: (samples, num_features, …), any number of dimensions from 2, also of no samples. In
-    training the mean and variance are those of the samples of all ranks, weighed by their number,
-    and the running ones follow them; in evaluation it is plain batch normalisation.
+    Input: (samples, num_features, …) with at least 2 dimensions; the batch may be empty. In
+    training the mean and variance are those of the samples of all ranks, and the running statistics
+    follow them. In evaluation the layer is plain batch normalisation.
 
-    num_features, eps, momentum, affine, track_running_stats: as in torch. process_group: a Group;
-    None, or the model's own, takes one beside that of the DistributedDataParallel it is in, or
-    without one beside the session's.
+    num_features, eps, momentum, affine, track_running_stats: as in torch.
+    process_group: a Group. None, or the model's own group: a second group of the same ranks as the
+        DistributedDataParallel around the layer, or, without one, as the session.
 
-    It sends 2·C+1 numbers per rank in forward and 2·C in backward (C features).
+    Each rank sends 2·C+1 numbers in the forward pass and 2·C in the backward pass (C features).
 
-    Raises ValueError, on all ranks, in training if all of them have one value per channel or none.
+    Raises ValueError, on all ranks, in training with at most one value per channel over all ranks.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def group(self) -> Group | None:
-        """Where the statistics are shared; None before a model or a forward has found it."""
+        """The group that shares statistics; None before a model or a forward pass has set it."""
         return self._group
 
     @classmethod
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_group: Group | None = None
     ) -> torch.nn.Module:
-        """`module` with each BatchNorm layer in it, torch's SyncBatchNorm as well, replaced by one
-        of these, with its parameters and buffers. To be called before DistributedDataParallel."""
+        """Replace each BatchNorm layer in `module`, including torch.nn.SyncBatchNorm, by one of
+        this class with its parameters and buffers. Call it before DistributedDataParallel."""
         converted = module
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
             converted = cls(
@@ -110,7 +110,7 @@ class SyncBatchNorm(_BatchNorm):
         return converted
 
     def bind(self, group: Group) -> None:
-        """Take the group beside `group` unless another one was given. For the model around it."""
+        """Set the group for the model around the layer; the user's process_group has precedence."""
         given = self.process_group
         self._group = group_beside(group) if given is None or given is group else given
 
@@ -140,7 +140,7 @@ class SyncBatchNorm(_BatchNorm):
             factor = 1.0 / self.num_batches_tracked.item()
         unbiased = variance * (count / (count - 1))
         for running, newest in ((self.running_mean, mean), (self.running_var, unbiased)):
-            # In the precision of the statistics: running ones in bfloat16 are rounded once.
+            # Computed in the precision of the statistics: bfloat16 running statistics round once.
             running.copy_(running.to(newest.dtype).lerp(newest, factor))
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -153,15 +153,15 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy belongs to no group until a model takes it."""
+        """A copy belongs to no group until a model binds it."""
         return {**self.__dict__, "process_group": None, "_group": None}
 
 
 class _Normalise(torch.autograd.Function):
     """(x - mean) / sqrt(var + eps) * weight + bias; mean and variance are over all ranks' samples.
 
-    Statistics are in float32, or float64 where the input is. The gradients of weight and bias are
-    the rank's own, as those of all parameters are before they are reduced.
+    Statistics are float32, or float64 for a float64 input. The gradients of weight and bias are
+    this rank's own; the model reduces them with those of all other parameters.
     """
 
     @staticmethod

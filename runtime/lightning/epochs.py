@@ -54,8 +54,8 @@ class Epochs(Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         batches = all_gather_object(self._model.group, trainer.num_training_batches)
-        # All ranks have equally many batches: no Join. Without a length the numbers are unknown,
-        # and a Join costs one empty step at the end.
+        # With equally many batches on all ranks no Join is needed. A loader without a length needs
+        # one, since its number is unknown; the Join costs one empty step at the end.
         if len(set(batches)) == 1 and batches[0] != float("inf"):
             return
         self._check()
@@ -109,12 +109,12 @@ class Epochs(Callback):
         if self._join is not None:
             join, self._join = self._join, None
             if join.ledger.batch is not None:
-                # Lightning does not ask the Shard for another batch, which would count this one.
+                # The Shard counts a batch when the next one is asked for; Lightning asks for none.
                 join.ledger.batch += 1
             join.__exit__(None, None, None)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._leave()  # If a hook has cut the epoch short.
+        self._leave()  # A hook may have cut the epoch short.
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._join is not None:

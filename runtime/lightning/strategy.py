@@ -173,7 +173,7 @@ class ChoruslineStrategy(ParallelStrategy):
             state = [*model.parameters(), *model.buffers()]
             broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
             return model
-        if self._layer_sync is not None:  # set by Trainer(sync_batchnorm=True)
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True) has set it.
             model = SyncBatchNorm.convert_sync_batchnorm(model)
         wrapped = DistributedDataParallel(model, self.group, **self._options)
         if self._comm_hook is not None:
@@ -221,8 +221,8 @@ class ChoruslineStrategy(ParallelStrategy):
 
     @torch.inference_mode(False)
     def reduce(self, tensor: Any, group: Group | None = None, reduce_op: Any = "mean") -> Any:
-        """The reduced tensor; other values come back unchanged. reduce_op: "mean", "sum" and so on,
-        or a ReduceOp of torch or of Chorusline."""
+        """The reduced tensor; a value of another type comes back as it is. reduce_op: "mean",
+        "sum" and so on, or a ReduceOp of torch or of Chorusline."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         group = group or self.group

@@ -1,8 +1,8 @@
-"""Ranges of a flattened tensor as boxes, and who writes which range. Pure arithmetic.
+"""Cuts ranges of a flattened tensor into boxes, and divides ranges between ranks.
 
-Ranks own ranges of flattened tensors. The format of torch.distributed.checkpoint knows boxes only
-(an offset and a length in each dimension), so a range is written as the few boxes that it is made
-of. Each of our boxes is contiguous in the flattened tensor, so a range says it all.
+Ranks own ranges of flattened tensors. The format of torch.distributed.checkpoint knows only boxes
+(an offset and a length in each dimension), so a range is written as a few boxes. Each of these
+boxes is contiguous in the flattened tensor, so a range describes it completely.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 MAX_ITEM_BYTES = 4 << 20
-"""The largest piece that is written, checked and read as one. A rank reads whole pieces, so this
-is what it may read in vain at either end of a range."""
+"""The largest piece that is written, checked and read at once. A rank reads whole pieces, so it
+may read up to this many unneeded bytes at either end of a range."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and lengths, by dimension."""
@@ -60,16 +60,16 @@ def items_of(
 def split_evenly(
     sizes: Sequence[tuple[int, int]], part: int, num_parts: int
 ) -> list[tuple[int, int]]:
-    """The elements of each tensor that `part` of `num_parts` writes, so that every element is
-    written once and all parts have about the same number of bytes.
+    """The elements of each tensor that `part` of `num_parts` writes. Every element is in one part,
+    and all parts have about the same number of bytes.
 
-    sizes: (elements, bytes of an element) of each tensor. Returns (start, stop) for each.
+    sizes: (elements, bytes per element) of each tensor. Returns (start, stop) for each tensor.
     """
     total = sum(numel * itemsize for numel, itemsize in sizes)
     low, high = (total * p // num_parts for p in (part, part + 1))
     ranges, at = [], 0
     for numel, itemsize in sizes:
-        # Rounding up at both ends: where one part stops the next one starts.
+        # Both ends are rounded up, so that a part starts where the part before it stops.
         start, stop = (min(numel, max(0, -(-(byte - at) // itemsize))) for byte in (low, high))
         ranges.append((start, stop))
         at += numel * itemsize

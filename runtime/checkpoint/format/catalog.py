@@ -1,4 +1,4 @@
-"""The checkpoints of one place: which are there, which is the newest whole one, which may go."""
+"""The checkpoints of one place: lists them, finds the newest whole one, deletes old ones."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ PROBE = ".probe-"
 
 
 def folder_name(step: int, run: str, number: int) -> str:
-    """Of a checkpoint. run: eight hex digits that every attempt to run draws anew, so that nobody
-    writes into the remains of another; number: of the checkpoint in the run."""
+    """The folder of a checkpoint. run: eight hex digits, new in every attempt to run, so that no
+    attempt writes into the files of another. number: of the checkpoint in the run."""
     return f"step-{step:08d}-{run}-{number}"
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Folders. whole: with a manifest, the last written first. broken: with one that cannot be
-    read. torn: with none, so that they do not exist as checkpoints."""
+    """Folders. whole: with a manifest, the newest first. broken: with an unreadable manifest. torn:
+    without a manifest, so they are not checkpoints."""
 
     whole: list[str]
     broken: list[str]
@@ -31,8 +31,8 @@ class Listing:
 
 
 def listing(storage: Storage) -> Listing:
-    """By the time of writing, not by steps: who started afresh in the same place, or went back,
-    goes on from what was written since."""
+    """The folders of a place, ordered by the time of writing, not by step: a run that started anew
+    in the same place resumes from its own checkpoints, although their steps are lower."""
     written: list[tuple[float, str]] = []
     broken, torn = [], []
     for name in storage.children():
@@ -49,13 +49,13 @@ def listing(storage: Storage) -> Listing:
 
 
 def prune(storage: Storage, keep: int | None, newest: str) -> None:
-    """Delete what is no longer needed now that `newest` is whole: the oldest beyond `keep`, and
-    what is torn or broken. No checkpoint is being written meanwhile."""
+    """Delete old checkpoints now that `newest` is whole: the oldest beyond `keep`, and all torn or
+    broken ones. No checkpoint is written at the same time."""
     listed = listing(storage)
     others = [name for name in listed.whole if name != newest]
     too_many = [] if keep is None else others[keep - 1 :]
     for name in [*too_many, *listed.broken]:
-        # The manifest first: what is half deleted must not look whole.
+        # The manifest first: a checkpoint that is half deleted must not look whole.
         storage.delete(within(name, MANIFEST))
         storage.delete(name)
     for name in listed.torn:
@@ -63,7 +63,7 @@ def prune(storage: Storage, keep: int | None, newest: str) -> None:
 
 
 def sweep(storage: Storage) -> None:
-    """Delete what runs that were killed have left: torn checkpoints and probes."""
+    """Delete the torn checkpoints and probes that killed runs have left."""
     for name in listing(storage).torn:
         storage.delete(name)
     for name in storage.children():
@@ -72,18 +72,18 @@ def sweep(storage: Storage) -> None:
 
 
 def candidates(storage: Storage) -> list[str]:
-    """Folders that may be resumed from, the newest first; [""] where the place is itself one."""
+    """Folders to resume from, the newest first; [""] if the place is itself a checkpoint."""
     if MANIFEST in storage.children():
         return [""]
     listed = listing(storage)
-    # The broken ones first, so that whoever passes one over says so.
+    # Broken ones come first, so that a caller tries them, and can warn of them.
     return [*sorted(listed.broken, reverse=True), *listed.whole]
 
 
 def newest_whole(storage: Storage) -> CheckpointReader:
-    """For one process: the newest checkpoint that is whole, verified to the last byte.
+    """The newest whole checkpoint, of which one process has verified every byte.
 
-    Raises CheckpointNotFound where there is none, CheckpointCorrupted where all are broken.
+    Raises CheckpointNotFound if there is no checkpoint, CheckpointCorrupted if all are broken.
     """
     broken: CheckpointCorrupted | None = None
     for folder in candidates(storage):

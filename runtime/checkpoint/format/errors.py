@@ -1,12 +1,12 @@
-"""What can go wrong with checkpoints, below the root of all our errors.
+"""The errors of checkpoints, below the root of Chorusline's errors.
 
     ChoruslineError
     └── CheckpointError
-        ├── CheckpointPlaceUnusable  the place cannot take checkpoints; found before training starts
-        ├── CheckpointWriteFailed    one could not be written; those before it are whole
-        ├── CheckpointNotFound       there is none where one was asked for
-        ├── CheckpointCorrupted      one is there, and torn or changed: no byte of it is used
-        └── CheckpointMismatch       one is whole, and of another model, optimizer or object
+        ├── CheckpointPlaceUnusable  the storage cannot keep checkpoints; raised before training
+        ├── CheckpointWriteFailed    a checkpoint could not be written; earlier ones are whole
+        ├── CheckpointNotFound       the requested place has no checkpoint
+        ├── CheckpointCorrupted      a checkpoint is torn or changed; no byte of it is used
+        └── CheckpointMismatch       a whole checkpoint of another model, optimizer or object
 
 Fields are positional and the text is made in `__str__`, as in `collectives.contract.errors`.
 """
@@ -17,7 +17,7 @@ from collectives.contract.errors import ChoruslineError
 
 
 class CheckpointError(ChoruslineError):
-    """path: of the checkpoint, its folder or one file. detail: what is wrong with it."""
+    """path: the checkpoint, its folder or one file. detail: what is wrong with it."""
 
     def __init__(self, path: str, detail: str) -> None:
         super().__init__(path, detail)
@@ -29,7 +29,7 @@ class CheckpointError(ChoruslineError):
 
 
 class CheckpointPlaceUnusable(CheckpointError):
-    """Checkpoints cannot be kept in this place. Raised before the train function is called."""
+    """The place cannot keep checkpoints. Raised before the train function is called."""
 
     def __str__(self) -> str:
         return (
@@ -39,7 +39,7 @@ class CheckpointPlaceUnusable(CheckpointError):
 
 
 class CheckpointWriteFailed(CheckpointError):
-    """A checkpoint was given up. ranks: those to blame."""
+    """A checkpoint was given up. ranks: the ranks that caused it."""
 
     def __init__(self, path: str, detail: str, ranks: tuple[int, ...]) -> None:
         ChoruslineError.__init__(self, path, detail, ranks)
@@ -56,18 +56,18 @@ class CheckpointWriteFailed(CheckpointError):
 
 
 class CheckpointNotFound(CheckpointError):
-    """No whole checkpoint is where one was asked for by name."""
+    """The place that was named has no whole checkpoint."""
 
 
 class CheckpointCorrupted(CheckpointError):
-    """What is there is not what was written. path: of the file."""
+    """A file does not hold what was written to it. path: of the file."""
 
     def __str__(self) -> str:
         return f"{self.path} is torn or corrupted: {self.detail}; nothing of it was used"
 
 
 class CheckpointMismatch(CheckpointError):
-    """The checkpoint was saved of something else than what is registered now."""
+    """The checkpoint holds other objects than those that are registered now."""
 
     def __str__(self) -> str:
         return f"checkpoint {self.path} does not fit: {self.detail}"

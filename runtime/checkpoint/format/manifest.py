@@ -1,8 +1,8 @@
-"""The manifest: what a checkpoint is made of, with a checksum of every piece; written last.
+"""The manifest: lists the pieces of a checkpoint with their checksums; written last.
 
-A checkpoint without a whole manifest does not exist. Beside it lies `.metadata`, the same in the
-words of torch.distributed.checkpoint, which reads the data files as they are. We read only the
-manifest: it is plain JSON, and has the checksums.
+A checkpoint without a whole manifest does not exist. The file `.metadata` beside it holds the same
+in the format of torch.distributed.checkpoint, which can read the data files. Chorusline reads only
+the manifest, which is plain JSON and has the checksums.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Bytes [at, at + length) of a file, which torch.load reads; crc32 of them.
+    """Bytes [at, at + length) of a file, which torch.load reads, and their crc32.
 
-    start, stop: the elements of the flattened tensor that they hold; 0, 0 for an object.
+    start, stop: the range of the flattened tensor in these bytes; 0, 0 for an object.
     """
 
     file: str
@@ -43,7 +43,7 @@ class Item:
 
 @dataclass(slots=True)
 class Entry:
-    """A tensor, or with dtype None an object of one item."""
+    """A tensor; or, if dtype is None, an object of one item."""
 
     path: Path
     dtype: str | None
@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Part:
-    """What one rank has written."""
+    """The entries and files that one rank has written. files: their sizes in bytes."""
 
     rank: int
     step: int
@@ -70,8 +70,11 @@ class Part:
 
 @dataclass(slots=True)
 class Manifest:
-    """kinds: of the registered objects, by name. files: their sizes. progress: of each rank, small
-    and opaque. metadata_sha256: of `.metadata`."""
+    """kinds: the kind of each registered object, by name.
+    files: the size of each file, in bytes.
+    progress: of each rank, small and opaque.
+    metadata_sha256: of `.metadata`.
+    """
 
     step: int
     world_size: int
@@ -94,8 +97,8 @@ class Manifest:
 
 
 def merged(parts: Sequence[Part]) -> list[Entry]:
-    """The entries of all ranks as one, each tensor's items in order. Raises ValueError where ranks
-    disagree on a tensor, or have not written all of it once."""
+    """The entries of all ranks in one list, with items in order. Raises ValueError if ranks
+    disagree on a tensor, or have not written each element once."""
     entries: dict[Path, Entry] = {}
     for part in parts:
         for theirs in part.entries:
@@ -131,7 +134,7 @@ def name_of(path: Iterable[str | int]) -> str:
 
 
 def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
-    """The last act: with it the checkpoint exists."""
+    """Write `.metadata` and then the manifest, with which the checkpoint exists."""
     metadata = _metadata_for_torch(manifest)
     manifest.metadata_sha256 = hashlib.sha256(metadata).hexdigest()
     storage.write(within(folder, METADATA), metadata)
@@ -141,7 +144,7 @@ def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Raises FileNotFoundError where there is none, CheckpointCorrupted where it is not whole."""
+    """Raises FileNotFoundError if there is no manifest, CheckpointCorrupted if it is damaged."""
     name = within(folder, MANIFEST)
     data = storage.read(name)
     try:
@@ -195,7 +198,7 @@ def _metadata_for_torch(manifest: Manifest) -> bytes:
     stored: dict[Any, Any] = {}
     for entry in manifest.entries:
         name = name_of(entry.path)
-        planned[name] = tuple(map(str, entry.path))  # To torch a number is a place in a list.
+        planned[name] = tuple(map(str, entry.path))  # torch reads a number as an index of a list.
         if entry.dtype is None:
             described[name] = BytesStorageMetadata()
             item = entry.items[0]

@@ -1,6 +1,6 @@
-"""What a checkpoint is made of: ranges of tensors and small objects, each under its path.
+"""The pieces of a checkpoint: ranges of tensors and small objects, each under its path.
 
-Neither models nor optimizers are known here. So the files of the format (manifest, data files,
+This file knows neither models nor optimizers. So the files of the format (manifest, data files,
 reader) can be read, and used, without the objects whose state is saved.
 """
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 import torch
 
 Path = tuple[str | int, ...]
-"""The keys of the dictionaries that lead to a tensor or an object: it names it in the checkpoint,
-as in torch.distributed.checkpoint."""
+"""The keys of the dictionaries that lead to a tensor or an object. The path names it in the
+checkpoint, as in torch.distributed.checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
     """Elements [start, stop) of the flattened tensor at `path`, which has `shape`.
 
-    parts: that hold them, flattened, one after the other.
+    parts: flattened tensors that hold these elements, one after the other.
     """
 
     path: Path
@@ -32,7 +32,7 @@ class TensorRange:
 
 @dataclass(slots=True)
 class Contents:
-    """leaves: objects by path, as bytes that torch.load reads."""
+    """ranges: of tensors. leaves: objects by path, as bytes that torch.load reads."""
 
     ranges: list[TensorRange] = field(default_factory=list)
     leaves: dict[Path, bytes] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Reads a whole checkpoint: ranges of tensors and objects, each piece checked before it is used."""
+"""Reads ranges of tensors and objects from a checkpoint, and verifies each piece before use."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .storage import Storage
 
 
 class CheckpointReader:
-    """One checkpoint. folder: its name within the storage. bytes_read: so far, of data files.
+    """One checkpoint. folder: its name within the storage. bytes_read: from data files so far.
 
-    Raises CheckpointCorrupted with the file's name, here and in every method that reads.
+    The constructor and every method that reads raise CheckpointCorrupted with the file's name.
     """
 
     def __init__(self, storage: Storage, folder: str) -> None:
@@ -46,7 +46,7 @@ class CheckpointReader:
         return self.manifest.below(*path)
 
     def verify(self, part: int = 0, num_parts: int = 1) -> None:
-        """Read every `num_parts`-th piece, and compare sizes and checksums."""
+        """Read every `num_parts`-th piece from `part` on, and compare sizes and checksums."""
         for number, (file, size) in enumerate(sorted(self.manifest.files.items())):
             if number % num_parts == part:
                 self._verify_size(file, size)
@@ -73,8 +73,8 @@ class CheckpointReader:
             raise CheckpointCorrupted(self.storage.path_of(name), f"it has {found} bytes of {size}")
 
     def tensor(self, entry: Entry, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, (stop - start,), on the CPU; only the
-        pieces that they lie in are read."""
+        """(stop - start,) elements [start, stop) of the flattened tensor, on the CPU. Reads only
+        the pieces that hold them."""
         assert entry.dtype is not None
         stop = entry.numel if stop is None else stop
         result = torch.empty(stop - start, dtype=dtype_of(entry.dtype))
@@ -90,13 +90,13 @@ class CheckpointReader:
         return torch.load(data, map_location="cpu", weights_only=False)
 
     def value(self, entry: Entry) -> Any:
-        """A tensor in its shape, or the object."""
+        """The tensor in its shape, or the object."""
         if entry.dtype is None:
             return self.object(entry)
         return self.tensor(entry).view(entry.shape)
 
     def _piece(self, item: Item) -> torch.Tensor:
-        # Neighbouring ranges often share a piece.
+        # Neighbouring ranges often share a piece, so the last one is kept.
         if self._last is None or self._last[0] != item:
             loaded = torch.load(io.BytesIO(self._bytes(item)), weights_only=True)
             self._last = (item, loaded)

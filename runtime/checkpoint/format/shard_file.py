@@ -1,4 +1,4 @@
-"""Writes one rank's data file: pieces as torch.save makes them, one behind the other, checked."""
+"""Writes one rank's data file: pieces in torch.save's format, in sequence, with checksums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .storage import Storage
 
 
 class _Checked:
-    """A file that knows how much was written to it, and the crc32 of it since `begin`."""
+    """Counts the bytes written to a file, and their crc32 since the caller last set it to 0."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -23,13 +23,13 @@ class _Checked:
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        # crc32, as it finds what disks and copies do: 4 GB/s here, where sha256 has 1.7.
+        # crc32 finds the faults of disks and copies; 4 GB/s here, where sha256 has 1.7.
         self.crc32 = zlib.crc32(data, self.crc32)
         self.position += len(data)
         try:
             self._file.write(data)
         except OSError as error:
-            self.failure = error  # torch.save makes "unexpected pos 4096 vs 0" of it.
+            self.failure = error  # torch.save replaces it by "unexpected pos 4096 vs 0".
             raise
         return len(data)
 
@@ -45,7 +45,7 @@ def write_part(
     ranges: list[TensorRange],
     leaves: dict[Path, bytes],
 ) -> Part:
-    """Write all of it to one file. ranges: in buffers that nothing changes meanwhile."""
+    """Write all to one file. ranges: each in one buffer, which must not change meanwhile."""
     file_name = f"rank-{rank}.distcp"
     entries: list[Entry] = []
     with storage.create(within(folder, file_name)) as opened:
@@ -69,7 +69,7 @@ def write_part(
             (buffer,) = ranged.parts
             pieces = items_of(ranged.shape, ranged.start, ranged.stop, ranged.dtype.itemsize)
             for start, stop, (_, lengths) in pieces:
-                # A clone, because torch.save writes all of a view's storage.
+                # A clone, because torch.save writes the whole storage of a view.
                 piece = buffer[start - ranged.start : stop - ranged.start].clone()
                 entry.items.append(item(piece.view(lengths), start, stop))
             entries.append(entry)

@@ -1,8 +1,8 @@
-"""Where checkpoints lie: a folder, or any place that fsspec knows, behind one small interface.
+"""The place of checkpoints: a folder, or any place that fsspec knows, behind one interface.
 
 Names are relative, with slashes; "" is the place itself. A file appears whole or not at all where
-that can be had: in a folder it is written under another name, brought to the disk and renamed. Most
-object stores show an object when it is complete; where one does not, its checksum tells.
+the place allows it. In a folder it is written under another name, synchronised to the disk, and
+renamed. Most object stores show only complete objects; elsewhere the checksum finds a torn file.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Storage(ABC):
     """A place with files. Every method may raise OSError; a missing file is FileNotFoundError."""
 
     path: str
-    """What a person calls it."""
+    """The path or URL for people, as in errors."""
 
     def path_of(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path
 
     @abstractmethod
     def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """A file to write. It is there when the with-block ends, and not if that raises."""
+        """A file to write. It appears when the with-block ends, and never if the block raises."""
 
     def write(self, name: str, data: bytes) -> None:
         with self.create(name) as file:
@@ -41,18 +41,18 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """At most `length` bytes from `start` on."""
+        """At most `length` bytes from `start` on; None: all of them."""
 
     @abstractmethod
     def size(self, name: str) -> int: ...
 
     @abstractmethod
     def children(self, name: str = "") -> list[str]:
-        """Names of what is directly in a folder; empty if there is no such folder."""
+        """The names of the files and folders directly in a folder; empty if it does not exist."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """A file, or a folder with all that is in it; nothing if it is not there."""
+        """Delete a file, or a folder with its contents; do nothing if it does not exist."""
 
 
 class Folder(Storage):
@@ -120,7 +120,7 @@ class Remote(Storage):
         try:
             yield file
         except BaseException:
-            # Closing it would publish what is half written.
+            # Closing the file would publish an incomplete object.
             with contextlib.suppress(Exception):
                 file.discard()
             raise
@@ -134,7 +134,7 @@ class Remote(Storage):
         return int(self._fs.size(self._full(name)))
 
     def children(self, name: str = "") -> list[str]:
-        self._fs.invalidate_cache()  # Other ranks write too.
+        self._fs.invalidate_cache()  # Other ranks write, too.
         try:
             found = self._fs.ls(self._full(name), detail=False)
         except FileNotFoundError:
@@ -149,20 +149,19 @@ class Remote(Storage):
 def open_storage(path: str | Path) -> Storage:
     """A local path, or a URL of a scheme that fsspec knows.
 
-    Raises CheckpointPlaceUnusable for an unknown scheme, and with fsspec's own advice where the
-    package for it is missing.
+    Raises CheckpointPlaceUnusable, with fsspec's advice, for a scheme unknown or not installed.
     """
     scheme = urllib.parse.urlsplit(str(path)).scheme if "://" in str(path) else ""
     if not scheme:
         return Folder(path)
-    import fsspec  # Costs time, and a folder needs none of it.
+    import fsspec  # The import costs time, and a folder does not need it.
     from fsspec.implementations.local import LocalFileSystem
 
     try:
         filesystem, root = fsspec.core.url_to_fs(str(path))
     except (ValueError, ImportError) as error:
         raise CheckpointPlaceUnusable(str(path), str(error)) from error
-    # fsspec's own local files are neither brought to the disk nor renamed.
+    # fsspec neither synchronises local files to the disk nor renames them.
     return (
         Folder(root)
         if isinstance(filesystem, LocalFileSystem)
@@ -171,7 +170,7 @@ def open_storage(path: str | Path) -> Storage:
 
 
 def _sync_folder(path: Path) -> None:
-    """A rename outlives a power cut only once its folder is on the disk."""
+    """Synchronise a folder to the disk: only then a rename in it outlives a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
