@@ -52,12 +52,8 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result that all ranks read.
-
-    squared_norm: of the whole summed gradient.
-    loss_scale: mean over the live ranks, 0.0 if no rank scales.
-    options, cursors: by rank.
-    """
+    """The result that all ranks read. squared_norm: of the whole summed gradient. loss_scale: mean
+    over the live ranks, 0.0 if no rank scales. options, cursors: by rank."""
 
     agreement: Agreement
     squared_norm: float

@@ -11,8 +11,7 @@ A bucket is launched when a rank has all its gradients, or when the backward pas
 pass no longer needs the bucket's parameters when new values arrive in them. (The exception is a
 pass that reads a parameter without its gradient, `weight.detach()`; this is not supported.)
 
-If a rank has joined, no shard is stepped early: the options of that rank's step come with the
-ballot.
+If a rank has joined, no shard is stepped early: its options come with the ballot.
 
 An early step cannot be undone. So it excludes clipping, loss scaling (which may skip a step) and a
 new decision after the loss of a rank.
@@ -38,10 +37,7 @@ from .parameter_shard import ParameterShard
 class EarlyUpdate:
     """The early steps of one optimizer's shard. Registers itself with the reducer.
 
-    reducer: whose buckets are stepped.
-    shard: the buckets of parameters, in the same order.
-    groups: the parameter groups of the user's optimizer.
-    divisor_of: the divisor of a step's gradient sums.
+    groups: of the user's optimizer. divisor_of: returns the divisor of a step's gradient sums.
     """
 
     def __init__(
@@ -58,8 +54,7 @@ class EarlyUpdate:
         self._votes: list[tuple[torch.Tensor, Work]] = []  # by bucket
         self._gathers: list[Gather] = []  # by bucket, of those that were stepped
         device = reducer.group.device
-        # On a GPU the updates have their own stream, so that the backward pass never waits for the
-        # network.
+        # On a GPU updates have their own stream: the backward pass must not wait for the network.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         reducer.on_launched = self._launched
 

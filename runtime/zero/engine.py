@@ -123,10 +123,8 @@ class OptimizerEngine:
         self.take_up_trainable()
 
     def take_up_trainable(self) -> None:
-        """Cut shards of waiting parameters that are now trainable, the same ones on all ranks.
-
-        A parameter that is frozen later keeps shard and state: without a gradient no rank steps it.
-        """
+        """Cut shards of waiting parameters that are now trainable, the same ones on all ranks. A
+        parameter that is frozen later keeps shard and state, and is not stepped."""
         fresh = [
             p
             for p in self._waiting
@@ -225,10 +223,8 @@ class OptimizerEngine:
         return outcome
 
     def _apply(self, outcome: Outcome) -> list[Gather]:
-        """Step all shards that this rank keeps, even if another rank is lost meanwhile.
-
-        Returns the all-gathers, each started as soon as its bucket is stepped.
-        """
+        """Step all shards that this rank keeps, even if another rank is lost meanwhile. Returns the
+        all-gathers, each started as soon as its bucket is stepped."""
         agreement = outcome.agreement
         gathers = self._early.end_step() if self._early is not None else []
         if not agreement.live:
@@ -254,10 +250,7 @@ class OptimizerEngine:
         return gathers
 
     def _check_gradients(self, agreement: Agreement) -> None:
-        """Raise RuntimeError if a parameter has a gradient on other ranks and none here.
-
-        Without a reducer each rank, joined or not, steps with its own `.grad`.
-        """
+        """Raise RuntimeError if a parameter has a gradient on other ranks and none here."""
         for parameter, is_used in zip(self.shard.parameters, agreement.used, strict=True):
             if is_used and parameter.grad is None:
                 error = RuntimeError(
@@ -290,7 +283,7 @@ class OptimizerEngine:
         """The numeric options of the optimizer, without entries that schedulers add to groups."""
         return numbers_of(self.face.param_groups, sorted(self.face.defaults))
 
-    # -- a run that goes on (recovery.py) --------------------------------------------------------
+    # -- recovery (recovery/recovery.py) ---------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
@@ -325,15 +318,12 @@ class OptimizerEngine:
         num_steps: int,
         options: Sequence[Mapping[str, Any]],
     ) -> int:
-        """Take over the state of an earlier optimizer of the same parameters.
-
-        Called on all ranks before the first step. Returns the bytes that this rank sent.
+        """Take over the state of an earlier optimizer of the same parameters. Called on all ranks
+        before the first step. Returns the bytes that this rank sent.
 
         held: this rank's part of the earlier state.
-        inventories: what each rank holds, by rank.
-        progress: of the earlier optimizer.
-        num_steps: of the earlier optimizer.
-        options: of the earlier optimizer, by parameter group.
+        inventories: of the earlier state, by rank.
+        progress, num_steps, options: of the earlier optimizer.
         """
         assert self.reducer is not None
         for ours, theirs in zip(self.face.param_groups, options, strict=True):

@@ -23,10 +23,7 @@ def gather_state(
 ) -> dict[int, dict[str, Any]]:
     """The state of all parameters on rank `to`, by number, on the CPU; empty on the others.
 
-    layout: of the optimizer's parameters.
     state: the state that this rank keeps.
-    group: of the optimizer.
-    to: the rank that gets the result.
 
     1. The ranks exchange descriptions, which include the state of whole parameters.
     2. For each bucket and name, the shards are gathered chunk by chunk. So besides its shard and
@@ -95,9 +92,7 @@ def _on_cpu(value: Any) -> Any:
 def check_fits(state: Mapping[str, Any], shape: torch.Size, name: str, *, may_be_cut: bool) -> None:
     """Raises ValueError if a state tensor cannot belong to a parameter of `shape`.
 
-    state: of the parameter, by key.
-    name: of the parameter.
-    may_be_cut: whether the parameter may be cut; then state of the whole parameter is a scalar.
+    name: of the parameter. may_be_cut: state of the whole parameter must be a scalar then.
     """
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.shape == shape or value.dim() == 0:

@@ -36,9 +36,7 @@ class KeptPiece:
     """A piece of a parameter that this rank steps, as part of its own shard or of a replica.
 
     tensor: view of the master; (piece.numel,), or the parameter's shape if parameters are not cut.
-    piece: its place in the parameter and in the shard.
-    where: its range in the bucket.
-    range: the shard or replica that contains it.
+    where: its range in the bucket. range: the shard or replica that contains it.
     """
 
     tensor: torch.nn.Parameter
@@ -54,7 +52,7 @@ class ParameterShard:
         piece keeps the shape.
     replicas: number of ranks that keep each shard, the owner included.
     parameters: by number, as in the plans.
-    optimizer: None on a rank that owns nothing.
+    optimizer: None on a rank that owns no piece.
     """
 
     def __init__(
@@ -87,8 +85,7 @@ class ParameterShard:
         """Lay out `parameters` behind the existing ones, which stay.
 
         groups: all parameter groups of the user's optimizer.
-        reduced_in: the reducer's buckets of these parameters, which receive the gradient sums; None
-            if gradients are read from `.grad`.
+        reduced_in: the reducer's buckets of these parameters; None if `.grad` is read.
         """
         before = len(self.parameters)
         self.parameters += parameters
@@ -125,7 +122,7 @@ class ParameterShard:
     def _plan(
         self, parameters: Sequence[torch.nn.Parameter], first_number: int
     ) -> list[BucketPlan]:
-        """Plan buckets for parameters that no reducer has laid out; none mixes dtypes or devices."""
+        """Plan buckets, each of one dtype and device, for parameters that no reducer laid out."""
         kinds = [(p.dtype, p.device) for p in parameters]
         numels = [p.numel() for p in parameters]
         if self.elementwise:
@@ -277,12 +274,12 @@ class ParameterShard:
         )
 
     def kept(self, replicas: int | None = None) -> list[Range]:
-        """The ranges that this rank keeps, of its shard and its replicas; replicas=1: shard only."""
+        """The ranges that this rank keeps: its shard and its replicas; with 1 its shard alone."""
         contents = [bucket.plan.content for bucket in self.buckets]
         return kept_by(self.group.rank, self.group.size, contents, replicas or self.replicas)
 
     def held(self) -> ShardState:
-        """All state that this rank keeps, without a copy: the tensors are those that are stepped."""
+        """All state that this rank keeps, without a copy: the optimizer steps these tensors."""
         held = ShardState(self.kept())
         for mine in (mine for pieces in self.pieces for mine in pieces):
             assert self.optimizer is not None
@@ -310,8 +307,6 @@ class ParameterShard:
         held: ShardState,
     ) -> None:
         """Cut the shards anew, for this rank of `group`.
-
-        group: the new group.
         reduced_in, groups: as for `add`.
         held: values and state of at least all that this rank keeps in the new group.
         """
@@ -376,11 +371,8 @@ class ParameterShard:
     def load_state(
         self, saved: Mapping[int, tuple[str, Mapping[str, Any]]], groups: Sequence[dict[str, Any]]
     ) -> None:
-        """Load this rank's part of the state of whole parameters, after `check_fits`.
-
-        saved: by id() of a parameter, its name (for errors) and its state.
-        groups: the parameter groups of the user's optimizer, with the loaded options.
-        """
+        """Load this rank's part of the state of whole parameters, after `check_fits`. saved: by
+        id() of a parameter, its name and its state. groups: the user's, with loaded options."""
         self.load(self._whole(saved), groups)
 
     def check_fits(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> None:

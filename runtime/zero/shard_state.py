@@ -161,10 +161,8 @@ class ShardState:
     ) -> None:
         """Add the state of a parameter or of a piece of it.
 
-        parameter: number of the parameter.
         where: the range of the piece in the bucket.
-        elements: flat tensors, as from `divided`; MASTER may be one of them.
-        whole: the other entries, as from `divided`.
+        elements, whole: as from `divided`; MASTER may be one of the elements.
         """
         names = {name: tensor.dtype for name, tensor in elements.items() if name != MASTER}
         if names or whole:
@@ -233,7 +231,6 @@ def complete(
 ) -> int:
     """Add to `held` all ranges that this rank will keep in `group`; returns the bytes sent.
 
-    held: this rank's state.
     inventories: of all ranks.
     replicas: number of ranks that keep each shard.
     leaving: ranks that hand over their shards. The other ranks get the ranges for a group without
@@ -264,8 +261,7 @@ def exchange(
     """Carry out the transfers of `plan`; returns the bytes that this rank has sent.
 
     held: the state to send from. Received parts are added when all have arrived.
-    plan: the same on all ranks.
-    tensors_of: by bucket, names and dtypes of the tensors to send; the same on all ranks.
+    tensors_of: by bucket, names and dtypes of the tensors to send; like `plan` equal on all ranks.
     """
     received: dict[Range, dict[str, torch.Tensor]] = defaultdict(dict)
     sent_bytes = 0

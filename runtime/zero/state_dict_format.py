@@ -53,10 +53,7 @@ def match_state(
 ) -> tuple[dict[int, tuple[str, Mapping[str, Any]]], list[dict[str, Any]]]:
     """Find the saved state of each parameter in `groups`.
 
-    state_dict: in either form; stays unchanged.
-    groups: the parameter groups of the user's optimizer.
-    names: of the parameters, by id().
-
+    state_dict: in either form; stays unchanged. names: of the parameters, by id().
     Returns two things: by id() of a parameter, its name for errors and its state; and a copy of the
     options of each group.
 

@@ -59,8 +59,9 @@ class ZeroRedundancyOptimizer(Face):
     In each step a rank sends 2·P·(N-1)/N elements (P parameters, N ranks) and the ballot: for each
     rank a few float64 and one per numeric option of a group, and one float64 per parameter tensor.
 
-    Raises torch's errors if params is no list of parameters; ValueError for LBFGS and SparseAdam,
-    with the reason; CollectiveMismatch, on all ranks, if parameters or options differ.
+    Raises ValueError for LBFGS and SparseAdam, with the reason, and for arguments that exclude each
+    other; CollectiveMismatch, on all ranks, if parameters or options differ; and the errors of
+    torch.optim.Optimizer for params.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
     """
 
@@ -161,8 +162,8 @@ class ZeroRedundancyOptimizer(Face):
         the parameters must belong to the module. Parameters that were frozen when the module was
         wrapped, or were registered later, are reduced from now on and start from rank 0's values.
 
-        Raises torch's errors; ValueError for parameters that are not the model's; and
-        CollectiveMismatch, on all ranks, if the groups differ. After an error nothing is added.
+        Raises the errors of torch.optim.Optimizer; ValueError for parameters that are not in the
+        model; CollectiveMismatch, on all ranks, if the groups differ. Then nothing is added.
         """
         super().add_param_group(param_group)
         if not hasattr(self, "_engine"):
@@ -191,7 +192,6 @@ class ZeroRedundancyOptimizer(Face):
         """Take one step; every rank must call it (inside Join, joined ranks take it implicitly).
 
         Afterwards all ranks hold the same parameters, bit by bit. Returns the closure's loss.
-
         Raises RuntimeError if no gradients were reduced since the last step.
         """
         loss = None
@@ -224,7 +224,6 @@ class ZeroRedundancyOptimizer(Face):
         """Gather the whole state on rank `to`, on the CPU, for `state_dict()` there.
 
         Every rank calls it. Besides the result, a rank needs 4 MiB of additional memory.
-
         Raises ValueError if `to` is not a rank of the group.
         """
         if not 0 <= to < self.group.size:
