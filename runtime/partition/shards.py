@@ -43,7 +43,6 @@ def whole_parameter_spans(
     In descending order of size, each parameter goes to the rank with the fewest elements so far.
 
     owned: elements that each rank has in other buckets; updated in place.
-
     Returns the spans, as `pieces_of` takes them, and the content: `num_ranks` times the elements of
     the fullest rank.
     """
@@ -85,7 +84,6 @@ def pieces_of(
 ) -> list[Piece]:
     """The pieces of a bucket that `rank` owns.
 
-    content: number of elements of the bucket's content.
     spans: (parameter, offset in the bucket, numel), ascending.
     max_numel: longer pieces are cut at multiples of it; a multiple of ALIGNMENT.
     """
