@@ -54,7 +54,6 @@ class Standing:
 class Entry:
     """The data with which a rank enters a generation.
 
-    assignment: of this rank.
     former_ranks: by rank in the generation, the rank in the generation entered before.
     positions: by rank, in the samples.
     """

@@ -100,12 +100,9 @@ def save(
 ) -> str:
     """Write the checkpoint; all ranks of `group` call it. Returns its path, once it is whole.
 
-    saveable: empty on a newcomer, which writes nothing.
-    retained: empty on a newcomer.
+    saveable, retained: empty on a newcomer, which writes nothing.
     was_there: whether this rank took part in the run before, and is no newcomer.
     data: this rank's position in its data, after the last step that counts.
-    group: of the generation in which the ranks save.
-    config: of the session's checkpoints.
 
     Raises StateLost, on all ranks, if no rank holds some part of the state any more; errors of the
     storage; and errors that end the group.

@@ -141,7 +141,6 @@ class LiveObjects:
 
         They are launched in the order of the first time, which is also the order of ranks that have
         yet to launch them.
-
         passes: by rank, and by number of a model, how often its gradients were sent.
 
         A rank that is a pass behind the others holds gradients that no rank will use: a loss of one

@@ -49,7 +49,6 @@ The second is less on a joined rank, which got the parameters of a rank that too
 class _Watched:
     """One registered optimizer.
 
-    name: under which it is registered.
     stepped_at: number of agreements seen at its last step, -1 before the first.
     inside: number of agreements seen since `step` was called; None outside of `step`.
     is_apart: it has stepped twice without an agreement in between.

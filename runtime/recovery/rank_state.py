@@ -3,7 +3,7 @@
 Events come in as calls, reports (`Frozen`) go out: no Ray, no torch, no `await`, no clock. So a
 race is a list of events in a test, as on the driver's side (actors/driver/membership.py).
 
-    FRESH      to RUNNING (the function goes on in place, or a step counts), LEFT (the function was
+    FRESH      to RUNNING (the function continues in place or a step counts), LEFT (the function was
                left), NEWCOMER (it was left before it had begun, and others have begun)
     RUNNING    to LEFT
     LEFT       to RESTARTED (the function runs again), SAVED (the run is given up)
@@ -130,7 +130,6 @@ class RankState:
 
         frozen: the report as the lifeline begins it (leave_generation).
         facts: read after `frozen`.
-        where: where the function is.
         """
         return replace(
             frozen,

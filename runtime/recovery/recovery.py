@@ -124,7 +124,7 @@ class Recovery:
     # -- when a generation has ended ---------------------------------------------------------------
 
     def finish(self) -> None:
-        """Called when the function has returned: take part in recoveries until it has on all ranks."""
+        """The function has returned: take part in recoveries until it has on all ranks."""
         self.pass_boundary()
         while (error := self._lifeline.finish()) is not None:
             self.recover(error)
@@ -175,7 +175,7 @@ class Recovery:
                 error = failure
 
     def leave(self, error: BaseException) -> Resumption:
-        """The function has been left: learn how it goes on, and keep its registered objects.
+        """The function has been left: learn how the run continues, and keep its objects.
 
         If no rank has begun, `entered` of the result is NOWHERE, and the function begins afresh.
 

@@ -34,13 +34,8 @@ from .plain_optimizer_steps import StepCount
 
 @dataclass(frozen=True, slots=True)
 class RetainedOptimizer:
-    """The kept state of a sharded optimizer.
-
-    held: this rank's part of the state.
-    progress: the last ballot that this rank has seen.
-    num_steps: equal on all ranks.
-    options: by parameter group; equal on all ranks.
-    """
+    """The kept state of a sharded optimizer. held: this rank's part of the state. num_steps and
+    options are equal on all ranks."""
 
     held: ShardState
     progress: Progress
@@ -74,8 +69,7 @@ class RestartState:
     tensors: of each module, by their names in the module.
     synced: of each model, the step to which its kept buffers belong.
     states: of all other objects.
-    place: as in Summary.
-    steps_taken: as in Summary; None: not known yet.
+    place, steps_taken: as in Summary; None: not known yet.
     """
 
     optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
@@ -89,8 +83,8 @@ class RestartState:
     def of(
         cls, registry: Registry, place: StepCount, on_the_way: Mapping[int, ShardState]
     ) -> RestartState:
-        """on_the_way: by id() of an optimizer engine, the state to keep in place of its live one,
-        with parts received in attempts to continue in place."""
+        """on_the_way: by id() of an optimizer engine, its state with parts that were received in
+        attempts to continue in place."""
         retained = cls(place=place)
         for entry in registry:
             made = entry.object

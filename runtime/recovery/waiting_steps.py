@@ -36,8 +36,7 @@ from .restart import RestartState
 class _Want:
     """The step in which a rank waits.
 
-    optimizer: name of the optimizer.
-    model: name of the model.
+    optimizer, model: their names.
     layout: of the optimizer's parameters.
     step: number of the step's ballot.
     buffers: names of the model's buffers; empty if they are not sent.
@@ -106,9 +105,6 @@ def complete(
 ) -> None:
     """Complete the parameters of ranks that wait inside a step that counts. All ranks call it.
 
-    group: of the new generation.
-    has: this rank's holdings.
-    registry: of this rank's call, if the rank waits.
     waiting: the optimizer in whose step this rank waits, registered in `registry`.
     """
     want = _want(registry, waiting) if registry is not None and waiting is not None else None
