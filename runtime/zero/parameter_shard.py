@@ -307,6 +307,7 @@ class ParameterShard:
         held: ShardState,
     ) -> None:
         """Cut the shards anew, for this rank of `group`.
+
         reduced_in, groups: as for `add`.
         held: values and state of at least all that this rank keeps in the new group.
         """

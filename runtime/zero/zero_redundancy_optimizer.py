@@ -43,10 +43,10 @@ class ZeroRedundancyOptimizer(Face):
     group: default: the model's group, or else the session's.
     max_norm: the 2-norm to which the whole mean gradient is clipped. Use it instead of
         torch.nn.utils.clip_grad_norm_, which would see local gradients. `grad_norm` has the norm.
-    replicas: number of ranks that keep each shard of the state, its owner included; all ranks if
-        there are fewer. With 2 or more, in a session that may lose workers (max_failures), the
-        loss of a worker costs no state and no step. Each replica costs P/N elements sent per step,
-        and the memory and arithmetic of a shard.
+    replicas: number of ranks that keep each shard of the state, its owner included. With 2 or more,
+        in a session that may lose workers (max_failures), the loss of a worker costs no state and
+        no step; with fewer workers than replicas, all of them keep each shard. Each replica costs
+        P/N elements sent per step, and the memory and arithmetic of a shard.
     overlap_with_ddp: the backward pass steps each bucket's shard as soon as the bucket is reduced;
         `step()` finishes the step. Change options before the backward pass. Excludes max_norm and
         GradScaler.
@@ -59,8 +59,8 @@ class ZeroRedundancyOptimizer(Face):
     In each step a rank sends 2·P·(N-1)/N elements (P parameters, N ranks) and the ballot: for each
     rank a few float64 and one per numeric option of a group, and one float64 per parameter tensor.
 
-    Raises ValueError for LBFGS and SparseAdam, with the reason, and for arguments that exclude each
-    other; CollectiveMismatch, on all ranks, if parameters or options differ; and the errors of
+    Raises ValueError for LBFGS and SparseAdam, with the reason, and for arguments that do not fit
+    together; CollectiveMismatch, on all ranks, if parameters or options differ; and the errors of
     torch.optim.Optimizer for params.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
     """
