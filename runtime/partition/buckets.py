@@ -1,10 +1,10 @@
 """Which gradients travel together: pure arithmetic, no tensors.
 
-Small messages waste the network's latency, one large message cannot overlap with the backward
-pass. So gradients are grouped into buckets, in the order in which the backward pass makes them:
-as it was measured, and before that the reverse of the order of registration. The plan depends on
-the model and that order alone, never on the number of ranks, so that shards can be re-cut when
-ranks come and go.
+Many small messages each pay the network's latency; one large message cannot overlap with the
+backward pass. So gradients are grouped into buckets, in the order in which the backward pass makes
+them: the measured order, and before a measurement the reverse of the order of registration. The
+plan depends on the model and that order alone, never on the number of ranks, so that shards can be
+re-cut when ranks come and go.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .shards import aligned
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """One bucket: parameters laid behind one another at aligned offsets.
+    """One bucket: parameters in sequence, at aligned offsets.
 
     spans: (parameter number, offset in elements, numel), ascending by offset.
-    content: elements up to the end of the last one, aligned.
+    content: number of elements up to the aligned end of the last parameter.
     """
 
     spans: tuple[tuple[int, int, int], ...]
     content: int
 
     def numbered_from(self, first: int) -> BucketPlan:
-        """The same bucket of parameters that are numbered from `first` instead of 0."""
+        """The same bucket with parameter numbers that start at `first` instead of 0."""
         spans = tuple((number + first, offset, numel) for number, offset, numel in self.spans)
         return BucketPlan(spans, self.content)
 
@@ -43,9 +43,12 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Group parameters, given in the order of registration, into buckets in order of launch.
 
-    order: the numbers of all parameters as their gradients come; None: reversed.
-    kinds: what may share a bucket (dtype and device). first_bucket_bytes: the first bucket is
-    smaller, so that the network starts early, as in torch.
+    numels: elements of each parameter.
+    kinds: of each parameter (dtype and device); only parameters of equal kind share a bucket.
+    element_bytes: bytes of one element of each parameter.
+    bucket_bytes: a bucket is closed when it has this size.
+    first_bucket_bytes: the same for the first bucket, smaller so that the network starts early.
+    order: the numbers of all parameters in the order of their gradients; None: reversed.
     """
     plans: list[BucketPlan] = []
     open_spans: dict[Hashable, list[tuple[int, int, int]]] = {}

@@ -1,12 +1,12 @@
-"""From one shard map to another: which elements a rank has to be sent, and by whom. Pure.
+"""From one shard map to another: which elements a rank must receive, and from which rank. Pure.
 
 Buckets have the same content for any number of ranks (buckets.py), so a range of a bucket means
 the same elements before and after. A rank *holds* ranges: its shard, and its replicas of the
-shards of the ranks before it. After a death or an arrival the new map gives every rank ranges to
-hold; what it held already stays where it is, and only the rest travels.
+shards of the ranks before it. When a rank is lost or added, the new map gives every rank ranges to
+hold; ranges that it holds already stay where they are, and only the others travel.
 
-The plan is made of what ranks say that they hold, not of the map that they should have had: after
-a failure in the middle of a move, some hold the old ranges and some the new.
+The plan is based on the ranges that ranks report, not on the map that they should have had: after
+a failure in the middle of a move, some ranks hold the old ranges and some the new ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`source` sends a range to `target`; a rank never sends to itself."""
+    """Rank `source` sends a range to `target`; a rank never sends to itself."""
 
     source: int
     target: int
@@ -45,7 +45,7 @@ class Transfer:
 
 
 class RangesLost(Exception):
-    """No rank holds these elements any more: owner and all replicas are gone."""
+    """No rank holds these elements any more: the owner and all replicas are gone."""
 
     def __init__(self, ranges: Sequence[Range]) -> None:
         super().__init__(list(ranges))
@@ -57,9 +57,9 @@ class RangesLost(Exception):
 
 
 def shard_of(rank: int, num_ranks: int, contents: Sequence[int]) -> list[Range]:
-    """The ranges that `rank` owns: of each bucket its shard, without the slack.
+    """The ranges that `rank` owns: its shard of each bucket, without the slack.
 
-    contents: elements of each bucket's content.
+    contents: number of elements of each bucket's content.
     """
     ranges = []
     for bucket, content in enumerate(contents):
@@ -71,7 +71,7 @@ def shard_of(rank: int, num_ranks: int, contents: Sequence[int]) -> list[Range]:
 
 
 def guarded_ranks(rank: int, num_ranks: int, replicas: int) -> list[int]:
-    """The ranks whose shards `rank` keeps: its own first, then of the `replicas - 1` before it."""
+    """The ranks whose shards `rank` keeps: itself, then the `replicas - 1` ranks before it."""
     return [(rank - distance) % num_ranks for distance in range(min(replicas, num_ranks))]
 
 
@@ -90,15 +90,15 @@ def plan_transfers(
     *,
     missing_ok: bool = False,
 ) -> list[Transfer]:
-    """What has to travel until every target holds what it wants. Every rank makes the same plan.
+    """The transfers after which every target holds its wanted ranges; equal on every rank.
 
-    held: by rank, what it has; a newcomer has nothing.
-    wanted: by target, what it shall have. A rank without an entry sends, and gets nothing. A
-        target may be no rank at all (a file): it holds nothing, so all that it wants is sent.
-    missing_ok: leave out what no rank holds, instead of raising.
+    held: by rank, the ranges that it holds; none for a newcomer.
+    wanted: by target, the ranges that it needs. A rank without an entry only sends. A target may
+        also be a file: it holds nothing, so all its ranges are sent.
+    missing_ok: leave out ranges that no rank holds, instead of raising.
 
-    A range is cut where its holders change. Of several holders the one that has been given least
-    to send so far sends it, the lowest of those.
+    A range is cut where its set of holders changes. Of several holders, the one with the fewest
+    elements to send so far sends the range; of equal ones the lowest rank.
 
     Raises RangesLost naming every range that no rank holds.
     """

@@ -1,10 +1,9 @@
-"""Who owns which elements: pure arithmetic, no tensors.
+"""Which rank owns which elements: pure arithmetic, no tensors.
 
-A bucket's content is cut into `num_ranks` equal shards, one per rank. Its length depends on the
-model alone; what is missing to equal shards is slack behind the content, which belongs to nobody.
-Cuts fall on multiples of ALIGNMENT elements: fused optimizer kernels treat the tail of a vector
-differently, and give the same bits for any number of ranks only if tails are where the
-parameters' own tails are.
+A bucket's content is cut into `num_ranks` equal shards, one per rank. The length of the content
+depends on the model alone; slack behind it, which no rank owns, makes the shards equal. Cuts fall
+on multiples of ALIGNMENT elements: fused optimizer kernels treat the tail of a vector differently,
+and give the same bits for any number of ranks only if all tails are those of the parameters.
 """
 
 from __future__ import annotations
@@ -21,29 +20,31 @@ def aligned(numel: int) -> int:
 
 
 def shard_numel(content: int, num_ranks: int) -> int:
-    """Elements of every rank's shard of a bucket with `content` elements."""
+    """Number of elements in each rank's shard of a bucket with `content` elements."""
     return aligned(-(-content // num_ranks))
 
 
 def padded_numel(content: int, num_ranks: int) -> int:
-    """Elements of the bucket with its slack: what a reduce-scatter takes."""
+    """Number of elements in a bucket with its slack: the size of a reduce-scatter's input."""
     return shard_numel(content, num_ranks) * num_ranks
 
 
 def room_for(content: int, num_ranks: int) -> int:
-    """Elements to allocate for a bucket, so that it need not move when ranks come and go: enough
-    for the slack of `num_ranks`, of twice as many, and of 64."""
+    """Number of elements to allocate for a bucket, so that it need not move when ranks come and go:
+    enough for the slack of up to 64 ranks, or up to twice `num_ranks`."""
     return aligned(content) + ALIGNMENT * max(64, 2 * num_ranks)
 
 
 def whole_parameter_spans(
     numels: Sequence[int], num_ranks: int, owned: list[int] | None = None
 ) -> tuple[list[tuple[int, int, int]], int]:
-    """Lay parameters out so that no cut between equal shards goes through one.
+    """Lay parameters out so that no cut between equal shards goes through a parameter.
 
-    The largest goes first, each to the rank that has least so far. owned: elements that each rank
-    has in other buckets; what it gets is added. Returns the spans, as `pieces_of` takes them, and
-    the content: `num_ranks` times the fullest rank's elements.
+    In descending order of size, each parameter goes to the rank with the fewest elements so far.
+
+    owned: elements that each rank has in other buckets; updated in place.
+    Returns the spans, as `pieces_of` takes them, and the content: `num_ranks` times the elements of
+    the fullest rank.
     """
     load = [0] * num_ranks
     owned = owned if owned is not None else [0] * num_ranks
@@ -62,8 +63,10 @@ def whole_parameter_spans(
 class Piece:
     """The elements of one parameter that lie in one shard.
 
-    parameter: its number. parameter_start: where the piece begins in the flattened parameter.
-    shard_start: where it begins in the shard. numel: its length, at least 1.
+    parameter: number of the parameter.
+    parameter_start: offset of the piece in the flattened parameter.
+    shard_start: offset of the piece in the shard.
+    numel: length, at least 1.
     """
 
     parameter: int
@@ -79,8 +82,9 @@ def pieces_of(
     spans: Sequence[tuple[int, int, int]],
     max_numel: int = sys.maxsize,
 ) -> list[Piece]:
-    """What `rank` owns of a bucket. spans: (parameter, offset in the bucket, numel), ascending.
+    """The pieces of a bucket that `rank` owns.
 
+    spans: (parameter, offset in the bucket, numel), ascending.
     max_numel: longer pieces are cut at multiples of it; a multiple of ALIGNMENT.
     """
     length = shard_numel(content, num_ranks)

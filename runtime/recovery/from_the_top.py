@@ -1,15 +1,15 @@
-"""How a function that was left runs again, and goes on where it was.
+"""How a function that was left runs again from the top, and continues where it was.
 
-    (a) What it has registered is kept when it has been left (restart.py).
-    (b) All ranks meet in the next generation, newcomers too. Before anything else, ranks that wait
-        inside a step that counts get its parameters (waiting_steps.py), and leave their functions
-        at the next boundary.
-    (c) Each tells the others what it keeps. One of them leads: its data and its step hold for all.
-    (d) The functions make their objects anew, and each that is registered is brought to where it
-        was.
+    (a) When the function has been left, the state of its registered objects is kept (restart.py).
+    (b) All ranks meet in the next generation, newcomers too. First, ranks that wait inside a step
+        that counts get its parameters (waiting_steps.py), and leave their functions at the next
+        boundary.
+    (c) The ranks exchange summaries of the kept state, and choose a leader, whose step and position
+        in the data apply to all.
+    (d) The functions make their objects anew, and each registered object gets its state back.
 
-A failure in one of them begins again at (b). Where the run is given up, (c) is a checkpoint instead
-(last_checkpoint.py).
+After a failure in one of the phases the ranks begin again at (b). If the run is given up, they
+write a checkpoint in place of (c) (last_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from .restart import RestartState, Summary, leader_of, up_to_date
 
 
 class FromTheTop:
-    """One rank's, for one run."""
+    """These phases on one rank, for one run."""
 
     def __init__(self, lifeline: Lifeline, state: RankState, objects: LiveObjects) -> None:
         self.bytes_moved = 0
-        """Sent by this rank because ranges of sharded state changed their owner."""
+        """Bytes that this rank has sent because ranges of sharded state changed their owner."""
         self._lifeline = lifeline
         self._state = state
         self._objects = objects
         self._on_the_way: Mapping[int, ShardState] = {}
-        """By id() of an optimizer, what it has of attempts to go on in place. Other ranks may have
-        entered that generation, and dropped what came here."""
+        """By id() of an optimizer engine, the state that attempts to continue in place brought.
+        Other ranks may have entered that generation, and dropped their copies."""
         self.forget()
 
     def forget(self) -> None:
-        """What was kept is not needed any more, or this rank has nothing to keep."""
+        """Drop the kept state: it is not needed any more, or this rank has none."""
         self._retained = RestartState()
         self._saveable = Saveable()
         self._data: dict[str, Any] = {}
@@ -61,14 +61,14 @@ class FromTheTop:
         self._on_the_way = {}
 
     def keep_on_the_way(self, held: Mapping[int, ShardState]) -> None:
-        """held: by number of an optimizer, what attempts to go on in place have brought."""
+        """held: by number of an optimizer, the state that attempts to continue in place brought."""
         optimizers = self._objects.optimizers()
         self._on_the_way = {id(optimizers[number]): one for number, one in held.items()}
 
     def retain(self) -> None:
         """(a) The function has been left, and has taken all steps that count."""
         facts, call = self._objects.facts(), self._objects.call
-        # What was kept of an earlier call holds until a step counts in this one.
+        # The kept state of an earlier call stays valid until a step counts in this one.
         if not self._state.has_kept:
             self._retained = RestartState.of(
                 call.registry, self._objects.plain.place, self._on_the_way
@@ -79,7 +79,7 @@ class FromTheTop:
         self._state.left(facts)
 
     def meet_waiting(self, optimizer: OptimizerEngine) -> None:
-        """(b) on a rank that waits in a step of this optimizer, which counts."""
+        """(b) on a rank that waits in a step of `optimizer` that counts."""
         registry = self._objects.call.registry
         has = waiting_steps.Holdings.of_live(registry, self._on_the_way)
         group = self._lifeline.connect()
@@ -87,26 +87,26 @@ class FromTheTop:
         self._state.met(group.generation)
 
     def connect(self) -> Group:
-        """The group of the generation that the function is to run in. A rank that has waited in a
-        step has it already."""
+        """The group of the generation in which the function will run. A rank that has waited in a
+        step is connected already."""
         group, generation = self._lifeline.group, self._lifeline.generation
         if group is not None and group.generation == generation and self._state.has_met(generation):
             return group
         return self._lifeline.connect()
 
     def meet(self, group: Group) -> None:
-        """(b) on a rank that has left its function, or is new: once in a generation."""
+        """(b) on a newcomer, or a rank that has left its function: once in a generation."""
         if not self._state.has_met(group.generation):
             waiting_steps.complete(group, waiting_steps.Holdings.of_retained(self._retained))
             self._state.met(group.generation)
 
     def begin_again(self, group: Group, steps: RunStatus) -> list[dict[str, Any]]:
-        """(c) Returns where the ranks were in their data, the leader first. steps: this rank's; a
-        newcomer's go on from those of the others."""
+        """(c) Returns the ranks' positions in their data, the leader's first. steps: this rank's; a
+        newcomer takes over the number of steps from the other ranks."""
         plain, retained = self._objects.plain, self._retained
         self._state.runs_again(group.generation)
         if retained.steps_taken is None:
-            # Steps that this rank has seen agreed on, and not taken, are taken again.
+            # Steps that were agreed on, and that this rank has not taken, are taken again.
             retained.steps_taken = steps.taken - plain.num_untaken
         mine = retained.summary(not self._state.is_newcomer, self._data)
         self._summaries = all_gather_object(group, mine)
@@ -119,8 +119,8 @@ class FromTheTop:
         return [one.data for one in (leader, *newest)]
 
     def restore(self, entry: Registered, group: Group) -> bool:
-        """(d) for one object. Returns False if the function runs for the first time, or had nothing
-        of this name."""
+        """(d) for one object. Returns False if the function runs for the first time, or had no
+        object of this name."""
         if not self._summaries:
             return False
         sent_bytes = self._retained.restore(entry, self._summaries, group)
@@ -128,8 +128,8 @@ class FromTheTop:
         return sent_bytes is not None
 
     def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:
-        """The run is given up: write down what is kept. Returns the error to freeze with, for the
-        last time; raises errors that end the group."""
+        """The run is given up: save the kept state in a checkpoint. Returns the error for the last
+        freeze; raises errors that end the group."""
         was_there = not self._state.is_newcomer
         try:
             path = last_checkpoint.save(
@@ -137,11 +137,11 @@ class FromTheTop:
             )
             self._state.saved(path)
             told = f"it is saved in {path}"
-        except Exception as error:  # Whatever it is, the run ends with what it was given up for.
+        except Exception as error:  # The run still ends with the error for which it was given up.
             if ends_a_generation(error):
                 raise
             last = None
-            with contextlib.suppress(Exception):  # The place itself may be what has failed.
+            with contextlib.suppress(Exception):  # The storage may have failed.
                 last = last_checkpoint.newest(config)
             is_ours = isinstance(error, ChoruslineError)
             told = str(error) if is_ours else f"{type(error).__name__}: {error}"

@@ -1,20 +1,20 @@
-"""How a rank that waits inside a step gets into the next generation, where the step goes on.
+"""How a rank that waits inside a step gets into the next generation, where the step continues.
 
-The phases are those of recovery.py; (a), to freeze and to learn what holds, comes before.
+The phases are those of recovery.py; (a), freeze and learn which ballots count, comes before.
 
-    (b) Catch up: take a step that other ranks have seen and this one has not. That needs no peer,
-        since no rank votes before all gradients are reduced and with their replicas.
-    (c) Meet the others in the new generation, and tell them what this rank holds.
-    (d) Send and receive what the new shard map wants moved (runtime/partition/resharding.py).
-    (e) When all ranks have what they need, and not before, *enter* the generation: cut the shards,
-        deal the samples, and drop what is not kept any more. Until then each rank keeps what it
-        had.
+    (b) Catch up: take a step whose ballot only other ranks have seen. This needs no peer, since no
+        rank votes before its gradients are reduced and sent to their replicas.
+    (c) Meet the other ranks in the new generation, and report what this rank holds.
+    (d) Send and receive the ranges that the new shard map moves (runtime/partition/resharding.py).
+    (e) When all ranks have all that they need, and not before, *enter* the generation: cut the
+        shards, deal the samples, and drop state that other ranks own. Until then each rank keeps
+        its old state.
     (f) Gather the parameters and the buffers: the end of a step that some rank may have missed.
     (g) Reduce again the buckets of steps that do not count yet.
 
-After a failure in one of them (a) comes again, and what was received until then is kept. Some ranks
-may have entered by then and some not. Those had come to the same point, and enter behind the
-others, which needs no peer.
+After a failure in one of the phases the ranks repeat (a), and keep the ranges received so far. Some
+ranks may have entered by then. The other ranks had all they need too, and enter afterwards, which
+needs no peer.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .rank_state import RankState
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a rank tells the others in (c).
+    """A rank's report to the other ranks in (c).
 
-    held: of each optimizer that it has, ranges and what the state of a parameter consists of.
-    synced: of each model, the step whose buffers it has taken over.
-    passes: of each model, how often its gradients were sent.
-    position: in the samples.
+    held: by number of an optimizer, the inventory of its state.
+    synced: by number of a model, the step whose buffers the rank has.
+    passes: by number of a model, how often its gradients were sent.
+    position: of the rank in the samples.
     """
 
     held: Mapping[int, Inventory]
@@ -52,9 +52,9 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What it takes to enter a generation.
+    """The data with which a rank enters a generation.
 
-    former_ranks: by rank in it, the rank in the generation that was entered before.
+    former_ranks: by rank in the generation, the rank in the generation entered before.
     positions: by rank, in the samples.
     """
 
@@ -64,25 +64,25 @@ class Entry:
 
 
 class InPlace:
-    """One rank's, for one run."""
+    """These phases on one rank, for one run."""
 
     def __init__(self, lifeline: Lifeline, state: RankState, objects: LiveObjects) -> None:
         self.bytes_moved = 0
-        """Sent by this rank because ranges of sharded state changed their owner."""
+        """Bytes that this rank has sent because ranges of sharded state changed their owner."""
         self.held: dict[int, ShardState] = {}
-        """By optimizer, what this rank holds since an attempt that failed."""
+        """By number of an optimizer, this rank's state, with parts from attempts that failed."""
         self._lifeline = lifeline
         self._state = state
         self._objects = objects
         self._entry: Entry | None = None
-        """Into the generation that this rank was about to enter; the others may have."""
+        """The generation that this rank was about to enter; other ranks may have entered it."""
 
     def begin(self) -> None:
-        """No attempt to go on has been made."""
+        """Forget earlier attempts to continue."""
         self.held, self._entry = {}, None
 
     def go_on(self, resumption: Resumption) -> None:
-        """Return in the generation, with all objects in it."""
+        """Return when this rank and all its objects have entered the generation."""
         optimizers, models = self._objects.optimizers(), self._objects.models()
         group, standings = self._meet(resumption)
         everywhere = self._move(standings, group)
@@ -109,18 +109,18 @@ class InPlace:
                         step, live = optimizer.progress.ballots, list(optimizer.last_live)
                 model.buffers.sync_again(synced, step or max(synced), live, group)
         self._objects.launch_again([one.passes for one in standings])  # (g)
-        self.begin()  # What is left in `held` is of optimizers that some ranks have dropped.
+        self.begin()  # The rest of `held` is of optimizers that some ranks have dropped.
 
     def hand_over(self, resumption: Resumption) -> None:
-        """Return when all ranks that stay have what they keep without those that leave. No rank
-        enters this generation: what it has brought stays in `held`, for the next one."""
+        """Return when the staying ranks have all shards of the leaving ranks. No rank enters this
+        generation: the received state stays in `held`, for the next one."""
         group, standings = self._meet(resumption)
         self._move(standings, group, resumption.leaving)
         group.barrier().wait()
         self._state.handed_over(group.generation)
 
     def _meet(self, resumption: Resumption) -> tuple[Group, list[Standing]]:
-        # What was decided says whether others have entered the generation of the last attempt.
+        # The resumption says whether other ranks have entered the generation of the last attempt.
         if self._entry is not None and resumption.entered > self._state.entered:
             self._enter(self._entry)
         self._entry = None
@@ -142,7 +142,7 @@ class InPlace:
     def _move(
         self, standings: Sequence[Standing], group: Group, leaving: Sequence[int] = ()
     ) -> list[int]:
-        """(d). Returns the numbers of the optimizers that all ranks have."""
+        """(d) Returns the numbers of the optimizers that exist on all ranks."""
         optimizers = self._objects.optimizers()
         everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
         for number in everywhere:
@@ -152,7 +152,7 @@ class InPlace:
         return everywhere
 
     def _enter(self, entry: Entry) -> None:
-        """What is numbered by ranks, or dealt to them, goes on in the generation."""
+        """Renumber by the new ranks, and deal the samples to them."""
         self._entry = None
         self._state.entered_in_place(entry.assignment.generation)
         new_rank = {old: new for new, old in enumerate(entry.former_ranks)}
@@ -163,14 +163,14 @@ class InPlace:
         self.deal(entry)
 
     def deal(self, entry: Entry) -> None:
-        """The samples of ranks that are gone are dealt to those that are left."""
+        """Deal the samples of lost ranks to the remaining ranks."""
         rank = entry.assignment.rank
         left = self._objects.call.dealer.redeal(rank, entry.positions, entry.former_ranks)
         inside = join.active_join()
         if left is None:
             return
         if inside is not None:
-            # A rank that is behind the others has yet to take the step that they are in.
+            # A rank that is behind the others has yet to take their current step.
             inside.ledger.begin_epoch(left.to_do)
             inside.ledger.has_next = left.to_take[rank] > 0
         elif min(left.to_do) < max(left.to_do):

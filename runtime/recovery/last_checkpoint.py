@@ -1,14 +1,15 @@
-"""The checkpoint that the ranks of a run write when it is given up: of what they hold, as it lies.
+"""The checkpoint that the ranks write when a run is given up.
 
-The functions of the ranks have been left, as for running them again from the top, and what they had
-registered is retained (restart.py). No state is moved and no object is made for the checkpoint:
+The functions of the ranks have been left, as if they were to run again from the top, and the state
+of their registered objects is retained (restart.py). The checkpoint moves no state between ranks
+and makes no object:
 
-    (a) the ranks tell each other what they hold, and where each was in its data,
-    (b) one of the ranks that hold a range of a sharded state writes it,
-    (c) the leader writes what all ranks have alike, each rank what it has of its own,
-    (d) and the manifest comes last, as in any checkpoint (checkpoint/checkpoints.py).
+    (a) The ranks exchange which ranges they hold, and their positions in the data.
+    (b) Each range of a sharded state is written by one of the ranks that hold it.
+    (c) The leader writes the state that is equal on all ranks; each rank its per-rank state.
+    (d) The manifest comes last, as in any checkpoint (checkpoint/checkpoints.py).
 
-A `SavedOptimizer` tells what the ranges are of: in a checkpoint state has names of parameters.
+A `SavedOptimizer` maps ranges to names of parameters, which a checkpoint uses.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .restart import RestartState, Summary, leader_of, up_to_date
 
 _CHECKPOINT = -1
-"""Where ranges go when they are written: a target of transfers that is no rank."""
+"""Target of the transfers that are writes: it is no rank."""
 
 
 @dataclass(slots=True)
 class Saveable:
-    """What a checkpoint needs besides what is retained.
+    """The data that a checkpoint needs besides the retained state.
 
-    kinds: of all that is registered, by name.
-    optimizers: those that are sharded, by name.
-    modules: their state_dict, of the tensors that are retained.
+    kinds: of all registered objects, by name.
+    optimizers: the sharded optimizers, by name.
+    modules: by name, the state_dict of the module, with the retained tensors.
     step: ctx.step.
     """
 
@@ -67,7 +68,8 @@ class Saveable:
 
 
 def _state_of(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What a checkpoint has of a module. tensors: by name; one that has several is in it once."""
+    """The module's state_dict with retained tensors. tensors: by name; a tensor with several names
+    is listed once."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     name_of: dict[int, str] = {}
     known = dict(tensors)
@@ -98,12 +100,12 @@ def save(
 ) -> str:
     """Write the checkpoint; all ranks of `group` call it. Returns its path, once it is whole.
 
-    saveable, retained: empty on a rank that was not there before the end, which writes nothing.
-    was_there: whether this rank was there before the end.
-    data: where this rank was in its data, up to the last step that counts.
+    saveable, retained: empty on a newcomer, which writes nothing.
+    was_there: whether this rank took part in the run before, and is no newcomer.
+    data: this rank's position in its data, after the last step that counts.
 
-    Raises StateLost on all ranks if no rank has some part of the state any more, what saving
-    raises, and what ends the group.
+    Raises StateLost, on all ranks, if no rank holds some part of the state any more; errors of the
+    storage; and errors that end the group.
     """
     word = _Word(retained.summary(was_there, data), saveable.kinds, saveable.step)
     words: list[_Word] = all_gather_object(group, word)  # (a)
@@ -131,7 +133,7 @@ def save(
             collect_own((name, there.index(group.rank)), state, found)
         elif group.rank == leader:
             collect_own((name,), state, found)
-    # Not those of the call, which may have been writing one when the function was left.
+    # The Checkpoints of the call may have been writing one when the function was left.
     checkpoints = Checkpoints(group, Registry(), replace(config, resume=NEVER))
     checkpoints.begin()
     newest = up_to_date([word.summary for word in words])

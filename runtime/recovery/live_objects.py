@@ -1,7 +1,7 @@
-"""What the train function of a rank has made, and what it says when its generation has ended.
+"""The objects that the train function of a rank has made, and their facts for a report.
 
-Sharded optimizers and models are numbered in the order of their making, which is alike on all
-ranks. Those that the user has dropped leave a gap.
+Sharded optimizers and models are numbered in the order in which they were made, which is the same
+on all ranks. An object that the user has dropped leaves a gap.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .rank_state import Facts
 
 
 class RunningCall(Protocol):
-    """What recovery asks of the call of the train function (function_call.py)."""
+    """The call of the train function (function_call.py), as far as recovery uses it."""
 
     dealer: Dealer
     registry: Registry
@@ -44,17 +44,18 @@ class RunningCall(Protocol):
 
 
 class LiveObjects:
-    """One rank's, for one run; of the function's call that was begun last.
+    """The objects of one rank in one run, made in the latest call of the function.
 
     plain: the steps of optimizers that are not sharded.
-    on_plain_step: called when one of those counts (PlainSteps).
+    on_plain_step: called when one of these steps counts (PlainSteps).
     """
 
     def __init__(self, on_plain_step: OnTaken) -> None:
         self.plain = PlainSteps(on_plain_step)
         self.stepped_last: OptimizerEngine | None = None
-        """Its step is over here. Other ranks may still be in it, and need what this rank holds,
-        also when the function has returned; they have ended it when another step is over."""
+        """The optimizer whose step ended last on this rank. Other ranks may still be in that step,
+        and need this rank's state, even after the function has returned. When another step has
+        ended here, they have left it."""
         self._call: RunningCall | None = None
         self._began_at = 0.0
         self._optimizers: list[weakref.ref[OptimizerEngine]] = []
@@ -81,16 +82,16 @@ class LiveObjects:
         self._models.append(weakref.ref(model))
 
     def optimizers(self) -> dict[int, OptimizerEngine]:
-        """Those that are still there, by number."""
+        """The optimizers that still exist, by number."""
         return {n: one for n, made in enumerate(self._optimizers) if (one := made())}
 
     def models(self) -> dict[int, ModelEngine]:
-        """As `optimizers`."""
+        """The models that still exist, by number."""
         return {n: one for n, made in enumerate(self._models) if (one := made())}
 
     def has_taken_part(self) -> bool:
-        """Whether any collective of the function has come to its end. If not, no other rank has
-        anything of this one."""
+        """Whether any collective of the function has completed. If not, no other rank has received
+        anything from this rank."""
         return any(
             one.state is State.DONE and one.issued_at >= self._began_at
             for recording in self.call.group.flight_recorders()
@@ -98,13 +99,13 @@ class LiveObjects:
         )
 
     def facts(self) -> Facts:
-        """What the objects say now. Read it behind the end of the generation, when nothing of it
-        can complete any more."""
+        """The current facts of the objects. Read them after the end of the generation, when none of
+        its operations can complete any more."""
         if self._call is None:  # A newcomer, before the first call.
             return Facts()
         optimizers, checkpoints = self.optimizers(), self._call.checkpoints
         return Facts(
-            # Of those that were dropped, too.
+            # Dropped optimizers keep their place.
             tuple(one.progress if (one := made()) else DROPPED for made in self._optimizers),
             self._missing(),
             self.plain.place[0],
@@ -116,8 +117,8 @@ class LiveObjects:
         )
 
     def _missing(self) -> str:
-        """What keeps the function from running again: a sharded or reduced object that is not
-        registered. Empty if nothing does, or the function has not come to that yet."""
+        """The reason why the function cannot run again: an optimizer or model that is missing or
+        not registered, or a plain optimizer's. Empty if it can."""
         registered = {id(entry.object) for entry in self.call.registry}
         optimizers, models = self.optimizers().values(), self.models().values()
         if not optimizers and not models:
@@ -130,19 +131,20 @@ class LiveObjects:
         return self.plain.why_not_again(self.call.registry, models)
 
     def catch_up(self, progress: Sequence[Progress]) -> None:
-        """Take the steps whose ballots other ranks have seen. progress: of the optimizers, as the
-        driver has decided it."""
+        """Take the steps whose ballots other ranks have seen. progress: of the optimizers, as
+        decided by the driver."""
         for number, optimizer in self.optimizers().items():
             optimizer.catch_up(progress[number])
 
     def launch_again(self, passes: Sequence[Mapping[int, int]]) -> None:
-        """Send again what was kept of steps that do not count yet.
+        """Reduce again the kept buckets of steps that do not count yet.
 
-        They go in the order of the first time, in which ranks that are not as far yet will launch.
-        passes: by rank, how often the gradients of each model that it has were sent.
+        They are launched in the order of the first time, which is also the order of ranks that have
+        yet to launch them.
+        passes: by rank, and by number of a model, how often its gradients were sent.
 
-        A rank that is a pass behind the others holds gradients that no rank will step with: a loss
-        of one model went through another one, whose own next pass the others have sent already.
+        A rank that is a pass behind the others holds gradients that no rank will use: a loss of one
+        model went through another one, whose own next pass the others have sent already.
         """
         models = self.models()
         kept = [

@@ -1,24 +1,24 @@
-"""Steps of plain optimizers, in a run that goes on when a worker is lost.
+"""Steps of plain optimizers, in a run that recovers when a worker is lost.
 
-A plain optimizer steps each rank's own copy of everything. So such a step is never left half-way,
-and no rank can take it for another one either. What all ranks have in common of it is the agreement
-in the last bucket of its backward pass. Agreements and steps are counted here:
+A plain optimizer steps each rank's own full copy of the parameters. So such a step is never left
+half-way, and no rank can take it for another rank. The ranks share only the agreement in the last
+bucket of the backward pass. This module counts agreements and steps:
 
     a backward pass is reduced      agreement n is *seen*, the same one on all ranks
-    optimizer.step() has returned   step n is *taken*, on this rank
-                                    what the agreement said of the samples counts now
+    optimizer.step() has returned   step n is *taken*, on this rank;
+                                    the samples in the agreement count now
 
-The samples do not count before: between the two moments the scaler may leave the step out, or a
-collective of the user's may fail.
+The samples do not count before: between the two moments the scaler may skip the step, or a
+collective in the user's code may fail.
 
-When ranks are lost, those that are left are one step apart at most: no rank sees agreement n + 1
-before all have voted in it, and so have taken step n. (Ranks that have joined take none: Join.) The
-functions run again from the top, and all ranks take over what the furthest of them has registered,
-with its view of the samples (restart.py). So a step that one of them has taken counts. A step that
-none has taken is taken again, by the ranks that are there, over samples that were dealt anew.
+When ranks are lost, the remaining ranks are at most one step apart: no rank sees agreement n + 1
+before all have voted in it, and so have taken step n. (Joined ranks take no steps.) The functions
+run again from the top, and all ranks take over the registered objects of the furthest rank, with
+its view of the samples (restart.py). So a step that one of them has taken counts. A step that none
+has taken is taken again, by the remaining ranks, over samples that were dealt anew.
 
-Several optimizers that step with one backward pass count as one. With a backward pass for each, a
-loss may come between the two steps: then the second one is left out for these samples.
+Several optimizers that step with one backward pass count as one. If each has a backward pass of its
+own, a loss may come between the two steps: then these samples skip the second step.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from ..join.join import Joinable
 from ..process.registry import Registered, Registry
 
 Cursors = tuple[tuple[int, ...], ...]
-"""What a vote says of the samples: by rank, how many it has taken of each iteration (Dealer)."""
+"""By rank, the number of samples that it has taken of each iteration (Dealer)."""
 
 OnTaken = Callable[[Cursors, list[int]], None]
 
 StepCount = tuple[int, int]
-"""The number of the last step that a rank has, and of the last step that its own optimizer has
-taken. The second is less where Join has brought it the parameters of a rank that took more."""
+"""Number of the last step in a rank's parameters, and of the last step that its own optimizer took.
+The second is less on a joined rank, which got the parameters of a rank that took more steps."""
 
 
 @dataclass(slots=True)
 class _Watched:
     """One registered optimizer.
 
-    stepped_at: agreements seen at its last step, -1 before it.
-    inside: agreements seen since its `step` was called; None outside.
-    is_apart: it has stepped twice with no agreement in between.
+    stepped_at: number of agreements seen at its last step, -1 before the first.
+    inside: number of agreements seen since `step` was called; None outside of `step`.
+    is_apart: it has stepped twice without an agreement in between.
     """
 
     name: str
@@ -62,10 +62,10 @@ class _Watched:
 
 
 class PlainSteps:
-    """One rank's, for one run.
+    """Counts the steps of plain optimizers on one rank, for one run.
 
-    on_taken: called when a step counts, with what the agreement said of the samples and with the
-    numbers of the iterations that it is about (Dealer.inside).
+    on_taken: called when a step counts, with the agreement's cursors and the numbers of their
+        iterations (Dealer.inside).
     """
 
     def __init__(self, on_taken: OnTaken) -> None:
@@ -88,7 +88,7 @@ class PlainSteps:
 
     @property
     def num_untaken(self) -> int:
-        """Agreements seen whose steps this rank has not taken."""
+        """Number of agreements seen whose steps this rank has not taken."""
         return self._seen - self._taken
 
     @property
@@ -96,13 +96,13 @@ class PlainSteps:
         return bool(self._watched)
 
     def begin(self) -> None:
-        """The function runs, and makes its optimizers."""
+        """The function begins to run, and will make its optimizers."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._watched = [], []
 
     def go_on_at(self, number: int) -> None:
-        """All ranks have taken over the state of one that had taken this step."""
+        """All ranks have taken over the state of a rank that had taken this step."""
         self._seen = self._taken = self._stepped = number
         self._agreed = None
 
@@ -112,7 +112,7 @@ class PlainSteps:
             return
         watched = _Watched(entry.name, weakref.ref(optimizer))
         self._watched.append(watched)
-        # Weakly, as an optimizer may live on in a later run (`ctx.keep`).
+        # A weak reference, because an optimizer may live on in a later run (`ctx.keep`).
         mine = weakref.ref(self)
 
         def before(*_: Any) -> None:
@@ -129,7 +129,7 @@ class PlainSteps:
         ]
 
     def agreed(self, cursors: Cursors, iterations: list[int]) -> None:
-        """A backward pass was reduced on all ranks."""
+        """The ranks have reduced a backward pass."""
         self._seen += 1
         self._agreed = cursors, iterations
         for one in self._watched:
@@ -142,15 +142,15 @@ class PlainSteps:
         self.take_over()
 
     def take_over(self) -> None:
-        """This rank has all that came of the last agreement."""
+        """This rank has the parameters that resulted from the last agreement."""
         if self._agreed is not None:
             (cursors, iterations), self._agreed = self._agreed, None
             self._taken = self._seen
             self._on_taken(cursors, iterations)
 
     def why_not_again(self, registry: Registry, models: Iterable[ModelEngine]) -> str:
-        """What keeps the function from running again from the top, because of these models. Empty
-        if nothing does."""
+        """The reason why the function cannot run again from the top with these models; empty if it
+        can."""
         registered = {id(entry.object) for entry in registry}
         for model in models:
             if id(model.face) not in registered:
@@ -201,7 +201,7 @@ class PlainSteps:
 
 
 def _is_plain(stateful: object) -> TypeGuard[torch.optim.Optimizer]:
-    # Not one around another, which has its hooks (PostLocalSGDOptimizer).
+    # A wrapper such as PostLocalSGDOptimizer has no hooks of its own: its inner optimizer has them.
     return (
         isinstance(stateful, torch.optim.Optimizer)
         and not isinstance(stateful, Joinable)

@@ -1,25 +1,24 @@
-"""A run that goes on: how a rank's objects get from one generation into the next.
+"""Recovery: how a rank's objects get from one generation into the next, after the loss of a rank.
 
-A step of a `ZeroRedundancyOptimizer` that meets with the end of its generation calls `recover`,
-which returns in the next generation, and the step goes on. Nothing of the user's runs meanwhile.
+If a generation ends during a step of a `ZeroRedundancyOptimizer`, the step calls `recover`, which
+returns in the next generation, and the step continues. No user code runs meanwhile.
 
-    (a) Freeze, say which ballots this rank has seen, and learn which count
-        (actors/worker/lifeline.py). Where this rank stands then, and what it says, is in
-        rank_state.py.
+    (a) Freeze, report which ballots this rank has seen, and learn which ones count
+        (actors/worker/lifeline.py). The state of the rank and its report are in rank_state.py.
     (b) to (g): catch up, meet, move, enter, gather, reduce again (in_place.py).
 
-Not every function waits inside a step. All functions have to run again from the top, in the next
+Not every function waits inside a step. All functions must run again from the top, in the next
 generation and in the same processes, if one of them
 
-- was left by an error of a collective of its own,
+- was left by an error of a collective that the user's code called,
 - belongs to a newcomer,
 - is inside a Join that follows groups,
 - or steps plain optimizers (plain_optimizer_steps.py).
 
-What they register is brought to where it was (from_the_top.py), and `ctx.epochs` and `ctx.shard` go
-on there. A sharded step that counts is ended first, on every rank that waits in it, with what the
-others send (waiting_steps.py): then its function goes on to its next boundary or collective, and is
-left there.
+Then the registered objects get their state back (from_the_top.py), and `ctx.epochs` and `ctx.shard`
+continue there. If a sharded step counts, every rank that waits in it first finishes it, with
+parameters from the other ranks (waiting_steps.py). Its function then continues to its next boundary
+or collective, and is left there.
 """
 
 from __future__ import annotations
@@ -44,12 +43,13 @@ from .rank_state import RankState, Stage, Where
 
 
 class FunctionLeft(BaseException):
-    """Unwinds the user's function, which runs again from the top. Not an Exception: only the
-    runtime catches it."""
+    """Unwinds the user's function, which runs again from the top. It is not an Exception, so that
+    only the runtime catches it."""
 
 
 class Recovery:
-    """One rank's, for one run: what models, the function's call and the program ask of it."""
+    """The recovery of one rank, for one run: the interface for models, the function's call and the
+    program."""
 
     def __init__(self, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
@@ -61,14 +61,14 @@ class Recovery:
 
     @property
     def bytes_moved(self) -> int:
-        """Sent by this rank because ranges of sharded state changed their owner, in all recoveries
-        of the run so far, those from the top as well; parameters, as in (f), left out."""
+        """Bytes that this rank has sent in the run's recoveries, in place and from the top, because
+        ranges of sharded state changed their owner; without the parameters of (f)."""
         return self.in_place.bytes_moved + self.from_the_top.bytes_moved
 
-    # -- what a function makes, and the steps that it takes ----------------------------------------
+    # -- objects that a function makes, and its steps ----------------------------------------------
 
     def attach(self, call: RunningCall) -> None:
-        """The function runs, in this call."""
+        """The function begins to run, in this call."""
         self._objects.begin(call)
         self.in_place.begin()
         self.from_the_top.begin_call()
@@ -84,15 +84,15 @@ class Recovery:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether steps tell how many samples belong to them, so that what a lost rank had can be
-        dealt again; with optimizers that are not registered the loss ends the run."""
+        """Whether steps report their samples, so that a lost rank's samples can be dealt again.
+        With optimizers that are not registered, the loss of a rank ends the run."""
         return bool(self._objects.optimizers()) or self._objects.plain.is_watching
 
     def cursors(self) -> list[int]:
         return self._objects.call.dealer.cursors()
 
     def record(self, cursors: Cursors) -> None:
-        """A ballot was seen; the cursors of all ranks."""
+        """This rank has seen a ballot with these cursors of all ranks."""
         self._objects.call.dealer.record(cursors)
         self._step_counts()
 
@@ -100,11 +100,11 @@ class Recovery:
         self._objects.stepped_last = optimizer
 
     def agreed(self, cursors: Cursors) -> None:
-        """A backward pass for a plain optimizer was reduced; the cursors of all ranks."""
+        """The ranks have reduced a backward pass for a plain optimizer. cursors: of all ranks."""
         self._objects.plain.agreed(cursors, self._objects.call.dealer.inside())
 
     def has_taken_over(self) -> None:
-        """This rank has joined, and has the parameters of a rank that has taken the last step."""
+        """This rank has joined, and now has the parameters of a rank that took the last step."""
         self._objects.plain.take_over()
 
     def _plain_step_counts(self, cursors: Cursors, iterations: list[int]) -> None:
@@ -116,7 +116,7 @@ class Recovery:
         call.count_step()
 
     def _step_counts(self) -> None:
-        """What this rank has is its own again."""
+        """A step counts: this rank's live objects replace the state that was kept for it."""
         if self._state.has_kept:
             self.from_the_top.forget()
         self._state.step_counts()
@@ -124,27 +124,27 @@ class Recovery:
     # -- when a generation has ended ---------------------------------------------------------------
 
     def finish(self) -> None:
-        """The function has returned here: wait until it has everywhere, and help until then."""
+        """The function has returned: take part in recoveries until it has on all ranks."""
         self.pass_boundary()
         while (error := self._lifeline.finish()) is not None:
             self.recover(error)
 
     def pass_boundary(self) -> None:
-        """Between two steps: leave the function here, if it has to run again."""
+        """Called between two steps: raise FunctionLeft if the function has to run again."""
         if self._state.is_leaving:
             raise FunctionLeft
 
     @property
     def can_begin_again(self) -> bool:
-        """Whether the function, left now, would be run again from the top, as far as this rank
-        knows."""
+        """Whether the function would run again from the top if it were left now, as far as this
+        rank knows."""
         return self._state.can_run_again(self._objects.facts(), self._where_left())
 
     def recover(self, error: BaseException, optimizer: OptimizerEngine | None = None) -> None:
-        """Return in the next generation. Raises what ended the run, if it does not go on.
+        """Return in the next generation. Raises the error that ended the run, if it has ended.
 
-        optimizer: whose step waits. Where functions run again it returns if the step counts, when
-        its parameters are whole, and raises FunctionLeft if not.
+        optimizer: the optimizer whose step waits. If functions run again and this step counts,
+            `recover` returns when the parameters are complete; otherwise it raises FunctionLeft.
         """
         self.pass_boundary()
         self.in_place.begin()
@@ -156,7 +156,7 @@ class Recovery:
                     self._objects.catch_up(resumption.progress)
                     self.from_the_top.keep_on_the_way(self.in_place.held)
                     if optimizer is not None and optimizer.step_counts:
-                        # What the loop's body does behind the step needs its parameters.
+                        # The loop's body behind the step may read the parameters.
                         self.from_the_top.meet_waiting(optimizer)
                         self._state.has_to_leave(resumption)
                         return
@@ -175,16 +175,16 @@ class Recovery:
                 error = failure
 
     def leave(self, error: BaseException) -> Resumption:
-        """The function has been left: learn how it goes on, and keep what it has registered.
+        """The function has been left: learn how the run continues, and keep its objects.
 
-        Where no rank has begun, its `entered` is NOWHERE, and the function begins as at first.
+        If no rank has begun, `entered` of the result is NOWHERE, and the function begins afresh.
 
-        Raises what ended the run, if it does not go on; and `error` itself if it ends no
-        generation: then the function has failed.
+        Raises the error that ended the run, if it has ended; and `error` itself if that does not
+        end a generation: then the function has failed.
         """
         is_left = isinstance(error, FunctionLeft) or ends_a_generation(error)
         resumption = self._state.take_restart()
-        # A body behind a step that counts finds the group of that step closed.
+        # The loop's body behind a step that counts finds the group of that step closed.
         if resumption is None or not (is_left or isinstance(error, GroupClosed)):
             if not is_left:
                 raise error
@@ -193,7 +193,7 @@ class Recovery:
             if where is Where.NOT_BEGUN:
                 if resumption.entered == NOWHERE:
                     self.forget()
-                else:  # Others have begun, and this rank is to them as if it had just come.
+                else:  # Other ranks have begun; this rank is a newcomer to them.
                     self.begin_as_newcomer()
                 return resumption
             self._objects.catch_up(resumption.progress)
@@ -202,7 +202,7 @@ class Recovery:
 
     def _freeze(self, error: BaseException, where: Where) -> Resumption:
         frozen = self._lifeline.leave_generation(error)
-        # Behind that nothing of the generation can complete here, so the facts stay.
+        # No operation of the generation can complete from here on, so the facts stay valid.
         return self._lifeline.regenerate(self._state.report(frozen, self._objects.facts(), where))
 
     def _where_left(self) -> Where:
@@ -212,13 +212,13 @@ class Recovery:
     # -- how a function begins ---------------------------------------------------------------------
 
     def forget(self) -> None:
-        """The function begins where no rank has anything any more."""
+        """The function begins afresh, because no rank has any state of it."""
         self._state.begins_afresh(self._lifeline.generation)
         self.from_the_top.forget()
         self._objects.plain.go_on_at(0)
 
     def begin_as_newcomer(self) -> None:
-        """The function runs for the first time here, and has run elsewhere."""
+        """The function runs for the first time on this rank, and has run on others."""
         self._state.is_new()
         self.from_the_top.forget()
 
@@ -227,20 +227,20 @@ class Recovery:
         return self.from_the_top.connect()
 
     def meet(self, group: Group) -> None:
-        """Before anything else in a generation in which functions run again."""
+        """The first operation in a generation in which functions run again."""
         self.from_the_top.meet(group)
 
     def begin_again(self, group: Group, steps: RunStatus) -> list[dict[str, Any]]:
-        """Meet the others before the function runs again. Returns where the ranks were in their
-        data, the leader first. steps: this rank's."""
+        """Meet the other ranks before the function runs again. steps: this rank's.
+        Returns the ranks' positions in their data, the leader's first."""
         told = self.from_the_top.begin_again(group, steps)
         self.num_recoveries += 1
         return told
 
     def restore(self, entry: Registered, group: Group) -> bool:
-        """Bring a registered object to where it was. Returns False if there is no such place."""
+        """Restore the state of a registered object. Returns False if none was kept."""
         return self.from_the_top.restore(entry, group)
 
     def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:
-        """The run is given up: save what is kept. Returns the error to freeze with."""
+        """The run is given up: save the kept state. Returns the error to freeze with."""
         return self.from_the_top.save_last(group, config)

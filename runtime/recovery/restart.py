@@ -1,14 +1,14 @@
-"""What a rank keeps of its registered objects while its function runs again from the top.
+"""The state of registered objects that a rank keeps while its function runs again from the top.
 
 The function makes its objects anew and registers them under the same names. Each object then takes
 over the state of the one before it:
 
 - a sharded optimizer takes its shards, from the ranks that keep them;
-- a model, and an object that all ranks have alike, takes the state of one rank, the *leader*;
+- a model, or an object that is equal on all ranks, takes the state of one rank, the *leader*;
 - an object that is registered per rank takes the state of its own rank.
 
-The leader is a rank that was there before, and of those one that has taken the last step of a plain
-optimizer (plain_optimizer_steps.py): other ranks may have been left in that step.
+The leader is not a newcomer, and has taken the last step of a plain optimizer
+(plain_optimizer_steps.py): the functions of other ranks may have been left in that step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .plain_optimizer_steps import StepCount
 
 @dataclass(frozen=True, slots=True)
 class RetainedOptimizer:
-    """A sharded optimizer. held: what this rank keeps of its state. num_steps, options: equal on
-    all ranks."""
+    """The kept state of a sharded optimizer. held: this rank's part of the state. num_steps and
+    options are equal on all ranks."""
 
     held: ShardState
     progress: Progress
@@ -45,13 +45,13 @@ class RetainedOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a rank tells the others of what it keeps, before the function runs again.
+    """A rank's report on its kept state, for the other ranks, before the function runs again.
 
     was_there: the rank is not a newcomer that has yet to take its first step.
-    place: among the steps of plain optimizers.
-    steps_taken: in the run, of all optimizers.
-    held: by name of a sharded optimizer, the ranges and what the state of a parameter consists of.
-    data: where the rank was in its data (FunctionCall.told_data).
+    place: position in the steps of plain optimizers.
+    steps_taken: number of steps in the run, of all optimizers.
+    held: by name of a sharded optimizer, the inventory of its state.
+    data: position of the rank in its data (FunctionCall.told_data).
     """
 
     was_there: bool
@@ -63,12 +63,12 @@ class Summary:
 
 @dataclass(slots=True)
 class RestartState:
-    """What one rank keeps, by name of the registered object.
+    """The kept state of one rank, by name of the registered object.
 
-    optimizers: the sharded ones, in the order of their making.
-    tensors: of each module, by their names in it.
-    synced: of each model, the step whose buffers these are.
-    states: of everything else.
+    optimizers: the sharded optimizers, in the order in which they were made.
+    tensors: of each module, by their names in the module.
+    synced: of each model, the step to which its kept buffers belong.
+    states: of all other objects.
     place, steps_taken: as in Summary; None: not known yet.
     """
 
@@ -83,7 +83,8 @@ class RestartState:
     def of(
         cls, registry: Registry, place: StepCount, on_the_way: Mapping[int, ShardState]
     ) -> RestartState:
-        """on_the_way: by id() of an optimizer, what it has received beyond what it steps."""
+        """on_the_way: by id() of an optimizer engine, its state with parts that were received in
+        attempts to continue in place."""
         retained = cls(place=place)
         for entry in registry:
             made = entry.object
@@ -111,10 +112,10 @@ class RestartState:
         return Summary(was_there, self.place, self.steps_taken or 0, held, data)
 
     def restore(self, entry: Registered, summaries: Sequence[Summary], group: Group) -> int | None:
-        """Bring an object that was registered again to its state. All ranks call it alike.
+        """Load the kept state into an object that was registered again. All ranks call it.
 
-        Returns the bytes of sharded state that this rank sent to others for it, or None if nothing
-        of this name was kept: the object is new, and stays as it is.
+        Returns the bytes of sharded state that this rank sent for it, or None if no state of this
+        name was kept: the object is new, and stays unchanged.
         """
         leader = leader_of(summaries)
         made = entry.object
@@ -155,14 +156,13 @@ class RestartState:
 
 
 def leader_of(summaries: Sequence[Summary]) -> int:
-    """The rank that leads: of those that were there before the one that is furthest, and of equal
-    ones the lowest."""
+    """The rank that leads: the furthest rank that is not a newcomer; of equal ones the lowest."""
     there = [rank for rank, one in enumerate(summaries) if one.was_there]
     return max(there, key=lambda rank: (summaries[rank].place, -rank))
 
 
 def up_to_date(summaries: Sequence[Summary]) -> list[Summary]:
-    """The ranks that have the leader's step. What others say of their data is of a step before."""
+    """The summaries of ranks that have the leader's step; the data of others is one step older."""
     last = summaries[leader_of(summaries)].place[0]
     return [one for one in summaries if one.was_there and one.place[0] == last]
 
@@ -171,9 +171,9 @@ def up_to_date(summaries: Sequence[Summary]) -> list[Summary]:
 def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a module.
 
-    committed: copies, with the buffers as they were after the last step that counts. A forward pass
-    may have changed them since. And where the function was handed the module it may wrap the same
-    one anew, whose tensors then start from those of rank 0.
+    committed: return copies, with the buffers after the last step that counts, because a forward
+        pass may have changed them since. Copies are needed also because the function may wrap the
+        same module anew, which overwrites its tensors with those of rank 0.
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     tensors = {name: p.detach() for name, p in inner.named_parameters()}

@@ -1,15 +1,15 @@
-"""What comes first in a generation in which functions run again: the end of a step that counts.
+"""Finishes steps that count, before functions run again in a new generation.
 
 A rank may be inside such a step when its generation ends: it has stepped its shard, and does not
-have the others' parameters yet. The loop's body goes on behind the step before the function is
-left, and may read the parameters, as a moving average does. So all ranks meet before anything else,
-also those that have left their functions, and newcomers:
+have the other ranks' parameters yet. The loop's body continues behind the step before the function
+is left, and may read the parameters, for a moving average for example. So all ranks first meet,
+also newcomers and those that have left their functions:
 
-    (a) each tells what it holds, and whether it waits inside a step that counts,
-    (b) one rank that holds it sends the values of each range that a waiting rank lacks,
-    (c) and the buffers come from a rank that has ended the step, or the newest that took it.
+    (a) Each rank reports which ranges it holds, and whether it waits inside a step that counts.
+    (b) For each range that a waiting rank lacks, one rank that holds it sends the values.
+    (c) The buffers come from a rank that has ended the step, or else the highest live rank of it.
 
-A range that no rank holds any more stays as it is. That state is lost, and the ranks raise
+A range that no rank holds any more stays unchanged. That state is lost, and the ranks raise
 StateLost where their functions begin.
 """
 
@@ -34,13 +34,13 @@ from .restart import RestartState
 
 @dataclass(frozen=True, slots=True)
 class _Want:
-    """What a rank that waits says of the step.
+    """The step in which a rank waits.
 
     optimizer, model: their names.
     layout: of the optimizer's parameters.
-    step: its ballot.
-    buffers: names of the model's, empty if they do not travel.
-    newest: this rank's number when it took the step, -1 if it had no data.
+    step: number of the step's ballot.
+    buffers: names of the model's buffers; empty if they are not sent.
+    newest: this rank's number in the group of the step, -1 if it had no data.
     """
 
     optimizer: str
@@ -53,11 +53,11 @@ class _Want:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a rank has when it comes.
+    """The state with which a rank comes to the meeting.
 
     held: by optimizer.
-    synced: by model, the step whose buffers it has.
-    buffers: of these models, by name.
+    synced: by model, the step whose buffers the rank has.
+    buffers: by model, the buffers by name.
     """
 
     held: Mapping[str, ShardState] = field(default_factory=dict)
@@ -66,14 +66,14 @@ class Holdings:
 
     @classmethod
     def of_retained(cls, retained: RestartState) -> Holdings:
-        """What a rank has that has left its function, or is new."""
+        """The holdings of a newcomer, or of a rank that has left its function."""
         held = {name: one.held for name, one in retained.optimizers.items()}
         return cls(held, retained.synced, retained.tensors)
 
     @classmethod
     def of_live(cls, registry: Registry, held: Mapping[int, ShardState]) -> Holdings:
-        """What a rank has that waits. held: by id() of an optimizer, what it has of earlier
-        attempts to go on."""
+        """The holdings of a rank that waits. held: by id() of an optimizer engine, the state that
+        earlier attempts to continue have brought."""
         states: dict[str, ShardState] = {}
         synced: dict[str, int] = {}
         buffers: dict[str, Mapping[str, torch.Tensor]] = {}
@@ -103,9 +103,9 @@ def complete(
     registry: Registry | None = None,
     waiting: OptimizerEngine | None = None,
 ) -> None:
-    """Make the parameters whole of ranks that wait inside a step that counts. All ranks call it.
+    """Complete the parameters of ranks that wait inside a step that counts. All ranks call it.
 
-    waiting: the optimizer whose step this rank waits in, registered in `registry`.
+    waiting: the optimizer in whose step this rank waits, registered in `registry`.
     """
     want = _want(registry, waiting) if registry is not None and waiting is not None else None
     held = {name: state.ranges for name, state in has.held.items()}
@@ -160,7 +160,7 @@ def _send_buffers(
     if group.rank == root:
         buffers = has.buffers[told.model]
         if not ended and waiting is not None and waiting.model is not None:
-            # Those of the forward pass of this step, which nobody keeps yet.
+            # The buffers of this step's forward pass have not been committed on any rank yet.
             buffers = dict(waiting.model.module.named_buffers())
         mine = {name: buffers[name].cpu() for name in told.buffers}
     theirs = broadcast_object(group, mine, root)

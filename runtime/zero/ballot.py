@@ -1,8 +1,8 @@
 """The ballot: the one small all-reduce by which all ranks agree on a sharded step.
 
-A rank casts its vote when its own reduction is complete, so who sees the result knows that all
-ranks have finished theirs. The sum is taken in float64 and in rank order: every rank reads the same
-bits, and decides alike.
+A rank casts its vote when its own reduction is complete, so a rank that sees the result knows that
+all ranks have finished theirs. The sum is taken in float64 and in rank order, so every rank reads
+the same bits and makes the same decision.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ _STEP, _STEP_SQUARED, _SQUARED_NORM, _LOSS_SCALE, _PER_RANK = range(5)
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank says of a step.
+    """One rank's vote on a step.
 
-    step: its number. live: the rank took it with data of its own. has_next: it may take another.
-    used: per parameter, whether the rank has a gradient. weight: of its losses; None: not weighed.
-    squared_norm: (), of its reduced shard, or 0.0. loss_scale: of its losses, or 0.0.
-    options: numbers of the optimizer's options. cursors: samples that it has taken, of each
-    iteration that it is in (dealer.py). num_samples: of the dataset that it iterates, or 0.
-    stop: this rank was asked to have all stop after this step.
+    step: number of the step.
+    live: the rank took the step with data of its own.
+    has_next: the rank may take another step.
+    used: per parameter, whether the rank has a gradient.
+    weight: of the rank's losses; None: unweighted.
+    squared_norm: (), of the rank's reduced shard, or 0.0.
+    loss_scale: of the rank's losses, or 0.0.
+    options: the optimizer's numeric options.
+    cursors: samples that the rank has taken of each iteration that it is in (dealer.py).
+    num_samples: length of the dataset that the rank iterates, or 0.
+    stop: the rank was asked to stop all ranks after this step.
     """
 
     step: int
@@ -47,8 +52,8 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What all ranks read. squared_norm: of the whole summed gradient. loss_scale: mean over the
-    live ranks, 0.0 where nobody scales. options, cursors: by rank."""
+    """The result that all ranks read. squared_norm: of the whole summed gradient. loss_scale: mean
+    over the live ranks, 0.0 if no rank scales. options, cursors: by rank."""
 
     agreement: Agreement
     squared_norm: float
@@ -58,8 +63,8 @@ class Outcome:
 
 
 class Ballot:
-    """The vector of one optimizer: float64, four numbers of all, then each rank's own, its options,
-    its cursors and its number of samples, then the agreement's."""
+    """One optimizer's vector of float64: four sums over all ranks; for each rank its options, its
+    cursors and its number of samples; and the agreement."""
 
     def __init__(self, group: Group, num_parameters: int, num_options: int) -> None:
         self._group = group
@@ -72,9 +77,9 @@ class Ballot:
         self._group = group
 
     def hold(self, vote: Vote) -> tuple[float, ...]:
-        """Cast this rank's vote; what all ranks see, for `read`.
+        """Cast this rank's vote; returns the sums, which `read` takes.
 
-        Raises CollectiveMismatch, on all ranks, if they are not at the same step, or iterate
+        Raises CollectiveMismatch, on all ranks, if the ranks are not at the same step, or iterate
         datasets of different lengths.
         """
         vector, group = self._vector, self._group
@@ -99,7 +104,7 @@ class Ballot:
         )
         group.all_reduce(vector).wait()
         seen: tuple[float, ...] = tuple(vector.tolist())
-        # Equal steps, and only they, have no variance.
+        # The variance of the steps is zero if and only if all are equal.
         if group.size * seen[_STEP_SQUARED] != seen[_STEP] ** 2:
             raise CollectiveMismatch(
                 "step()",
@@ -112,7 +117,7 @@ class Ballot:
         return seen
 
     def _check_lengths(self, seen: Sequence[float]) -> None:
-        """Ranks that count samples differently deal some of them to nobody, others to two."""
+        """Raise CollectiveMismatch if dataset lengths differ: samples would be lost or doubled."""
         at = range(_PER_RANK + self._own_numel - 1, self._vote_at, self._own_numel)
         lengths = {rank: int(seen[i]) for rank, i in enumerate(at) if seen[i]}
         if len(set(lengths.values())) > 1:
@@ -127,7 +132,7 @@ class Ballot:
             )
 
     def read(self, seen: Sequence[float]) -> Outcome:
-        """What the numbers mean; alike on all ranks, and also where they came from another."""
+        """Decode the sums, whether this rank took part in the all-reduce or received them."""
         agreement = read_agreement(seen[self._vote_at :], self._group.size)
         own = [
             tuple(seen[at : at + self._own_numel])
@@ -150,7 +155,7 @@ def _cursors(vote: Vote) -> list[int]:
 
 
 def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float]:
-    """The numbers among the options `names` of all parameter groups; tuples by their entries."""
+    """The numbers among the options `names` of all parameter groups; tuples entry by entry."""
     return [
         float(entry)
         for options in groups
@@ -163,7 +168,7 @@ def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[f
 def set_numbers(
     groups: Sequence[dict[str, Any]], names: Sequence[str], numbers: Sequence[float]
 ) -> None:
-    """Write what `numbers_of` read on another rank; types stay."""
+    """Write the numbers that `numbers_of` read on another rank; each option keeps its type."""
     values = iter(numbers)
     for options in groups:
         for name in names:

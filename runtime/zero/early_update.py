@@ -1,19 +1,20 @@
-"""Steps the shard of a bucket while the backward pass still makes the gradients of the next ones.
+"""Steps the shard of a bucket while the backward pass still computes gradients of later buckets.
 
-The rank that owns a shard must know two things before it steps: what to divide the sum by, and
-which parameters have a gradient on any rank. Both are in an agreement (agreement.py), so a small
-one travels with each bucket but the last. When the next bucket has been launched, the one before is
-waited for, stepped, and its parameters set out to all ranks; the optimizer's `step()` does the
-rest, after the ballot. All ranks read the same agreement, so they do the same in the same order.
+The rank that owns a shard must know two things before it steps: the divisor of the sum, and which
+parameters have a gradient on any rank. Both are in an agreement (agreement.py), so a small
+agreement travels with each bucket but the last. After a bucket has been launched, the rank waits
+for the bucket before it, steps its shard and starts the all-gather of its parameters. The
+optimizer's `step()` does the rest, after the ballot. All ranks read the same agreement, so they
+launch the same operations in the same order.
 
-A bucket is launched when a rank has all its gradients, or when its backward pass has ended. So no
-rank needs those parameters any more in this pass when others' values arrive in them. (Except where
-a pass reads a parameter without asking for its gradient, `weight.detach()`: not with this.)
+A bucket is launched when a rank has all its gradients, or when the backward pass has ended. So the
+pass no longer needs the bucket's parameters when new values arrive in them. (The exception is a
+pass that reads a parameter without its gradient, `weight.detach()`; this is not supported.)
 
-If a rank has joined, nothing is done early: the options of its step come with the ballot.
+If a rank has joined, no shard is stepped early: its options come with the ballot.
 
-What was stepped cannot be undone, so there is no clipping and no scaling, which may leave a step
-out, and no deciding anew after a death.
+An early step cannot be undone. So it excludes clipping, loss scaling (which may skip a step) and a
+new decision after the loss of a rank.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from .parameter_shard import ParameterShard
 
 
 class EarlyUpdate:
-    """What is stepped early of one optimizer's shard. Registers itself with the reducer.
+    """The early steps of one optimizer's shard. Registers itself with the reducer.
 
-    groups: the user's. divisor_of: what to divide a step's sums by.
+    groups: of the user's optimizer. divisor_of: returns the divisor of a step's gradient sums.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class EarlyUpdate:
         self._groups = groups
         self._divisor_of = divisor_of
         self._votes: list[tuple[torch.Tensor, Work]] = []  # by bucket
-        self._gathers: list[Gather] = []  # by bucket; as many as were stepped
+        self._gathers: list[Gather] = []  # by bucket, of those that were stepped
         device = reducer.group.device
-        # The backward pass must not wait for the network: there, updates have their own stream.
+        # On a GPU updates have their own stream: the backward pass must not wait for the network.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         reducer.on_launched = self._launched
 
@@ -86,7 +87,7 @@ class EarlyUpdate:
             has_next=False,
             used=usage,
             weight=reducer.weight,
-            stop=False,  # The ballot has the word for it.
+            stop=False,  # The ballot carries this request.
         )
         return vote, group.all_reduce(vote)
 
@@ -99,7 +100,7 @@ class EarlyUpdate:
             work.wait()
             agreement = read_agreement(vote.tolist(), self._reducer.group.size)
             if len(agreement.live) < self._reducer.group.size:
-                return
+                return  # A rank has joined: `step()` takes the step, after the ballot.
             used = [False] * len(self._shard.parameters)
             for (parameter, _, _), is_used in zip(bucket.plan.spans, agreement.used, strict=True):
                 used[parameter] = is_used
@@ -110,7 +111,7 @@ class EarlyUpdate:
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
 
     def end_step(self) -> list[Gather]:
-        """What brings the parameters of the first buckets, which have been stepped."""
+        """The all-gathers of the first buckets, which have been stepped early."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         gathers, self._gathers, self._votes = self._gathers, [], []

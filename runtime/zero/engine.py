@@ -1,22 +1,22 @@
-"""The engine of a sharded optimizer: its steps, and what recovery and checkpoints do with it.
+"""The engine of a sharded optimizer: its steps, and the methods for recovery and checkpoints.
 
-A user holds, steps and joins a `ZeroRedundancyOptimizer`. What takes its step on all ranks is in
-its engine, which the rest of the package is handed.
+A user holds, steps and joins a `ZeroRedundancyOptimizer`. Its engine takes the steps; the rest of
+the package works on the engine.
 
-A step has the phases below; the numbers stand again where they happen.
+A step has the phases below; the code repeats the numbers.
 
     (1) Reduce-scatter of each bucket, out of place, launched during backward.
-    (2) Each reduced shard goes to the ranks that keep its replicas, if there are any.
+    (2) Send each reduced shard to the ranks that keep its replicas, if there are any.
     (3) Ballot: one small all-reduce in float64. Each rank votes when its own reduction is
         complete, so a rank that sees the result knows that all ranks finished (1) and (2).
-    (4) Apply the shard's gradient to the shard, and the replicas' to the replicas.
-    (5) All-gather the parameters, and take over the buffers.
+    (4) Apply the shard's gradient to the shard, and the replicas' gradients to the replicas.
+    (5) All-gather the parameters, and synchronize the buffers.
 
-(4) and (5) go bucket by bucket; with `overlap_with_ddp` those of most buckets come during backward
+(4) and (5) run bucket by bucket. With `overlap_with_ddp` they run for most buckets during backward
 (early_update.py).
 
-Where the run goes on after a death (recovery/recovery.py), a failure in any of them parks the step.
-If some rank has seen the ballot the step counts, and what this rank lacks is done in the next
+If the run survives the loss of a rank (recovery/recovery.py), a failure in any phase parks the
+step. If some rank has seen the ballot, the step counts, and this rank finishes it in the next
 generation. Otherwise the step begins again at (1), from the buckets that every rank has kept.
 """
 
@@ -50,13 +50,13 @@ from .shard_state import Inventory, ShardState
 
 
 class Face(torch.optim.Optimizer, GroupJoinable):
-    """What the engine asks of the optimizer as the user holds it.
+    """The attributes of the user's optimizer that the engine reads and writes.
 
-    num_steps: that were applied, equal on all ranks.
-    max_norm: what the norm of the mean gradient is clipped to, if it is.
-    grad_norm: of the last step, before clipping.
+    num_steps: number of applied steps, equal on all ranks.
+    max_norm: the norm to which the mean gradient is clipped; None: no clipping.
+    grad_norm: the norm in the last step, before clipping.
     uses_scaler: whether losses are scaled.
-    found_overflow: whether the last step was left out, as a scaled gradient was not finite.
+    found_overflow: whether the last step was skipped because a scaled gradient was not finite.
     """
 
     num_steps: int
@@ -69,7 +69,7 @@ class Face(torch.optim.Optimizer, GroupJoinable):
 class OptimizerEngine:
     """The engine of one sharded optimizer on one rank.
 
-    model: whose gradients are reduced; None where `.grad` is taken as it is.
+    model: the model whose gradients are reduced; None if `.grad` is used as it is.
     """
 
     def __init__(self, face: Face, shard: ParameterShard, model: ModelEngine | None) -> None:
@@ -77,21 +77,21 @@ class OptimizerEngine:
         self.shard = shard
         self.model = model
         self.reducer: Reducer | None = None
-        """Of the model whose gradients travel once; None where they are all-reduced, or taken as
-        they are."""
+        """The model's reducer if gradients are reduce-scattered; None if they are all-reduced or
+        used as they are."""
         self.loss_scale: float | None = None
         self.consolidated: dict[str, Any] | None = None
-        """The whole state, on a rank to which it was gathered; of this group's numbering."""
+        """The whole state, on a rank to which it was gathered; None after the group changes."""
         self.last_live: tuple[int, ...] = ()
         """The ranks that took the last step."""
         self._group = shard.group
         self._waiting: list[torch.nn.Parameter] = []
-        """In the groups, but frozen since they came: no shard has them."""
+        """Parameters in the groups that no shard holds, because they have been frozen so far."""
         self._early: EarlyUpdate | None = None
         self._seen = Progress(0)
-        """The last ballot that this rank has seen, and what it said."""
+        """The number and content of the last ballot that this rank has seen."""
         self._ballot_of_step = 0
-        """The ballot of the step that is being taken, or was taken last."""
+        """The ballot of the current step, or of the last one."""
         given = [p for options in face.param_groups for p in options["params"]]
         if model is not None and shard.elementwise:
             self.reducer = model.reducer
@@ -103,7 +103,7 @@ class OptimizerEngine:
         self._recovery = recovery_of(self._group) if self.reducer is not None else None
 
     def begin(self, early: EarlyUpdate | None) -> None:
-        """The optimizer is whole: steps may come. early: what steps shards during backward."""
+        """Called when the optimizer is fully constructed. early: steps shards during backward."""
         self._early = early
         if self._recovery is not None:
             assert self.reducer is not None
@@ -118,18 +118,17 @@ class OptimizerEngine:
         return self._group
 
     def add(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Cut shards of these, too, as soon as they are trained."""
+        """Cut shards of these parameters too, as soon as they are trainable."""
         self._waiting += parameters
         self.take_up_trainable()
 
     def take_up_trainable(self) -> None:
-        """Cut shards of parameters in the groups that are not frozen (any more); alike on all
-        ranks. A parameter that is frozen later keeps shard and state: without a gradient
-        it is not stepped."""
+        """Cut shards of waiting parameters that are now trainable, the same ones on all ranks. A
+        parameter that is frozen later keeps shard and state, and is not stepped."""
         fresh = [
             p
             for p in self._waiting
-            # Like a plain optimizer, take what has a gradient, wherever it is from.
+            # As in a plain optimizer, a gradient is enough, whatever wrote it.
             if p.requires_grad or (self.model is None and p.grad is not None)
         ]
         if not fresh and self.shard.num_groups == len(self.face.param_groups):
@@ -142,7 +141,7 @@ class OptimizerEngine:
     def _own(
         self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[GradientBucket] | None
     ) -> None:
-        """Lay out shards of `parameters`. buckets: of the reducer, if it has them."""
+        """Lay out shards of `parameters`. buckets: the reducer's, if it reduces them."""
         self.shard.add(parameters, self.face.param_groups, buckets)
         num_options = len(self._option_numbers())
         self._ballot = Ballot(self.group, len(self.shard.parameters), num_options)
@@ -166,8 +165,8 @@ class OptimizerEngine:
 
     @property
     def step_counts(self) -> bool:
-        """Whether the step that this rank is in has been agreed on: then what the loop's body does
-        behind it has to be done, also where its parameters could not be gathered any more."""
+        """Whether the ranks have agreed on the current step. Then the loop's body must run the
+        code behind it, even if the parameters could not be gathered."""
         return self._seen.ballots >= self._ballot_of_step
 
     def _try_step(self, is_live: bool) -> None:
@@ -201,7 +200,7 @@ class OptimizerEngine:
         )
 
     def _see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
-        """Take over what a ballot means for this rank. From here on the step counts."""
+        """Record the result of a ballot on this rank. From here on the step counts."""
         self._seen = Progress(self._seen.ballots + 1, payload)
         outcome = self._ballot.read(payload)
         live = self.last_live = outcome.agreement.live
@@ -211,8 +210,8 @@ class OptimizerEngine:
             self.face._join.record(self.face, outcome.agreement)
         boundary().step_agreed(outcome.agreement, self._group, ends_step=True)
         if self.group.rank not in live and live:
-            # A rank that has joined runs no schedule of the loop's body: it steps its shard with
-            # the options (learning rate and so on) of a rank that does.
+            # A joined rank runs no learning rate schedule: it steps its shard with the options of
+            # a live rank.
             set_numbers(
                 self.face.param_groups, sorted(self.face.defaults), outcome.options[max(live)]
             )
@@ -224,12 +223,12 @@ class OptimizerEngine:
         return outcome
 
     def _apply(self, outcome: Outcome) -> list[Gather]:
-        """Step what this rank keeps, all of it, whatever happens to the others meanwhile; returns
-        the all-gathers, each begun as soon as its bucket is stepped."""
+        """Step all shards that this rank keeps, even if another rank is lost meanwhile. Returns the
+        all-gathers, each started as soon as its bucket is stepped."""
         agreement = outcome.agreement
         gathers = self._early.end_step() if self._early is not None else []
         if not agreement.live:
-            return []
+            return []  # All ranks have joined: there is no gradient.
         divisor = self.divisor(agreement)
         if self.face.max_norm is not None:
             scale = outcome.loss_scale if self.face.uses_scaler else 1.0
@@ -244,14 +243,14 @@ class OptimizerEngine:
                 if failure is None:
                     gathers += self.shard.start_gather(portion)
             except CollectiveError as error:
-                failure = error
+                failure = error  # The step counts, so the remaining shards are stepped first.
         self.face.num_steps += 1
         if failure is not None:
             raise failure
         return gathers
 
     def _check_gradients(self, agreement: Agreement) -> None:
-        """Gradients that are taken as they are have to be there; on a joined rank, too."""
+        """Raise RuntimeError if a parameter has a gradient on other ranks and none here."""
         for parameter, is_used in zip(self.shard.parameters, agreement.used, strict=True):
             if is_used and parameter.grad is None:
                 error = RuntimeError(
@@ -260,31 +259,31 @@ class OptimizerEngine:
                     "DistributedDataParallel, whoever makes the gradients equal does so on all "
                     "ranks; inside Join, it is listed before this optimizer"
                 )
-                self.group.abort(error)  # The others wait for our part of the parameters.
+                self.group.abort(error)  # The others wait for this rank's parameters.
                 raise error
 
     def divisor(self, agreement: Agreement) -> float:
-        """What the summed gradient is divided by to be the mean."""
+        """The number by which the summed gradient is divided to get the mean."""
         if self.reducer is None:
-            return 1.0  # Whoever made the gradients equal has divided them.
+            return 1.0  # The code that made the gradients equal has divided them.
         if self.face._join:
             return self.face._join.ledger.divisor(agreement)
         return agreement.weight or self.group.size
 
     def _coefficient(self, outcome: Outcome) -> float:
-        """What the mean gradient is multiplied with: it is unscaled, then clipped."""
+        """The factor for the mean gradient, which undoes the loss scale and clips."""
         scale = outcome.loss_scale if self.face.uses_scaler else 1.0
         if self.face.max_norm is None or self.face.grad_norm is None:
             return 1.0 / scale
-        # As torch: never enlarge, no division by zero, and a norm that is no number spoils all.
+        # As in torch: never enlarge, never divide by zero, and let a NaN norm propagate.
         clipped = self.face.max_norm / (self.face.grad_norm + 1e-6)
         return (1.0 if clipped > 1 else clipped) / scale
 
     def _option_numbers(self) -> list[float]:
-        """The optimizer's own options; a schedule's notes in the groups are none."""
+        """The numeric options of the optimizer, without entries that schedulers add to groups."""
         return numbers_of(self.face.param_groups, sorted(self.face.defaults))
 
-    # -- a run that goes on (recovery.py) --------------------------------------------------------
+    # -- recovery (recovery/recovery.py) ---------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
@@ -292,20 +291,20 @@ class OptimizerEngine:
 
     @torch.no_grad()
     def catch_up(self, decided: Progress) -> None:
-        """Take the step that others have seen the ballot of, as far as this rank can alone."""
+        """Take the step whose ballot other ranks have seen, as far as this rank can alone."""
         if decided.ballots > self._seen.ballots:
             assert self.reducer is not None
             outcome = self._see(decided.payload, self.reducer.is_live)
-            with contextlib.suppress(CollectiveError):  # The gathers: of a group that is no more.
+            with contextlib.suppress(CollectiveError):  # The group of the gathers has ended.
                 self._apply(outcome)
 
     def move_to(self, group: Group) -> None:
-        """Go on in a group of the same ranks, at the beginning of a step; the shards stay."""
+        """Continue in a group of the same ranks, at the beginning of a step; the shards stay."""
         self._group = self.shard.group = group
         self._ballot.move_to(group)
 
     def leave_run(self) -> None:
-        """The run in which it was made is over: what took it into the next generation with it."""
+        """The run in which the optimizer was made is over, and with it the run's recovery."""
         self._recovery = None
         if self._early is not None and self.reducer is not None and self.reducer.has_begun:
             between_runs().tear()
@@ -319,12 +318,12 @@ class OptimizerEngine:
         num_steps: int,
         options: Sequence[Mapping[str, Any]],
     ) -> int:
-        """Go on where an optimizer of the same parameters was, which the ranks still keep: called
-        on all ranks before the first step. Returns the bytes that this rank sent.
+        """Take over the state of an earlier optimizer of the same parameters. Called on all ranks
+        before the first step. Returns the bytes that this rank sent.
 
-        held: what this rank keeps of its state.
-        inventories: what all ranks keep, by rank.
-        progress, num_steps, options: of the other optimizer.
+        held: this rank's part of the earlier state.
+        inventories: of the earlier state, by rank.
+        progress, num_steps, options: of the earlier optimizer.
         """
         assert self.reducer is not None
         for ours, theirs in zip(self.face.param_groups, options, strict=True):
@@ -340,7 +339,7 @@ class OptimizerEngine:
 
     @torch.no_grad()
     def change_group(self, group: Group, held: ShardState) -> None:
-        """Go on as a rank of another group. held: the state of what this rank shall keep there."""
+        """Continue as a rank of another group. held: the state that this rank will keep there."""
         assert self.reducer is not None
         self._group = group
         self.reducer.change_group(group)

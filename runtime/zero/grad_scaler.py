@@ -14,15 +14,18 @@ from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
 class GradScaler(torch.amp.GradScaler, GroupJoinable):
-    """torch.amp.GradScaler for a ZeroRedundancyOptimizer; use it as torch's.
+    """torch.amp.GradScaler for a ZeroRedundancyOptimizer, with the same interface.
 
-    torch's looks at a rank's local gradients, so ranks would skip different steps and drift apart
-    in their scales. This one takes what the optimizer's ballot found: a step in which any rank's
-    reduced gradient is not finite is left out on all, and all scales change alike.
+    torch.amp.GradScaler looks at a rank's local gradients, so ranks would skip different steps and
+    their scales would diverge. This scaler reads the result of the optimizer's ballot: if the
+    reduced gradient of any rank is not finite, all ranks skip the step, and all scales stay equal.
 
-    optimizer: on which it is stepped. options: torch's (init_scale, growth_interval, …).
-    Inside Join, list it behind the optimizer: Join([model, optimizer, scaler]). `unscale_` has
-    nothing to act on; clip with the optimizer's `max_norm`.
+    optimizer: the optimizer whose losses are scaled.
+    options: arguments of torch.amp.GradScaler (init_scale, growth_interval, …).
+
+    Inside Join, list the scaler behind the optimizer: Join([model, optimizer, scaler]).
+
+    Raises ValueError if the scaler is enabled and the optimizer has overlap_with_ddp.
     """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, **options: Any) -> None:
@@ -37,17 +40,18 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
 
     @property
     def group(self) -> Group:  # type: ignore[override]
-        """The optimizer's, which changes when a rank is lost."""
+        """The optimizer's group, which changes when a rank is lost."""
         return self._optimizer.group
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's; the optimizer unscales, and leaves the step out on all ranks or on none."""
+        """Step the optimizer, which unscales, and skips the step on all ranks or on none."""
         result = super().step(optimizer, *args, **kwargs)
         if self.is_enabled() and optimizer is self._optimizer:
             self._take_agreement()
         return result
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises RuntimeError for this scaler's optimizer: clip with its `max_norm`."""
         if optimizer is self._optimizer and self.is_enabled():
             raise RuntimeError(
                 "unscale_ would act on local gradients, which are not what this optimizer steps "
@@ -56,7 +60,7 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
         super().unscale_(optimizer)
 
     def _take_agreement(self) -> None:
-        """Let `update` see what all ranks found instead of what this one did."""
+        """Make `update` read the overflow flag on which all ranks agreed, not the local one."""
         found = torch.tensor(
             float(self._optimizer.found_overflow), device=self._optimizer.group.device
         )
@@ -79,7 +83,7 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
 
 
 class _Hook(JoinHook):
-    """A joined rank's scale follows the steps that its optimizer has shadowed."""
+    """Updates a joined rank's scale after each step that its optimizer takes implicitly."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler

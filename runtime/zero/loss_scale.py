@@ -1,4 +1,4 @@
-"""What a sharded step takes from a GradScaler, and what all ranks must have alike."""
+"""Reads a GradScaler's loss scale in a sharded step, and checks that it is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> float | None:
-    """What a GradScaler has left on the optimizer for this step (torch sets these attributes, and
-    takes them off again), None without one.
+    """The scale of this step, None without a GradScaler, which sets `found_inf` and `grad_scale`
+    on the optimizer for the time of the step.
 
-    uses_scaler: whether the scaler is ours. Raises RuntimeError for one that is not.
+    uses_scaler: whether the scaler is a chorusline.GradScaler. Raises RuntimeError for others.
     """
     if not hasattr(optimizer, "found_inf"):
         return None
@@ -26,7 +26,7 @@ def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> float | 
 
 
 def check_scale(mine: float | None, mean: float) -> None:
-    """mean: over the ranks that took the step. Raises RuntimeError where this rank's differs."""
+    """Raises RuntimeError if this rank's scale is not the mean over the live ranks."""
     if mine is None or not math.isclose(mine, mean, rel_tol=1e-9):
         raise RuntimeError(
             f"the loss scales of the ranks differ: {mine} here, {mean:g} on average; every "

@@ -1,4 +1,4 @@
-"""Optimizer state between the ranks' shards and whole parameters: gathered on one rank, checked."""
+"""Gathers sharded optimizer state on one rank, and checks state before it is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..partition.shards import shard_numel
 from .shard_state import Description, Layout, ShardState
 
 CHUNK_BYTES = 4 << 20
-"""Of all ranks together, while state is gathered."""
+"""Size of a chunk, all ranks together, while state is gathered."""
 
 
 def gather_state(
@@ -23,12 +23,11 @@ def gather_state(
 ) -> dict[int, dict[str, Any]]:
     """The state of all parameters on rank `to`, by number, on the CPU; empty on the others.
 
-    state: what this rank keeps.
+    state: the state that this rank keeps.
 
-    1. Ranks tell each other what the state of their parameters consists of; what is kept for a
-       parameter as a whole travels with that.
-    2. For each bucket and name, the shards are gathered chunk by chunk, so that besides its shard
-       and the result no rank holds more than a chunk, and rank `to` one from all.
+    1. The ranks exchange descriptions, which include the state of whole parameters.
+    2. For each bucket and name, the shards are gathered chunk by chunk. So besides its shard and
+       the result a rank holds one chunk only, and rank `to` one chunk of each rank.
     """
     mine = {
         parameter: Description(one.elements, {k: _on_cpu(v) for k, v in one.whole.items()})
@@ -65,7 +64,7 @@ def _gather_bucket(
     group: Group,
     to: int,
 ) -> None:
-    """Gather one tensor of the state for all parameters of one bucket into `result` on `to`."""
+    """Gather one named tensor of all parameters of one bucket into `result` on rank `to`."""
     bucket, length = everything.bucket, shard_numel(everything.stop, group.size)
     chunk = max(1, CHUNK_BYTES // dtype.itemsize // group.size)
     own = torch.zeros(min(chunk, length), dtype=dtype, device=group.device)
@@ -91,9 +90,9 @@ def _on_cpu(value: Any) -> Any:
 
 
 def check_fits(state: Mapping[str, Any], shape: torch.Size, name: str, *, may_be_cut: bool) -> None:
-    """Raises ValueError for a tensor that is none of a parameter of `shape`.
+    """Raises ValueError if a state tensor cannot belong to a parameter of `shape`.
 
-    name: of the parameter. may_be_cut: what is kept for a parameter as a whole is a scalar then.
+    name: of the parameter. may_be_cut: state of the whole parameter must be a scalar then.
     """
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.shape == shape or value.dim() == 0:
@@ -106,7 +105,7 @@ def check_fits(state: Mapping[str, Any], shape: torch.Size, name: str, *, may_be
 
 
 def is_summary(shape: Sequence[int], parameter_shape: Sequence[int]) -> bool:
-    """Whether a tensor of `shape` can sum a parameter up: some of its lengths are 1 instead."""
+    """Whether `shape` is the parameter's shape with some lengths replaced by 1 (row sums)."""
     return len(shape) == len(parameter_shape) and all(
         ours in (1, whole) for ours, whole in zip(shape, parameter_shape, strict=True)
     )

@@ -1,8 +1,8 @@
 """Parameters that travel together: one flat tensor, and the ranges of it that a rank keeps.
 
-Laid out like the bucket of their gradients. Parameters in float16 and bfloat16 have a float32 copy
-of each range (the master), which is what is stepped: in eight bits of mantissa most updates would
-round to nothing.
+The layout is that of the gradient bucket. For parameters in float16 and bfloat16 the optimizer
+steps a float32 copy of each range (the master): in eight bits of mantissa most updates would round
+to nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Parameters on their way to this rank; by way of `staged`, if that is given, to `target`."""
+    """An all-gather of parameters in flight. If `staged` is given, `wait` copies it to `target`."""
 
     work: Work
     staged: torch.Tensor | None = None
@@ -36,12 +36,13 @@ class Gather:
 
 
 class ShardRange:
-    """One shard's part of a bucket, kept on this rank: its own, or a replica of another rank's.
+    """One shard's range of a bucket on this rank: its own shard, or a replica of another rank's.
 
-    owner: whose shard it is. values: (n,) its part of the bucket's `flat`. master: (n,) what is
-    stepped: `values` itself, or its float32 copy. reduced: (n,) where the sum of the gradients
-    arrives, or None where gradients stay with the parameters. gradient: (n,) the mean, in the
-    master's dtype.
+    owner: the rank that owns the shard.
+    values: (n,) view of the bucket's `flat`.
+    master: (n,) stepped by the optimizer: `values` itself, or its float32 copy.
+    reduced: (n,) receives the sum of the gradients; None if gradients are read from `.grad`.
+    gradient: (n,) the mean gradient, in the master's dtype.
     """
 
     def __init__(self, owner: int, values: torch.Tensor, reduced: torch.Tensor | None) -> None:
@@ -53,7 +54,7 @@ class ShardRange:
         self.gradient = reduced.float() if self.has_master and reduced is not None else reduced
 
     def take_gradient(self, divisor: float) -> None:
-        """Make `gradient` of what arrived: the sum over the ranks, over `divisor`."""
+        """Set `gradient` to the received sum over the ranks, divided by `divisor`."""
         if self.gradient is None or self.reduced is None:
             return
         if self.gradient is not self.reduced:
@@ -62,14 +63,14 @@ class ShardRange:
             self.gradient.div_(divisor)
 
     def take_parameters(self) -> None:
-        """Where somebody wrote to the parameters (a loaded checkpoint, an average), the master
-        does not round to them any more, and takes their value; elsewhere it keeps its own."""
+        """Copy parameters to the master where they were changed outside the optimizer (a loaded
+        checkpoint, an average): there the master does not round to the parameter's value."""
         if self.has_master:
             is_ours = self.master.to(self.values.dtype) == self.values
             self.master.copy_(torch.where(is_ours, self.master, self.values.float()))
 
     def publish_master(self) -> None:
-        """Round the stepped values to what is gathered."""
+        """Round the master into `values`, which are gathered."""
         if self.has_master:
             self.values.copy_(self.master)
 
@@ -77,8 +78,8 @@ class ShardRange:
 class ParameterBucket:
     """Parameters that travel together, as views of one flat tensor.
 
-    flat: all parameters of the plan, and room behind them for the slack of any number of ranks.
-    ranges: what this rank keeps of it: its own shard first, then replicas.
+    flat: all parameters of the plan, with room behind them for slack when ranks come (`room_for`).
+    ranges: the ranges that this rank keeps: its own shard first, then replicas.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class ParameterBucket:
             view.copy_(parameter.detach())
             parameter.data = view
         self.version = 0
-        """Steps that this rank has taken with what it keeps since the bucket was laid out."""
+        """Number of steps taken on this bucket since it was laid out."""
         self.cut(group, reduced, replicas)
 
     def cut(self, group: Group, reduced: torch.Tensor | None, replicas: int) -> None:
-        """Lay out the ranges that this rank keeps, anew."""
+        """Lay out anew the ranges that this rank keeps."""
         length = shard_numel(self.plan.content, group.size)
         self.ranges: list[ShardRange] = []
         for owner in guarded_ranks(group.rank, group.size, replicas):
@@ -118,8 +119,8 @@ class ParameterBucket:
         return self.ranges[0]
 
     def start_replicating(self, group: Group) -> Work | None:
-        """Begin to send the own reduced gradient to those that keep its replicas, and to receive
-        theirs; None where nobody keeps any."""
+        """Start to send this rank's reduced gradient to the ranks with its replicas, and to receive
+        the gradients of the replicas here; None without replicas."""
         replicas = self.ranges[1:]
         if not replicas or self.own.reduced is None:
             return None
@@ -135,12 +136,12 @@ class ParameterBucket:
         return group.all_to_all(theirs, mine)
 
     def start_gather(self, group: Group) -> Gather:
-        """Begin to bring all ranks' ranges of `flat` to all ranks."""
+        """Start the all-gather of `flat`."""
         padded = padded_numel(self.plan.content, group.size)
         flat, own = self.flat[:padded], self.own.values
         if flat.device == group.device:
             return Gather(group.all_gather(flat, own))
-        # A group's operations take tensors of its device. Parameters of a model that is spread
-        # over several travel by way of it.
+        # A group's operations take tensors on its device. A model may be spread over several
+        # devices; its other parameters are staged on the group's device.
         staged = torch.empty_like(flat, device=group.device)
         return Gather(group.all_gather(staged, own.to(group.device)), staged, flat)

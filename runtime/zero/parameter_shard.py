@@ -1,7 +1,7 @@
-"""This rank's part of the parameters: the memory, the gradients and the optimizer that steps it.
+"""This rank's part of the parameters: its memory, its gradients and the optimizer that steps it.
 
-Parameters become views of flat buckets (parameter_bucket.py). Of each a rank owns one range; the
-pieces of parameters in it are what the rank's optimizer steps.
+Parameters become views of flat buckets (parameter_bucket.py). A rank owns one range of each bucket,
+and its optimizer steps the pieces of parameters in that range.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from .shardable_optimizers import ELEMENTWISE
 
 _BUCKET_BYTES = 25 << 20
 _CPU_TILE_NUMEL = 1 << 18
-"""On a CPU a piece is stepped in tiles that stay in the cache: an optimizer goes over its tensors
-ten times or more. AdamW over 6.3 M elements took 37 ms as one tensor, 12 ms in these tiles."""
+"""On a CPU the optimizer steps a piece in tiles that stay in the cache, because it reads and writes
+its tensors ten times or more. AdamW over 6.3 M elements took 37 ms as one tensor, 12 ms in tiles.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPiece:
     """A piece of a parameter that this rank steps, as part of its own shard or of a replica.
 
-    tensor: view of the master, of shape (piece.numel,), or the parameter's where it is whole.
-    where: its elements in the bucket.
+    tensor: view of the master; (piece.numel,), or the parameter's shape if parameters are not cut.
+    where: its range in the bucket. range: the shard or replica that contains it.
     """
 
     tensor: torch.nn.Parameter
@@ -48,8 +49,10 @@ class ParameterShard:
     """The buckets of all parameters, and this rank's optimizer over its pieces of them.
 
     elementwise: pieces are flat and may be cut anywhere; otherwise no parameter is cut, and its
-    piece keeps the shape. replicas: ranks that keep each shard; the owner is one of them.
-    parameters: by number, as in the plans. optimizer: None on a rank that owns nothing.
+        piece keeps the shape.
+    replicas: number of ranks that keep each shard, the owner included.
+    parameters: by number, as in the plans.
+    optimizer: None on a rank that owns no piece.
     """
 
     def __init__(
@@ -79,10 +82,10 @@ class ParameterShard:
         groups: Sequence[Mapping[str, Any]],
         reduced_in: Sequence[GradientBucket] | None,
     ) -> None:
-        """Lay out `parameters` too, numbered from the last one on; what is there stays.
+        """Lay out `parameters` behind the existing ones, which stay.
 
-        groups: the user's, all of them. reduced_in: the reducer's buckets of the parameters, which
-        leave the sums of gradients; None where gradients are taken from `.grad`.
+        groups: all parameter groups of the user's optimizer.
+        reduced_in: the reducer's buckets of these parameters; None if `.grad` is read.
         """
         before = len(self.parameters)
         self.parameters += parameters
@@ -119,7 +122,7 @@ class ParameterShard:
     def _plan(
         self, parameters: Sequence[torch.nn.Parameter], first_number: int
     ) -> list[BucketPlan]:
-        """Buckets for parameters that no reducer has laid out, one per dtype and device."""
+        """Plan buckets, each of one dtype and device, for parameters that no reducer laid out."""
         kinds = [(p.dtype, p.device) for p in parameters]
         numels = [p.numel() for p in parameters]
         if self.elementwise:
@@ -142,7 +145,7 @@ class ParameterShard:
         return plans
 
     def _admit(self, pieces: Sequence[KeptPiece], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Give the optimizer new pieces, each in the group that its parameter is in."""
+        """Add new pieces to the optimizer, each in the group of its parameter."""
         self.num_groups = len(groups)
         number_of = {id(parameter): n for n, parameter in enumerate(self.parameters)}
         owned: dict[int, list[torch.nn.Parameter]] = {}
@@ -159,8 +162,8 @@ class ParameterShard:
             }
             for options in groups
         ]
-        # Some optimizers (Adagrad) make state, or look at shapes, in their constructor only: so
-        # new pieces go through it, and are then taken over.
+        # Some optimizers (Adagrad) make state or check shapes in their constructor only. So new
+        # pieces pass through a new optimizer, and the old one then adopts them and their state.
         fresh = self.optimizer_class(wanted, **self.defaults) if pieces else None
         if self.optimizer is None:
             self.optimizer = fresh
@@ -175,8 +178,8 @@ class ParameterShard:
 
     @property
     def portions(self) -> list[list[int]]:
-        """Numbers of the buckets that are stepped together. One by one, while the ones before
-        travel, where the optimizer is known to keep no state but a parameter's own."""
+        """Numbers of the buckets that are stepped together: each one alone, while earlier ones are
+        gathered, if the optimizer is known to keep no state across parameters; otherwise all."""
         numbers = list(range(len(self.buckets)))
         if self.optimizer_class in ELEMENTWISE:
             return [[number] for number in numbers]
@@ -205,8 +208,11 @@ class ParameterShard:
     ) -> None:
         """Step the pieces whose parameters have a gradient on some rank.
 
-        portion: numbers of the buckets. groups: the user's, whose options count. used: per
-        parameter. The summed gradient is divided by `divisor`, then multiplied with `coefficient`.
+        portion: numbers of the buckets.
+        groups: the parameter groups of the user's optimizer, whose options apply.
+        used: per parameter, whether some rank has a gradient.
+        divisor: the summed gradient is divided by it.
+        coefficient: the mean gradient is multiplied by it.
         """
         for number in portion:
             self.buckets[number].version += 1
@@ -223,7 +229,7 @@ class ParameterShard:
                 gradient = gradient * coefficient
             mine.tensor.grad = gradient
         for options, ours in zip(groups, self.optimizer.param_groups, strict=True):
-            # Schedulers and users change the groups that they see.
+            # Schedulers and users change options in the groups of the user's optimizer.
             ours.update(_options(options))
         self.optimizer.step()
         for mine in pieces:
@@ -244,16 +250,16 @@ class ParameterShard:
         return flat.view(mine.tensor.shape)
 
     def gather(self) -> None:
-        """Bring all parameters to all ranks."""
+        """All-gather all parameters."""
         for gather in self.start_gather(range(len(self.buckets))):
             gather.wait()
 
     def start_gather(self, portion: Sequence[int]) -> list[Gather]:
-        """Begin to bring every rank's part of the parameters to all ranks."""
+        """Start the all-gathers of the parameters in these buckets."""
         return [self.buckets[number].start_gather(self.group) for number in portion]
 
     def start_replicating(self) -> list[Work]:
-        """Begin to send this rank's reduced gradients to those that keep replicas of its shard."""
+        """Start to send this rank's reduced gradients to the ranks with replicas of its shard."""
         return [work for bucket in self.buckets if (work := bucket.start_replicating(self.group))]
 
     # -- state by ranges -------------------------------------------------------------------------
@@ -268,12 +274,12 @@ class ParameterShard:
         )
 
     def kept(self, replicas: int | None = None) -> list[Range]:
-        """The ranges that this rank keeps: its shard, and its replicas; with 1 its shard alone."""
+        """The ranges that this rank keeps: its shard and its replicas; with 1 its shard alone."""
         contents = [bucket.plan.content for bucket in self.buckets]
         return kept_by(self.group.rank, self.group.size, contents, replicas or self.replicas)
 
     def held(self) -> ShardState:
-        """All that this rank keeps; the tensors are the very ones that are stepped."""
+        """All state that this rank keeps, without a copy: the optimizer steps these tensors."""
         held = ShardState(self.kept())
         for mine in (mine for pieces in self.pieces for mine in pieces):
             assert self.optimizer is not None
@@ -289,8 +295,8 @@ class ParameterShard:
         group: Group,
         leaving: Sequence[int] = (),
     ) -> int:
-        """Bring `held` to what a rank of `group` keeps, for `recut`; returns the bytes sent.
-        inventories, leaving: as for shard_state.complete."""
+        """Add to `held` all that this rank will keep in `group`, for `recut`; returns the bytes
+        sent. The parameters are those of shard_state.complete."""
         return complete(held, inventories, self.layout, self.replicas, group, leaving)
 
     def recut(
@@ -300,10 +306,10 @@ class ParameterShard:
         groups: Sequence[Mapping[str, Any]],
         held: ShardState,
     ) -> None:
-        """Keep what a rank of `group` keeps.
+        """Cut the shards anew, for this rank of `group`.
 
         reduced_in, groups: as for `add`.
-        held: values and state of all that, at least.
+        held: values and state of at least all that this rank keeps in the new group.
         """
         self.group = group
         self.pieces = []
@@ -324,15 +330,16 @@ class ParameterShard:
                 optimizer.state[mine.tensor] = state
 
     def publish(self, held: ShardState) -> None:
-        """Make the parameters what `held` has of them; elsewhere they stay as they are."""
+        """Copy the values in `held` to the parameters; other elements stay unchanged."""
         for everything in self.layout.everything():
             held.cut(everything, MASTER, self.buckets[everything.bucket].flat[: everything.stop])
 
     def load(self, states: Iterable[ShardState], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Make the optimizer's state what `states` have, by bucket; nothing of them is kept.
+        """Load the optimizer's state from copies of `states`.
 
-        states: of all that this rank keeps, at least. They may be made one by one: nothing changes
-        before the last is there. groups: the user's, whose options count.
+        states: one per bucket, each with at least all that this rank keeps. An iterator may make
+            them one at a time: the optimizer changes only after the last one.
+        groups: the parameter groups of the user's optimizer, whose options apply.
         """
         optimizer = self.optimizer
         if optimizer is None:
@@ -365,13 +372,13 @@ class ParameterShard:
     def load_state(
         self, saved: Mapping[int, tuple[str, Mapping[str, Any]]], groups: Sequence[dict[str, Any]]
     ) -> None:
-        """Take this rank's part of what fits. saved: by id() of a parameter its name, for errors,
-        and its state. groups: the user's, with the options as they were loaded."""
+        """Load this rank's part of the state of whole parameters, after `check_fits`. saved: by
+        id() of a parameter, its name and its state. groups: the user's, with loaded options."""
         self.load(self._whole(saved), groups)
 
     def check_fits(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> None:
-        """Raises ValueError for state that does not fit its parameter, whoever owns it. saved: as
-        in `load_state`."""
+        """Raises ValueError for state that does not fit its parameter, whichever rank owns it.
+        saved: as in `load_state`."""
         for parameter in self.parameters:
             name, state = saved.get(id(parameter), ("", {}))
             check_fits(state, parameter.shape, name, may_be_cut=self.elementwise)
@@ -388,7 +395,7 @@ class ParameterShard:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a user's group says of ours, whose tensors are pieces and have no names."""
+    """The options of a user's group without its parameters and names, which pieces do not have."""
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 

@@ -1,10 +1,10 @@
 """The state of a sharded optimizer by ranges of buckets, and how a rank gets the ranges it lacks.
 
-A tensor of the state either has a number for each element of its parameter (`exp_avg`), or is kept
-for the parameter as a whole: `step`, which is equal wherever a piece of the parameter is, or, where
-parameters are not cut, anything (Adafactor's row and column sums). The former is held by ranges,
-the latter by parameter. A range is a piece of a parameter or all of it: what a rank steps, what it
-receives, what a user loads and what a checkpoint holds are all a `ShardState`.
+A tensor of the state either has a number for each element of its parameter (`exp_avg`), or belongs
+to the parameter as a whole: `step`, which is equal for all pieces of the parameter, or, if
+parameters are not cut, any tensor (Adafactor's row and column sums). The former is held by ranges,
+the latter by parameter. A range is a piece of a parameter or all of it. A `ShardState` holds the
+state that a rank steps, receives from other ranks, or loads from a user or a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,25 +24,22 @@ from ..partition.buckets import BucketPlan
 from ..partition.resharding import Range, RangesLost, Transfer, kept_by, overlap, plan_transfers
 
 MASTER = "master"
-"""Beside the optimizer's own names: the numbers that are stepped. They are the parameters
-themselves, or the float32 copies of parameters in half precision; only the copies are saved. Plain
-optimizers carry them along and do not look at them."""
+"""Name of the tensor that is stepped, beside the optimizer's own names. It is the parameter itself,
+or the float32 copy of a parameter in half precision; only the copies are saved. Plain optimizers
+load and save this entry, and do not use it."""
 
 
 def is_per_element(name: str, shape: Sequence[int], parameter_shape: Sequence[int]) -> bool:
-    """Whether a tensor of the state has a number for each element of the parameter, or piece.
-
-    shape: of the tensor.
-    """
+    """Whether a state tensor of shape `shape` has a number for each element of the parameter."""
     return tuple(shape) == tuple(parameter_shape) and name != "step"
 
 
 def divided(
     state: Mapping[str, Any], shape: Sequence[int]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors with a number for each element, flat, and the rest of a parameter's state.
+    """Split a parameter's state: tensors with a number for each element, flattened, and the rest.
 
-    shape: of the parameter, or of the piece that the state is of.
+    shape: of the parameter, or of the piece to which the state belongs.
     """
     elements = {
         name: value.detach().reshape(-1)
@@ -54,12 +51,12 @@ def divided(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the elements of a sharded optimizer's parameters lie; alike on all ranks.
+    """Where the elements of a sharded optimizer's parameters lie; equal on all ranks.
 
     shapes: of the parameters, by number.
     plans: of the buckets.
-    dtypes: of the numbers that are stepped, by bucket.
-    has_masters: whether these are copies of the parameters, by bucket.
+    dtypes: of the masters, by bucket.
+    has_masters: whether the masters are copies of the parameters, by bucket.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -75,22 +72,22 @@ class Layout:
         return [Range(bucket, 0, n) for bucket, n in enumerate(self.contents) if n > 0]
 
     def parameters_in(self, wanted: Range) -> Iterator[tuple[int, int, Range]]:
-        """The parameters that have elements in `wanted`: the number, which element of the parameter
-        is the first of them, and the range of the bucket that they are."""
+        """The parameters that have elements in `wanted`: for each its number, the first of these
+        elements in the parameter, and their range in the bucket."""
         for parameter, offset, numel in self.plans[wanted.bucket].spans:
             start, stop = max(wanted.start, offset), min(wanted.stop, offset + numel)
             if start < stop:
                 yield parameter, start - offset, Range(wanted.bucket, start, stop)
 
     def saved(self, bucket: int, description: Description | None) -> dict[str, torch.dtype]:
-        """Names and dtypes of the tensors by elements that are saved of a parameter."""
+        """Names and dtypes of a parameter's saved tensors that have a number for each element."""
         elements = {} if description is None else dict(description.elements)
         if self.has_masters[bucket]:
             elements[MASTER] = self.dtypes[bucket]
         return elements
 
     def travelling(self, described: Mapping[int, Description]) -> list[dict[str, torch.dtype]]:
-        """Names and dtypes of the tensors that go with a range, by bucket."""
+        """Names and dtypes of the tensors that are sent with a range, by bucket."""
         by_bucket = []
         for plan, dtype in zip(self.plans, self.dtypes, strict=True):
             names = {MASTER: dtype}
@@ -111,10 +108,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the state of one parameter consists of.
+    """The composition of one parameter's state.
 
-    elements: dtypes of the tensors with a number for each of the parameter's, by name.
-    whole: the rest, itself.
+    elements: dtypes of the tensors with a number for each element, by name.
+    whole: the values of all other entries, by name.
     """
 
     elements: Mapping[str, torch.dtype]
@@ -123,28 +120,28 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a rank tells the others of its ShardState: its ranges and descriptions, no tensors."""
+    """The ranges and descriptions of a rank's ShardState, without tensors, for other ranks."""
 
     ranges: Sequence[Range] = ()
     described: Mapping[int, Description] = field(default_factory=dict)
 
 
 class ShardState:
-    """What one rank has of an optimizer's state, by ranges. It holds the tensors that it is given.
+    """One rank's part of an optimizer's state, by ranges. It references tensors, without copies.
 
-    ranges: of a rank's own state, what is held: whole shards of buckets, with the gaps between
-        their parameters.
-    described: by parameter; on every rank the same, once all have told what they hold.
+    ranges: the ranges that the rank keeps: whole shards of buckets, including the gaps between
+        parameters.
+    described: by parameter; equal on all ranks after they have exchanged inventories.
     """
 
     def __init__(self, ranges: Sequence[Range] = ()) -> None:
         self.ranges = list(ranges)
         self.described: dict[int, Description] = {}
-        # By bucket, in order and without overlaps: what is held already is never received.
+        # By bucket, in order and without overlaps: a rank never receives a range that it holds.
         self._parts: dict[int, list[Part]] = defaultdict(list)
 
     def copy(self) -> ShardState:
-        """Another list of the same tensors."""
+        """A shallow copy, which shares the tensors."""
         state = ShardState(self.ranges)
         state.described = dict(self.described)
         for bucket, parts in self._parts.items():
@@ -162,10 +159,10 @@ class ShardState:
         elements: Mapping[str, torch.Tensor],
         whole: Mapping[str, Any],
     ) -> None:
-        """Hold the state of a piece of a parameter, or of all of it.
+        """Add the state of a parameter or of a piece of it.
 
-        where: its elements in the bucket. elements, whole: as `divided` makes them; the numbers
-        that are stepped are among the elements, or are not held here.
+        where: the range of the piece in the bucket.
+        elements, whole: as from `divided`; MASTER may be one of the elements.
         """
         names = {name: tensor.dtype for name, tensor in elements.items() if name != MASTER}
         if names or whole:
@@ -173,7 +170,7 @@ class ShardState:
         self._insert(Part(where, elements))
 
     def add(self, part: Part) -> None:
-        """Hold what another rank has sent."""
+        """Add a part that another rank has sent."""
         self.ranges.append(part.range)
         self._insert(part)
 
@@ -181,7 +178,7 @@ class ShardState:
         insort(self._parts[part.range.bucket], part, key=lambda one: one.range.start)
 
     def overlapping(self, wanted: Range) -> Iterator[tuple[Range, Part]]:
-        """What is there of `wanted`, in order, and the part that it is in."""
+        """The held ranges within `wanted`, in order, each with the part that contains it."""
         parts = self._parts[wanted.bucket]
         first = bisect_right(parts, wanted.start, key=lambda one: one.range.stop)
         for number in range(first, len(parts)):
@@ -191,15 +188,15 @@ class ShardState:
             yield common, parts[number]
 
     def views(self, wanted: Range, name: str) -> tuple[torch.Tensor, ...]:
-        """Views of the tensors that hold the elements of `wanted`, one behind the other."""
+        """Views of the held elements of `wanted`, in order."""
         return tuple(
             part.tensors[name][common.start - part.range.start : common.stop - part.range.start]
             for common, part in self.overlapping(wanted)
         )
 
     def cut(self, wanted: Range, name: str, into: torch.Tensor) -> torch.Tensor:
-        """Copy what is there of `wanted` to `into`, of wanted.numel elements; the gaps stay as they
-        are."""
+        """Copy the held elements of `wanted` to `into`, which has wanted.numel elements. Other
+        elements of `into` stay unchanged."""
         flat = into.view(-1)
         for common, part in self.overlapping(wanted):
             tensor = part.tensors.get(name)
@@ -210,8 +207,8 @@ class ShardState:
         return into
 
     def state_of(self, parameter: int, wanted: Range, like: torch.Tensor) -> dict[str, Any]:
-        """The optimizer's state of a piece of a parameter, in memory of its own; empty if it has
-        none. like: the piece, for its device and shape."""
+        """A copy of the optimizer's state of a piece of a parameter; empty if there is none.
+        like: the piece, for its device and shape."""
         description = self.described.get(parameter)
         if description is None:
             return {}
@@ -232,16 +229,16 @@ def complete(
     group: Group,
     leaving: Sequence[int] = (),
 ) -> int:
-    """Bring `held` to all that this rank shall keep in `group`; returns the bytes that it sent.
+    """Add to `held` all ranges that this rank will keep in `group`; returns the bytes sent.
 
     inventories: of all ranks.
-    replicas: ranks that keep each shard.
-    leaving: ranks that hand over; the others get what they shall keep in a group without those,
-        where they have the same order.
+    replicas: number of ranks that keep each shard.
+    leaving: ranks that hand over their shards. The other ranks get the ranges for a group without
+        those, in the same order.
 
-    Raises StateLost, on all ranks, if nobody has some of it any more.
+    Raises StateLost, on all ranks, if no rank holds some range any more.
     """
-    for one in inventories:  # Of parameters that this rank has no piece of, others know it.
+    for one in inventories:  # Other ranks describe parameters of which this rank has no piece.
         held.described = {**one.described, **held.described}
     staying = [rank for rank in range(group.size) if rank not in leaving]
     wanted = {
@@ -261,10 +258,10 @@ def exchange(
     tensors_of: Sequence[Mapping[str, torch.dtype]],
     group: Group,
 ) -> int:
-    """Send and receive what `plan` says; returns the bytes that this rank has sent.
+    """Carry out the transfers of `plan`; returns the bytes that this rank has sent.
 
-    tensors_of: by bucket, the names and dtypes that travel. Same plan and names on all ranks. What
-    arrives is added to `held` when all of it is there.
+    held: the state to send from. Received parts are added when all have arrived.
+    tensors_of: by bucket, names and dtypes of the tensors to send; like `plan` equal on all ranks.
     """
     received: dict[Range, dict[str, torch.Tensor]] = defaultdict(dict)
     sent_bytes = 0
@@ -293,7 +290,7 @@ def exchange(
 def _room(
     numels: Sequence[tuple[int, int]], dtype: torch.dtype, group: Group
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Zeros by rank, and views of them, one for each of (rank, elements), one behind the other."""
+    """Zero tensors, one per rank, and a view for each (rank, elements), in order and disjoint."""
     totals = [0] * group.size
     places = []
     for rank, numel in numels:

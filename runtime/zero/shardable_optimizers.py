@@ -21,7 +21,7 @@ ELEMENTWISE = (
     torch.optim.Rprop,
 )
 """Optimizers whose update of an element depends on that element alone, so any cut is exact.
-Subclasses are taken to keep that; all others get whole parameters."""
+Subclasses are assumed to keep this property; all other optimizers get whole parameters."""
 
 _REFUSED = {
     torch.optim.LBFGS: (
@@ -44,11 +44,11 @@ def complete_options(
     groups: Sequence[dict[str, Any]],
     defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Give the groups the optimizer's own defaults, in place, so that schedulers find what they
-    look for; returns the defaults.
+    """Add the optimizer's defaults to the groups, in place, because schedulers read them there;
+    returns the defaults.
 
-    An optimizer over empty tensors knows them, makes no state, and raises what it raises for
-    options or numbers of dimensions that it does not take: on all ranks, whoever owns what.
+    They come from an optimizer over empty tensors. It makes no state, and it raises its errors for
+    unsupported options or dimensions on all ranks, not only on those that own the parameter.
     """
     probe = optimizer_class(
         [
@@ -72,8 +72,8 @@ def complete_options(
 def describe_parameters(
     groups: Sequence[Mapping[str, Any]], first_group: int, defaults: Mapping[str, Any]
 ) -> list[str]:
-    """What has to be equal on all ranks, one text per parameter; options as far as they are plain
-    values. first_group: the number of groups[0]."""
+    """One text per parameter with all that must be equal on all ranks: shape, dtype, and options
+    that are plain values. first_group: the number of groups[0]."""
     told = []
     for number, options in enumerate(groups, start=first_group):
         plain = {

@@ -1,8 +1,8 @@
-"""The state dictionary of the plain optimizer, by number or by name of the parameters.
+"""The state dictionary of the plain optimizer, with parameters by number or by name.
 
-By number is torch's `Optimizer.state_dict()`. By name is what torch.distributed.checkpoint's
-`get_optimizer_state_dict` makes of it: names stand for numbers, in `state` and in the groups. By
-name, groups and parameters may come in another order than the optimizer's.
+The form by number is that of `torch.optim.Optimizer.state_dict()`. The form by name is that of
+torch.distributed.checkpoint's `get_optimizer_state_dict`: names replace the numbers, in `state` and
+in the groups, and groups and parameters may be in another order than the optimizer's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHOWN = 5
 def plain_state(
     gathered: Mapping[int, dict[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The dictionary by number. gathered: by id() of a parameter its state."""
+    """The dictionary by number. gathered: the states, by id() of the parameter."""
     state: dict[int, dict[str, Any]] = {}
     plain, number = [], 0
     for options in groups:
@@ -33,7 +33,7 @@ def plain_state(
 
 
 def with_names(plain: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The dictionary by name, of one by number. Tensors are shared."""
+    """Convert a dictionary by number to one by name. Both share the tensors."""
     groups = []
     for saved in plain["param_groups"]:
         options = {k: v for k, v in saved.items() if k not in ("params", "param_names")}
@@ -51,13 +51,13 @@ def is_by_name(state_dict: Mapping[str, Any]) -> bool:
 def match_state(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]
 ) -> tuple[dict[int, tuple[str, Mapping[str, Any]]], list[dict[str, Any]]]:
-    """Find what a saved state has for the parameters in `groups`, the user's.
+    """Find the saved state of each parameter in `groups`.
 
-    state_dict: in either form, not changed. names: by id() of a parameter.
-    Returns by id() what to call a parameter in errors, and its state; and a copy of the options
-    of each group.
+    state_dict: in either form; stays unchanged. names: of the parameters, by id().
+    Returns two things: by id() of a parameter, its name for errors and its state; and a copy of the
+    options of each group.
 
-    Raises ValueError where groups or parameters differ.
+    Raises ValueError if groups or parameters differ.
     """
     by_name = is_by_name(state_dict)
     saved = _by_our_groups(state_dict, groups, names) if by_name else state_dict["param_groups"]
@@ -83,7 +83,7 @@ def match_state(
 def _by_our_groups(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]
 ) -> list[dict[str, Any]]:
-    """Saved groups as ours are: each with the options that its parameters were saved with."""
+    """Saved groups rearranged like `groups`, each with the saved options of its parameters."""
     options_of = {
         name: {k: v for k, v in saved.items() if k not in ("params", "param_names")}
         for saved in state_dict["param_groups"]
@@ -115,7 +115,7 @@ def _by_our_groups(
 
 
 def parameter_name(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
-    """Raises ValueError where nobody has said what the parameter is called."""
+    """The parameter's name. Raises ValueError if it is not known."""
     name = names.get(id(parameter))
     if name is None:
         raise ValueError(

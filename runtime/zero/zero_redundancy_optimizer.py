@@ -1,6 +1,6 @@
 """`ZeroRedundancyOptimizer`: every rank keeps and steps one shard of the optimizer's state.
 
-engine.py has the phases of a step; this file is what a user types.
+engine.py describes the phases of a step; this file holds the public class.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from .state_dict_format import match_state, parameter_name, plain_state, with_na
 class ZeroRedundancyOptimizer(Face):
     """A torch optimizer whose state is sharded over the ranks of a group.
 
-    params: a DistributedDataParallel of ours, or what a torch optimizer takes (tensors, or
-    dictionaries of parameter groups). With all parameters of one DistributedDataParallel, its
-    gradients travel once: each rank receives the sum for its own shard, and `.grad` keeps the
-    rank's local gradient. With other parameters `.grad` is taken as it is and must be equal on
-    all ranks.
-    optimizer_class: of torch.optim, or like it. defaults: its arguments. State of elementwise
-    optimizers (SGD, Adam, AdamW, …) is cut anywhere; others (Muon, Adafactor, your own) get whole
-    parameters, dealt out by size, and the model's gradients are all-reduced for them.
-    group: of the model, or the session's. max_norm: clip the 2-norm of the whole mean gradient to
-    this, as torch.nn.utils.clip_grad_norm_ does (which, on local gradients, would be wrong here);
-    the norm goes with the ballot, and `grad_norm` holds it after the step.
-    replicas: ranks that keep each shard of the state, its owner among them. With 2 or more, and a
-    session that may lose workers (max_failures), the loss of a worker costs no state and no step;
-    while it has fewer workers than that, each shard is kept by all of them. Each replica costs P/N
-    elements sent per step, and the state and the arithmetic of a shard.
-
-    overlap_with_ddp: the backward pass steps each bucket's shard as soon as the bucket is reduced,
-    from the first step on; `step()`, which follows it as ever, finishes. So options are to be
-    changed before the backward pass, and there is no max_norm and no GradScaler.
-    parameters_as_bucket_view: accepted from scripts written for torch, and without effect:
-    parameters always are views of their buckets.
+    params: a chorusline DistributedDataParallel, or what a torch optimizer takes (tensors, or
+        dictionaries of parameter groups). If these are all parameters of one
+        DistributedDataParallel, gradients travel once: each rank receives the sum for its own
+        shard, and `.grad` keeps the local gradient. Otherwise `.grad` must be equal on all ranks.
+    optimizer_class: a torch.optim class, or one like it. The state of elementwise optimizers (SGD,
+        Adam, AdamW, …) is cut anywhere. Other optimizers (Muon, Adafactor, your own) get whole
+        parameters, distributed by size, and the model's gradients are all-reduced for them.
+    group: default: the model's group, or else the session's.
+    max_norm: the 2-norm to which the whole mean gradient is clipped. Use it instead of
+        torch.nn.utils.clip_grad_norm_, which would see local gradients. `grad_norm` has the norm.
+    replicas: number of ranks that keep each shard of the state, its owner included. With 2 or more,
+        in a session that may lose workers (max_failures), the loss of a worker costs no state and
+        no step; with fewer workers than replicas, all of them keep each shard. Each replica costs
+        P/N elements sent per step, and the memory and arithmetic of a shard.
+    overlap_with_ddp: the backward pass steps each bucket's shard as soon as the bucket is reduced;
+        `step()` finishes the step. Change options before the backward pass. Excludes max_norm and
+        GradScaler.
+    parameters_as_bucket_view: without effect, accepted for scripts written for torch: parameters
+        always are views of their buckets.
+    defaults: arguments of optimizer_class.
 
     Parameters in float16 and bfloat16 are stepped as float32 copies of the rank's shard.
 
-    Per step and rank it sends 2·P·(N-1)/N elements (P parameters, N ranks), and the ballot: per
-    rank three float64 and one per numeric option of a group, and one per parameter tensor.
+    In each step a rank sends 2·P·(N-1)/N elements (P parameters, N ranks) and the ballot: for each
+    rank a few float64 and one per numeric option of a group, and one float64 per parameter tensor.
 
-    Raises torch's errors for what is no list of parameters; ValueError for LBFGS and SparseAdam,
-    with the reason; CollectiveMismatch, on all ranks, if parameters or options differ.
+    Raises ValueError for LBFGS and SparseAdam, with the reason, and for arguments that do not fit
+    together; CollectiveMismatch, on all ranks, if parameters or options differ; and the errors of
+    torch.optim.Optimizer for params.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
     """
 
-    _step_supports_amp_scaling = True  # A GradScaler hands us its scale instead of deciding.
+    _step_supports_amp_scaling = True  # A GradScaler passes its scale on and does not decide.
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class ZeroRedundancyOptimizer(Face):
         if model and group is not None and group is not model.group:
             raise ValueError("group must be that of the model whose gradients are reduced")
         group = group or (model.group if model else current_group())
-        # Where a run gains and loses workers, there are as many copies as ranks until more come.
+        # A run that gains and loses workers may have fewer ranks than replicas for a while.
         if replicas > group.size and recovery_of(group) is None:
             raise ValueError(
                 f"replicas={replicas} is more than the {group.size} ranks that could keep them"
@@ -107,7 +107,7 @@ class ZeroRedundancyOptimizer(Face):
                 "and can be cut anew for other ranks"
             )
         self.num_steps = 0
-        """Steps that were applied, equal on all ranks."""
+        """Number of applied steps, equal on all ranks."""
         self.max_norm = max_norm
         self.grad_norm: float | None = None
         """2-norm of the mean gradient of the last step, before clipping; None without max_norm."""
@@ -127,7 +127,7 @@ class ZeroRedundancyOptimizer(Face):
 
     @property
     def group(self) -> Group:  # type: ignore[override]
-        """Where the state is sharded; another group when the run goes on with other ranks."""
+        """The group over which the state is sharded. It changes when the run's ranks change."""
         return self._engine.group
 
     def _overlap(self, replicas: int) -> EarlyUpdate:
@@ -156,18 +156,18 @@ class ZeroRedundancyOptimizer(Face):
         return EarlyUpdate(reducer, shard, self.param_groups, self._engine.divisor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; every rank calls it, with the same group, between two steps.
+        """Add a parameter group, as in torch.optim; collective, between two steps.
 
-        Shards of the other groups stay as they are; the new group's are cut and dealt out on their
-        own. With a model, parameters have to be the module's; those that were frozen when it was
-        wrapped, or registered since, are reduced from now on and start from rank 0's values.
+        Shards of the other groups stay unchanged; the new group is cut separately. With a model,
+        the parameters must belong to the module. Parameters that were frozen when the module was
+        wrapped, or were registered later, are reduced from now on and start from rank 0's values.
 
-        Raises torch's errors, ValueError for parameters that are not the model's, and
-        CollectiveMismatch, on all ranks, if the groups differ; nothing is added then.
+        Raises the errors of torch.optim.Optimizer; ValueError for parameters that are not in the
+        model; CollectiveMismatch, on all ranks, if the groups differ. Then nothing is added.
         """
         super().add_param_group(param_group)
         if not hasattr(self, "_engine"):
-            return  # torch's constructor hands over its groups one by one.
+            return  # The constructor of torch.optim.Optimizer adds the groups one by one.
         group = self.param_groups[-1]
         fresh = list(dict.fromkeys(group["params"]))
         try:
@@ -189,9 +189,10 @@ class ZeroRedundancyOptimizer(Face):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on all ranks; every rank must call it (inside Join, joined ranks do).
+        """Take one step; every rank must call it (inside Join, joined ranks take it implicitly).
 
-        After it all ranks hold the same parameters, bit by bit.
+        Afterwards all ranks hold the same parameters, bit by bit. Returns the closure's loss.
+        Raises RuntimeError if no gradients were reduced since the last step.
         """
         loss = None
         if closure is not None:
@@ -215,14 +216,15 @@ class ZeroRedundancyOptimizer(Face):
 
     @property
     def shard_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of this rank's pieces; None where a rank owns none. Its state is about
-        1/N of the whole."""
+        """The optimizer of this rank's pieces, with about 1/N of the state; None on a rank that
+        owns no piece."""
         return self._engine.shard.optimizer
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to`, on the CPU, for `state_dict()` there.
 
-        Every rank calls it. Besides the result, ranks need 4 MiB more than they have.
+        Every rank calls it. Besides the result, a rank needs 4 MiB of additional memory.
+        Raises ValueError if `to` is not a rank of the group.
         """
         if not 0 <= to < self.group.size:
             raise ValueError(f"to must be a rank in [0, {self.group.size}), got {to}")
@@ -234,10 +236,11 @@ class ZeroRedundancyOptimizer(Face):
     def state_dict(self, *, by_name: bool = False) -> dict[str, Any]:
         """The last consolidated state, in the format of the plain optimizer.
 
-        by_name: in that of torch.distributed.checkpoint's `get_optimizer_state_dict`, with names
-        for numbers; the names are the module's, or those of `named_parameters()`.
+        by_name: use the format of torch.distributed.checkpoint's `get_optimizer_state_dict`, with
+        parameter names as keys; the names come from the module, or from `named_parameters()`.
 
-        Raises RuntimeError on a rank to which nothing was consolidated.
+        Raises RuntimeError on a rank to which nothing was consolidated; ValueError if by_name is
+        set and a parameter has no name.
         """
         if self._engine.consolidated is None:
             raise RuntimeError(
@@ -252,13 +255,13 @@ class ZeroRedundancyOptimizer(Face):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a whole state: of ours, or of a plain torch optimizer.
+        """Load this rank's part of a whole state, saved by this class or a plain torch optimizer.
 
-        state_dict: the same on all ranks, by number or by name of the parameters; it is not
-        changed, and nothing of it is kept. Saved with any number of ranks.
+        state_dict: the same on all ranks, with parameter numbers or names as keys, saved with any
+        number of ranks. It is copied and stays unchanged.
 
-        Raises ValueError where groups, parameters or shapes differ, naming the parameter, on all
-        ranks and before anything is taken over.
+        Raises ValueError, on all ranks and before anything is loaded, if groups, parameters or
+        shapes differ; the text names the parameter.
         """
         saved, options = match_state(state_dict, self.param_groups, self._names())
         self._engine.shard.check_fits(saved)
@@ -267,7 +270,7 @@ class ZeroRedundancyOptimizer(Face):
         self._engine.shard.load_state(saved, self.param_groups)
 
     def _names(self) -> dict[int, str]:
-        """What is known of the parameters' names, by id()."""
+        """The known names of the parameters, by id() of the parameter."""
         names = {
             id(parameter): name
             for options in self.param_groups
@@ -300,7 +303,7 @@ class ZeroRedundancyOptimizer(Face):
 
 
 class _Hook(JoinHook):
-    """A joined rank keeps its shard: it takes every step, with neutral gradients of its own."""
+    """A joined rank keeps its shard: it takes every step, and adds neutral gradients."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
@@ -314,5 +317,5 @@ class _Hook(JoinHook):
 
 
 def optimizer_engine_of(optimizer: ZeroRedundancyOptimizer) -> OptimizerEngine:
-    """What recovery and checkpoints handle of the optimizer."""
+    """The engine, which recovery and checkpoints work on."""
     return optimizer._engine
