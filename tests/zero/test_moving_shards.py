@@ -13,6 +13,7 @@ from runtime.checkpoint.format.pieces import Contents
 from runtime.checkpoint.sharded_state import SavedOptimizer
 from runtime.partition.resharding import plan_transfers
 from runtime.zero.shard_state import ShardState
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.sharded_training import assert_same_state
 from tests.references.training import batches_of, loss_of, make_model
 
@@ -53,11 +54,12 @@ def shrink_and_grow(group: cl.Group, dtype: torch.dtype) -> list[int]:
     take_steps(model, optimizer, group.rank, range(3), dtype)
     before, options = whole(optimizer, group), optimizer.param_groups
     options = [{k: v for k, v in one.items() if k != "params"} for one in options]
-    held, sent = optimizer.shard.held(), []
+    engine = optimizer_engine_of(optimizer)
+    held, sent = engine.shard.held(), []
 
     # What two of three ranks write of what they hold is what all three write of their own.
     saved, mine = SavedOptimizer.of("optimizer", optimizer), Contents()
-    saved.collect(held, optimizer.shard.kept(1), mine)
+    saved.collect(held, engine.shard.kept(1), mine)
     inventories = all_gather_object(group, held.inventory)
     survivors = {rank: inventories[rank].ranges for rank in (0, 2)}
     plan = plan_transfers(survivors, {-1: saved.layout.everything()})
@@ -70,10 +72,10 @@ def shrink_and_grow(group: cl.Group, dtype: torch.dtype) -> list[int]:
     fewer = group.new_group([0, 2])
     if fewer is not None:
         inventories = all_gather_object(fewer, held.inventory)
-        sent.append(optimizer.shard.complete(held, inventories, fewer))
-        optimizer.change_group(fewer, held)
+        sent.append(engine.shard.complete(held, inventories, fewer))
+        engine.change_group(fewer, held)
         assert_same_state(whole(optimizer, fewer), before)
-        held = optimizer.shard.held()
+        held = engine.shard.held()
     else:
         held = ShardState()
     group.barrier().wait()
@@ -83,8 +85,9 @@ def shrink_and_grow(group: cl.Group, dtype: torch.dtype) -> list[int]:
         for parameter in again_model.parameters():
             parameter.zero_()
     inventories = all_gather_object(group, held.inventory)
-    progress = broadcast_object(group, optimizer.progress)
-    sent.append(again.take_over(held, inventories, progress, 3, options))
+    progress = broadcast_object(group, engine.progress)
+    again_engine = optimizer_engine_of(again)
+    sent.append(again_engine.take_over(held, inventories, progress, 3, options))
     assert_same_state(whole(again, group), before)
     assert again.num_steps == 3
 
