@@ -172,10 +172,9 @@ class DrivenQueue(ABC):
             self._driven = False
             self._driver = 0
             self._turn.notify_all()
-            # Pending works are awaited by a task, or other ranks wait for them.
-            is_needed = self._wake_up is not None and bool(self._pending())
-        if is_needed:
-            self.call_background()
+            # What is left is a work that a task awaits, or one that holds up the others.
+            if self._wake_up is not None and self._pending() and self._end is None:
+                self._wake_up.set(WAKE_DELAY_S)
 
     def _background_loop(self, wake_up: WakeTimer) -> None:
         while self._end is None:

@@ -76,15 +76,13 @@ class Messages(DrivenQueue):
         work = MessageWork(self, operation, tensor)
         with self.lock:
             self._sending.setdefault(operation.peer, deque()).append(work)
-        self.poll(work)
-        return work
+        return self._begin(work)
 
     def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
         work = MessageWork(self, operation, tensor)
         with self.lock:
             self._receiving.append(work)
-        self.poll(work)
-        return work
+        return self._begin(work)
 
     def end(self, error: CollectiveError) -> None:
         with self.lock:
@@ -248,6 +246,13 @@ class Messages(DrivenQueue):
         self._aside.clear()
 
     # -- driving ---------------------------------------------------------------------------------
+
+    def _begin(self, work: MessageWork) -> Work:
+        self._run_what_can()
+        # A thread that drives leaves what it has not done to the background thread, once that runs.
+        if not work.done and not (self._driven and self._wake_up is not None):
+            self.call_background()
+        return work
 
     def _run_what_can(self) -> None:
         with self.lock:
