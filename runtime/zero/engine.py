@@ -84,7 +84,6 @@ class OptimizerEngine:
         """The whole state, on a rank to which it was gathered; None after the group changes."""
         self.last_live: tuple[int, ...] = ()
         """The ranks that took the last step."""
-        self._group = shard.group
         self._waiting: list[torch.nn.Parameter] = []
         """Parameters in the groups that no shard holds, because they have been frozen so far."""
         self._early: EarlyUpdate | None = None
@@ -100,7 +99,7 @@ class OptimizerEngine:
         laid_out = {id(p) for p in shard.parameters}
         self._waiting = [p for p in dict.fromkeys(given) if id(p) not in laid_out]
         self.take_up_trainable()
-        self._recovery = recovery_of(self._group) if self.reducer is not None else None
+        self._recovery = recovery_of(self.group) if self.reducer is not None else None
 
     def begin(self, early: EarlyUpdate | None) -> None:
         """Called when the optimizer is fully constructed. early: steps shards during backward."""
@@ -115,7 +114,7 @@ class OptimizerEngine:
 
     @property
     def group(self) -> Group:
-        return self._group
+        return self.shard.group
 
     def add(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Cut shards of these parameters too, as soon as they are trainable."""
@@ -208,7 +207,7 @@ class OptimizerEngine:
             self._recovery.record(outcome.cursors)
         if self.face._join:
             self.face._join.record(self.face, outcome.agreement)
-        boundary().step_agreed(outcome.agreement, self._group, ends_step=True)
+        boundary().step_agreed(outcome.agreement, self.group, ends_step=True)
         if self.group.rank not in live and live:
             # A joined rank runs no learning rate schedule: it steps its shard with the options of
             # a live rank.
@@ -300,7 +299,7 @@ class OptimizerEngine:
 
     def move_to(self, group: Group) -> None:
         """Continue in a group of the same ranks, at the beginning of a step; the shards stay."""
-        self._group = self.shard.group = group
+        self.shard.group = group
         self._ballot.move_to(group)
 
     def leave_run(self) -> None:
@@ -341,7 +340,6 @@ class OptimizerEngine:
     def change_group(self, group: Group, held: ShardState) -> None:
         """Continue as a rank of another group. held: the state that this rank will keep there."""
         assert self.reducer is not None
-        self._group = group
         self.reducer.change_group(group)
         self.shard.recut(group, self.reducer.buckets, self.face.param_groups, held)
         num_options = len(self._option_numbers())
