@@ -19,6 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -117,6 +118,7 @@ class Checkpoints:
         all ranks had written: no rank is to blame, and the next checkpoint is soon."""
         self._group = group
         self._in_flight = None
+        self._host = HostCopy(group.device)  # The thread of the save may still read the old one.
 
     def restore(self, entry: Registered, *, required: bool) -> bool:
         """Load an object from the checkpoint to resume from. Returns whether this was done."""
@@ -175,11 +177,11 @@ class Checkpoints:
             folder,
             step,
             contents,
-            kinds,
-            self.tell_progress(),
-            self._group.size,
             began_at,
             waited_s,
+            kinds=kinds,
+            world_size=self._group.size,
+            progress=self.tell_progress(),
         )
 
     def save_contents(
@@ -197,10 +199,15 @@ class Checkpoints:
         world_size: the number of ranks with a state of their own.
         """
         assert self._storage is not None
-        folder = catalog.folder_name(step, self._run, self._count)
-        now = time.monotonic()
         return self._begin(
-            self._storage, folder, step, contents, kinds, None, world_size, now, 0.0, progress
+            self._storage,
+            catalog.folder_name(step, self._run, self._count),
+            step,
+            contents,
+            time.monotonic(),
+            kinds=kinds,
+            world_size=world_size,
+            progress_by_rank=progress,
         )
 
     def _begin(
@@ -209,15 +216,13 @@ class Checkpoints:
         folder: str,
         step: int,
         contents: Contents,
-        kinds: dict[str, str],
-        progress: Any,
-        world_size: int,
         began_at: float,
-        waited_s: float,
-        told_progress: list[Any] | None = None,
+        waited_s: float = 0.0,
+        **fields: Any,
     ) -> Saving:
-        """told_progress: of all ranks; None: each rank sends its `progress` with its part."""
+        """Copy `contents`, and start the thread that writes it. fields: of `_Job`."""
         rank = self._group.rank
+        _savings.setdefault(self._group, 0)
         ranges = self._host.take(contents.ranges)  # (2)
         job = _Job(
             group=self._group,
@@ -225,17 +230,14 @@ class Checkpoints:
             storage=storage,
             folder=folder,
             # By run if it has a name: a rank may have missed a save of an earlier run.
-            words=f"{self._run}/{self._count}" if self._run else str(_savings.get(self._group, 0)),
+            key_prefix=f"{self._run}/{self._count}" if self._run else f"{_savings[self._group]}",
+            write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
-            kinds=kinds,
-            progress=progress,
-            told_progress=told_progress,
-            world_size=world_size,
-            write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
+            **fields,
         )
         self._count += 1
-        _savings[self._group] = _savings.get(self._group, 0) + 1
+        _savings[self._group] += 1
         self._in_flight = job.saving
         # A daemon thread, so that a process that has to exit does not wait for a disk.
         threading.Thread(
@@ -280,13 +282,13 @@ class Checkpoints:
             except Exception as error:
                 trouble = f"{type(error).__name__}: {error}"
             wrote_s = time.monotonic() - began_at
-            words = PrefixStore(f"checkpoint/{job.words}", job.group._store)
-            words.set(f"part/{rank}", pickle.dumps((part, trouble, job.progress)))  # (4)
+            store = PrefixStore(f"checkpoint/{job.key_prefix}", job.group._store)
+            store.set(f"part/{rank}", pickle.dumps((part, trouble, job.progress)))  # (4)
             if rank == 0:
-                failure = self._conclude(job, words)
-                words.set("outcome", pickle.dumps(failure))  # (8)
+                failure = self._conclude(job, store)
+                store.set("outcome", pickle.dumps(failure))  # (8)
             else:
-                failure = pickle.loads(self._await(job, words, "outcome", (0,)))
+                failure = pickle.loads(self._await(job, store, "outcome", (0,)))
             if failure is not None:
                 raise failure
             num_bytes = sum(part.files.values()) if part else 0
@@ -298,18 +300,18 @@ class Checkpoints:
             detail = trouble or f"{type(error).__name__}: {error}"
             job.saving.end(CheckpointWriteFailed(job.saving.path, detail, (rank,)))
 
-    def _conclude(self, job: _Job, words: PrefixStore) -> CheckpointError | None:
+    def _conclude(self, job: _Job, store: PrefixStore) -> CheckpointError | None:
         """Phases (5) to (7), on rank 0. Returns the error, or None if the checkpoint is whole."""
         size = job.group.size
         try:
-            told = [
-                pickle.loads(self._await(job, words, f"part/{rank}", (rank,)))
+            records = [
+                pickle.loads(self._await(job, store, f"part/{rank}", (rank,)))
                 for rank in range(size)
             ]
-            failed = [rank for rank, (_, trouble, _) in enumerate(told) if trouble]
+            failed = [rank for rank, (_, trouble, _) in enumerate(records) if trouble]
             if failed:
-                raise CheckpointWriteFailed(job.saving.path, told[failed[0]][1], tuple(failed))
-            parts = [part for part, _, _ in told]
+                raise CheckpointWriteFailed(job.saving.path, records[failed[0]][1], tuple(failed))
+            parts = [part for part, _, _ in records]
             self._check(job, parts)
             manifest = Manifest(
                 step=job.saving.step,
@@ -318,7 +320,7 @@ class Checkpoints:
                 kinds=job.kinds,
                 files={file: length for part in parts for file, length in part.files.items()},
                 entries=merged(parts),
-                progress=job.told_progress or [progress for _, _, progress in told],
+                progress=job.progress_by_rank or [progress for _, _, progress in records],
             )
             write_manifest(job.storage, job.folder, manifest)  # (6)
         except CheckpointError as error:
@@ -328,7 +330,7 @@ class Checkpoints:
             self._clear(job)
             detail = f"{type(error).__name__}: {error}"
             return CheckpointWriteFailed(job.saving.path, detail, (0,))
-        self._forget_words(words, size)
+        self._delete_records(store, size)
         if job.folder and self.config is not None:
             try:
                 catalog.prune(job.storage, self.config.num_to_keep, job.folder)  # (7)
@@ -350,10 +352,10 @@ class Checkpoints:
                 if found != size:
                     raise OSError(f"{file} has {found} bytes of the {size} that were written")
 
-    def _forget_words(self, words: PrefixStore, size: int) -> None:
+    def _delete_records(self, store: PrefixStore, size: int) -> None:
         """Delete the parts from the store: they take megabytes, and no rank reads them again."""
         for rank in range(size):
-            words.delete_key(f"part/{rank}")
+            store.delete_key(f"part/{rank}")
 
     def _clear(self, job: _Job) -> None:
         """Delete the files of a failed checkpoint, since the disk may be full. A folder that the
@@ -365,15 +367,15 @@ class Checkpoints:
                 for rank in range(job.group.size):
                     job.storage.delete(f"rank-{rank}.distcp")
 
-    def _await(self, job: _Job, words: PrefixStore, key: str, ranks: tuple[int, ...]) -> bytes:
+    def _await(self, job: _Job, store: PrefixStore, key: str, ranks: tuple[int, ...]) -> bytes:
         """The value that `ranks` put in the store. Gives up after timeout_s, or with the group."""
         timeout_s = self.config.timeout_s if self.config else 1800.0
         give_up_at = time.monotonic() + timeout_s
         patience_ends_at: float | None = None
         while True:
             try:
-                words.wait([key], _LOOK_S)
-                return words.get(key)
+                store.wait([key], _LOOK_S)
+                return store.get(key)
             except StoreTimeout:
                 pass
             except ChoruslineError as error:
@@ -419,34 +421,27 @@ class Checkpoints:
                 last.wait(_LAST_WORD_S)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """One checkpoint, for the thread that writes it."""
+    """One checkpoint, for the thread that writes it.
 
-    def __init__(
-        self,
-        *,
-        group: Group,
-        saving: Saving,
-        storage: Storage,
-        folder: str,
-        words: str,
-        waited_s: float,
-        paused_s: float,
-        kinds: dict[str, str],
-        progress: Any,
-        told_progress: list[Any] | None,
-        world_size: int,
-        write: Callable[[], Part],
-    ) -> None:
-        self.group = group  # The run may be in another generation when the job ends.
-        self.saving = saving
-        self.storage = storage
-        self.folder = folder
-        self.words = words
-        self.waited_s = waited_s
-        self.paused_s = paused_s
-        self.kinds = kinds
-        self.progress = progress
-        self.told_progress = told_progress
-        self.world_size = world_size
-        self.write = write
+    group: the run may be in another generation when the job ends.
+    key_prefix: of the keys in the group's store that belong to this checkpoint.
+    write: writes this rank's part.
+    progress: this rank's position in its data.
+    progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
+    The other fields are those of Manifest and SavingTimes.
+    """
+
+    group: Group
+    saving: Saving
+    storage: Storage
+    folder: str
+    key_prefix: str
+    write: Callable[[], Part]
+    kinds: dict[str, str]
+    world_size: int
+    progress: Any = None
+    progress_by_rank: list[Any] | None = None
+    waited_s: float = 0.0
+    paused_s: float = 0.0

@@ -11,7 +11,7 @@ tensor in the checkpoint, as in torch.distributed.checkpoint.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -167,6 +167,3 @@ class HostCopy:
         if is_cuda:
             torch.cuda.synchronize(self._device)
         return copied
-
-
-Collector = Callable[[], Contents]

@@ -7,16 +7,22 @@ import os
 import pickle
 import resource
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import chorusline as cl
+from runtime.checkpoint.checkpoints import Checkpoints
 from runtime.checkpoint.format.catalog import newest_whole
+from runtime.checkpoint.format.reader import CheckpointReader
+from runtime.checkpoint.format.shard_file import write_part
 from runtime.checkpoint.format.storage import open_storage
+from runtime.process.registry import Registry
 from tests.harness.ranks import Rank, Ranks
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train
 
@@ -79,6 +85,40 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_is_used(
     assert f"{_folder_of(tmp_path, 4)}/" in word
     assert "is torn or corrupted" in word
     assert f"The checkpoint before it is used: {_folder_of(tmp_path, 2)}, of step 2" in word
+
+
+def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
+    """The weights of two checkpoints, the first of which is still being written when the group
+    changes and the second is saved; by step."""
+    gate = threading.Event()
+
+    def write_late(*args: Any) -> Any:
+        gate.wait(20)
+        return write_part(*args)
+
+    registry = Registry()
+    model = torch.nn.Linear(3, 3)
+    registry.add("model", model)
+    checkpoints = Checkpoints(group, registry, cl.CheckpointConfig(place))
+    with pytest.MonkeyPatch.context() as patch, checkpoints:
+        patch.setattr("runtime.checkpoint.checkpoints.write_part", write_late)
+        savings = []
+        for step in (1, 2):
+            torch.nn.init.constant_(model.weight, step)
+            savings.append(checkpoints.save(None, step, [0]))
+            checkpoints.change_group(group)
+        gate.set()
+        for saving in savings:
+            saving.wait(20)
+    storage = open_storage(place)
+    readers = [CheckpointReader(storage, folder) for folder in sorted(storage.children())]
+    for reader in readers:
+        reader.verify()
+    return [reader.tensor(reader.below("model", "weight")[0]).mean().item() for reader in readers]
+
+
+def test_a_save_under_way_keeps_its_step_when_the_next_generation_saves(ranks_of, tmp_path):
+    assert ranks_of(1).run(_save_across_generations, tmp_path) == [[1.0, 2.0]]
 
 
 def test_if_all_are_damaged_the_run_does_not_start_afresh_in_silence(ranks_of, tmp_path):
