@@ -39,6 +39,7 @@ from actors.errors import (  # noqa: E402
     Interrupted,
     RankFailed,
     StartupError,
+    StateLost,
     WorkerLost,
 )
 from actors.messages import Report  # noqa: E402
@@ -201,6 +202,7 @@ __all__ = [
     "StoreLost",
     "StaleStore",
     "WorkerLost",
+    "StateLost",
     "StartupError",
     "RankFailed",
     "DriverLost",

@@ -84,9 +84,10 @@ class Session:
 
     num_workers: the number of workers, or a pair (fewest, most). With a pair the session starts
         with as many workers as fit, and adds workers when there is room; in the middle of a run
-        only if its function can run again (ctx.register). An autoscaler sees the demand.
-    max_failures: how many workers may be lost before a run fails; None: any number, as long as
-        `fewest` are left. Default: 0, or None if num_workers is a pair. A run continues without
+        only if its function can run again (ctx.register). Ray's autoscaler, if the cluster has
+        one, is asked for the workers that are missing.
+    max_failures: a run fails when it loses more workers than this; None: any number may be lost,
+        as long as `fewest` are left. Default: 0, or None if num_workers is a pair. A run continues without
         the lost workers where its function can (ZeroRedundancyOptimizer, `replicas`).
     use_gpu: whether each worker gets one GPU.
     resources_per_worker: Ray's resource names and amounts, over the default of one CPU (a share of
@@ -261,9 +262,11 @@ class Session:
 
         If a rank raises, all ranks are stopped, and this method raises the same exception, with
         the rank and its traceback in a note. It raises RankFailed if the exception cannot be
-        rebuilt in this process, WorkerLost or DriverLost if a process died, CheckpointError if the
-        storage path cannot be used or its content does not fit, and TypeError, before anything is
-        sent, if `train` or an argument cannot be pickled. Afterwards the session can run again;
+        rebuilt in this process, WorkerLost or DriverLost if a process died, StateLost if the run
+        went on and nobody holds some part of the state any more, StartupError if a lost worker
+        cannot be replaced, CheckpointError if the storage path cannot be used or its content does
+        not fit, and TypeError, before anything is sent, if `train` or an argument cannot be
+        pickled. Afterwards the session can run again;
         with checkpoints the next run resumes from the newest complete one.
 
         If the call is cancelled, it stops all ranks before it returns.
@@ -448,12 +451,14 @@ def run(
     on_report: Callable[[Report], None] | None = None,
     checkpoint: CheckpointConfig | None = None,
     max_failures: int | None | Default = DEFAULT,
+    log_to_driver: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `train(ctx, **kwargs)` on `num_workers` ranks; return the results, by rank.
 
-    A session for one function, for programs without asyncio. The named arguments are those of
-    Session; all others go to `train`. Wrong arguments raise before Ray is started.
+    A session for one function, for programs without asyncio. The arguments that are named here are
+    those of Session; all others go to `train`, whose own parameters need other names. Wrong
+    arguments raise before Ray is started. Raises what Session and `Session.run` raise.
     """
     try:
         asyncio.get_running_loop()
@@ -475,6 +480,7 @@ def run(
         on_report=on_report,
         checkpoint=checkpoint,
         max_failures=max_failures,
+        log_to_driver=log_to_driver,
     )
     program = pickled(train, kwargs, checkpoint)
 
