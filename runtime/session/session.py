@@ -87,8 +87,8 @@ class Session:
         only if its function can run again (ctx.register). Ray's autoscaler, if the cluster has
         one, is asked for the workers that are missing.
     max_failures: a run fails when it loses more workers than this; None: any number may be lost,
-        as long as `fewest` are left. Default: 0, or None if num_workers is a pair. A run continues without
-        the lost workers where its function can (ZeroRedundancyOptimizer, `replicas`).
+        as long as `fewest` are left. Default: 0, or None if num_workers is a pair. A run goes on
+        without the lost workers where its function can (ZeroRedundancyOptimizer, `replicas`).
     use_gpu: whether each worker gets one GPU.
     resources_per_worker: Ray's resource names and amounts, over the default of one CPU (a share of
         the CPUs on a cluster that the session starts itself).
