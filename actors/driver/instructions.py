@@ -99,7 +99,6 @@ class Fence:
     """Kill a worker that is silent: what it might still do could contradict what is decided."""
 
     worker_id: str
-    why: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,9 @@ class Membership:
             return self._stop(run, ending)
         run.returned[ending.rank] = ending
         todo = self._rank_returned(run) if run.goes_on else []
-        return todo if run.running or run.is_asking or self._run is None else self._end(run)
+        if self._run is None:
+            return todo  # `_rank_returned` has ended the run.
+        return todo if run.running or run.is_asking else self._end(run)
 
     def _rank_returned(self, run: RunState) -> list[Instruction]:
         """A rank has ended with its result, in a run that goes on: a rank does that only when it
@@ -284,6 +286,8 @@ class Membership:
         for rank in sorted(run.running):
             if run.members[rank].info.worker_id == worker_id:
                 run.running.discard(rank)
+                if (why := run.fenced.get(worker_id)) is not None:
+                    detail = f"the driver ended its process, because {why}"
                 return self._lose(run, Loss(rank, run.members[rank].info, detail))
         return []
 
@@ -369,9 +373,9 @@ class Membership:
         if not run.phase.has_open_round:
             return []
         unfrozen = {run.members[rank].info.worker_id for rank in run.round.unfrozen}
-        return [
-            instructions.Fence(worker_id, why) for worker_id in worker_ids if worker_id in unfrozen
-        ]
+        fenced = [worker_id for worker_id in worker_ids if worker_id in unfrozen]
+        run.fenced |= dict.fromkeys(fenced, why)
+        return [instructions.Fence(worker_id) for worker_id in fenced]
 
     def _decide(self, run: RunState) -> list[Instruction]:
         """What follows from the open round: the second table above."""
@@ -462,7 +466,10 @@ class Membership:
         self._formed = ()
         ask: list[Instruction] = []
         if isinstance(cause, Failure) and cause.asks_all and run.story is None:
-            run.is_asking, run.story = True, ""
+            run.is_asking, run.story = (
+                True,
+                "",
+            )  # Once in a run: the story is not None from here on.
             ids = tuple(member.info.worker_id for member in run.members)
             ask.append(instructions.AskRanks(ids))
         was_stopping, run.phase = run.phase is Phase.STOPPING, Phase.STOPPING

@@ -70,6 +70,7 @@ class RunState:
     losses: workers that the run has lost, in this order.
     takes_newcomers: False once the functions of some rank could not be run again from the top.
     departures: workers that leave on notice.
+    fenced: by worker id, why the driver has ended a worker's process.
     gives_up: what the run ends with when its last generation is over; None before that.
     epilogue: what has become of the last generation.
     cause: why the run ends, as far as is known (rule 2 of membership.py).
@@ -93,6 +94,7 @@ class RunState:
     losses: list[Loss] = field(default_factory=list)
     takes_newcomers: bool = True
     departures: Departures = field(default_factory=Departures)
+    fenced: dict[str, str] = field(default_factory=dict)
     gives_up: Loss | Failure | None = None
     epilogue: str = ""
     cause: Failure | Loss | Cancellation | None = None

@@ -110,6 +110,16 @@ def test_who_does_not_freeze_is_killed_and_the_death_awaited(silence: Event) -> 
     assert fence.worker_id == "worker-2-0"
     resumed = resumptions(membership.handle(death(2)))
     assert [word.former_ranks for word in resumed.values()] == [(0,)]
+    ended = [one for one in membership.handle(death(0)) if isinstance(one, EndRun)]
+    assert ended  # Nobody is left.
+
+
+def test_the_loss_of_a_worker_that_was_killed_says_why_it_was() -> None:
+    membership, _ = running(worker(0), worker(1), max_failures=0)
+    membership.handle(RankFroze(froze(0).frozen))
+    membership.handle(RankSilent("worker-1-0", 0))
+    (abort,) = [one for one in membership.handle(death(1)) if isinstance(one, AbortRank)]
+    assert "because its control loop does not answer" in str(abort.error)
 
 
 def test_only_who_has_had_its_time_is_asked_for_a_quick_answer() -> None:
