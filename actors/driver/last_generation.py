@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..messages import NOWHERE, Failure, Frozen, Loss
-from .regeneration import decide
+from .regeneration import what_counts
 from .run_state import RunState
 from .situation import Plan
 
@@ -25,7 +25,7 @@ def plan_of(run: RunState) -> Plan | None:
     if not run.saves_last or not may_save(frozen):
         return None
     try:
-        progress = decide(frozen)
+        progress = what_counts(frozen)
     except ValueError:
         return None  # They have run different programs: nobody knows what counts.
     ranks = tuple(sorted(frozen))

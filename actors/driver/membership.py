@@ -15,7 +15,7 @@ The rules:
    the grace period is over: the first that is no echo, else the first echo.
 3. **A run may go on** without the workers that it loses, if its request says so. Then the first
    loss, or a rank that has frozen itself, opens a round in which all ranks freeze
-   (regeneration.py). When all who live are frozen the next generation forms of them, and the run
+   (`Regeneration`). When all who live are frozen the next generation forms of them, and the run
    goes on in it. A rank whose function has returned stays until all have, because others may need
    its shard. Where the functions can be run again from the top (they have registered what has to
    survive), they are, with the newcomers: if one of them was left by an error of its own

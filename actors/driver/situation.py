@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..messages import Frozen, MemberState, Progress
-from .regeneration import decide
+from .regeneration import what_counts
 from .run_state import Member, RunState, in_rank_order
 
 MAX_VAIN = 3
@@ -100,7 +100,7 @@ def assess(run: RunState, known: Iterable[Member]) -> Outlook:
             f"because {missing_in(frozen)}"
         )
     try:
-        progress = decide(frozen)
+        progress = what_counts(frozen)
     except ValueError as error:
         return _hopeless(str(error))
     # Ranks may fail to meet again and again though none of them dies: a network that lets the

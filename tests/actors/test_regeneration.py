@@ -1,6 +1,6 @@
 """Every interleaving of kills, messages and completions, for a few ranks and two kills.
 
-The driver's side is the real `Regeneration` and `decide`; the ranks are a model of what a rank can
+The driver's side is the real `Regeneration` and `what_counts`; the ranks are a model of what a rank can
 do between two messages, and the network may deliver a report twice, and late. A breadth-first
 search visits every state that can be reached. In each of them
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from actors.driver.regeneration import Regeneration, decide
+from actors.driver.regeneration import Regeneration, what_counts
 from actors.messages import Frozen, Progress
 from collectives.contract.errors import PeerLost
 
@@ -191,7 +191,7 @@ class Search:
         round_ = self.round(world)
         if not round_.frozen or not round_.is_complete:
             return world
-        (progress,) = decide(round_.frozen)
+        (progress,) = what_counts(round_.frozen)
         generation = world.generation + 1
         resumption = (generation, progress.ballots, int(progress.payload[0]))
         ranks = tuple(
