@@ -9,9 +9,9 @@ some have seen the last one, some have not. Then
    many ballots it has seen, and what the last one said (`Frozen`);
 2. a rank that does not report is killed (*fenced*), so that it can neither see nor apply anything
    later;
-3. when all ranks that live are frozen, and not before, it is decided (`what_counts`): a ballot that any
-   rank has seen counts for all. No rank has seen a later one or will see it: all are frozen or
-   dead;
+3. when all ranks that live are frozen, and not before, it is decided (`what_counts`): a ballot
+   that any rank has seen counts for all. No rank has seen a later one or will see it: all are
+   frozen or dead;
 4. the survivors form the next generation, and each does what it lacks.
 
 The number of the generation numbers the rounds. A report of an earlier generation is too late: its
@@ -26,7 +26,7 @@ from ..messages import DROPPED, Frozen, Progress
 
 
 class Regeneration:
-    """One round, from the end of a generation to the next: the ranks of a generation that failed, and what has become of each."""
+    """One round, from the end of a generation to the next one: what has become of each rank."""
 
     def __init__(self, generation: int, ranks: Collection[int]) -> None:
         self.generation = generation

@@ -1,7 +1,7 @@
 """Every interleaving of kills, messages and completions, for a few ranks and two kills.
 
-The driver's side is the real `Regeneration` and `what_counts`; the ranks are a model of what a rank can
-do between two messages, and the network may deliver a report twice, and late. A breadth-first
+The driver's side is the real `Regeneration` and `what_counts`; the ranks are a model of what a rank
+can do between two messages, and the network may deliver a report twice, and late. A breadth-first
 search visits every state that can be reached. In each of them
 
 - ranks that have applied a step have applied the same one: the gradient of the same generation;
