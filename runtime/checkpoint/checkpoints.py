@@ -150,8 +150,8 @@ class Checkpoints:
         began_at = time.monotonic()
         if path is None and self._storage is None:
             raise RuntimeError(
-                "there is no place for checkpoints; make the session with "
-                "checkpoint=CheckpointConfig(storage_path=...), or name one: ctx.save(path)"
+                "the session has no storage for checkpoints; make it with "
+                "checkpoint=CheckpointConfig(storage_path=...), or name a path: ctx.save(path)"
             )
         if not len(self.registry):
             raise RuntimeError(
@@ -214,9 +214,9 @@ class Checkpoints:
         world_size: int,
         began_at: float,
         waited_s: float,
-        told_progress: list[Any] | None = None,
+        progress_by_rank: list[Any] | None = None,
     ) -> Saving:
-        """told_progress: of all ranks; None: each rank sends its `progress` with its part."""
+        """progress_by_rank: if None, each rank sends its `progress` with its part."""
         rank = self._group.rank
         ranges = self._host.take(contents.ranges)  # (2)
         job = _Job(
@@ -230,7 +230,7 @@ class Checkpoints:
             paused_s=time.monotonic() - began_at - waited_s,
             kinds=kinds,
             progress=progress,
-            told_progress=told_progress,
+            progress_by_rank=progress_by_rank,
             world_size=world_size,
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
         )
@@ -302,14 +302,14 @@ class Checkpoints:
         """Phases (5) to (7), on rank 0. Returns the error, or None if the checkpoint is whole."""
         size = job.group.size
         try:
-            told = [
+            records = [
                 pickle.loads(self._await(job, words, f"part/{rank}", (rank,)))
                 for rank in range(size)
             ]
-            failed = [rank for rank, (_, trouble, _) in enumerate(told) if trouble]
+            failed = [rank for rank, (_, trouble, _) in enumerate(records) if trouble]
             if failed:
-                raise CheckpointWriteFailed(job.saving.path, told[failed[0]][1], tuple(failed))
-            parts = [part for part, _, _ in told]
+                raise CheckpointWriteFailed(job.saving.path, records[failed[0]][1], tuple(failed))
+            parts = [part for part, _, _ in records]
             self._check(job, parts)
             manifest = Manifest(
                 step=job.saving.step,
@@ -318,7 +318,7 @@ class Checkpoints:
                 kinds=job.kinds,
                 files={file: length for part in parts for file, length in part.files.items()},
                 entries=merged(parts),
-                progress=job.told_progress or [progress for _, _, progress in told],
+                progress=job.progress_by_rank or [progress for _, _, progress in records],
             )
             write_manifest(job.storage, job.folder, manifest)  # (6)
         except CheckpointError as error:
@@ -333,7 +333,10 @@ class Checkpoints:
             try:
                 catalog.prune(job.storage, self.config.num_to_keep, job.folder)  # (7)
             except OSError as error:  # The next prune tries again.
-                warnings.warn(f"old checkpoints stay in {job.storage.path}: {error}", stacklevel=2)
+                warnings.warn(
+                    f"old checkpoints in {job.storage.path} could not be deleted: {error}",
+                    stacklevel=2,
+                )
         return None
 
     def _check(self, job: _Job, parts: Sequence[Part]) -> None:
@@ -341,7 +344,7 @@ class Checkpoints:
         steps = [part.step for part in parts]
         if len(set(steps)) > 1:
             raise ValueError(
-                f"the ranks are at different steps, by rank {steps}; all ranks must save behind "
+                f"the ranks are at different steps (by rank: {steps}); all ranks must save after "
                 "the same step"
             )
         for part in parts:
@@ -434,7 +437,7 @@ class _Job:
         paused_s: float,
         kinds: dict[str, str],
         progress: Any,
-        told_progress: list[Any] | None,
+        progress_by_rank: list[Any] | None,
         world_size: int,
         write: Callable[[], Part],
     ) -> None:
@@ -447,6 +450,6 @@ class _Job:
         self.paused_s = paused_s
         self.kinds = kinds
         self.progress = progress
-        self.told_progress = told_progress
+        self.progress_by_rank = progress_by_rank
         self.world_size = world_size
         self.write = write

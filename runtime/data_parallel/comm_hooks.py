@@ -103,8 +103,8 @@ class CommHook:
             if isinstance(self.state, Group) or not torch.distributed.is_initialized():
                 error.add_note(
                     f"The communication hook {self.name} raised this error. torch's hooks reduce "
-                    "in a process group of torch.distributed: call ctx.init_torch_distributed() in the "
-                    "train function (outside a session, torch.distributed.init_process_group("
+                    "in a process group of torch.distributed: call ctx.init_torch_distributed() in "
+                    "the train function (outside a session, torch.distributed.init_process_group("
                     '"chorusline", …)), and pass None, or a process group, as their state'
                 )
             raise
