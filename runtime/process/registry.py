@@ -39,7 +39,7 @@ class Registry:
         that is taken or is not a word."""
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(
-                f"a name must be a string without a slash, such as 'model'; got {name!r}"
+                f"a name must be a non-empty string without a slash, such as 'model'; got {name!r}"
             )
         if not isinstance(stateful, Stateful):
             raise TypeError(

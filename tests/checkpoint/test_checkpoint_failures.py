@@ -328,7 +328,7 @@ def test_what_is_used_wrongly_says_what_to_do(ranks_of, tmp_path):
         "process died",
         "'model' is registered already, a DistributedDataParallel",
         "register('number', ...) takes an object with state_dict and load_state_dict, got int",
-        "a name must be a string without a slash, such as 'model'",
+        "a name must be a non-empty string without a slash, such as 'model'",
     ]
 
 
