@@ -198,7 +198,7 @@ def _warn_of_every_step(what: str) -> None:
 def _refuse_join() -> None:
     if active_join() is not None:
         raise RuntimeError(
-            "model averaging inside Join: between two averages each rank has parameters of its "
-            "own, and a rank without data would draw the mean towards old ones. Give all ranks the "
-            "same number of batches, without Join, or average gradients instead"
+            "model averaging does not work inside Join: between two averages each rank has "
+            "parameters of its own, and a rank without data would draw the mean towards old ones. "
+            "Give all ranks the same number of batches, without Join, or average gradients instead"
         )

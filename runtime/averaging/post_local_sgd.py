@@ -115,9 +115,9 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         """
         if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
             raise RuntimeError(
-                "a GradScaler leaves out the steps in which gradients overflow, and while each "
-                "rank has its own, ranks would miss the averages of the others; train in bfloat16, "
-                "which needs no scaler"
+                "a GradScaler skips the steps in which gradients overflow. While each rank has "
+                "gradients of its own, the ranks would skip different steps and miss each other's "
+                "averages; train in bfloat16, which needs no scaler"
             )
         loss = self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
@@ -140,8 +140,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.averager.step = step or 0
         if step is None:
             warnings.warn(
-                "the loaded state has no step of an averager: its steps, and the warm-up, are "
-                "counted from 0",
+                "the loaded state has no step counter of an averager, so the averager's steps, and "
+                "its warm-up, are counted from 0",
                 stacklevel=2,
             )
 
@@ -161,8 +161,8 @@ def _check_shards(optim: ZeroRedundancyOptimizer, averager: ModelAverager) -> No
     if any(theirs != mine for theirs in everybody):
         raise ValueError(
             f"a ZeroRedundancyOptimizer keeps the parameters of ranks {list(optim.group.ranks)} "
-            "equal, but the averager mixes different ones into them; average over groups that "
-            "have equally many ranks of each subgroup"
+            "equal, but the averager would mix different parameters into them; average over groups "
+            "that have equally many ranks of each subgroup"
         )
     if all(len(shares) == 1 for shares in mine):
         raise ValueError(

@@ -152,8 +152,8 @@ class Checkpoints:
         began_at = time.monotonic()
         if path is None and self._storage is None:
             raise RuntimeError(
-                "there is no place for checkpoints; make the session with "
-                "checkpoint=CheckpointConfig(storage_path=...), or name one: ctx.save(path)"
+                "the session has no storage for checkpoints; make it with "
+                "checkpoint=CheckpointConfig(storage_path=...), or name a path: ctx.save(path)"
             )
         if not len(self.registry):
             raise RuntimeError(
@@ -335,7 +335,10 @@ class Checkpoints:
             try:
                 catalog.prune(job.storage, self.config.num_to_keep, job.folder)  # (7)
             except OSError as error:  # The next prune tries again.
-                warnings.warn(f"old checkpoints stay in {job.storage.path}: {error}", stacklevel=2)
+                warnings.warn(
+                    f"old checkpoints in {job.storage.path} could not be deleted: {error}",
+                    stacklevel=2,
+                )
         return None
 
     def _check(self, job: _Job, parts: Sequence[Part]) -> None:
@@ -343,7 +346,7 @@ class Checkpoints:
         steps = [part.step for part in parts]
         if len(set(steps)) > 1:
             raise ValueError(
-                f"the ranks are at different steps, by rank {steps}; all ranks must save behind "
+                f"the ranks are at different steps (by rank: {steps}); all ranks must save after "
                 "the same step"
             )
         for part in parts:

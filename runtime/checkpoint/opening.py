@@ -25,33 +25,33 @@ def probe(storage: Storage, group: Group, run: str) -> None:
     try:
         storage.write(mine, mine.encode())
         if storage.read(mine) != mine.encode():
-            trouble = "what was written is not what is read back"
+            trouble = "the bytes read back are not the bytes written"
     except Exception as error:
         trouble = f"{type(error).__name__}: {error}"
     host = socket.gethostname()
-    told = all_gather_object(group, (trouble, host))
+    probes = all_gather_object(group, (trouble, host))
     unseen: list[int] = []
     if group.rank == 0:
-        there = [] if any(word for word, _ in told) else storage.children()
+        there = [] if any(word for word, _ in probes) else storage.children()
         unseen = [
             rank
-            for rank, (word, _) in enumerate(told)
+            for rank, (word, _) in enumerate(probes)
             if not word and there and f"{catalog.PROBE}{run}-{rank}" not in there
         ]
     unseen = broadcast_object(group, unseen)  # No rank deletes its probe before rank 0 has looked.
     with contextlib.suppress(OSError):
         storage.delete(mine)
-    for rank, (word, host) in enumerate(told):
+    for rank, (word, host) in enumerate(probes):
         if word:
             raise CheckpointPlaceUnusable(
                 storage.path, f"rank {rank} on {host} cannot write there ({word})"
             )
     if unseen:
-        hosts = sorted({told[rank][1] for rank in unseen})
+        hosts = sorted({probes[rank][1] for rank in unseen})
         raise CheckpointPlaceUnusable(
             storage.path,
-            f"what ranks {unseen} on {', '.join(hosts)} write there, rank 0 on {told[0][1]} "
-            "does not see, so each has a place of its own by that name",
+            f"rank 0 on {probes[0][1]} does not see what ranks {unseen} on {', '.join(hosts)} "
+            "write there, so the path names a different place for each",
         )
 
 
@@ -75,11 +75,11 @@ def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> Checkpoint
             trouble = error
         except FileNotFoundError:
             trouble = CheckpointCorrupted(storage.path_of(folder), "its manifest is gone")
-        told = [word for word in all_gather_object(group, trouble) if word is not None]
-        if not told:
+        troubles = [word for word in all_gather_object(group, trouble) if word is not None]
+        if not troubles:
             found_one = reader
             break
-        refused = refused or told[0]
+        refused = refused or troubles[0]
     if refused is not None:
         if found_one is None:
             raise refused

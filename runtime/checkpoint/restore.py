@@ -32,8 +32,8 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         raise CheckpointMismatch(
             reader.path,
             f"it has nothing that was registered as {entry.name!r}, only "
-            f"{', '.join(map(repr, reader.names())) or 'nothing'}; register under the name that "
-            "was saved, or pass required=False for what is new",
+            f"{', '.join(map(repr, reader.names())) or 'nothing'}; register the object under the "
+            "name that was saved, or pass required=False for a new object",
         )
     stateful = entry.object
     if isinstance(stateful, ZeroRedundancyOptimizer):
@@ -42,7 +42,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         if not isinstance(stateful, torch.optim.Optimizer):
             raise CheckpointMismatch(
                 reader.path,
-                f"{entry.name!r} was an optimizer, and is a {type(stateful).__name__} now",
+                f"{entry.name!r} is an optimizer in it, and a {type(stateful).__name__} here",
             )
         stateful.load_state_dict(plain_optimizer_state(entry.name, reader))
     elif kind == PER_RANK:
@@ -73,12 +73,12 @@ def check_same_tensors(reader: CheckpointReader, path: Path, state: Mapping[str,
     for key in [*here, *(key for key in saved if key not in here)]:
         if here.get(key) != saved.get(key):
             differences.append(
-                f"{name_of(key)} is {_told(saved.get(key))} in it, and {_told(here.get(key))} here"
+                f"{name_of(key)} is {_text(saved.get(key))} in it, and {_text(here.get(key))} here"
             )
-    _raise_differences(reader, differences, "the model is another one")
+    _raise_differences(reader, differences, "the models differ")
 
 
-def _told(kind: tuple[tuple[int, ...], str | None] | None) -> str:
+def _text(kind: tuple[tuple[int, ...], str | None] | None) -> str:
     return "missing" if kind is None else f"{kind[0]} {kind[1]}"
 
 
@@ -86,9 +86,11 @@ def _raise_differences(reader: CheckpointReader, differences: list[str], what: s
     if not differences:
         return
     more = len(differences) - _NAMED
-    told = "; ".join(differences[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    text = "; ".join(differences[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
     raise CheckpointMismatch(
-        reader.path, f"{what}: {told}. Build the one that was saved, or start in another place"
+        reader.path,
+        f"{what}: {text}. Build the same objects as in the run that saved it, or use another "
+        "storage_path",
     )
 
 
@@ -148,7 +150,7 @@ def _checked_groups(
                 )
                 if here != there
             ]
-    _raise_differences(reader, differences, f"{here.name!r} steps other parameters")
+    _raise_differences(reader, differences, f"the parameters of optimizer {here.name!r} differ")
     result: list[dict[str, Any]] = saved
     return result
 

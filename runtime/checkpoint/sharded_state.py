@@ -129,7 +129,7 @@ class SavedOptimizer:
             raise CheckpointMismatch(
                 reader.path,
                 f"it has no float32 copy of {self.parameters[number]}, which is in half precision "
-                "here; the optimizer that saved it stepped another dtype",
+                "here; the optimizer that was saved stepped parameters of another dtype",
             )
         held.put(number, where, elements, whole)
 

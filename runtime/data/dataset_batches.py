@@ -56,10 +56,10 @@ class Shard(Batches):
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"shard needs a dataset with a length and numbered samples, got "
-                f"{type(dataset).__name__}. Stream(data), made in the program that has the "
-                "session, deals out any iterable and ray.data.Dataset; list(data) makes a dataset "
-                "of a short one; what belongs to this rank alone (an iterator of streaming_split) "
-                "is iterated as it is, inside Join"
+                f"{type(dataset).__name__}. To deal out another iterable, or a ray.data.Dataset, "
+                "make a Stream(data) in the program that has the session; list(data) makes a "
+                "dataset of a short iterable. Iterate what belongs to this rank alone (an iterator "
+                "of streaming_split) as it is, inside Join"
             )
         if len(dataset) == 0:
             raise ValueError("the dataset is empty, so no rank would get a batch; check its source")
@@ -99,8 +99,8 @@ class Shard(Batches):
         if len(self.dataset) != self._given_samples:
             raise ValueError(
                 f"the dataset had {self._given_samples} samples when ctx.shard was called, and has "
-                f"{len(self.dataset)} now: they would not all be dealt out. Call ctx.shard again "
-                "when it has changed, between two epochs, on all ranks"
+                f"{len(self.dataset)} now, so not all would be dealt out. Change a dataset between "
+                "two epochs only, and call ctx.shard again then, on all ranks"
             )
 
     def _place_key(self) -> Hashable:

@@ -102,17 +102,17 @@ class CommHook:
         except Exception as error:
             if isinstance(self.state, Group) or not torch.distributed.is_initialized():
                 error.add_note(
-                    f"This was in the communication hook {self.name}. torch's hooks reduce in a "
-                    "process group of torch.distributed: call ctx.init_torch_distributed() in the "
-                    "train function (outside a session, torch.distributed.init_process_group("
-                    '"chorusline", …)), and give None, or a process group, for their state'
+                    f"The communication hook {self.name} raised this error. torch's hooks reduce "
+                    "in a process group of torch.distributed: call ctx.init_torch_distributed() in "
+                    "the train function (outside a session, torch.distributed.init_process_group("
+                    '"chorusline", …)), and pass None, or a process group, as their state'
                 )
             raise
         if not isinstance(future, torch._C.Future):
             raise TypeError(
-                f"the communication hook {self.name} returned {type(future).__name__}; it has to "
-                "return a torch.futures.Future of the reduced gradients, as "
-                "work.get_future() gives it"
+                f"the communication hook {self.name} returned {type(future).__name__}; it "
+                "must return a torch.futures.Future of the reduced gradients, such as "
+                "work.get_future()"
             )
         return future
 
@@ -134,9 +134,9 @@ class CommHook:
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]  # Work.get_future() gives a list of one tensor.
         if not isinstance(value, torch.Tensor) or value.numel() != content.numel():
-            told = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else repr(value)
+            given = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else repr(value)
             raise ValueError(
-                f"the future of the communication hook {self.name} gave {told} for a bucket of "
+                f"the future of the communication hook {self.name} gave {given} for a bucket of "
                 f"{content.numel()} elements"
             )
         if value.data_ptr() != content.data_ptr() or value.dtype != content.dtype:

@@ -69,14 +69,14 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         super().__init__()
         if device_ids is not None and len(device_ids) > 1:
             raise ValueError(
-                f"device_ids has {len(device_ids)} devices, a rank owns one: start a worker for "
-                "each (num_workers), and leave device_ids out"
+                f"device_ids has {len(device_ids)} devices, but a rank owns one: start a "
+                "worker for each device (num_workers), and leave device_ids out"
             )
         if mixed_precision is not None:
             raise ValueError(
-                "mixed_precision casts parameters in the forward pass; use torch.autocast, or give "
-                "the module parameters in bfloat16, of which ZeroRedundancyOptimizer keeps float32 "
-                "masters"
+                "mixed_precision, which casts parameters in the forward pass, is not supported; "
+                "use torch.autocast, or give the module parameters in bfloat16, of which "
+                "ZeroRedundancyOptimizer keeps float32 copies"
             )
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
@@ -196,7 +196,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "registered already"
             )
         if self._join is not None:
-            raise RuntimeError("register_comm_hook inside Join: register the hook before it")
+            raise RuntimeError("register_comm_hook cannot be called inside Join; call it before")
         if self._reducer.is_sharded:
             raise ValueError(why_not_sharded(registered.name))
         registered.check_same(self.group)
@@ -223,9 +223,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         """
         if self._join is not None and self._join.takes_forward_for_step:
             raise RuntimeError(
-                "no_sync() in a Join with joinables of your own: a rank without data takes each "
-                "forward for a step. Give Join a group to follow, groups=[…]; then each joinable's "
-                "part of a step is announced"
+                "no_sync() does not work in a Join with joinables of your own: a rank without data "
+                "takes each forward pass for a step. Give Join a group to follow, groups=[…]; then "
+                "each joinable's part of a step is announced"
             )
         before = self._reducer.is_syncing
         self._reducer.is_syncing = False
@@ -247,8 +247,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             raise ValueError(f"weight must be at least 0, got {weight}")
         if self._reducer.hook is not None:
             raise RuntimeError(
-                "weigh() with a communication hook: the hook divides the gradients itself, by the "
-                "number of ranks, before the weights of all ranks are known. Leave out one of them"
+                "weigh() does not work with a communication hook: the hook divides the gradients "
+                "itself, by the number of ranks, before the weights of all ranks are known. Leave "
+                "out one of the two"
             )
         self._reducer.weight = (self._reducer.weight or 0.0) + weight
         return loss * weight
@@ -259,14 +260,15 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         hook = self._reducer.hook
         if hook is not None and not kwargs.get("divide_by_initial_world_size", True):
             raise ValueError(
-                f"divide_by_initial_world_size=False: the communication hook {hook.name} divides "
-                "by the number of all ranks before it is known which have data; leave it True"
+                "divide_by_initial_world_size=False does not work with the communication hook "
+                f"{hook.name}: it divides by the number of all ranks, before it is known which "
+                "ranks have data. Leave divide_by_initial_world_size=True"
             )
         if hook is not None and hook.trains_apart:
             raise ValueError(
-                f"Join over a model with {hook.name}: after its first steps the ranks have "
-                "parameters of their own, and those of the last rank with data would replace all "
-                "others. Give all ranks the same number of batches, without Join"
+                f"Join does not work with the communication hook {hook.name}: after its first "
+                "steps each rank has parameters of its own, and those of the last rank with data "
+                "would replace all others. Give all ranks the same number of batches, without Join"
             )
         return _Hook(self)
 
@@ -295,8 +297,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             other._finishes_steps_of(self._reducer) for other in joinables
         ):
             raise ValueError(
-                "the ZeroRedundancyOptimizer of this model finishes its steps, so it has to be "
-                "joined with it: Join([model, optimizer])"
+                "a ZeroRedundancyOptimizer finishes the steps of this model, so Join must list "
+                "the optimizer too: Join([model, optimizer])"
             )
 
     def _has_next(self) -> bool:
@@ -354,8 +356,8 @@ def _sync_norms(module: torch.nn.Module, group: Group) -> list[SyncBatchNorm]:
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
             raise ValueError(
-                f"{name or 'the module'} is torch's SyncBatchNorm, which needs torch.distributed "
-                "and would take this rank's statistics alone; convert the module with "
+                f"{name or 'the module'} is torch's SyncBatchNorm. Without torch.distributed it "
+                "would use the statistics of this rank alone; convert the module with "
                 "chorusline.SyncBatchNorm.convert_sync_batchnorm(module)"
             )
         if isinstance(layer, SyncBatchNorm):

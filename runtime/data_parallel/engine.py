@@ -94,9 +94,9 @@ class ModelEngine:
         for parameter in parameters:
             if id(parameter) not in own:
                 raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is none of the module's, so "
-                    "nothing would reduce its gradient. Register it in the module, or give it an "
-                    "optimizer of its own"
+                    f"a parameter of shape {tuple(parameter.shape)} does not belong to the "
+                    "module, so its gradient would not be reduced. Register it in the module, or "
+                    "give it an optimizer of its own"
                 )
 
     def reduce_also(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:

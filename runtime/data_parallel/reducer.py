@@ -37,10 +37,10 @@ _launch_numbers = itertools.count()
 
 def why_not_sharded(hook: str) -> str:
     return (
-        f"the communication hook {hook} gives every rank the whole gradient, and a "
-        "ZeroRedundancyOptimizer has each rank receive the sum for its own shard only, so that "
-        "gradients travel once. Take a plain optimizer with the hook; or leave the hook out, and "
-        "to send half as much keep the parameters in bfloat16: the optimizer steps float32 copies"
+        f"the communication hook {hook} gives every rank the whole gradient, but with a "
+        "ZeroRedundancyOptimizer each rank receives the sum for its own shard only, so that "
+        "gradients travel once. Use a plain optimizer with the hook, or leave the hook out. To "
+        "send half as much, keep the parameters in bfloat16: the optimizer steps float32 copies"
     )
 
 
@@ -212,7 +212,7 @@ class Reducer:
                 f"parameter {self.gradients.names[number]} of shape {tuple(parameter.shape)} got "
                 "another gradient in the same backward pass after its bucket was sent: it is used "
                 "in several checkpointed segments. Checkpoint with use_reentrant=False, or pass "
-                "static_graph=True, which waits for all of them"
+                "static_graph=True, which waits for all gradients of a parameter"
             )
         if bucket.missing == 0:
             self._launch_complete_buckets()

@@ -42,24 +42,24 @@ def check_same_model(
     )
 
 
-def check_same_parameters(operation: str, told: Sequence[str], group: Group) -> None:
+def check_same_parameters(operation: str, descriptions: Sequence[str], group: Group) -> None:
     """Compare the ranks' parameters by number, in two small collectives.
 
     operation: the name of the operation whose arguments are compared, for the error.
-    told: a text per parameter, equal on all ranks: its shape, dtype and so on.
+    descriptions: a text for each parameter, equal on all ranks: its shape, dtype and so on.
 
     Raises CollectiveMismatch on all ranks, naming the first parameter that differs.
     """
-    counts = [count for (count,) in all_gather_row(group, [len(told)])]
+    counts = [count for (count,) in all_gather_row(group, [len(descriptions)])]
     by_rank = dict(enumerate(counts))
     detail = f"the models have different numbers of parameters, by rank: {by_rank}"
     check_like_rank_0(operation, group.generation, counts, detail)
     digests = [
         int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-        for text in told
+        for text in descriptions
     ]
     everybody = all_gather_row(group, digests)
-    for number, text in enumerate(told):
+    for number, text in enumerate(descriptions):
         detail = f"parameter {number} differs from rank 0's; on rank {group.rank} it is {text}"
         said = [theirs[number] for theirs in everybody]
         check_like_rank_0(operation, group.generation, said, detail)

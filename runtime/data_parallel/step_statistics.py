@@ -114,11 +114,11 @@ class UnusedParameters:
     def __init__(self, rank: int, names: Sequence[str]) -> None:
         self._rank = rank
         self._names = names
-        self._told: list[str] = []
+        self._logged: list[str] = []
 
     def tell(self, usage: Sequence[bool]) -> None:
         unused = [name for name, is_used in zip(self._names, usage, strict=True) if not is_used]
-        if unused != self._told:
-            self._told = unused
-            told = ", ".join(unused) if unused else "all have one again"
-            inform("rank %d: parameters without a gradient in this step: %s", self._rank, told)
+        if unused != self._logged:
+            self._logged = unused
+            text = ", ".join(unused) if unused else "none; all parameters have one again"
+            inform("rank %d: parameters without a gradient in this step: %s", self._rank, text)

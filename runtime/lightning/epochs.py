@@ -74,25 +74,28 @@ class Epochs(Callback):
             reason = "manual optimization, whose steps a rank without data cannot know"
         elif torch.distributed.is_initialized():
             reason = (
-                "torch.distributed initialised, on which Lightning sends something before every "
+                "an initialised torch.distributed, over which Lightning communicates before every "
                 "batch; do not call init_torch_distributed()"
             )
         elif getattr(trainer.precision_plugin, "scaler", None) is not None:
-            reason = 'a GradScaler, which would decide differently; use precision="bf16-mixed"'
+            reason = (
+                "a GradScaler, which would decide differently on each rank; use "
+                'precision="bf16-mixed"'
+            )
         elif trainer.check_val_every_n_epoch is None or (
             trainer.val_check_batch not in (None, float("inf"))
             and trainer.val_check_batch < trainer.num_training_batches
         ):
             reason = (
                 "validation inside the epoch, which ranks without data would miss; leave "
-                "val_check_interval and check_val_every_n_epoch as they are by default"
+                "val_check_interval and check_val_every_n_epoch at their defaults"
             )
         elif any(config.interval == "step" and config.frequency != 1 for config in self._schedules):
-            reason = "a schedule of every n-th step: give it interval step and frequency 1"
+            reason = "a schedule of every n-th step; give it interval step and frequency 1"
         if reason is not None:
             raise ValueError(
-                "ranks have different numbers of batches in this epoch of fit, and this does not "
-                f"go with {reason}"
+                "ranks have different numbers of batches in this epoch of fit, which does not work "
+                f"with {reason}"
             )
 
     @property

@@ -52,8 +52,8 @@ class RangesLost(Exception):
         self.ranges = list(ranges)
 
     def __str__(self) -> str:
-        told = ", ".join(f"bucket {r.bucket}[{r.start}:{r.stop}]" for r in self.ranges)
-        return f"no rank holds {told}"
+        ranges = ", ".join(f"bucket {r.bucket}[{r.start}:{r.stop}]" for r in self.ranges)
+        return f"no rank holds {ranges}"
 
 
 def shard_of(rank: int, num_ranks: int, contents: Sequence[int]) -> list[Range]:

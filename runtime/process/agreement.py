@@ -102,10 +102,12 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
     if num_weighing not in (0, len(live)):
         raise RuntimeError(
             f"{num_weighing:g} of the ranks {list(live)} weighed their loss for this step; either "
-            "all of them call model.weigh(loss, weight), or none"
+            "all of them must call model.weigh(loss, weight), or none"
         )
     if num_weighing and not weight > 0:
-        raise RuntimeError(f"the weights of the ranks {list(live)} add up to {weight:g}, not more")
+        raise RuntimeError(
+            f"the weights of the ranks {list(live)} add up to {weight:g}; the sum must be above 0"
+        )
     numbers = values[len(values) - 2 * num_cursors * num_ranks :] if num_cursors else []
     halves = zip(numbers[::2], numbers[1::2], strict=True)
     taken = [int(high) * _LOW + int(low) for high, low in halves]

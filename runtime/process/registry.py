@@ -38,7 +38,9 @@ class Registry:
         """Register an object. Raises TypeError for an object without a state, ValueError for a name
         that is taken or is not a word."""
         if not isinstance(name, str) or not name or "/" in name:
-            raise ValueError(f"a name is a word without a slash, such as 'model'; got {name!r}")
+            raise ValueError(
+                f"a name must be a non-empty string without a slash, such as 'model'; got {name!r}"
+            )
         if not isinstance(stateful, Stateful):
             raise TypeError(
                 f"register({name!r}, ...) takes an object with state_dict and load_state_dict, got "

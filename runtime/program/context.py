@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _BEGIN_ANEW = (
     "Call ctx.forget() on all ranks (await session.run(lambda ctx: ctx.forget())) and begin anew, "
-    "or from a checkpoint of yours"
+    "or go on from a checkpoint of your own"
 )
 
 _OPS = {
@@ -167,13 +167,13 @@ class Context:
             stay.put(name, make())
         elif lost:
             raise RuntimeError(
-                f"ranks {lost} do not keep {name!r}, the others do: their workers were replaced, "
-                f"or failed while they made it. {_BEGIN_ANEW}"
+                f"ranks {lost} do not keep {name!r}, but the other ranks do: the workers of ranks "
+                f"{lost} were replaced, or failed while they made it. {_BEGIN_ANEW}"
             )
         elif len({steps for _, steps, _ in ages}) > 1 or any(torn for _, _, torn in ages):
             raise RuntimeError(
-                f"{name!r} cannot go on: a run was aborted inside a step, which is applied on some "
-                f"ranks only (steps by rank: {[steps for _, steps, _ in ages]}). {_BEGIN_ANEW}"
+                f"{name!r} cannot go on: a run was aborted inside a step, which only some ranks "
+                f"have applied (steps by rank: {[steps for _, steps, _ in ages]}). {_BEGIN_ANEW}"
             )
         value: T = stay.objects[name]
         return value
@@ -375,7 +375,8 @@ class Context:
     ) -> torch.Tensor | float:
         if op != "mean" or not 0 <= weight < math.inf:
             raise ValueError(
-                f"weight must be a number of at least 0, for the mean; got {weight!r}, op={op!r}"
+                f"weight must be a finite number of at least 0, and needs op='mean'; got "
+                f"{weight!r}, op={op!r}"
             )
         # torch would make float32 of a Python float, and keep 24 of its 53 bits.
         dtype = None if isinstance(value, torch.Tensor) else torch.float64

@@ -129,14 +129,14 @@ class FunctionCall:
     def save(self, path: str | Path | None) -> Saving:
         """As `Context.save`."""
         if self.checkpoints is None:
-            raise RuntimeError("this Context was made outside a session, which keeps checkpoints")
+            raise RuntimeError("this Context was made outside a session, so it has no checkpoints")
         join = active_join()
         if join is not None and 0 < len(join.last_step_live) < self.world_size:
             joined = [r for r in range(self.world_size) if r not in join.last_step_live]
             raise RuntimeError(
-                f"ctx.save() inside Join, and ranks {joined} have run out of data and are not in "
-                "the loop's body any more; save behind the Join, or let "
-                "CheckpointConfig(every_n_steps=...) do it, which reaches them too"
+                f"ctx.save() inside Join, but ranks {joined} have run out of data and no longer "
+                "run the loop's body; call ctx.save() after the Join, or set "
+                "CheckpointConfig(every_n_steps=...), which saves on those ranks too"
             )
         return self.checkpoints.save(path, self.step, range(self.world_size))
 

@@ -148,8 +148,8 @@ class FunctionRun:
         checkpoints.tell_progress = call.told_data
         with running(call), checkpoints:
             if resumption is not None and self._recovery is not None:
-                told = self._recovery.begin_again(group, self._steps)
-                call.resume_data(told)
+                positions = self._recovery.begin_again(group, self._steps)
+                call.resume_data(positions)
             elif checkpoints.reader is not None:
                 call.resume_data(checkpoints.reader.manifest.progress)
 

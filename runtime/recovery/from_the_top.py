@@ -136,7 +136,7 @@ class FromTheTop:
                 self._saveable, self._retained, was_there, self._data, group, config
             )
             self._state.saved(path)
-            told = f"it is saved in {path}"
+            outcome = f"it is saved in {path}"
         except Exception as error:  # The run still ends with the error for which it was given up.
             if ends_a_generation(error):
                 raise
@@ -144,6 +144,6 @@ class FromTheTop:
             with contextlib.suppress(Exception):  # The storage may have failed.
                 last = last_checkpoint.newest(config)
             is_ours = isinstance(error, ChoruslineError)
-            told = str(error) if is_ours else f"{type(error).__name__}: {error}"
-            told += f" (the last checkpoint is {last})" if last else ""
-        return GroupAborted(group.generation, [], told)
+            outcome = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            outcome += f" (the last checkpoint is {last})" if last else ""
+        return GroupAborted(group.generation, [], outcome)

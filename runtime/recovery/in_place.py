@@ -146,9 +146,9 @@ class InPlace:
         optimizers = self._objects.optimizers()
         everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
         for number in everywhere:
-            told = [standing.held[number] for standing in standings]
+            inventories = [standing.held[number] for standing in standings]
             shard = optimizers[number].shard
-            self.bytes_moved += shard.complete(self.held[number], told, group, leaving)
+            self.bytes_moved += shard.complete(self.held[number], inventories, group, leaving)
         return everywhere
 
     def _enter(self, entry: Entry) -> None:
@@ -177,6 +177,6 @@ class InPlace:
             by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(left.to_do))
             raise RuntimeError(
                 f"the samples of a lost rank were dealt to the others, which now have different "
-                f"numbers of batches left ({by_rank}); a run that may lose workers iterates its "
-                "shards inside Join([model, optimizer])"
+                f"numbers of batches left ({by_rank}); a run that may lose workers must iterate "
+                "its shards inside Join([model, optimizer])"
             )

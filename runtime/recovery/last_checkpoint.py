@@ -138,9 +138,9 @@ def save(
     checkpoints.begin()
     newest = up_to_date([word.summary for word in words])
     first = words[leader].summary
-    told = [first.data, *(one.data for one in newest if one is not first)]
+    progress = [first.data, *(one.data for one in newest if one is not first)]
     step = words[leader].step
-    saving = checkpoints.save_contents(step, found, kinds, told, len(there))  # (d)
+    saving = checkpoints.save_contents(step, found, kinds, progress, len(there))  # (d)
     saving.wait(config.timeout_s)
     return saving.path
 

@@ -163,13 +163,13 @@ class PlainSteps:
         reducer = model.reducer
         if reducer.hook is not None and reducer.hook.trains_apart:
             return (
-                f"{_name(model)} has the communication hook {reducer.hook.name}, with which ranks "
-                "have parameters of their own, that a lost rank takes along"
+                f"{_name(model)} has the communication hook {reducer.hook.name}, with which each "
+                "rank has parameters of its own, and those of a lost rank are gone"
             )
         if not reducer.ends_steps:
             return (
-                f"the ZeroRedundancyOptimizer of {_name(model)} deals out whole parameters, as "
-                "Muon needs them, of which no replicas are kept"
+                f"the ZeroRedundancyOptimizer of {_name(model)} gives each rank whole parameters, "
+                "as Muon needs them, and keeps no replicas of their state"
             )
         steps_it: dict[int, _Watched] = {}
         for watched in self._watched:
@@ -183,19 +183,21 @@ class PlainSteps:
             if stepping is None:
                 return (
                     f"no registered optimizer has parameter {name} of {_name(model)}; register the "
-                    "one that steps it (ctx.register), or, if none does, freeze it with "
+                    "optimizer that steps it (ctx.register), or, if none does, freeze it with "
                     "requires_grad_(False)"
                 )
             if stepping.is_apart:
                 return (
                     f"optimizer {stepping.name!r} has stepped {_name(model)} with gradients that "
                     "were not reduced (two steps without a backward pass outside no_sync() between "
-                    "them), so ranks have parameters of their own, that a lost rank takes along"
+                    "them), so each rank has parameters of its own, and those of a lost rank are "
+                    "gone"
                 )
             if stepping.inside:
                 return (
-                    f"optimizer {stepping.name!r} was left inside step(), which had called its "
-                    "closure before and may have moved the parameters already, as LBFGS does"
+                    f"optimizer {stepping.name!r} was interrupted inside step(), after an earlier "
+                    "call of its closure, so it may have changed the parameters already, as LBFGS "
+                    "does"
                 )
         return ""
 

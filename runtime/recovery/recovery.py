@@ -167,8 +167,8 @@ class Recovery:
                     self.num_recoveries += 1
                     return
                 self.in_place.hand_over(resumption)
-                told = f"ranks {list(resumption.leaving)} have handed over, and leave"
-                error = GroupAborted(resumption.assignment.generation, [], told)
+                reason = f"ranks {list(resumption.leaving)} have handed over their state, and leave"
+                error = GroupAborted(resumption.assignment.generation, [], reason)
             except Exception as failure:
                 if not ends_a_generation(failure):
                     raise
@@ -233,9 +233,9 @@ class Recovery:
     def begin_again(self, group: Group, steps: RunStatus) -> list[dict[str, Any]]:
         """Meet the other ranks before the function runs again. steps: this rank's.
         Returns the ranks' positions in their data, the leader's first."""
-        told = self.from_the_top.begin_again(group, steps)
+        positions = self.from_the_top.begin_again(group, steps)
         self.num_recoveries += 1
-        return told
+        return positions
 
     def restore(self, entry: Registered, group: Group) -> bool:
         """Restore the state of a registered object. Returns False if none was kept."""

@@ -147,8 +147,8 @@ class RestartState:
         group: Group,
     ) -> int:
         mine = self.optimizers.get(name)
-        told = (mine.progress, mine.num_steps, mine.options) if mine else None
-        progress, num_steps, options = broadcast_object(group, told, leader_of(summaries))
+        own = (mine.progress, mine.num_steps, mine.options) if mine else None
+        progress, num_steps, options = broadcast_object(group, own, leader_of(summaries))
         held = ShardState() if mine is None else mine.held.copy()
         inventories = [one.held.get(name, Inventory()) for one in summaries]
         engine = optimizer_engine_of(optimizer)

@@ -113,15 +113,15 @@ def complete(
     wants = {rank: word.want for rank, word in enumerate(words) if word.want is not None}
     for name in sorted({one.optimizer for one in wants.values()}):
         targets = [rank for rank, one in wants.items() if one.optimizer == name]
-        told = wants[targets[0]]
+        first = wants[targets[0]]
         by_rank = {rank: word.held.get(name, ()) for rank, word in enumerate(words)}
-        wanted = dict.fromkeys(targets, told.layout.everything())
+        wanted = dict.fromkeys(targets, first.layout.everything())
         plan = plan_transfers(by_rank, wanted, missing_ok=True)
         mine = has.held[name].copy() if name in has.held else ShardState()
-        exchange(mine, plan, told.layout.travelling({}), group)  # (b)
+        exchange(mine, plan, first.layout.travelling({}), group)  # (b)
         if group.rank in targets and waiting is not None:
             waiting.shard.publish(mine)
-        if told.buffers:
+        if first.buffers:
             _send_buffers(group, has, words, targets, waiting)  # (c)
     if waiting is not None and waiting.model is not None:
         waiting.model.buffers.end_step(waiting.progress.ballots)
@@ -149,20 +149,20 @@ def _send_buffers(
     targets: Sequence[int],
     waiting: OptimizerEngine | None,
 ) -> None:
-    told = words[targets[0]].want
-    assert told is not None
-    ended = [r for r, word in enumerate(words) if word.synced.get(told.model, -1) == told.step]
+    want = words[targets[0]].want
+    assert want is not None
+    ended = [r for r, word in enumerate(words) if word.synced.get(want.model, -1) == want.step]
     if set(targets) <= set(ended):
         return
     newest = {rank: word.want.newest for rank in targets if (word := words[rank]).want}
     root = ended[0] if ended else max(newest, key=lambda rank: newest[rank])
     mine = None
     if group.rank == root:
-        buffers = has.buffers[told.model]
+        buffers = has.buffers[want.model]
         if not ended and waiting is not None and waiting.model is not None:
             # The buffers of this step's forward pass have not been committed on any rank yet.
             buffers = dict(waiting.model.module.named_buffers())
-        mine = {name: buffers[name].cpu() for name in told.buffers}
+        mine = {name: buffers[name].cpu() for name in want.buffers}
     theirs = broadcast_object(group, mine, root)
     if group.rank in targets and group.rank not in ended and waiting is not None:
         assert waiting.model is not None

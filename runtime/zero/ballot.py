@@ -110,8 +110,8 @@ class Ballot:
                 "step()",
                 group.generation,
                 list(range(group.size)),
-                f"the ranks have taken different numbers of steps, this one {vote.step}; every "
-                "rank calls step() equally often, and ranks that run out of data use Join",
+                f"the ranks have taken different numbers of steps (this rank: {vote.step}); every "
+                "rank must call step() equally often; ranks that may run out of data use Join",
             )
         self._check_lengths(seen)
         return seen
@@ -126,9 +126,9 @@ class Ballot:
                 "step()",
                 self._group.generation,
                 list(lengths),
-                f"the dataset has different numbers of samples on the ranks ({by_rank}), so that "
-                "ctx.shard dealt some of them to nobody or to several; every rank hands it the "
-                "same dataset, also where it changes between two epochs",
+                f"the dataset has different numbers of samples on the ranks ({by_rank}), so "
+                "ctx.shard dealt some of them to no rank or to several; every rank must pass the "
+                "same dataset to ctx.shard, also when it changes between two epochs",
             )
 
     def read(self, seen: Sequence[float]) -> Outcome:

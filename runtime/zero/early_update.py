@@ -63,8 +63,9 @@ class EarlyUpdate:
         """The reducer has launched bucket `number`."""
         if number == 0 and self._votes:
             raise RuntimeError(
-                "with overlap_with_ddp a backward pass steps most parameters, so each one that is "
-                "synchronised is followed by optimizer.step(); accumulate under no_sync()"
+                "with overlap_with_ddp a synchronised backward pass steps most parameters, so "
+                "optimizer.step() must follow it, before the next one; accumulate gradients under "
+                "no_sync()"
             )
         if number + 1 < len(self._reducer.buckets):
             self._votes.append(self._vote(number))

@@ -254,9 +254,9 @@ class OptimizerEngine:
             if is_used and parameter.grad is None:
                 error = RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient on other ranks "
-                    f"of {list(agreement.live)} and none on rank {self.group.rank}. Without our "
-                    "DistributedDataParallel, whoever makes the gradients equal does so on all "
-                    "ranks; inside Join, it is listed before this optimizer"
+                    f"of {list(agreement.live)} and none on rank {self.group.rank}. Without "
+                    "chorusline's DistributedDataParallel, your code must make the gradients equal "
+                    "on all ranks; inside Join, list the joinable that does so before the optimizer"
                 )
                 self.group.abort(error)  # The others wait for this rank's parameters.
                 raise error

@@ -32,8 +32,8 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
         super().__init__(optimizer.group.device.type, **options)
         if optimizer.overlap_with_ddp and self.is_enabled():
             raise ValueError(
-                "a scaled step may have to be left out, but overlap_with_ddp steps parameters "
-                "before that is known; make the optimizer without it"
+                "a scaled step may have to be skipped, but overlap_with_ddp steps parameters "
+                "before that is known; make the optimizer without overlap_with_ddp"
             )
         self._optimizer = optimizer
         optimizer.uses_scaler = self.is_enabled()
@@ -54,8 +54,9 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
         """Raises RuntimeError for this scaler's optimizer: clip with its `max_norm`."""
         if optimizer is self._optimizer and self.is_enabled():
             raise RuntimeError(
-                "unscale_ would act on local gradients, which are not what this optimizer steps "
-                "with; leave it out, and clip with the optimizer's max_norm"
+                "unscale_ would unscale this rank's local gradients, but a "
+                "ZeroRedundancyOptimizer steps with the mean gradient; leave unscale_ out, and "
+                "clip with the optimizer's max_norm"
             )
         super().unscale_(optimizer)
 
@@ -77,8 +78,8 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
         before = [j for j in joinables if j is self or j is self._optimizer]
         if before != [self._optimizer, self]:
             raise ValueError(
-                "this GradScaler follows the steps of its optimizer, so it is listed behind it: "
-                "Join([model, optimizer, scaler])"
+                "a GradScaler follows the steps of its optimizer, so Join must list it after the "
+                "optimizer: Join([model, optimizer, scaler])"
             )
 
 

@@ -18,9 +18,9 @@ def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> float | 
     scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
     if not uses_scaler or scale is None:
         raise RuntimeError(
-            "a GradScaler decides and unscales by local gradients, which are not what this "
-            "optimizer steps with. Use chorusline.GradScaler(optimizer), leave unscale_ out, "
-            "and clip with max_norm"
+            "this GradScaler decides and unscales by local gradients, but a "
+            "ZeroRedundancyOptimizer steps with the mean gradient. Use "
+            "chorusline.GradScaler(optimizer), leave unscale_ out, and clip with max_norm"
         )
     return scale.item()
 
@@ -29,7 +29,8 @@ def check_scale(mine: float | None, mean: float) -> None:
     """Raises RuntimeError if this rank's scale is not the mean over the live ranks."""
     if mine is None or not math.isclose(mine, mean, rel_tol=1e-9):
         raise RuntimeError(
-            f"the loss scales of the ranks differ: {mine} here, {mean:g} on average; every "
-            "rank must call scaler.step(optimizer) and scaler.update() in each step, and a "
-            "Join of this optimizer lists the scaler: Join([model, optimizer, scaler])"
+            f"the loss scales of the ranks differ: {mine} on this rank, {mean:g} on "
+            "average; every rank must call scaler.step(optimizer) and scaler.update() in each "
+            "step, and a Join of this optimizer must list the scaler: "
+            "Join([model, optimizer, scaler])"
         )

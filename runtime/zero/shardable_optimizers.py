@@ -74,7 +74,7 @@ def describe_parameters(
 ) -> list[str]:
     """One text per parameter with all that must be equal on all ranks: shape, dtype, and options
     that are plain values. first_group: the number of groups[0]."""
-    told = []
+    descriptions = []
     for number, options in enumerate(groups, start=first_group):
         plain = {
             name: value.item() if isinstance(value, torch.Tensor) else value
@@ -82,9 +82,9 @@ def describe_parameters(
             if name in defaults and isinstance(value, int | float | str | tuple | torch.Tensor)
         }
         text = ", ".join(f"{name} {value}" for name, value in sorted(plain.items()))
-        told += [
+        descriptions += [
             f"{tuple(p.shape)} {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}, in "
             f"group {number} with {text}"
             for p in options["params"]
         ]
-    return told
+    return descriptions

@@ -72,8 +72,8 @@ def match_state(
     for ours, theirs in zip(groups, saved, strict=True):
         for parameter, key in zip(ours["params"], theirs["params"], strict=True):
             name = names.get(id(parameter))
-            told = str(key) if by_name or name is None else f"{key} ({name})"
-            found[id(parameter)] = (told, state_dict["state"].get(key, {}))
+            label = str(key) if by_name or name is None else f"{key} ({name})"
+            found[id(parameter)] = (label, state_dict["state"].get(key, {}))
     options = [
         {k: copy.deepcopy(v) for k, v in theirs.items() if k != "params"} for theirs in saved
     ]
@@ -92,9 +92,9 @@ def _by_our_groups(
     ours = [[parameter_name(p, names) for p in options["params"]] for options in groups]
     wanted = [name for group in ours for name in group]
     for what, differing in (
-        ("has no parameters", sorted(set(wanted) - options_of.keys())),
+        ("lacks the parameters", sorted(set(wanted) - options_of.keys())),
         (
-            "has parameters that are none of the optimizer's:",
+            "has parameters that the optimizer does not have:",
             sorted(options_of.keys() - set(wanted)),
         ),
     ):
@@ -119,7 +119,7 @@ def parameter_name(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
     name = names.get(id(parameter))
     if name is None:
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} has no name. Give the optimizer our "
-            "DistributedDataParallel, or named_parameters()"
+            f"a parameter of shape {tuple(parameter.shape)} has no name. Pass a chorusline "
+            "DistributedDataParallel to the optimizer, or named_parameters()"
         )
     return name

@@ -82,7 +82,7 @@ class ZeroRedundancyOptimizer(Face):
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
         if type(replicas) is not int or replicas < 1:
-            raise ValueError(f"replicas must be a number of at least 1, got {replicas!r}")
+            raise ValueError(f"replicas must be a whole number of at least 1, got {replicas!r}")
         check_shardable(optimizer_class)
         is_elementwise = issubclass(optimizer_class, ELEMENTWISE)
         if isinstance(params, DistributedDataParallel):
@@ -92,7 +92,9 @@ class ZeroRedundancyOptimizer(Face):
         given = [p for options in self.param_groups for p in options["params"]]
         model = owner_of(given)
         if model and group is not None and group is not model.group:
-            raise ValueError("group must be that of the model whose gradients are reduced")
+            raise ValueError(
+                "group must be the model's own group, which reduces its gradients; leave it out"
+            )
         group = group or (model.group if model else current_group())
         # A run that gains and loses workers may have fewer ranks than replicas for a while.
         if replicas > group.size and recovery_of(group) is None:
@@ -101,10 +103,10 @@ class ZeroRedundancyOptimizer(Face):
             )
         if replicas > 1 and not (model and is_elementwise):
             raise ValueError(
-                "replicas need the gradients of a DistributedDataParallel model, and an optimizer "
-                f"that steps each element by itself, which {optimizer_class.__name__} "
-                f"{'is' if is_elementwise else 'is not'}: only then does a shard arrive reduced, "
-                "and can be cut anew for other ranks"
+                "replicas need the gradients of a DistributedDataParallel model, and an "
+                f"elementwise optimizer, which {optimizer_class.__name__} "
+                f"{'is' if is_elementwise else 'is not'}: only then are gradients reduced shard by "
+                "shard, and only then can a shard be cut again for other ranks"
             )
         self.num_steps = 0
         """Number of applied steps, equal on all ranks."""
@@ -117,8 +119,8 @@ class ZeroRedundancyOptimizer(Face):
         """Whether losses are scaled; set by chorusline.GradScaler, on all ranks."""
         self.found_overflow = False
         """Whether the last step was left out because a scaled gradient was not finite."""
-        told = describe_parameters(self.param_groups, 0, self.defaults)
-        check_same_parameters("ZeroRedundancyOptimizer", told, group)
+        descriptions = describe_parameters(self.param_groups, 0, self.defaults)
+        check_same_parameters("ZeroRedundancyOptimizer", descriptions, group)
         shard = ParameterShard(
             optimizer_class, defaults, group, elementwise=is_elementwise, replicas=replicas
         )
@@ -139,8 +141,8 @@ class ZeroRedundancyOptimizer(Face):
         reducer, shard = self._engine.reducer, self._engine.shard
         if reducer is None or shard.optimizer_class not in ELEMENTWISE:
             raise ValueError(
-                "overlap_with_ddp steps the parameters of one of our DistributedDataParallel, all "
-                "that it reduces, with one of torch's elementwise optimizers (SGD, Adam, AdamW, …)"
+                "overlap_with_ddp needs all parameters that one chorusline DistributedDataParallel "
+                "reduces, and one of torch's elementwise optimizers (SGD, Adam, AdamW, …)"
             )
         if replicas > 1:
             raise ValueError(
@@ -149,9 +151,9 @@ class ZeroRedundancyOptimizer(Face):
             )
         if recovery_of(self.group) is not None:
             raise ValueError(
-                "overlap_with_ddp steps parameters before all ranks have agreed on the step, which "
-                "cannot be undone when one of them dies; leave it out, or let the session end with "
-                "the first loss (max_failures=0)"
+                "overlap_with_ddp steps parameters before all ranks have agreed on the step, and "
+                "such a step cannot be undone when a rank dies; leave overlap_with_ddp out, or let "
+                "the session end with the first loss of a rank (max_failures=0)"
             )
         return EarlyUpdate(reducer, shard, self.param_groups, self._engine.divisor)
 
@@ -175,13 +177,14 @@ class ZeroRedundancyOptimizer(Face):
             complete_options(shard.optimizer_class, [group], shard.defaults)
             if model is not None:
                 model.check_has(fresh)
-            told = describe_parameters([group], len(self.param_groups) - 1, self.defaults)
-            check_same_parameters("add_param_group()", told, self.group)
+            first_group = len(self.param_groups) - 1
+            descriptions = describe_parameters([group], first_group, self.defaults)
+            check_same_parameters("add_param_group()", descriptions, self.group)
         except BaseException as error:
             self.param_groups.pop()
             if isinstance(error, CollectiveMismatch):
                 error.add_note(
-                    "Every rank calls add_param_group(), with the same group and between the same "
+                    "Every rank must call add_param_group() with the same group, between the same "
                     "two steps."
                 )
             raise
@@ -297,8 +300,8 @@ class ZeroRedundancyOptimizer(Face):
         model = self._engine.model.face
         if [j for j in joinables if j is self or j is model] != [model, self]:
             raise ValueError(
-                "this ZeroRedundancyOptimizer finishes the steps of its model, so the model has to "
-                "be joined with it, and before it: Join([model, optimizer])"
+                "a ZeroRedundancyOptimizer finishes the steps of its model, so Join must list the "
+                "model too, before the optimizer: Join([model, optimizer])"
             )
 
 

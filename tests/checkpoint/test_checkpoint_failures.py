@@ -187,12 +187,10 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_first_step(ranks_of
         assert words[0] == words[1]  # on all ranks
         assert words[0].startswith(f"checkpoint {path} does not fit: ")
     assert (
-        "the model is another one: model.0.weight is (13, 7) float32 in it, and (11, 7)"
+        "the models differ: model.0.weight is (13, 7) float32 in it, and (11, 7)"
         in (said["width"][0])
     )
-    assert (
-        "; and " in said["width"][0] and " more. Build the one that was saved" in said["width"][0]
-    )
+    assert "; and " in said["width"][0] and " more. Build the same objects" in said["width"][0]
     assert "model.0.weight is (13, 7) float32 in it, and (13, 7) bfloat16 here" in said["dtype"][0]
     assert "nothing that was registered as 'network', only 'model', 'optimizer'" in said["name"][0]
     assert "group 0 has 6 parameters in it, and 12 here" in said["optimizer"][0]
@@ -207,14 +205,14 @@ def test_a_place_that_cannot_be_written_to_is_an_error_before_training(ranks_of,
             f"CheckpointPlaceUnusable: checkpoints cannot be kept in {place}: rank 0 on "
         )
         assert "cannot write there (NotADirectoryError" in word
-        assert "a folder that all ranks can write to and all see" in word
+        assert "a folder that all ranks see and can write to" in word
 
 
 def test_a_place_that_ranks_do_not_share_is_found_out_before_training(ranks_of):
     config = cl.CheckpointConfig("memory://not-shared")
     for step, (word,) in ranks_of(2).run(_resume_and_listen, config):
         assert step == -1
-        assert "what ranks [1] on " in word and "so each has a place of its own" in word
+        assert "what ranks [1] on " in word and "the path names a different place for each" in word
 
 
 def _fill_the_disk(group: cl.Group, place: Path) -> tuple[list[str], int]:
@@ -365,12 +363,12 @@ def test_what_is_used_wrongly_says_what_to_do(ranks_of, tmp_path):
     (said,) = ranks_of(1).run(_save_wrongly, tmp_path)
     assert [word.split(";")[0] for word in said] == [
         "nothing is registered, so there is nothing to save",
-        "there is no place for checkpoints",
+        "the session has no storage for checkpoints",
         f"{tmp_path} holds a checkpoint already, and overwriting it would leave none if this "
         "process died",
         "'model' is registered already, a DistributedDataParallel",
         "register('number', ...) takes an object with state_dict and load_state_dict, got int",
-        "a name is a word without a slash, such as 'model'",
+        "a name must be a non-empty string without a slash, such as 'model'",
     ]
 
 

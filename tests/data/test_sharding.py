@@ -49,7 +49,7 @@ def test_drop_last_leaves_out_what_does_not_fill_a_batch():
 def test_unfit_datasets_are_refused_with_the_mend():
     with pytest.raises(ValueError, match="the dataset is empty"):
         Shard([], 1, rank=0, world_size=1)
-    with pytest.raises(TypeError, match=r"Stream\(data\), made in the program"):
+    with pytest.raises(TypeError, match=r"make a Stream\(data\) in the program"):
         Shard(iter([1]), 1, rank=0, world_size=1)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         Shard([1], 0, rank=0, world_size=1)

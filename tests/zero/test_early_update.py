@@ -116,8 +116,8 @@ def refusals(group):
 def test_what_cannot_be_undone_is_refused_with_the_reason(ranks_of):
     for norm, no_model, whole, replicas, scaler, twice in ranks_of(2).run(refusals):
         assert "before the norm of the whole gradient is known; leave out max_norm" in norm
-        assert "one of our DistributedDataParallel" in no_model
+        assert "one chorusline DistributedDataParallel" in no_model
         assert "torch's elementwise optimizers (SGD" in whole
         assert "keep its replicas; leave out replicas, or overlap_with_ddp" in replicas
-        assert "a scaled step may have to be left out" in scaler
-        assert "accumulate under no_sync()" in twice
+        assert "a scaled step may have to be skipped" in scaler
+        assert "accumulate gradients under no_sync()" in twice

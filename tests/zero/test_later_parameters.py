@@ -254,7 +254,7 @@ def refused_groups(group):
 
 def test_a_group_that_cannot_be_added_is_refused_on_all_ranks_and_leaves_no_trace(ranks_of):
     expected = {
-        "foreign": ("ValueError", "a parameter of shape (13,) is none of the module's"),
+        "foreign": ("ValueError", "a parameter of shape (13,) does not belong to the module"),
         "learning rate": ("CollectiveMismatch", "parameter 0 differs from rank 0's; on rank"),
         "number": ("CollectiveMismatch", "numbers of parameters, by rank: {0: 1, 1: 2}"),
         "twice": ("ValueError", "some parameters appear in more than one parameter group"),
@@ -291,4 +291,4 @@ def test_a_group_added_on_one_rank_only_is_an_error_on_all_and_no_hang(ranks_of)
     for told, _, seconds in results:
         assert "ranks [0] issued all_gather" in told and "reduce_scatter" in told
         assert seconds < 5
-    assert "Every rank calls add_param_group(), with the same group" in results[0][1][0]
+    assert "Every rank must call add_param_group() with the same group" in results[0][1][0]

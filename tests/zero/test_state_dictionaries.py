@@ -218,10 +218,10 @@ def test_state_that_does_not_fit_is_refused_on_every_rank_and_names_the_paramete
         "groups": "a different number of parameter groups",
         "shape": "parameter 0 (0.weight) has shape (3, 3), but the parameter has (13, 7)",
         "named shape": "parameter 2.bias has shape (13,), but the parameter has (5,)",
-        "missing": "loaded state dict has no parameters 0.weight",
-        "unknown": "has parameters that are none of the optimizer's: norm.weight",
+        "missing": "loaded state dict lacks the parameters 0.weight",
+        "unknown": "has parameters that the optimizer does not have: norm.weight",
         "options": "0.weight and 0.bias are in one parameter group, but were saved with different",
-        "nameless": "has no name. Give the optimizer our DistributedDataParallel, or named_param",
+        "nameless": "has no name. Pass a chorusline DistributedDataParallel to the optimizer",
     }
     for told in ranks_of(3).run(load_what_does_not_fit):
         for what, text in expected.items():

@@ -27,7 +27,7 @@ def step_without_gradients(group):
 def test_a_joined_rank_without_gradients_tells_all_instead_of_stepping_stale_ones(ranks_of):
     told = ranks_of(2).run(step_without_gradients)
     assert "of shape (3,) has a gradient on other ranks of [1] and none on rank 0" in told[0]
-    assert "rank 0" in told[1] and "inside Join, it is listed before this optimizer" in told[1]
+    assert "rank 0" in told[1] and "inside Join, list the joinable that does so before" in told[1]
 
 
 def refusals(group):
@@ -158,7 +158,7 @@ def step_once_too_often(group):
 
 def test_ranks_at_different_steps_are_told_on_every_rank(ranks_of):
     for rank, told in enumerate(ranks_of(3).run(step_once_too_often)):
-        assert f"different numbers of steps, this one {rank}" in told
+        assert f"different numbers of steps (this rank: {rank})" in told
 
 
 def train_on_grown_data(group):
@@ -185,7 +185,7 @@ def test_a_dataset_may_change_between_epochs_if_it_does_so_on_all_ranks(ranks_of
     told = ranks_of(2).run(train_on_grown_data)
     for error, _ in told:
         assert "different numbers of samples on the ranks (rank 0: 9, rank 1: 10)" in error
-        assert "every rank hands it the same dataset" in error
+        assert "every rank must pass the same dataset" in error
     for epoch, length in enumerate((6, 9)):
         used = [n for _, batches in told for e, batch in batches if e == epoch for n in batch]
         assert sorted(used) == list(range(length))

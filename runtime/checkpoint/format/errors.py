@@ -34,7 +34,7 @@ class CheckpointPlaceUnusable(CheckpointError):
     def __str__(self) -> str:
         return (
             f"checkpoints cannot be kept in {self.path}: {self.detail}. Give "
-            "CheckpointConfig(storage_path=...) a folder that all ranks can write to and all see"
+            "CheckpointConfig(storage_path=...) a folder that all ranks see and can write to"
         )
 
 
@@ -51,7 +51,8 @@ class CheckpointWriteFailed(CheckpointError):
         return (
             f"checkpoint {self.path} was not written, on rank "
             f"{', '.join(map(str, self.ranks))}: {self.detail}. Checkpoints written before it are "
-            "whole and stay; make room or mend the place, and run again to go on from the newest"
+            "whole and stay; make room or repair the storage, and run again to go on from the "
+            "newest checkpoint"
         )
 
 
@@ -63,7 +64,7 @@ class CheckpointCorrupted(CheckpointError):
     """A file does not hold what was written to it. path: of the file."""
 
     def __str__(self) -> str:
-        return f"{self.path} is torn or corrupted: {self.detail}; nothing of it was used"
+        return f"{self.path} is torn or corrupted: {self.detail}; no byte of it was used"
 
 
 class CheckpointMismatch(CheckpointError):

@@ -108,7 +108,7 @@ def merged(parts: Sequence[Part]) -> list[Entry]:
             if (ours.dtype, ours.shape) != (theirs.dtype, tuple(theirs.shape)):
                 raise ValueError(
                     f"{name_of(theirs.path)} is {theirs} on rank {part.rank}, but {ours} on "
-                    "another; all ranks must register the same objects"
+                    "another rank; all ranks must register the same objects"
                 )
             ours.items += theirs.items
     for entry in entries.values():
@@ -148,11 +148,11 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     name = within(folder, MANIFEST)
     data = storage.read(name)
     try:
-        told = json.loads(data)
-        plain, digest, version = told["manifest"], told["sha256"], told["format"]
+        saved = json.loads(data)
+        plain, digest, version = saved["manifest"], saved["sha256"], saved["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointCorrupted(
-            storage.path_of(name), f"its {len(data)} bytes are no manifest"
+            storage.path_of(name), f"its {len(data)} bytes are not a manifest"
         ) from error
     if version != _FORMAT:
         raise CheckpointCorrupted(
