@@ -17,7 +17,6 @@ import secrets
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +27,7 @@ from collectives.objects.blocking import broadcast_object
 from collectives.stores.store import PrefixStore
 
 from ..join.join import active_join
+from ..process.between_runs import between_runs
 from ..process.registry import Registered, Registry
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .config import AUTO, NEVER, CheckpointConfig
@@ -61,9 +61,6 @@ _LOOK_S = 0.5
 _LAST_WORD_S = 2.0
 """Seconds for a checkpoint in flight to become whole after the loss of another rank. This is less
 than the grace period of a run, after which a worker that has not stopped is replaced."""
-
-# The number of saves in a group, over all its runs, for the names of its keys in the store.
-_savings: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
 
 
 class Checkpoints:
@@ -219,13 +216,14 @@ class Checkpoints:
         """told_progress: of all ranks; None: each rank sends its `progress` with its part."""
         rank = self._group.rank
         ranges = self._host.take(contents.ranges)  # (2)
+        known = between_runs().of_group(self._group)
         job = _Job(
             group=self._group,
             saving=Saving(storage.path_of(folder), step),
             storage=storage,
             folder=folder,
             # By run if it has a name: a rank may have missed a save of an earlier run.
-            words=f"{self._run}/{self._count}" if self._run else str(_savings.get(self._group, 0)),
+            words=f"{self._run}/{self._count}" if self._run else str(known.num_saves),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
             kinds=kinds,
@@ -235,7 +233,7 @@ class Checkpoints:
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
         )
         self._count += 1
-        _savings[self._group] = _savings.get(self._group, 0) + 1
+        known.num_saves += 1
         self._in_flight = job.saving
         # A daemon thread, so that a process that has to exit does not wait for a disk.
         threading.Thread(

@@ -118,7 +118,7 @@ class GroupJoinable(Joinable):
 def change_ranks(former_ranks: Sequence[int]) -> None:
     """Renumber the ranks of every Join that this process is in. former_ranks: by new rank, its
     former rank; -1 for a newcomer."""
-    for join in _active:
+    for join in boundary().joins:
         join.ledger.change_ranks(former_ranks)
 
 
@@ -126,12 +126,12 @@ def follows_groups() -> bool:
     """Whether this process is in a Join that follows groups. These groups end with the generation,
     and their collectives belong to no step, so the loop cannot go on in the next generation: the
     function has to run again from the top."""
-    return any(join.is_following for join in _active)
+    return any(join.is_following for join in boundary().joins)
 
 
 def change_group(group: Group) -> None:
     """Move every Join that this process is in to another group. None of them may follow groups."""
-    for join in _active:
+    for join in boundary().joins:
         assert not join.is_following
         join._group = group
         join._groups = [group] * len(join._groups)
@@ -141,12 +141,10 @@ class _Stepping(Protocol):
     def step(self) -> object: ...
 
 
-_active: list[Join] = []
-
-
 def active_join() -> Join | None:
     """The innermost Join that this process is in, if it is enabled."""
-    return _active[-1] if _active else None
+    joins: list[Join] = boundary().joins
+    return joins[-1] if joins else None
 
 
 class Join:
@@ -256,8 +254,8 @@ class Join:
                 joinable._join = self
             if self._conductor:
                 self._conductor.attach()
-                boundary().before_stop.append(self._conductor.stop)
-            _active.append(self)
+            self._boundary = boundary()
+            self._boundary.joins.append(self)
         return self
 
     def __exit__(
@@ -285,12 +283,16 @@ class Join:
                 raise
             self._warn_of_skew()
         finally:
-            _active.remove(self)
+            self._boundary.joins.remove(self)
             if self._conductor:
                 self._conductor.detach()
-                boundary().before_stop.remove(self._conductor.stop)
             for joinable in self._joinables:
                 joinable._join = None
+
+    def release_followers(self) -> None:
+        """All ranks stop between these two steps: release the ranks that follow this one."""
+        if self._conductor:
+            self._conductor.stop()
 
     def _release_peers(self, error: BaseException) -> None:
         for group in dict.fromkeys([*self._groups, *self._followed]):
