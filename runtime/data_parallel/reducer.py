@@ -318,7 +318,6 @@ class Reducer:
         agreement = read_agreement(vote.tolist(), self.group.size, self._num_cursors)
         self.weight = None
         divisor = self._on_agreement(agreement)
-        boundary().step_agreed(agreement, self.group, ends_step=self.ends_steps)
         self._reduction.divide(self.buckets, divisor)
         for number, parameter in enumerate(self.parameters):
             # A parameter without a gradient on any rank keeps none: optimizers must not step it.

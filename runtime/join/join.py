@@ -30,6 +30,7 @@ from collectives import Group, Work
 from collectives.objects.blocking import all_gather_row
 
 from ..process.agreement import Agreement
+from ..process.running import Survival
 from ..process.step_boundary import boundary
 from .conductor import Conductor
 from .ledger import JoinLedger
@@ -113,6 +114,24 @@ class GroupJoinable(Joinable):
 
     def _carries_agreement(self) -> bool:
         return True
+
+    def _step_agreed(
+        self, agreement: Agreement, recovery: Survival | None, *, ends_step: bool, counts: bool
+    ) -> None:
+        """All ranks have agreed on a step of this joinable. All that note steps learn it here.
+
+        recovery: takes the joinable to the next generation.
+        ends_step: the step is counted, and applied next; False where the optimizer of the model
+            asks all ranks once more.
+        counts: the samples of the step count now; those of a plain optimizer, which each rank
+            steps by itself, count when it has stepped.
+        """
+        if self._join is not None:
+            # First: it may raise an error on all ranks, and then none of them applies the step.
+            self._join.record(self, agreement)
+        if recovery is not None and (counts or (ends_step and agreement.live)):
+            recovery.step_agreed(agreement.cursors, counts=counts)
+        boundary().step_agreed(agreement, self.group, ends_step=ends_step)
 
 
 def change_ranks(former_ranks: Sequence[int]) -> None:

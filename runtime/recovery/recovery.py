@@ -91,17 +91,16 @@ class Recovery:
     def cursors(self) -> list[int]:
         return self._objects.call.dealer.cursors()
 
-    def record(self, cursors: Cursors) -> None:
-        """This rank has seen a ballot with these cursors of all ranks."""
-        self._objects.call.dealer.record(cursors)
-        self._step_counts()
+    def step_agreed(self, cursors: Cursors, *, counts: bool) -> None:
+        dealer = self._objects.call.dealer
+        if counts:
+            dealer.record(cursors)
+            self._step_counts()
+        else:
+            self._objects.plain.agreed(cursors, dealer.inside())
 
     def has_stepped(self, optimizer: OptimizerEngine) -> None:
         self._objects.stepped_last = optimizer
-
-    def agreed(self, cursors: Cursors) -> None:
-        """The ranks have reduced a backward pass for a plain optimizer. cursors: of all ranks."""
-        self._objects.plain.agreed(cursors, self._objects.call.dealer.inside())
 
     def has_taken_over(self) -> None:
         """This rank has joined, and now has the parameters of a rank that took the last step."""
