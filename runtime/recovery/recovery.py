@@ -23,15 +23,11 @@ or collective, and is left there.
 
 from __future__ import annotations
 
-from typing import Any
-
 from actors.errors import ends_a_generation
 from actors.messages import NOWHERE, Resumption
-from actors.run_status import RunStatus
 from actors.worker.lifeline import Lifeline
-from collectives import CollectiveError, Group, GroupAborted, GroupClosed
+from collectives import GroupAborted, GroupClosed
 
-from ..checkpoint.config import CheckpointConfig
 from ..data_parallel.engine import ModelEngine
 from ..process.registry import Registered
 from ..zero.engine import OptimizerEngine
@@ -49,7 +45,11 @@ class FunctionLeft(BaseException):
 
 class Recovery:
     """The recovery of one rank, for one run: the interface for models, the function's call and the
-    program."""
+    program.
+
+    in_place, from_the_top: the two ways into the next generation. The program calls `from_the_top`
+        for the steps of a run that begins again.
+    """
 
     def __init__(self, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
@@ -57,7 +57,11 @@ class Recovery:
         self._state = RankState(lifeline.generation)
         self.in_place = InPlace(lifeline, self._state, self._objects)
         self.from_the_top = FromTheTop(lifeline, self._state, self._objects)
-        self.num_recoveries = 0
+
+    @property
+    def num_recoveries(self) -> int:
+        """How often this rank has got into a next generation, in place or from the top."""
+        return self.in_place.num_recoveries + self.from_the_top.num_recoveries
 
     @property
     def bytes_moved(self) -> int:
@@ -163,7 +167,6 @@ class Recovery:
                     raise FunctionLeft
                 if not resumption.leaving:
                     self.in_place.go_on(resumption)
-                    self.num_recoveries += 1
                     return
                 self.in_place.hand_over(resumption)
                 told = f"ranks {list(resumption.leaving)} have handed over, and leave"
@@ -220,26 +223,3 @@ class Recovery:
         """The function runs for the first time on this rank, and has run on others."""
         self._state.is_new()
         self.from_the_top.forget()
-
-    def connect(self) -> Group:
-        """The group of the generation that the function is to run in."""
-        return self.from_the_top.connect()
-
-    def meet(self, group: Group) -> None:
-        """The first operation in a generation in which functions run again."""
-        self.from_the_top.meet(group)
-
-    def begin_again(self, group: Group, steps: RunStatus) -> list[dict[str, Any]]:
-        """Meet the other ranks before the function runs again. steps: this rank's.
-        Returns the ranks' positions in their data, the leader's first."""
-        told = self.from_the_top.begin_again(group, steps)
-        self.num_recoveries += 1
-        return told
-
-    def restore(self, entry: Registered, group: Group) -> bool:
-        """Restore the state of a registered object. Returns False if none was kept."""
-        return self.from_the_top.restore(entry, group)
-
-    def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:
-        """The run is given up: save the kept state. Returns the error to freeze with."""
-        return self.from_the_top.save_last(group, config)
