@@ -17,7 +17,6 @@ import secrets
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from collectives.objects.blocking import broadcast_object
 from collectives.stores.store import PrefixStore
 
 from ..join.join import active_join
+from ..process.between_runs import between_runs
 from ..process.registry import Registered, Registry
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .config import AUTO, NEVER, CheckpointConfig
@@ -62,9 +62,6 @@ _LOOK_S = 0.5
 _LAST_WORD_S = 2.0
 """Seconds for a checkpoint in flight to become whole after the loss of another rank. This is less
 than the grace period of a run, after which a worker that has not stopped is replaced."""
-
-# The number of saves in a group, over all its runs, for the names of its keys in the store.
-_savings: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
 
 
 class Checkpoints:
@@ -222,22 +219,22 @@ class Checkpoints:
     ) -> Saving:
         """Copy `contents`, and start the thread that writes it. fields: of `_Job`."""
         rank = self._group.rank
-        _savings.setdefault(self._group, 0)
         ranges = self._host.take(contents.ranges)  # (2)
+        known = between_runs().of_group(self._group)
         job = _Job(
             group=self._group,
             saving=Saving(storage.path_of(folder), step),
             storage=storage,
             folder=folder,
             # By run if it has a name: a rank may have missed a save of an earlier run.
-            key_prefix=f"{self._run}/{self._count}" if self._run else f"{_savings[self._group]}",
+            key_prefix=f"{self._run}/{self._count}" if self._run else str(known.num_saves),
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
             **fields,
         )
         self._count += 1
-        _savings[self._group] += 1
+        known.num_saves += 1
         self._in_flight = job.saving
         # A daemon thread, so that a process that has to exit does not wait for a disk.
         threading.Thread(

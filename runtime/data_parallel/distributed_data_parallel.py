@@ -306,13 +306,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     def _on_agreement(self, agreement: Agreement) -> float:
         """Called when all gradients of a step are reduced; returns their divisor."""
-        if self._join:
-            self._join.record(self, agreement)
         self._engine.sync_buffers(agreement.live, self._join)
-        # The samples of a sharded step are counted with the ballot of its optimizer.
-        recovery = self._engine.recovery
-        if recovery is not None and agreement.live and self._reducer.ends_steps:
-            recovery.agreed(agreement.cursors)
+        # After that: a step whose buffers are not synchronised is not agreed on here.
+        self._step_agreed(
+            agreement, self._engine.recovery, ends_step=self._reducer.ends_steps, counts=False
+        )
         if self._join:
             return self._join.ledger.divisor(agreement)
         return agreement.weight or self.group.size

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import Group
 
@@ -23,12 +22,11 @@ from .gradient_bucket import GradientBucket
 from .reducer import Reducer
 from .same_model import broadcast_tensors, check_devices, check_same_model
 
-_engines: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its engine
-
 
 def owner_of(parameters: Sequence[torch.Tensor]) -> ModelEngine | None:
     """The engine whose module has all these parameters and which reduces no others, or None."""
-    references = [reference for p in parameters if (reference := _engines.get(p))]
+    engines = between_runs().engines
+    references = [reference for p in parameters if (reference := engines.get(p))]
     owner: ModelEngine | None = references[0]() if references else None
     if owner is None:
         return None
@@ -39,7 +37,8 @@ def owner_of(parameters: Sequence[torch.Tensor]) -> ModelEngine | None:
 
 def names_of(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
     """By id(), the names of all parameters of the models that reduce any of `parameters`."""
-    engines = {id(r): r() for p in parameters if (r := _engines.get(p))}
+    known = between_runs().engines
+    engines = {id(r): r() for p in parameters if (r := known.get(p))}
     return {
         id(parameter): name
         for engine in engines.values()
@@ -84,7 +83,7 @@ class ModelEngine:
 
     def _own(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         for parameter in parameters:
-            _engines[parameter] = weakref.ref(self)
+            between_runs().engines[parameter] = weakref.ref(self)
 
     # -- parameters ------------------------------------------------------------------------------
 
@@ -164,9 +163,11 @@ class ModelEngine:
     def release(self) -> None:
         """Stop reducing gradients, so that another model can wrap the same module."""
         self.reducer.release()
+        engines = between_runs().engines
         for parameter in self.reducer.parameters:
-            if _engines.get(parameter) is not None and _engines[parameter]() is self:
-                del _engines[parameter]
+            # Another model may wrap the same module already.
+            if parameter in engines and engines[parameter]() is self:
+                del engines[parameter]
 
     def let_go(self) -> None:
         """Called when the train function was left in the middle of a step: it begins anew, perhaps

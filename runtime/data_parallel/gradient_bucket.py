@@ -22,7 +22,7 @@ class GradientBucket:
     padded: the number of its elements that a reduce-scatter takes.
     shard: (n,) the reduced part of this rank; empty where no optimizer shards the gradients.
     missing: the gradients that the pass still has to bring; frozen parameters get none.
-    launch_number: ascending, over the buckets of all models.
+    launched_at: time.monotonic() of the last launch.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GradientBucket:
         }
         self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
         self.missing = 0
-        self.launch_number = 0
+        self.launched_at = 0.0
         self.work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
         """The future that a communication hook returned for this bucket."""

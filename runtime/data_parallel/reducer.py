@@ -13,7 +13,6 @@ Where an optimizer has cut its shards along the buckets, they stay as they are.
 from __future__ import annotations
 
 import enum
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,8 +30,6 @@ from .comm_hooks import CommHook
 from .gradient_bucket import GradientBucket, Gradients
 from .reductions import AllReduce, ByHook, ReduceScatter, Reduction
 from .step_statistics import StepClock, UnusedParameters
-
-_launch_numbers = itertools.count()
 
 
 def why_not_sharded(hook: str) -> str:
@@ -257,7 +254,7 @@ class Reducer:
     def _launch(self, bucket: GradientBucket) -> None:
         number = self._num_launched
         self._num_launched += 1
-        bucket.launch_number = next(_launch_numbers)
+        bucket.launched_at = time.monotonic()
         try:
             self._reduction.launch(bucket, number, self.group)
         except CollectiveError as error:
@@ -321,7 +318,6 @@ class Reducer:
         agreement = read_agreement(vote.tolist(), self.group.size, self._num_cursors)
         self.weight = None
         divisor = self._on_agreement(agreement)
-        boundary().step_agreed(agreement, self.group, ends_step=self.ends_steps)
         self._reduction.divide(self.buckets, divisor)
         for number, parameter in enumerate(self.parameters):
             # A parameter without a gradient on any rank keeps none: optimizers must not step it.

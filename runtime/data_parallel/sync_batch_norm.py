@@ -20,10 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from collectives import Group
 
+from ..process.between_runs import between_runs
 from ..process.running import current_group
-
-# Weak on both sides: a group refers to the groups made from it, and they refer to it.
-_beside: weakref.WeakKeyDictionary[Group, weakref.ref[Group]] = weakref.WeakKeyDictionary()
 
 
 def group_beside(group: Group) -> Group:
@@ -32,12 +30,12 @@ def group_beside(group: Group) -> Group:
     A rank launches a bucket of gradients when it is complete, so in one group the order of buckets
     and statistics would differ between ranks.
     """
-    reference = _beside.get(group)
-    beside = reference() if reference else None
+    known = between_runs().of_group(group)
+    beside = known.beside() if known.beside else None
     if beside is None:
         beside = group.new_group(range(group.size), name=f"{group.name}, statistics")
         assert beside is not None
-        _beside[group] = weakref.ref(beside)
+        known.beside = weakref.ref(beside)
     return beside
 
 

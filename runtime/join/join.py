@@ -30,6 +30,7 @@ from collectives import Group, Work
 from collectives.objects.blocking import all_gather_row
 
 from ..process.agreement import Agreement
+from ..process.running import Survival
 from ..process.step_boundary import boundary
 from .conductor import Conductor
 from .ledger import JoinLedger
@@ -114,11 +115,29 @@ class GroupJoinable(Joinable):
     def _carries_agreement(self) -> bool:
         return True
 
+    def _step_agreed(
+        self, agreement: Agreement, recovery: Survival | None, *, ends_step: bool, counts: bool
+    ) -> None:
+        """All ranks have agreed on a step of this joinable. All that note steps learn it here.
+
+        recovery: takes the joinable to the next generation.
+        ends_step: the step is counted, and applied next; False where the optimizer of the model
+            asks all ranks once more.
+        counts: the samples of the step count now; those of a plain optimizer, which each rank
+            steps by itself, count when it has stepped.
+        """
+        if self._join is not None:
+            # First: it may raise an error on all ranks, and then none of them applies the step.
+            self._join.record(self, agreement)
+        if recovery is not None and (counts or (ends_step and agreement.live)):
+            recovery.step_agreed(agreement.cursors, counts=counts)
+        boundary().step_agreed(agreement, self.group, ends_step=ends_step)
+
 
 def change_ranks(former_ranks: Sequence[int]) -> None:
     """Renumber the ranks of every Join that this process is in. former_ranks: by new rank, its
     former rank; -1 for a newcomer."""
-    for join in _active:
+    for join in boundary().joins:
         join.ledger.change_ranks(former_ranks)
 
 
@@ -126,12 +145,12 @@ def follows_groups() -> bool:
     """Whether this process is in a Join that follows groups. These groups end with the generation,
     and their collectives belong to no step, so the loop cannot go on in the next generation: the
     function has to run again from the top."""
-    return any(join.is_following for join in _active)
+    return any(join.is_following for join in boundary().joins)
 
 
 def change_group(group: Group) -> None:
     """Move every Join that this process is in to another group. None of them may follow groups."""
-    for join in _active:
+    for join in boundary().joins:
         assert not join.is_following
         join._group = group
         join._groups = [group] * len(join._groups)
@@ -141,12 +160,10 @@ class _Stepping(Protocol):
     def step(self) -> object: ...
 
 
-_active: list[Join] = []
-
-
 def active_join() -> Join | None:
     """The innermost Join that this process is in, if it is enabled."""
-    return _active[-1] if _active else None
+    joins: list[Join] = boundary().joins
+    return joins[-1] if joins else None
 
 
 class Join:
@@ -256,8 +273,8 @@ class Join:
                 joinable._join = self
             if self._conductor:
                 self._conductor.attach()
-                boundary().before_stop.append(self._conductor.stop)
-            _active.append(self)
+            self._boundary = boundary()
+            self._boundary.joins.append(self)
         return self
 
     def __exit__(
@@ -285,12 +302,16 @@ class Join:
                 raise
             self._warn_of_skew()
         finally:
-            _active.remove(self)
+            self._boundary.joins.remove(self)
             if self._conductor:
                 self._conductor.detach()
-                boundary().before_stop.remove(self._conductor.stop)
             for joinable in self._joinables:
                 joinable._join = None
+
+    def release_followers(self) -> None:
+        """All ranks stop between these two steps: release the ranks that follow this one."""
+        if self._conductor:
+            self._conductor.stop()
 
     def _release_peers(self, error: BaseException) -> None:
         for group in dict.fromkeys([*self._groups, *self._followed]):

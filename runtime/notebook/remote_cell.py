@@ -12,6 +12,7 @@ from typing import Any
 
 from ray import cloudpickle
 
+from ..process.between_runs import between_runs
 from ..program.context import Context
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
@@ -64,7 +65,12 @@ class _Printed(io.TextIOBase):
         return text
 
 
-_printed = _Printed()
+def _printed() -> _Printed:
+    """One stream for all cells: a logger that a cell has made goes on writing to it."""
+    stay = between_runs()
+    stay.printed = stay.printed or _Printed()
+    stream: _Printed = stay.printed
+    return stream
 
 
 async def run_cell(ctx: Context, source: str, name: str) -> tuple[str, Any]:
@@ -78,19 +84,20 @@ async def run_cell(ctx: Context, source: str, name: str) -> tuple[str, Any]:
     names["ctx"] = ctx
     # linecache makes tracebacks show the cell's lines.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    _printed.take()
-    with contextlib.redirect_stdout(_printed), contextlib.redirect_stderr(_printed):
+    printed = _printed()
+    printed.take()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         value = None
         for code in _parts(source, name):
             value = eval(code, names)
             if code.co_flags & inspect.CO_COROUTINE:
                 value = await value
-    return _printed.take(), None if source.rstrip().endswith(";") else _portable(value)
+    return printed.take(), None if source.rstrip().endswith(";") else _portable(value)
 
 
 def take_printed(ctx: Context) -> str:
     """The output of a cell that did not end."""
-    return _printed.take()
+    return _printed().take()
 
 
 def _parts(source: str, name: str) -> list[CodeType]:

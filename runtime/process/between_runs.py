@@ -4,6 +4,10 @@
     places    where each loop over `ctx.epochs(..., resume=name)` is.
     wrapped   living models and sharded optimizers: when a generation has ended, they move to the
               group of the next one, if its ranks are the same.
+    engines   which model reduces the gradient of a parameter.
+    of_group  what is known of a group, which may serve several runs.
+    world     torch's default process group, if a run has made it.
+    printed   the stream to which cells of `%%ranks` print.
 
 A process has one BetweenRuns, since a worker process serves one rank of one session.
 
@@ -18,7 +22,20 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from collectives import Group
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collectives import Group, TorchStore
+
+
+class OfGroup:
+    """What is known of a group in all runs that it serves."""
+
+    def __init__(self) -> None:
+        self.num_saves = 0
+        """The number of checkpoints saved in it, for the names of their keys in the store."""
+        self.beside: weakref.ref[Group] | None = None
+        """The second group of its ranks (data_parallel/sync_batch_norm.py). The reference is weak,
+        since a group refers to the groups made from it, and they refer to it."""
 
 
 class Wrapped(Protocol):
@@ -73,6 +90,14 @@ class BetweenRuns:
         self._num_steps = 0  # steps that this process began to apply
         self._is_applying = False
         self._torn_at = -1  # _num_steps at the last unfinished step
+        self.engines = WeakIdKeyDictionary()
+        """By parameter, a weak reference to the engine of the model that reduces its gradient."""
+        self.world: tuple[object, Group, TorchStore] | None = None
+        """torch's default process group, the group of its ranks, and its store. A function that has
+        failed leaves it behind, and the next call ends it (torch_distributed.py)."""
+        self.printed: Any = None
+        """A stream of notebook/remote_cell.py; None before the first cell."""
+        self._of_group: weakref.WeakKeyDictionary[Group, OfGroup] = weakref.WeakKeyDictionary()
 
     def enter(self, group: Group) -> None:
         """A run begins in `group`: move the objects of the last run's group to it."""
@@ -102,6 +127,9 @@ class BetweenRuns:
     def wrap(self, wrapped: Wrapped) -> None:
         if wrapped.group is self._group:  # Groups that the user made do not go on in another one.
             self._wrapped.add(wrapped)
+
+    def of_group(self, group: Group) -> OfGroup:
+        return self._of_group.setdefault(group, OfGroup())
 
     def begin_applying(self, group: Group) -> None:
         """All ranks have agreed on a step, and this rank changes parameters next."""

@@ -31,14 +31,12 @@ class Survival(Protocol):
     def cursors(self) -> list[int]:
         """This rank's place in the samples, for the vote of a step."""
 
-    def record(self, cursors: tuple[tuple[int, ...], ...]) -> None:
-        """This rank has seen the ballot of a step. cursors: by rank."""
+    def step_agreed(self, cursors: tuple[tuple[int, ...], ...], *, counts: bool) -> None:
+        """The ranks have agreed on a step. cursors: by rank. counts: its samples count now; those
+        of a plain optimizer's step count when it has stepped."""
 
     def has_stepped(self, optimizer: Any) -> None:
         """A step of this optimizer has ended on this rank."""
-
-    def agreed(self, cursors: tuple[tuple[int, ...], ...]) -> None:
-        """The gradients of a backward pass for a plain optimizer were reduced. cursors: by rank."""
 
     def has_taken_over(self) -> None:
         """This rank has joined, and has taken the parameters of a rank that took the last step."""

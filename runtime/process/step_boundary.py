@@ -15,8 +15,9 @@ So nothing is in flight, and the group, the models and the optimizers are as aft
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from actors.errors import Interrupted
 from actors.run_status import RunStatus
@@ -50,8 +51,8 @@ class Boundary:
         self.steps = steps
         self.place: Place | None = None
         """The place of the loop over `ctx.epochs(resume=...)`, inside such a loop; else None."""
-        self.before_stop: list[Callable[[], None]] = []
-        """Called before Interrupted is raised: a Join releases the ranks that follow this one."""
+        self.joins: list[Any] = []
+        """The enabled Joins (join/join.py) that this process is in, the innermost one last."""
         self._stop_is_agreed = False
         self._iterations: list[Iteration] = []
         """The iterations in progress, in the order of their beginning. They may be nested, or side
@@ -72,8 +73,8 @@ class Boundary:
     def stop_if_agreed(self) -> None:
         """Called between two steps. Raises Interrupted if all ranks have agreed to stop here."""
         if self._stop_is_agreed:
-            for release in reversed(self.before_stop):
-                release()
+            for join in reversed(self.joins):
+                join.release_followers()
             raise Interrupted(self.steps.taken)
 
     def begin_forward(self) -> None:

@@ -9,18 +9,16 @@ import torch.distributed as dist
 from collectives import Group, TorchStore
 from collectives.torch_backend import NAME, Options
 
-# A global, as torch's default process group is.
-_ours: tuple[object, Group, TorchStore] | None = None
-"""The default process group that `initialise` made, the group of its ranks, and its store."""
+from .between_runs import between_runs
 
 
 def initialise(group: Group, timeout_s: float | None) -> None:
     """`Context.init_torch_distributed`."""
-    global _ours
-    if _ours is not None and _ours[1] is not group:
+    ours = between_runs().world
+    if ours is not None and ours[1] is not group:
         end()  # Its generation has ended.
     if dist.is_initialized():
-        if _ours is not None and _ours[0] is dist.group.WORLD:
+        if ours is not None and ours[0] is dist.group.WORLD:
             return
         raise RuntimeError(
             f"torch.distributed is initialised in this process already, with the backend "
@@ -41,15 +39,15 @@ def initialise(group: Group, timeout_s: float | None) -> None:
     except BaseException:
         store.release()
         raise
-    _ours = (dist.group.WORLD, group, store)
+    between_runs().world = (dist.group.WORLD, group, store)
 
 
 def end() -> None:
     """Destroy what `initialise` made, if the program has not: the process serves later programs."""
-    global _ours
-    if _ours is None:
+    ours, between_runs().world = between_runs().world, None
+    if ours is None:
         return
-    (world, _, store), _ours = _ours, None
+    world, _, store = ours
     if dist.is_initialized() and dist.group.WORLD is world:
         dist.destroy_process_group()
     store.release()

@@ -116,7 +116,8 @@ class FunctionCall:
         entry = self.registry.add(name, stateful, per_rank=per_rank)
         if self.recovery is not None:
             self.recovery.watch_registered(entry)
-            if self.recovery.restore(entry, self.group):  # A later state than any checkpoint's.
+            # A later state than any checkpoint's.
+            if self.recovery.from_the_top.restore(entry, self.group):
                 return
         if self.checkpoints is not None:
             self.checkpoints.restore(entry, required=required)

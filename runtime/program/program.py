@@ -94,7 +94,7 @@ class FunctionRun:
         while True:
             try:
                 if resumption is not None and self._recovery is not None:
-                    self._recovery.meet(group)
+                    self._recovery.from_the_top.meet(group)
                     if resumption.gives_up is not None:  # The driver ends the run: save only.
                         raise self._last_words(group)
                 self._enter(assignment, group, resumption)
@@ -148,7 +148,7 @@ class FunctionRun:
         checkpoints.tell_progress = call.told_data
         with running(call), checkpoints:
             if resumption is not None and self._recovery is not None:
-                positions = self._recovery.begin_again(group, self._steps)
+                positions = self._recovery.from_the_top.begin_again(group, self._steps)
                 call.resume_data(positions)
             elif checkpoints.reader is not None:
                 call.resume_data(checkpoints.reader.manifest.progress)
@@ -176,7 +176,7 @@ class FunctionRun:
         while True:
             resumption = self._recovery.leave(error)
             try:
-                group = self._recovery.connect()
+                group = self._recovery.from_the_top.connect()
                 has_begun = resumption.entered != NOWHERE
                 return resumption.assignment, group, resumption if has_begun else None
             except Exception as failure:
@@ -188,7 +188,7 @@ class FunctionRun:
         """Save the state that this rank holds, since the driver ends the run; return the error that
         reports the saving to the driver."""
         assert self._recovery is not None and self._program.checkpoint is not None
-        return self._recovery.save_last(group, self._program.checkpoint)
+        return self._recovery.from_the_top.save_last(group, self._program.checkpoint)
 
 
 def _register_with_lightning() -> None:

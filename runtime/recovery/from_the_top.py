@@ -39,6 +39,7 @@ class FromTheTop:
     """These phases on one rank, for one run."""
 
     def __init__(self, lifeline: Lifeline, state: RankState, objects: LiveObjects) -> None:
+        self.num_recoveries = 0
         self.bytes_moved = 0
         """Bytes that this rank has sent because ranges of sharded state changed their owner."""
         self._lifeline = lifeline
@@ -116,6 +117,7 @@ class FromTheTop:
         newest = [one for one in up_to_date(self._summaries) if one is not leader]
         steps.taken = max(one.steps_taken for one in (leader, *newest))
         plain.go_on_at(leader.place[0])
+        self.num_recoveries += 1
         return [one.data for one in (leader, *newest)]
 
     def restore(self, entry: Registered, group: Group) -> bool:

@@ -67,6 +67,7 @@ class InPlace:
     """These phases on one rank, for one run."""
 
     def __init__(self, lifeline: Lifeline, state: RankState, objects: LiveObjects) -> None:
+        self.num_recoveries = 0
         self.bytes_moved = 0
         """Bytes that this rank has sent because ranges of sharded state changed their owner."""
         self.held: dict[int, ShardState] = {}
@@ -110,6 +111,7 @@ class InPlace:
                 model.buffers.sync_again(synced, step or max(synced), live, group)
         self._objects.launch_again([one.passes for one in standings])  # (g)
         self.begin()  # The rest of `held` is of optimizers that some ranks have dropped.
+        self.num_recoveries += 1
 
     def hand_over(self, resumption: Resumption) -> None:
         """Return when the staying ranks have all shards of the leaving ranks. No rank enters this

@@ -148,7 +148,7 @@ class LiveObjects:
         """
         models = self.models()
         kept = [
-            (bucket.launch_number, number, bucket)
+            (bucket.launched_at, number, bucket)
             for number, model in models.items()
             if all(number in one for one in passes)
             and model.reducer.num_passes == max(one[number] for one in passes)

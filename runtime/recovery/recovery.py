@@ -23,15 +23,11 @@ or collective, and is left there.
 
 from __future__ import annotations
 
-from typing import Any
-
 from actors.errors import ends_a_generation
 from actors.messages import NOWHERE, Resumption
-from actors.run_status import RunStatus
 from actors.worker.lifeline import Lifeline
-from collectives import CollectiveError, Group, GroupAborted, GroupClosed
+from collectives import GroupAborted, GroupClosed
 
-from ..checkpoint.config import CheckpointConfig
 from ..data_parallel.engine import ModelEngine
 from ..process.registry import Registered
 from ..zero.engine import OptimizerEngine
@@ -49,7 +45,11 @@ class FunctionLeft(BaseException):
 
 class Recovery:
     """The recovery of one rank, for one run: the interface for models, the function's call and the
-    program."""
+    program.
+
+    in_place, from_the_top: the two ways into the next generation. The program calls `from_the_top`
+        for the steps of a run that begins again.
+    """
 
     def __init__(self, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
@@ -57,7 +57,11 @@ class Recovery:
         self._state = RankState(lifeline.generation)
         self.in_place = InPlace(lifeline, self._state, self._objects)
         self.from_the_top = FromTheTop(lifeline, self._state, self._objects)
-        self.num_recoveries = 0
+
+    @property
+    def num_recoveries(self) -> int:
+        """How often this rank has got into a next generation, in place or from the top."""
+        return self.in_place.num_recoveries + self.from_the_top.num_recoveries
 
     @property
     def bytes_moved(self) -> int:
@@ -91,17 +95,16 @@ class Recovery:
     def cursors(self) -> list[int]:
         return self._objects.call.dealer.cursors()
 
-    def record(self, cursors: Cursors) -> None:
-        """This rank has seen a ballot with these cursors of all ranks."""
-        self._objects.call.dealer.record(cursors)
-        self._step_counts()
+    def step_agreed(self, cursors: Cursors, *, counts: bool) -> None:
+        dealer = self._objects.call.dealer
+        if counts:
+            dealer.record(cursors)
+            self._step_counts()
+        else:
+            self._objects.plain.agreed(cursors, dealer.inside())
 
     def has_stepped(self, optimizer: OptimizerEngine) -> None:
         self._objects.stepped_last = optimizer
-
-    def agreed(self, cursors: Cursors) -> None:
-        """The ranks have reduced a backward pass for a plain optimizer. cursors: of all ranks."""
-        self._objects.plain.agreed(cursors, self._objects.call.dealer.inside())
 
     def has_taken_over(self) -> None:
         """This rank has joined, and now has the parameters of a rank that took the last step."""
@@ -164,7 +167,6 @@ class Recovery:
                     raise FunctionLeft
                 if not resumption.leaving:
                     self.in_place.go_on(resumption)
-                    self.num_recoveries += 1
                     return
                 self.in_place.hand_over(resumption)
                 reason = f"ranks {list(resumption.leaving)} have handed over their state, and leave"
@@ -221,26 +223,3 @@ class Recovery:
         """The function runs for the first time on this rank, and has run on others."""
         self._state.is_new()
         self.from_the_top.forget()
-
-    def connect(self) -> Group:
-        """The group of the generation that the function is to run in."""
-        return self.from_the_top.connect()
-
-    def meet(self, group: Group) -> None:
-        """The first operation in a generation in which functions run again."""
-        self.from_the_top.meet(group)
-
-    def begin_again(self, group: Group, steps: RunStatus) -> list[dict[str, Any]]:
-        """Meet the other ranks before the function runs again. steps: this rank's.
-        Returns the ranks' positions in their data, the leader's first."""
-        positions = self.from_the_top.begin_again(group, steps)
-        self.num_recoveries += 1
-        return positions
-
-    def restore(self, entry: Registered, group: Group) -> bool:
-        """Restore the state of a registered object. Returns False if none was kept."""
-        return self.from_the_top.restore(entry, group)
-
-    def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:
-        """The run is given up: save the kept state. Returns the error to freeze with."""
-        return self.from_the_top.save_last(group, config)

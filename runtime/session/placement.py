@@ -40,6 +40,30 @@ _LOOK_S = 0.5  # between two questions to the autoscaler
 _log = logging.getLogger("chorusline")
 
 
+def check(resources: Mapping[str, float] | None, use_gpu: bool, strategy: str) -> None:
+    """Raise ValueError for resources of a worker, or a strategy, that no cluster could place."""
+    resources = resources or {}
+    for name, amount in resources.items():
+        if not isinstance(amount, int | float) or not amount >= 0:
+            raise ValueError(
+                f"resources_per_worker[{name!r}] must be a number of at least 0, got {amount!r}"
+            )
+    if "GPU" in resources and (resources["GPU"] > 0) != use_gpu:
+        raise ValueError(
+            f"resources_per_worker asks for {resources['GPU']:g} GPU, but use_gpu is {use_gpu}; "
+            "use_gpu decides where tensors live, so set both alike"
+        )
+    if not use_gpu and not any({"CPU": 1.0, **resources}.values()):
+        raise ValueError(
+            "resources_per_worker asks for nothing, and Ray cannot place nothing; ask for a small "
+            "share, such as {'CPU': 0.01}"
+        )
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"placement_strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}"
+        )
+
+
 def connect(address: str | None, log_to_driver: bool = True) -> bool:
     """Connect this process to Ray; return True if it started a local cluster, which the caller
     must stop.

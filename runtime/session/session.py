@@ -125,12 +125,7 @@ class Session:
     ) -> None:
         self._fewest, self._most = _checked_range(num_workers)
         self._max_failures = _checked_failures(max_failures, isinstance(num_workers, tuple))
-        _check_resources(resources_per_worker, use_gpu)
-        if placement_strategy not in placement.STRATEGIES:
-            raise ValueError(
-                f"placement_strategy must be one of {', '.join(placement.STRATEGIES)}, "
-                f"got {placement_strategy!r}"
-            )
+        placement.check(resources_per_worker, use_gpu, placement_strategy)
         for name, seconds in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
             if not isinstance(seconds, int | float) or not seconds > 0:
                 raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
@@ -515,23 +510,3 @@ def _checked_failures(max_failures: int | None | Default, is_pair: bool) -> int 
             f"any number, got {max_failures!r}"
         )
     return max_failures
-
-
-def _check_resources(resources: Mapping[str, float] | None, use_gpu: bool) -> None:
-    if resources is None:
-        return
-    for name, amount in resources.items():
-        if not isinstance(amount, int | float) or not amount >= 0:
-            raise ValueError(
-                f"resources_per_worker[{name!r}] must be a number of at least 0, got {amount!r}"
-            )
-    if "GPU" in resources and (resources["GPU"] > 0) != use_gpu:
-        raise ValueError(
-            f"resources_per_worker asks for {resources['GPU']:g} GPU, but use_gpu is {use_gpu}; "
-            "use_gpu decides where tensors live, so set both alike"
-        )
-    if not use_gpu and not any({"CPU": 1.0, **resources}.values()):
-        raise ValueError(
-            "resources_per_worker asks for nothing, and Ray cannot place nothing; ask for a small "
-            "share, such as {'CPU': 0.01}"
-        )

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -203,11 +204,8 @@ class OptimizerEngine:
         self._seen = Progress(self._seen.ballots + 1, payload)
         outcome = self._ballot.read(payload)
         live = self.last_live = outcome.agreement.live
-        if self._recovery is not None:
-            self._recovery.record(outcome.cursors)
-        if self.face._join:
-            self.face._join.record(self.face, outcome.agreement)
-        boundary().step_agreed(outcome.agreement, self.group, ends_step=True)
+        agreement = replace(outcome.agreement, cursors=outcome.cursors)
+        self.face._step_agreed(agreement, self._recovery, ends_step=True, counts=True)
         if self.group.rank not in live and live:
             # A joined rank runs no learning rate schedule: it steps its shard with the options of
             # a live rank.
