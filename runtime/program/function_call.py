@@ -114,13 +114,15 @@ class FunctionCall:
     def register(self, name: str, stateful: Stateful, *, per_rank: bool, required: bool) -> None:
         """As `Context.register`."""
         entry = self.registry.add(name, stateful, per_rank=per_rank)
+        is_loaded = False
         if self.recovery is not None:
             self.recovery.watch_registered(entry)
             # A later state than any checkpoint's.
-            if self.recovery.from_the_top.restore(entry, self.group):
-                return
-        if self.checkpoints is not None:
-            self.checkpoints.restore(entry, required=required)
+            is_loaded = self.recovery.from_the_top.restore(entry, self.group)
+        if not is_loaded and self.checkpoints is not None:
+            is_loaded = self.checkpoints.restore(entry, required=required)
+        if is_loaded:
+            self.registry.note_loaded(entry, (boundary().steps.taken, self._boundaries))
 
     def has_checkpoint(self, group: Group) -> bool:
         """Whether the session's CheckpointConfig has a checkpoint to resume from. Collective over

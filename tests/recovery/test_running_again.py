@@ -22,6 +22,7 @@ from actors.messages import Report
 from benchmarks.chaos_training import loss_of, network
 from runtime.program.context import call_of
 from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from tests.references.scheduled import SCHEDULES, train_scheduled
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
 
@@ -233,3 +234,21 @@ async def test_when_a_shard_is_lost_the_run_goes_back_to_the_last_checkpoint(
     lost = sorted(set(range(NUM_SAMPLES)) - set(taken))
     hand = cl.deal(NUM_SAMPLES, world_size=3)[2]
     assert lost in ([], sorted(hand[: 4 * BATCH_SIZE]))
+
+
+@pytest.mark.parametrize(
+    "sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "sharded"]
+)
+async def test_every_schedule_goes_on_as_without_the_loss(
+    session: cl.Session, tmp_path: Path, sharded: bool
+) -> None:
+    whole, *_ = await session.run(train_scheduled, sharded=sharded)
+    lost, *_ = await session.run(train_scheduled, sharded=sharded, dies_at=5, folder=str(tmp_path))
+    assert (tmp_path / "died").exists()
+    assert lost["options"].keys() == SCHEDULES.keys()
+    for part in ("step", "options", "schedules"):
+        assert lost[part] == whole[part]
+    assert torch.equal(lost["draw"], whole["draw"])
+    for name, weight in whole["weights"].items():  # The mean over two ranks and three is rounded.
+        assert torch.allclose(lost["weights"][name], weight, atol=1e-6), name
+    assert torch.allclose(lost["average"], whole["average"], atol=1e-6)
