@@ -301,9 +301,6 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "the optimizer too: Join([model, optimizer])"
             )
 
-    def _has_next(self) -> bool:
-        return self._join.ledger.has_next if self._join else True
-
     def _on_agreement(self, agreement: Agreement) -> float:
         """Called when all gradients of a step are reduced; returns their divisor."""
         self._engine.sync_buffers(agreement.live, self._join)
@@ -311,9 +308,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self._step_agreed(
             agreement, self._engine.recovery, ends_step=self._reducer.ends_steps, counts=False
         )
-        if self._join:
-            return self._join.ledger.divisor(agreement)
-        return agreement.weight or self.group.size
+        return self._divisor(agreement)
 
 
 class _Hook(JoinHook):

@@ -153,8 +153,8 @@ class Reducer:
         self._has_measured_order = len(self.buckets) == 1  # One bucket has only one order.
         for bucket in fresh if is_in_step else ():
             # Not by `_launch`: `on_launched` is only for buckets that a pass has launched.
+            self._reduce(bucket, self._num_launched)
             self._num_launched += 1
-            self._reduction.launch(bucket, self._num_launched - 1, self.group)
         return fresh
 
     def lay_out(self, order: Sequence[int]) -> None:
@@ -254,6 +254,11 @@ class Reducer:
     def _launch(self, bucket: GradientBucket) -> None:
         number = self._num_launched
         self._num_launched += 1
+        self._reduce(bucket, number)
+        if self.on_launched is not None:
+            self.on_launched(number)
+
+    def _reduce(self, bucket: GradientBucket, number: int) -> None:
         bucket.launched_at = time.monotonic()
         try:
             self._reduction.launch(bucket, number, self.group)
@@ -262,8 +267,6 @@ class Reducer:
             if not self.parks or not ends_a_generation(error):
                 raise
             self._failure = error
-        if self.on_launched is not None:
-            self.on_launched(number)
 
     def _end_backward(self) -> None:
         """Launch the other buckets; parameters outside this pass send the gradients they hold."""
@@ -424,8 +427,7 @@ class Reducer:
 
     def launch_again(self, bucket: GradientBucket) -> None:
         """Reduce a kept bucket once more, in the present group."""
-        self._launch(bucket)
-        self._num_launched = len(self.buckets)
+        self._reduce(bucket, self.buckets.index(bucket))
 
     def move_to(self, group: Group) -> None:
         """Go on in a group of the same ranks, at the beginning of a step, without gradients."""

@@ -115,6 +115,16 @@ class GroupJoinable(Joinable):
     def _carries_agreement(self) -> bool:
         return True
 
+    def _has_next(self) -> bool:
+        """Whether this rank may take another step."""
+        return self._join.ledger.has_next if self._join is not None else True
+
+    def _divisor(self, agreement: Agreement) -> float:
+        """The number by which the summed gradient is divided to get the mean."""
+        if self._join is not None:
+            return self._join.ledger.divisor(agreement)
+        return agreement.weight or self.group.size
+
     def _step_agreed(
         self, agreement: Agreement, recovery: Survival | None, *, ends_step: bool, counts: bool
     ) -> None:

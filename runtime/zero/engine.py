@@ -143,6 +143,9 @@ class OptimizerEngine:
     ) -> None:
         """Lay out shards of `parameters`. buckets: the reducer's, if it reduces them."""
         self.shard.add(parameters, self.face.param_groups, buckets)
+        self._make_ballot()
+
+    def _make_ballot(self) -> None:
         num_options = len(self._option_numbers())
         self._ballot = Ballot(self.group, len(self.shard.parameters), num_options)
 
@@ -158,6 +161,8 @@ class OptimizerEngine:
             except Exception as error:
                 if self._recovery is None or not ends_a_generation(error):
                     raise
+                # If some rank has seen this step's ballot, the step is taken in here (`catch_up`),
+                # and the loop ends; if none has, the buckets are reduced again, and it goes on.
                 self._recovery.recover(error, self)
         between_runs().end_applying()
         if self._recovery is not None:
@@ -183,12 +188,11 @@ class OptimizerEngine:
             self.model.sync_buffers(outcome.agreement.live, self.face._join)
 
     def _vote(self, is_live: bool) -> Vote:
-        join = self.face._join
         needs_norm = self.face.max_norm is not None or self.face.uses_scaler
         return Vote(
             step=self.face.num_steps,
             live=is_live,
-            has_next=join.ledger.has_next if join else True,
+            has_next=self.face._has_next(),
             used=[parameter.grad is not None for parameter in self.shard.parameters],
             weight=self.reducer.weight if self.reducer else None,
             squared_norm=self.shard.squared_norm() if needs_norm else 0.0,
@@ -227,12 +231,12 @@ class OptimizerEngine:
         if not agreement.live:
             return []  # All ranks have joined: there is no gradient.
         divisor = self.divisor(agreement)
+        scale = outcome.loss_scale if self.face.uses_scaler else 1.0
         if self.face.max_norm is not None:
-            scale = outcome.loss_scale if self.face.uses_scaler else 1.0
             self.face.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
         if self.face.found_overflow:
             return []
-        coefficient = self._coefficient(outcome)
+        coefficient = self._clip_coefficient() / scale
         failure: CollectiveError | None = None
         for portion in self.shard.portions[len(gathers) :]:
             self.shard.apply(portion, self.face.param_groups, agreement.used, divisor, coefficient)
@@ -261,20 +265,16 @@ class OptimizerEngine:
 
     def divisor(self, agreement: Agreement) -> float:
         """The number by which the summed gradient is divided to get the mean."""
-        if self.reducer is None:
-            return 1.0  # The code that made the gradients equal has divided them.
-        if self.face._join:
-            return self.face._join.ledger.divisor(agreement)
-        return agreement.weight or self.group.size
+        # Without a reducer, the code that made the gradients equal has divided them.
+        return 1.0 if self.reducer is None else self.face._divisor(agreement)
 
-    def _coefficient(self, outcome: Outcome) -> float:
-        """The factor for the mean gradient, which undoes the loss scale and clips."""
-        scale = outcome.loss_scale if self.face.uses_scaler else 1.0
+    def _clip_coefficient(self) -> float:
+        """The factor for the mean gradient that brings its norm to max_norm."""
         if self.face.max_norm is None or self.face.grad_norm is None:
-            return 1.0 / scale
+            return 1.0
         # As in torch: never enlarge, never divide by zero, and let a NaN norm propagate.
-        clipped = self.face.max_norm / (self.face.grad_norm + 1e-6)
-        return (1.0 if clipped > 1 else clipped) / scale
+        coefficient = self.face.max_norm / (self.face.grad_norm + 1e-6)
+        return 1.0 if coefficient > 1 else coefficient
 
     def _option_numbers(self) -> list[float]:
         """The numeric options of the optimizer, without entries that schedulers add to groups."""
@@ -340,6 +340,5 @@ class OptimizerEngine:
         assert self.reducer is not None
         self.reducer.change_group(group)
         self.shard.recut(group, self.reducer.buckets, self.face.param_groups, held)
-        num_options = len(self._option_numbers())
-        self._ballot = Ballot(group, len(self.shard.parameters), num_options)
+        self._make_ballot()
         self.consolidated = None
