@@ -1,15 +1,24 @@
 """Where a run is in its data: its loops of epochs, and the samples that each rank was given.
 
-Each rank keeps its own part in a `Cursor`; as plain data it goes into a checkpoint. `resume` makes
-a rank's new cursor from the parts of all ranks, whose number may have been another one.
+Each rank keeps its own part in a `Cursor`. As plain data the part goes
+
+- into a checkpoint;
+- to the function's next call, when the function runs again from the top after a loss;
+- to the session's next run, for a loop over `ctx.epochs(..., resume=name)` that was left.
+
+`Used` says which samples each of them counts. `resume` makes a rank's new cursor from the parts of
+all ranks, whose number may have been another one.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import Enum, auto
+from typing import Any
 
+from .dealer import Dealt
 from .dealing import Hands, left_of
 
 Run = tuple[int, tuple[int, ...]]
@@ -67,25 +76,19 @@ def _dealt_again(
     ]
 
 
-class Passing(Protocol):
-    """What a passage follows: the iteration of a Shard or a StreamShard."""
+class Used(Enum):
+    """Which samples count as used.
 
-    taken: int
-    ids_of_the_lost: list[int]
-    is_told_by_id: bool
-    """Whether samples are recorded by number: a count says nothing, since hands of a stream cannot
-    be computed again."""
+    GIVEN: all that this rank was given; for a checkpoint, which is made between two steps.
+    AGREED: those that this rank was given before the last step that all ranks agreed on; for the
+        session's next run, since this run may have been aborted in the middle of a step.
+    COMMITTED: those of all ranks, by number, in steps that count; for a function that runs again
+        from the top, since some ranks are lost.
+    """
 
-    @property
-    def taken_ids(self) -> list[int]: ...
-
-    @property
-    def committed_ids(self) -> list[int]: ...
-
-    @property
-    def num_committed(self) -> int:
-        """The number of samples in steps that count, of all ranks and of lost ones."""
-        ...
+    GIVEN = auto()
+    AGREED = auto()
+    COMMITTED = auto()
 
 
 @dataclass(slots=True)
@@ -93,42 +96,40 @@ class Passage:
     """One iteration over a dataset.
 
     rest: what was left to give when the iteration began in this run.
-    shard: the iteration, while it is in progress.
-    over: how many samples of its hand the rank was given in the end; None until then.
+    shard: the iteration; None before it begins.
+    is_over: this rank has left the iteration, since there was nothing left to take.
     name: stays the same when the function runs again from the top; None before the first begin.
     """
 
     rest: Rest = field(default_factory=Rest)
-    shard: Passing | None = None
-    over: int | None = None
+    shard: Dealt | None = None
+    is_over: bool = False
     name: str | None = None
 
-    def end(self) -> None:
-        self.over = self.shard.taken if self.shard is not None else 0
-        self.shard = None
-
-    def told(self, by_id: bool, committed: bool) -> dict[str, Any]:
+    def state(self, used: Used, by_id: bool) -> dict[str, Any]:
         """As plain data. by_id: list the sample numbers, since hands were dealt again when ranks
-        were lost, and a count does not identify samples. committed: only samples of steps that
-        count."""
-        given = self.over if self.over is not None else self.shard.taken if self.shard else 0
-        ids: list[int] | None = None
-        if by_id or self.rest.given or (self.shard is not None and self.shard.is_told_by_id):
-            already = sorted(self.rest.given or ())
-            mine: list[int] = []
-            if self.shard is not None:
-                taken = [*self.shard.taken_ids, *self.shard.ids_of_the_lost]
-                mine = self.shard.committed_ids if committed else taken
-            ids = already + mine
-        is_counted = committed and self.shard is not None and self.shard.is_told_by_id
+        were lost, and a count does not identify samples."""
+        shard, is_over, given, num_ids = self.shard, self.is_over, 0, 0
+        ids = sorted(self.rest.given or ())
+        needs_ids = by_id or bool(ids)
+        if shard is not None:
+            given = shard.agreed if used is Used.AGREED else shard.taken
+            is_over = is_over and given == shard.taken
+            needs_ids = needs_ids or shard.needs_ids
+            # An iteration that is over on one rank is so on all, unless the run was aborted then.
+            if needs_ids and (used is Used.AGREED or not is_over):
+                if shard.needs_ids and used is not Used.GIVEN:
+                    num_ids = len(ids) + shard.num_committed
+                if used is Used.COMMITTED:
+                    ids += shard.committed_ids
+                else:
+                    ids += [*shard.taken_ids[:given], *shard.ids_of_the_lost]
         return {
             "runs": self.rest.runs,
             "given": given,
-            "ids": ids,
-            "is_over": self.over is not None or self.rest.given is None,
-            "num_ids": len(already) + self.shard.num_committed
-            if is_counted and self.shard is not None
-            else 0,
+            "ids": ids if needs_ids else None,
+            "is_over": is_over or self.rest.given is None,
+            "num_ids": num_ids,
         }
 
 
@@ -144,27 +145,19 @@ class Cursor:
         self._epoch: int | None = None
         self._passages: dict[str, Passage] = {}
         self._seen: dict[str, int] = {}
-        self._resumed: dict[str, Any] | None = None
+        self._resumed = (-1, 0)
+        """The loop and the epoch with which this cursor began."""
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs of one loop that are not over yet."""
         self._loop += 1
-        resumed, first = self._resumed, 0
-        if resumed is not None:
-            if self._loop < resumed["loop"]:  # The whole loop is over.
-                return
-            if self._loop == resumed["loop"]:
-                first = resumed["epoch"]
-        for epoch in range(first, num_epochs):
-            self._epoch = epoch
-            self._seen = {}
-            is_resumed_one = resumed is not None and (self._loop, epoch) == (
-                resumed["loop"],
-                resumed["epoch"],
-            )
-            if not is_resumed_one:  # Only the resumed epoch has iterations that are partly done.
-                self._passages = {}
-                self._resumed = resumed = None
+        loop, first = self._resumed
+        if self._loop < loop:  # The whole loop is over.
+            return
+        for epoch in range(first if self._loop == loop else 0, num_epochs):
+            self._epoch, self._seen = epoch, {}
+            if (self._loop, epoch) != self._resumed:
+                self._passages = {}  # Only the resumed epoch has iterations that are partly done.
             yield epoch
 
     def rest_of(self, key: str) -> Rest:
@@ -172,7 +165,7 @@ class Cursor:
         passage = self._passages.get(f"{key}#{self._seen.get(key, 0)}")
         return passage.rest if passage else Rest()
 
-    def begin(self, key: str, shard: Passing | None = None) -> Passage:
+    def begin(self, key: str, shard: Dealt | None = None) -> Passage:
         """Begin an iteration. Each iteration of an epoch over the same data has its own passage.
 
         Raises ValueError if the iteration had begun before the resume, over another number of
@@ -186,7 +179,15 @@ class Cursor:
         passage.name = f"{self._loop}/{self._epoch}/{key}#{number}"
         return passage
 
+    def let_go(self, shard: Dealt) -> None:
+        """`shard` begins to count anew: what it has counted so far stays in its passages."""
+        for passage in self._passages.values():
+            if passage.shard is shard:
+                passage.shard = copy.copy(shard)
+
     def _check_length(self, key: str, number: int) -> None:
+        if f"{key}#{number}" in self._passages:
+            return  # Another dataset of this epoch may have another length.
         length, _, rest = key.partition("/")
         for name, passage in self._passages.items():
             before = name.partition("/")[0]
@@ -195,26 +196,34 @@ class Cursor:
                 raise ValueError(
                     f"the dataset has {length} samples, and had {before} when this epoch was "
                     "begun: which of them are left to give is not known. Go on with the dataset "
-                    "as it was, and change it between two epochs"
+                    "as it was, and change it between two epochs; ctx.forget() on all ranks lets "
+                    "a loop of ctx.epochs(resume=...) begin anew"
                 )
 
-    def told(self, *, by_id: bool = False, committed: bool = False) -> dict[str, Any]:
-        """As plain data. by_id: the run has lost ranks. committed: with by_id, only samples of
-        steps that count."""
+    def state(self, used: Used = Used.GIVEN, *, by_id: bool = False) -> dict[str, Any]:
+        """As plain data. by_id: the run has lost ranks."""
         return {
             "loop": self._loop,
             "epoch": self._epoch or 0,
             "passages": {
-                key: passage.told(by_id, committed) for key, passage in self._passages.items()
+                key: passage.state(used, by_id) for key, passage in self._passages.items()
             },
         }
 
     def resume(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Resume. parts: what `told` gave on each rank, by rank."""
-        self._resumed = parts[0]
-        self._passages = {}
-        for key in sorted({key for part in parts for key in part["passages"]}):
-            self._passages[key] = Passage(_rest([part["passages"].get(key) for part in parts]))
+        """Resume. parts: what `state` gave on each rank, by rank."""
+        self._go_on_at(parts[0]["loop"], parts[0]["epoch"], [part["passages"] for part in parts])
+
+    def resume_next_loop(self, epoch: int, passages: Sequence[dict[str, Any]]) -> None:
+        """Resume the coming loop in this epoch. passages: as in `state`, by rank."""
+        self._go_on_at(self._loop + 1, epoch, passages)
+
+    def _go_on_at(self, loop: int, epoch: int, passages: Sequence[dict[str, Any]]) -> None:
+        self._resumed = loop, epoch
+        self._passages = {
+            key: Passage(_rest([of_rank.get(key) for of_rank in passages]))
+            for key in sorted({key for of_rank in passages for key in of_rank})
+        }
 
 
 def _rest(parts: Sequence[dict[str, Any] | None]) -> Rest:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from .batches import Batches
 from .cursor import Cursor
-from .dealer import Counted, Cut, Dealer, Left
+from .dealer import Cut, Dealer, Left
 from .dealing import Hands, deal, redeal
 
 
@@ -92,7 +92,7 @@ class Shard(Batches):
         return self.sample_ids[: self.taken]
 
     @property
-    def _num_samples(self) -> int:
+    def num_samples(self) -> int:
         return self._given_samples
 
     def _check(self) -> None:
@@ -102,12 +102,6 @@ class Shard(Batches):
                 f"{len(self.dataset)} now, so not all would be dealt out. Change a dataset between "
                 "two epochs only, and call ctx.shard again then, on all ranks"
             )
-
-    def _place_key(self) -> Hashable:
-        return hash(tuple(self.sample_ids)), self.batch_size
-
-    def _skip(self, done: int) -> None:
-        self.taken = done
 
     def _batches_by_rank(self) -> list[int]:
         return self.batches_per_rank
@@ -129,7 +123,7 @@ class Shard(Batches):
             return deal(
                 self._given_samples,
                 world_size=size,
-                epoch=self._epoch,
+                epoch=self.epoch,
                 seed=self._seed,
                 shuffle=self._shuffle,
                 keep_together=self._keep_together,
@@ -146,7 +140,7 @@ class Shard(Batches):
 
     # -- for the dealer --------------------------------------------------------------------------
 
-    def begin_dealt(self, dealer: Dealer, number: int, cuts: Sequence[Cut]) -> None:
+    def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
         """Begin an epoch of which `cuts` have already dealt out a part."""
         hands = self._dealt(cuts[0].dealt_for if cuts else dealer.world_size)
         for cut in cuts:
@@ -169,13 +163,8 @@ class Shard(Batches):
         ]
         return Left([*map(self._num_batches, to_take)], [*map(self._num_batches, to_do)])
 
-    def ids_of(self, counted: Counted) -> list[int]:
-        """The numbers of the samples that `counted` counts, of all ranks."""
-        return [
-            number
-            for hand, count in zip(self.hands, counted.counts, strict=True)
-            for number in hand[:count]
-        ]
+    def ids_by_counts(self, counts: Sequence[int]) -> list[int]:
+        return [n for hand, count in zip(self.hands, counts, strict=False) for n in hand[:count]]
 
     def _note_lost(self, hands: Hands, cut: Cut) -> None:
         taken = _taken(hands, cut)

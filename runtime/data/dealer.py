@@ -8,9 +8,9 @@ for a stream the reader deals the rows (streaming.py).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..process.agreement import MAX_ITERATIONS
 
@@ -115,51 +115,58 @@ def cuts_of(
     return cuts
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """counts: how many samples of an iteration belong to steps that count, by rank. holders: the
-    holder of each rank (see `Dealer`)."""
+class Dealt(ABC):
+    """One iteration over a shard, as its Dealer and a Cursor see it.
 
-    counts: tuple[int, ...]
-    holders: tuple[int, ...]
+    taken: the number of samples that the iteration has given to this rank.
+    agreed: how many of them it had given at the last step that all ranks agreed on.
+    ids_of_the_lost: the samples that lost ranks have used in steps that count.
+    needs_ids: whether samples are recorded by number; a count says nothing of a stream, whose hands
+        cannot be computed again.
 
+    The Dealer writes the others, which stay when the iteration is left: an error leaves it before
+    recovery asks.
+    number, dealt_for, committed: as in Inside.
+    settled: the part of `committed` that counts whichever rank is lost now.
+    holders: the holder of each rank (see Dealer).
+    """
 
-class Dealt(Protocol):
-    """What a Dealer deals for: one iteration over a shard."""
-
-    @property
-    def taken(self) -> int:
-        """The number of samples that the iteration has given so far."""
-        ...
-
-    def begin_dealt(self, dealer: Dealer, number: int, cuts: Sequence[Cut]) -> None:
-        """Take this rank's hand. cuts: those of this iteration, if other ranks began it before."""
-        ...
-
-    def go_on(self, cut: Cut) -> Left:
-        """Deal again after a loss; return what all ranks have left."""
-        ...
-
-    def ids_of(self, counted: Counted) -> list[int]:
-        """The sample numbers that `counted` counts, of all ranks."""
-        ...
-
-    def note_end(self, counted: Counted | None) -> None:
-        """The iteration is over or was left. counted: kept for later questions, since an error
-        leaves the iterations before recovery asks which of their samples count."""
-        ...
-
-
-@dataclass(slots=True)
-class _Iteration:
-    """An iteration that has begun and is not over. number, dealt_for, committed: as in Inside.
-    settled: the part of `committed` that counts whichever rank is lost now."""
-
-    number: int
-    shard: Dealt
-    dealt_for: int
+    taken = 0
+    agreed = 0
+    ids_of_the_lost: Sequence[int] = ()
+    needs_ids = False
+    number = 0
+    dealt_for = 0
     committed: tuple[int, ...] | None = None
     settled: tuple[int, ...] | None = None
+    holders: Sequence[int] = ()
+
+    @property
+    @abstractmethod
+    def taken_ids(self) -> list[int]:
+        """The samples that the iteration has given to this rank so far."""
+
+    @property
+    def committed_ids(self) -> list[int]:
+        """The samples of the iteration that all ranks have used in steps that count."""
+        return [*self.ids_of_the_lost, *self.ids_by_counts(self.committed or ())]
+
+    @property
+    def num_committed(self) -> int:
+        """The number of `committed_ids`, also where this rank does not know all of them."""
+        return len(self.ids_of_the_lost) + sum(self.committed or ())
+
+    @abstractmethod
+    def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
+        """Take this rank's hand. cuts: those of this iteration, if other ranks began it before."""
+
+    @abstractmethod
+    def go_on(self, cut: Cut) -> Left:
+        """Deal again after a loss; return what all ranks have left."""
+
+    @abstractmethod
+    def ids_by_counts(self, counts: Sequence[int]) -> list[int]:
+        """The numbers of the first samples of each hand. counts: by rank, how many; or empty."""
 
 
 @dataclass(slots=True)
@@ -182,7 +189,7 @@ class Dealer:
     num_holders: int = field(init=False)
     lost: set[int] = field(default_factory=set)
     _num_begun: int = 0
-    _active: list[_Iteration] = field(default_factory=list)
+    _active: list[Dealt] = field(default_factory=list)
     _early: dict[int, list[Cut]] = field(default_factory=dict)
     """The cuts of iterations that this rank has yet to begin, by the iteration's number."""
 
@@ -202,15 +209,15 @@ class Dealer:
                 "vote of a step has no room for another one. Leave one first: a loop that you "
                 "broke off ends with close() of its iterator"
             )
-        dealt_for = cuts[0].dealt_for if cuts else self.world_size
-        self._active.append(_Iteration(self._num_begun, shard, dealt_for))
-        shard.begin_dealt(self, self._num_begun, cuts)
+        shard.number = self._num_begun
+        shard.dealt_for = cuts[0].dealt_for if cuts else self.world_size
+        shard.committed = shard.settled = None
+        shard.holders = self.holders
+        self._active.append(shard)
+        shard.begin_dealt(self, cuts)
 
     def end(self, shard: Dealt) -> None:
-        counted = self.counted(shard)
-        if any(one.shard is shard for one in self._active):
-            shard.note_end(counted)
-        self._active = [one for one in self._active if one.shard is not shard]
+        self._active = [one for one in self._active if one is not shard]
 
     def inside(self) -> list[int]:
         """The numbers of the iterations in progress on this rank."""
@@ -218,7 +225,7 @@ class Dealer:
 
     def cursors(self) -> list[int]:
         """For the vote: how many samples this rank has taken of each iteration in progress."""
-        return [one.shard.taken for one in self._active]
+        return [one.taken for one in self._active]
 
     def record(
         self,
@@ -237,23 +244,16 @@ class Dealer:
                 one.committed = tuple(of_rank[place] for of_rank in cursors)
                 one.settled = one.committed if is_settled else before
 
-    def counted(self, shard: Dealt) -> Counted | None:
-        """The counted samples of the iteration over `shard` in progress; None before any count."""
-        counts = next((one.committed for one in self._active if one.shard is shard), None)
-        return Counted(counts, tuple(self.holders)) if counts is not None else None
-
     def num_settled(self, shard: Dealt) -> int:
         """How many of this rank's samples belong to steps that count whichever rank is lost now.
         These samples are never dealt again."""
-        counts = next((one.settled for one in self._active if one.shard is shard), None)
-        return counts[self.rank] if counts is not None else 0
+        return shard.settled[self.rank] if shard.settled is not None else 0
 
     def position(self) -> DataPosition:
         return DataPosition(
             self._num_begun,
             tuple(
-                Inside(one.number, one.dealt_for, one.shard.taken, one.committed)
-                for one in self._active
+                Inside(one.number, one.dealt_for, one.taken, one.committed) for one in self._active
             ),
         )
 
@@ -272,9 +272,10 @@ class Dealer:
                 self._early.setdefault(number, []).append(cut)
             for mine in self._active:
                 if mine.number == number:
-                    left = mine.shard.go_on(cut)
+                    left = mine.go_on(cut)
                     # Another rank may be lost before the next step records new counts.
                     mine.committed = mine.settled = tuple(
                         cut.committed[old] if old >= 0 else 0 for old in former_ranks
                     )
+                    mine.holders = self.holders
         return left

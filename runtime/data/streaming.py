@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -30,7 +30,7 @@ from actors.calls import Actor, why_gone
 
 from .batches import Batches
 from .cursor import Cursor
-from .dealer import Counted, Cut, Dealer, Left
+from .dealer import Cut, Dealer, Left
 from .row_reader import ReaderDied, ReadingKey, Row, row_reader_class
 
 _SLICE_S = 0.2  # A thread waits for Ray in slices, and can be interrupted between two of them.
@@ -131,7 +131,7 @@ class StreamShard(Batches):
     from 0.
     """
 
-    is_told_by_id = True
+    needs_ids = True
 
     def __init__(
         self,
@@ -178,17 +178,6 @@ class StreamShard(Batches):
         return self._numbers[: self.taken]
 
     # -- batches ---------------------------------------------------------------------------------
-
-    def _place_key(self) -> Hashable:
-        return self._key
-
-    def _skip(self, done: int) -> None:
-        if done:
-            raise RuntimeError(
-                f"an iteration over a Stream was stopped when this rank had used {done} rows of "
-                "it, and another run cannot go on with it: which rows the other ranks had is not "
-                "known any more. Call ctx.forget() on all ranks, or go on from a checkpoint"
-            )
 
     def _batches_by_rank(self) -> list[int] | None:
         if self._reading is None:
@@ -258,7 +247,7 @@ class StreamShard(Batches):
 
     # -- for the dealer --------------------------------------------------------------------------
 
-    def begin_dealt(self, dealer: Dealer, number: int, cuts: Sequence[Cut]) -> None:
+    def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
         self._numbers, self._asked = [], None
         self._gone, self._num_unknown = None, 0
         self._ahead.clear()
@@ -266,7 +255,7 @@ class StreamShard(Batches):
         self._reading = None
         if self._rest.given is None:
             return  # The iteration was over when the function ran last.
-        self._reading = (*dealer.call_key, number)
+        self._reading = (*dealer.call_key, self.number)
         lost: dict[int, int | None] = dict.fromkeys(sorted(dealer.lost), 0)
         for cut in cuts:
             lost.update(cut.lost)
@@ -275,7 +264,7 @@ class StreamShard(Batches):
             call = self._reader.begin.remote(
                 self._reading,
                 self._passage_name,
-                self._epoch,
+                self.epoch,
                 dealer.num_holders,
                 self._rest.given,
                 lost,
@@ -311,10 +300,10 @@ class StreamShard(Batches):
         left.to_take[self._dealer.rank] = int(self._has_more())
         return left
 
-    def ids_of(self, counted: Counted) -> list[int]:
-        if self._reading is None:
+    def ids_by_counts(self, counts: Sequence[int]) -> list[int]:
+        if self._reading is None or not counts:
             return []
-        by_holder = dict(zip(counted.holders, counted.counts, strict=True))
+        by_holder = dict(zip(self.holders, counts, strict=True))
         try:
             ids: list[int] = _answer(self._reader.ids.remote(self._reading, by_holder))
         except ReaderGone:

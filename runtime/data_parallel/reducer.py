@@ -299,7 +299,6 @@ class Reducer:
 
     def _write_vote(self, vote: torch.Tensor) -> None:
         has_next = self._has_next()
-        cursors = list(self._cursors()) if self._cursors is not None else []
         write_vote(
             vote,
             self.group.rank,
@@ -309,7 +308,7 @@ class Reducer:
             used=self.gradients.usage(),
             weight=self.weight,
             stop=boundary().steps.stop_is_wanted,
-            cursors=cursors + [0] * (self._num_cursors - len(cursors)),
+            cursors=self._cursors() if self._cursors is not None else (),
         )
 
     def _finish(self) -> None:

@@ -27,7 +27,6 @@ import torch
 
 from actors.errors import Interrupted
 from collectives import Group, Work
-from collectives.objects.blocking import all_gather_row
 
 from ..process.agreement import Agreement
 from ..process.running import Survival
@@ -394,16 +393,13 @@ class Join:
         """Whether joined ranks follow collectives that are announced to them."""
         return self._conductor is not None
 
-    def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
-        """An iteration over a shard begins. batches_per_rank: how many batches each rank has."""
-        place = boundary().place
-        if place is None or not place.is_resumed:
+    def begin_epoch(self, batches_per_rank: Sequence[int] | None) -> None:
+        """An iteration over a shard begins. batches_per_rank: how many batches each rank has; None
+        if unknown."""
+        if batches_per_rank is not None:
             self.ledger.begin_epoch(batches_per_rank)
-            return
-        # The epoch was stopped before, and each rank knows only the rest of its own batches.
-        left = all_gather_row(self._group, [boundary().steps.batches_left or 0])
-        self.ledger.begin_epoch([batches for (batches,) in left])
-        self.ledger.resume(place.last_live)
+        if boundary().resumed_live:  # An earlier run has taken steps of this epoch.
+            self.ledger.resume(boundary().resumed_live)
 
     def begin_batch(self, number: int, *, is_last: bool) -> None:
         """An iteration over a shard gives this rank its batch `number`."""

@@ -51,7 +51,7 @@ class JoinLedger:
         """Steps of this epoch were taken in an earlier Join. last_live: the ranks that took the
         last of them."""
         self._began_earlier = True
-        self.last_live = last_live or self.last_live
+        self.last_live = last_live
 
     def record(self, agreement: Agreement, *, is_step: bool = True) -> None:
         """All ranks have agreed. is_step: False for a second agreement on the same step."""

@@ -1,9 +1,9 @@
 """What the ranks tell each other once per step, in a vector that one sum shares with all ranks.
 
 Each rank writes its vote: whether it took this step with data of its own, whether it may take
-another step, whether it was asked to stop, and which parameters got a gradient. In a plain
-optimizer's step, if the run goes on after a loss, the vote also says how many samples the rank has
-taken (dealer.py). All ranks read the same agreement from the sum.
+another step, whether it was asked to stop, and which parameters got a gradient. If the run goes on
+after a loss, the vote of a step also says how many samples the rank has taken (dealer.py). All
+ranks read the same agreement from the sum.
 
 The vote travels with a collective that a step needs anyway (the last gradient bucket, or ZeRO's
 ballot), in float32 or wider: bfloat16 cannot count beyond 256.
@@ -65,13 +65,13 @@ def write_vote(
 ) -> None:
     """Overwrite `vote` with the vote of `rank`.
 
-    vote: (vote_numel,) float32 or float64.
+    vote: (vote_numel,) float32 or float64; its length says how many cursors it has room for.
     live: whether this rank took the step with data.
     has_next: whether this rank may take another step.
     used: per parameter, whether this rank has a gradient for it.
     weight: of this rank's loss; None if ranks do not weigh.
     stop: whether this rank was asked to stop.
-    cursors: (num_cursors,) each below 2^47.
+    cursors: each below 2^47; where they are fewer than the vote has room for, the rest is 0.
     """
     vote.zero_()
     if live:
@@ -88,7 +88,8 @@ def write_vote(
         vote[3 + num_ranks + rank] = 1
     if cursors:
         halves = [half for cursor in cursors for half in divmod(cursor, _LOW)]
-        at = 3 + 2 * num_ranks + len(used) + rank * len(halves)
+        first = vote_numel(num_ranks, len(used))
+        at = first + rank * ((len(vote) - first) // num_ranks)
         vote[at : at + len(halves)] = torch.tensor(halves, dtype=vote.dtype)
 
 

@@ -1,7 +1,7 @@
 """What stays on a rank from one run to the next: objects by name, places in loops, wrapped models.
 
     objects   what `ctx.keep` made; also the namespace of `%%ranks`.
-    places    where each loop over `ctx.epochs(..., resume=name)` is.
+    places    where each loop over `ctx.epochs(..., resume=name)` was left.
     wrapped   living models and sharded optimizers: when a generation has ended, they move to the
               group of the next one, if its ranks are the same.
     engines   which model reduces the gradient of a parameter.
@@ -52,30 +52,24 @@ class Wrapped(Protocol):
         object and loses a worker inside a step, that run ends."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Where a loop over epochs is on this rank.
+    """Where a rank left a loop over `ctx.epochs(..., resume=name)`.
 
-    epoch: the epoch in progress.
-    samples_done: by shard of that epoch, how many samples belong to steps that were taken.
-    is_resumed: whether an earlier run was stopped in this epoch.
-    last_live: the ranks that took the last step.
-    is_dealt_anew: whether a rank was lost in the epoch and its samples went to other ranks, so that
-        counts no longer identify the samples that are done.
+    epoch: the epoch in progress or, between two, the next one.
+    seat: the rank, and the number of ranks; None if no step of the epoch was agreed on.
+    was_live: whether the rank had data for the epoch's last step.
+    passages: the iterations of the epoch (Cursor.state).
     """
 
     epoch: int = 0
-    samples_done: dict[object, int] = field(default_factory=dict)
-    is_resumed: bool = False
-    last_live: tuple[int, ...] = ()
-    is_dealt_anew: bool = False
+    seat: tuple[int, int] | None = None
+    was_live: bool = False
+    passages: dict[str, Any] = field(default_factory=dict)
 
-    def next_epoch(self) -> None:
-        self.epoch += 1
-        self.samples_done.clear()
-        self.is_resumed = False
-        self.last_live = ()
-        self.is_dealt_anew = False
+    def __str__(self) -> str:
+        within = " as rank {} of {}".format(*self.seat) if self.seat else ""
+        return f"{self.epoch}{within}"
 
 
 class BetweenRuns:

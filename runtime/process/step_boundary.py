@@ -15,33 +15,32 @@ So nothing is in flight, and the group, the models and the optimizers are as aft
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from actors.errors import Interrupted
 from actors.run_status import RunStatus
 from collectives import Group
 
 from .agreement import Agreement
-from .between_runs import Place, between_runs
+from .between_runs import between_runs
 
 
-@dataclass(slots=True, eq=False)
-class Iteration:
+class Iteration(Protocol):
     """An iteration over a shard, in progress.
 
-    key: identifies the shard among those of the loop's epoch.
+    epoch: as given to `ctx.shard`.
+    taken: how many samples the iteration has given to this rank.
+    agreed: how many of them it had given at the last step that all ranks agreed on.
     num_samples: the size of the dataset; 0 if unknown.
-    done: how many of its samples earlier runs of the loop have trained on.
-    up_to: how many samples of the hand end with the last batch that was given.
     """
 
-    key: Hashable
     epoch: int
-    num_samples: int
-    done: int
-    up_to: int
+    taken: int
+    agreed: int
+
+    @property
+    def num_samples(self) -> int: ...
 
 
 class Boundary:
@@ -49,10 +48,13 @@ class Boundary:
 
     def __init__(self, steps: RunStatus) -> None:
         self.steps = steps
-        self.place: Place | None = None
-        """The place of the loop over `ctx.epochs(resume=...)`, inside such a loop; else None."""
         self.joins: list[Any] = []
         """The enabled Joins (join/join.py) that this process is in, the innermost one last."""
+        self.was_live: bool | None = None
+        """Whether this rank had data for the last step of the epoch; None before the first one."""
+        self.resumed_live: tuple[int, ...] = ()
+        """The ranks that had data for the last step, in an epoch that an earlier run has begun and
+        this run goes on with; else empty."""
         self._stop_is_agreed = False
         self._iterations: list[Iteration] = []
         """The iterations in progress, in the order of their beginning. They may be nested, or side
@@ -65,10 +67,10 @@ class Boundary:
             return
         between_runs().begin_applying(group)
         self.steps.taken += 1
-        if self.place is not None and self._iterations:
-            for one in self._iterations:
-                self.place.samples_done[one.key] = one.up_to
-            self.place.last_live = agreement.live
+        self.was_live = group.rank in agreement.live
+        self.resumed_live = self.resumed_live and agreement.live
+        for one in self._iterations:
+            one.agreed = one.taken
 
     def stop_if_agreed(self) -> None:
         """Called between two steps. Raises Interrupted if all ranks have agreed to stop here."""
@@ -89,15 +91,13 @@ class Boundary:
         return self._iterations[-1].num_samples if self._iterations else 0
 
     @contextlib.contextmanager
-    def iterating(self, key: Hashable, epoch: int, num_samples: int) -> Iterator[Iteration]:
-        """The scope of one iteration over a shard. The parameters are those of Iteration."""
-        done = self.place.samples_done.get(key, 0) if self.place else 0
-        iteration = Iteration(key, epoch, num_samples, done, done)
+    def iterating(self, iteration: Iteration) -> Iterator[None]:
+        """The scope of one iteration over a shard."""
         before = self.steps.batches_left, self.steps.epoch
         self._iterations.append(iteration)
-        self.steps.epoch = epoch
+        self.steps.epoch = iteration.epoch
         try:
-            yield iteration
+            yield
         finally:
             self._iterations.remove(iteration)
             if self._iterations:  # The outer iteration goes on where it was.

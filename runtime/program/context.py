@@ -11,7 +11,7 @@ import torch
 
 from collectives.contract.operation import ReduceOp
 from collectives.group import Group
-from collectives.objects.blocking import all_gather_row
+from collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ..checkpoint.saving import Saving
 from ..data.batches import Batches
@@ -99,49 +99,47 @@ class Context:
 
         resume: a name for this loop. The ranks remember its place from one run of the session to
         the next, so a loop of this name that was stopped goes on where it was: it leaves out epochs
-        that are over, and in the interrupted one `shard` begins after the batches whose steps were
+        that are over, and in the interrupted one `shard` deals out the samples whose steps were not
         taken. Keep the model and the optimizer with `keep`, or they begin anew. If the run resumes
         from a checkpoint, the place in the checkpoint counts.
 
         Raises ValueError for a negative num_epochs; RuntimeError, on all ranks, if the ranks
-        remember different epochs, or a rank was lost in the epoch to be resumed.
+        remember different epochs, or they are not the ranks that have begun the epoch.
         """
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
-        epochs = self._call.cursor.epochs(num_epochs)
-        return epochs if resume is None else self._resumed(epochs, resume)
+        if resume is None:
+            return self._call.cursor.epochs(num_epochs)
+        return self._resumed(num_epochs, resume)
 
-    def _resumed(self, epochs: Iterator[int], name: str) -> Iterator[int]:
-        if self.resumed_from is not None:  # The state is the checkpoint's, and so is the place.
-            between_runs().places.pop(name, None)
-        place = between_runs().places.setdefault(name, Place())
-        by_rank = all_gather_row(self.group, [place.epoch, int(place.is_dealt_anew)])
-        if any(is_dealt_anew for _, is_dealt_anew in by_rank):
-            raise RuntimeError(
-                f"epoch {place.epoch} of {name!r} was stopped after a rank was lost in it, and its "
-                f"samples dealt to the others: which ones are done is not known. {_BEGIN_ANEW}"
-            )
-        if len({epoch for epoch, _ in by_rank}) > 1:
-            each = ", ".join(f"rank {rank}: {epoch}" for rank, (epoch, _) in enumerate(by_rank))
+    def _resumed(self, num_epochs: int, name: str) -> Iterator[int]:
+        call, bound, places = self._call, boundary(), between_runs().places
+        call.keep_place()  # In a loop around this one.
+        by_rank: list[Place] = all_gather_object(self.group, places.get(name, Place()))
+        seats = [place.seat for place in by_rank]
+        expected = [(rank, self.world_size) for rank in range(self.world_size)]
+        if len({place.epoch for place in by_rank}) > 1 or (any(seats) and seats != expected):
+            each = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(by_rank))
             raise RuntimeError(
                 f"the ranks remember different epochs of {name!r} ({each}): a worker was replaced, "
                 f"or the last run stopped between them. {_BEGIN_ANEW}"
             )
-        bound = boundary()
-        outer, bound.place = bound.place, place
-        place.is_resumed = True
-        # Only the cursor knows the rest of the samples, and it does not outlive this run.
-        place.is_dealt_anew = self._call.runs_again
+        bound.resumed_live = tuple(rank for rank, one in enumerate(by_rank) if one.was_live)
+        # After a resume from a checkpoint, or from memory, no rank has missed a step.
+        bound.was_live = by_rank[self.rank].was_live if any(seats) else call.is_resumed or None
+        if by_rank[self.rank] != Place():
+            call.cursor.resume_next_loop(by_rank[0].epoch, [place.passages for place in by_rank])
         try:
-            for epoch in epochs:
-                if epoch < place.epoch:
-                    continue
-                place.epoch = epoch
+            for epoch in call.cursor.epochs(num_epochs):
+                call.named_loop = name
                 yield epoch
-                place.next_epoch()
+                call.named_loop = None
+                places[name] = Place(epoch + 1)
+                bound.resumed_live, bound.was_live = (), None
                 bound.stop_if_agreed()
         finally:
-            bound.place = outer
+            if call.named_loop == name:  # The function has broken the loop off.
+                call.keep_place()
 
     # -- What stays for the next run -------------------------------------------------------------
 

@@ -22,10 +22,10 @@ from collectives.objects.blocking import broadcast_object
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.saving import Saving
-from ..data.cursor import Cursor
+from ..data.cursor import Cursor, Used
 from ..data.dealer import Dealer
 from ..join.join import Joinable, active_join
-from ..process.between_runs import between_runs
+from ..process.between_runs import Place, between_runs
 from ..process.registry import Registry, Stateful
 from ..process.step_boundary import boundary
 from ..recovery.recovery import Recovery
@@ -56,10 +56,13 @@ class FunctionCall:
             assignment.rank, assignment.world_size, (run_id, assignment.generation)
         )
         self.recovery = recovery
-        self.runs_again = before is not None
         self.registry = Registry()
         self.checkpoints: Checkpoints | None = None  # The program sets it before the call.
         self.cursor = Cursor()
+        self.is_resumed = False
+        """Whether the place in the data is that of a checkpoint, or of the function's last call."""
+        self.named_loop: str | None = None
+        """The loop over `ctx.epochs(..., resume=name)` that is in the middle of an epoch."""
         self._journal = journal
         self._num_reports: int = before._num_reports if before is not None else 0
         self._boundaries = 0
@@ -78,13 +81,13 @@ class FunctionCall:
         self.generation = assignment.generation
         self.group = group
         between_runs().follow(group)
-        if (place := boundary().place) is not None:  # The function is running: a rank was lost.
-            place.is_dealt_anew = True
+        boundary().resumed_live = ()  # The ranks have other numbers now.
         if self.checkpoints is not None:
             self.checkpoints.change_group(group)
 
     def finish(self) -> None:
         """The function has returned: wait for the other ranks, if they may still need this one."""
+        self.keep_place()  # A rank that is lost from now on takes its samples along.
         if self.recovery is not None:
             self.recovery.finish()
 
@@ -151,19 +154,36 @@ class FunctionCall:
         return self.recovery is not None and self.recovery.counts_samples
 
     def resume_data(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Resume in the data. parts: the results of `told_data`, by rank of the earlier run."""
+        """Resume in the data. parts: the results of `data_state`, by rank of the earlier run."""
+        between_runs().places.clear()  # The state is not that of the last run, nor is the place.
+        self.is_resumed = True
         self._boundaries = max(part["boundaries"] for part in parts)
         self.cursor.resume([part["data"] for part in parts])
 
-    def told_data(self, *, committed: bool = False) -> dict[str, Any]:
+    def data_state(self, *, committed: bool = False) -> dict[str, Any]:
         """This rank's place in the data, as plain data for a checkpoint. committed: its place after
         the last step that counts."""
-        has_recovered = self.recovery is not None and self.recovery.num_recoveries > 0
         of_step = self._boundaries_of_step if committed else None
+        used = Used.COMMITTED if committed else Used.GIVEN
         return {
             "boundaries": self._boundaries if of_step is None else of_step,
-            "data": self.cursor.told(by_id=committed or has_recovered, committed=committed),
+            "data": self.cursor.state(used, by_id=committed or self._has_recovered),
         }
+
+    @property
+    def _has_recovered(self) -> bool:
+        recovery = self.recovery
+        return bool(self.dealer.lost) or (recovery is not None and recovery.num_recoveries > 0)
+
+    def keep_place(self) -> None:
+        """Keep this rank's place in the named loop for the next run, if the function is leaving
+        that loop in the middle of an epoch."""
+        name, self.named_loop = self.named_loop, None
+        if name is None or (was_live := boundary().was_live) is None:
+            return  # Before the epoch's first step the place is that after the epoch before.
+        data = self.cursor.state(Used.AGREED, by_id=self._has_recovered)
+        seat = self.rank, self.world_size
+        between_runs().places[name] = Place(data["epoch"], seat, was_live, data["passages"])
 
     def count_step(self) -> None:
         """A plain optimizer has stepped with the current batch, which ends the batch."""

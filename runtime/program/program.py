@@ -145,7 +145,7 @@ class FunctionRun:
         elif config is not None and resumption is not None:
             config = replace(config, resume=NEVER)  # The run goes on from memory.
         checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
-        checkpoints.tell_progress = call.told_data
+        checkpoints.tell_progress = call.data_state
         with running(call), checkpoints:
             if resumption is not None and self._recovery is not None:
                 positions = self._recovery.from_the_top.begin_again(group, self._steps)
@@ -159,7 +159,10 @@ class FunctionRun:
         assert call is not None and call.checkpoints is not None
         # A coroutine enters the scope again: its body has not begun when its function returns.
         with running(call), call.checkpoints, entered(self._steps):
-            yield call
+            try:
+                yield call
+            finally:
+                call.keep_place()
 
     def _again(self, error: BaseException) -> tuple[Assignment, Group, Resumption | None]:
         """With what arguments the function that raised `error` runs again. Raises if it does not

@@ -74,7 +74,7 @@ class FromTheTop:
             self._retained = RestartState.of(
                 call.registry, self._objects.plain.place, self._on_the_way
             )
-            self._data = call.told_data(committed=True)
+            self._data = call.data_state(committed=True)
             if facts.is_worth_saving:
                 self._saveable = Saveable.of(call.registry, self._retained, call.step)
         self._state.left(facts)

@@ -51,7 +51,7 @@ class Summary:
     place: position in the steps of plain optimizers.
     steps_taken: number of steps in the run, of all optimizers.
     held: by name of a sharded optimizer, the inventory of its state.
-    data: position of the rank in its data (FunctionCall.told_data).
+    data: position of the rank in its data (FunctionCall.data_state).
     """
 
     was_there: bool

@@ -53,24 +53,27 @@ class Vote:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result that all ranks read. squared_norm: of the whole summed gradient. loss_scale: mean
-    over the live ranks, 0.0 if no rank scales. options, cursors: by rank."""
+    over the live ranks, 0.0 if no rank scales. options: by rank."""
 
     agreement: Agreement
     squared_norm: float
     loss_scale: float
     options: tuple[tuple[float, ...], ...]
-    cursors: tuple[tuple[int, ...], ...]
 
 
 class Ballot:
-    """One optimizer's vector of float64: four sums over all ranks; for each rank its options, its
-    cursors and its number of samples; and the agreement."""
+    """One optimizer's vector of float64: four sums over all ranks; for each rank its options and
+    its number of samples; and the agreement."""
 
-    def __init__(self, group: Group, num_parameters: int, num_options: int) -> None:
+    def __init__(
+        self, group: Group, num_parameters: int, num_options: int, *, counts_samples: bool
+    ) -> None:
+        """counts_samples: votes have cursors, since the run goes on when a rank is lost."""
         self._group = group
-        self._own_numel = num_options + MAX_ITERATIONS + 1
+        self._num_cursors = MAX_ITERATIONS if counts_samples else 0
+        self._own_numel = num_options + 1
         self._vote_at = _PER_RANK + group.size * self._own_numel
-        numel = self._vote_at + vote_numel(group.size, num_parameters)
+        numel = self._vote_at + vote_numel(group.size, num_parameters, self._num_cursors)
         self._vector = torch.zeros(numel, dtype=torch.float64, device=group.device)
 
     def move_to(self, group: Group) -> None:
@@ -90,7 +93,7 @@ class Ballot:
         vector[_LOSS_SCALE] = vote.loss_scale
         own_at = _PER_RANK + group.rank * self._own_numel
         vector[own_at : own_at + self._own_numel] = torch.tensor(
-            [*vote.options, *_cursors(vote), vote.num_samples], dtype=torch.float64
+            [*vote.options, vote.num_samples], dtype=torch.float64
         )
         write_vote(
             vector[self._vote_at :],
@@ -101,6 +104,7 @@ class Ballot:
             used=vote.used,
             weight=vote.weight,
             stop=vote.stop,
+            cursors=vote.cursors,
         )
         group.all_reduce(vector).wait()
         seen: tuple[float, ...] = tuple(vector.tolist())
@@ -133,25 +137,16 @@ class Ballot:
 
     def read(self, seen: Sequence[float]) -> Outcome:
         """Decode the sums, whether this rank took part in the all-reduce or received them."""
-        agreement = read_agreement(seen[self._vote_at :], self._group.size)
-        own = [
-            tuple(seen[at : at + self._own_numel])
-            for at in range(_PER_RANK, self._vote_at, self._own_numel)
-        ]
+        agreement = read_agreement(seen[self._vote_at :], self._group.size, self._num_cursors)
         return Outcome(
             agreement,
             seen[_SQUARED_NORM],
             seen[_LOSS_SCALE] / max(1, len(agreement.live)),
-            tuple(numbers[: -MAX_ITERATIONS - 1] for numbers in own),
             tuple(
-                tuple(int(number) for number in numbers[-MAX_ITERATIONS - 1 : -1])
-                for numbers in own
+                tuple(seen[at : at + self._own_numel - 1])
+                for at in range(_PER_RANK, self._vote_at, self._own_numel)
             ),
         )
-
-
-def _cursors(vote: Vote) -> list[int]:
-    return [*vote.cursors, *[0] * (MAX_ITERATIONS - len(vote.cursors))]
 
 
 def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float]:

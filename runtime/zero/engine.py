@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from ..data_parallel.reducer import Reducer
 from ..join.join import GroupJoinable
 from ..process.agreement import Agreement
 from ..process.between_runs import between_runs
-from ..process.running import recovery_of
+from ..process.running import Survival, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
 from .early_update import EarlyUpdate
@@ -92,15 +91,16 @@ class OptimizerEngine:
         """The number and content of the last ballot that this rank has seen."""
         self._ballot_of_step = 0
         """The ballot of the current step, or of the last one."""
+        self._recovery: Survival | None = None
         given = [p for options in face.param_groups for p in options["params"]]
         if model is not None and shard.elementwise:
             self.reducer = model.reducer
+            self._recovery = recovery_of(self.group)
             self.reducer.reduce_by_shards()
             self._own(self.reducer.parameters, self.reducer.buckets)
         laid_out = {id(p) for p in shard.parameters}
         self._waiting = [p for p in dict.fromkeys(given) if id(p) not in laid_out]
         self.take_up_trainable()
-        self._recovery = recovery_of(self.group) if self.reducer is not None else None
 
     def begin(self, early: EarlyUpdate | None) -> None:
         """Called when the optimizer is fully constructed. early: steps shards during backward."""
@@ -146,8 +146,12 @@ class OptimizerEngine:
         self._make_ballot()
 
     def _make_ballot(self) -> None:
-        num_options = len(self._option_numbers())
-        self._ballot = Ballot(self.group, len(self.shard.parameters), num_options)
+        self._ballot = Ballot(
+            self.group,
+            len(self.shard.parameters),
+            len(self._option_numbers()),
+            counts_samples=self._recovery is not None,
+        )
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -208,8 +212,7 @@ class OptimizerEngine:
         self._seen = Progress(self._seen.ballots + 1, payload)
         outcome = self._ballot.read(payload)
         live = self.last_live = outcome.agreement.live
-        agreement = replace(outcome.agreement, cursors=outcome.cursors)
-        self.face._step_agreed(agreement, self._recovery, ends_step=True, counts=True)
+        self.face._step_agreed(outcome.agreement, self._recovery, ends_step=True, counts=True)
         if self.group.rank not in live and live:
             # A joined rank runs no learning rate schedule: it steps its shard with the options of
             # a live rank.

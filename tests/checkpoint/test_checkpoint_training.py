@@ -17,7 +17,9 @@ import torch
 
 import chorusline as cl
 from runtime.checkpoint.format.manifest import MANIFEST
-from runtime.data.cursor import Cursor, Rest
+from runtime.data.cursor import Cursor, Rest, Used
+from runtime.data.dataset_batches import Shard
+from runtime.data.dealer import Dealt
 from runtime.data.dealing import deal
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train, same
 
@@ -196,15 +198,29 @@ def test_what_was_given_in_earlier_worlds_is_not_dealt_again():
         assert Rest((), None).dealt(whole, 2) == [[], []]
 
 
-class _Pass:
+class _Pass(Dealt):
     """What a cursor sees of a Shard."""
 
-    is_told_by_id = False
-
-    def __init__(self, taken_ids: list[int], ids_of_the_lost: list[int]) -> None:
+    def __init__(
+        self, taken_ids: list[int], ids_of_the_lost: list[int], agreed: int | None = None
+    ) -> None:
         self.taken = len(taken_ids)
-        self.taken_ids = taken_ids
+        self.agreed = self.taken if agreed is None else agreed
         self.ids_of_the_lost = ids_of_the_lost
+        self._taken_ids = taken_ids
+
+    @property
+    def taken_ids(self) -> list[int]:
+        return self._taken_ids
+
+    def begin_dealt(self, *_: object) -> None:
+        raise NotImplementedError
+
+    def go_on(self, *_: object) -> Any:
+        raise NotImplementedError
+
+    def ids_by_counts(self, *_: object) -> list[int]:
+        raise NotImplementedError
 
 
 def test_a_cursor_goes_on_in_the_loop_and_epoch_where_it_was():
@@ -212,11 +228,11 @@ def test_a_cursor_goes_on_in_the_loop_and_epoch_where_it_was():
     assert list(before.epochs(2)) == [0, 1]
     for epoch in before.epochs(5):
         if epoch == 3:
-            before.begin("over").end()
+            before.begin("over").is_over = True
             before.begin("data", _Pass([5, 1], []))
             break
     after = Cursor()
-    after.resume([before.told(), before.told()])
+    after.resume([before.state(), before.state()])
     assert list(after.epochs(2)) == []
     epochs = after.epochs(5)
     assert next(epochs) == 3
@@ -234,14 +250,51 @@ def test_after_the_loss_of_ranks_a_cursor_tells_samples_by_their_numbers():
     for ids in ([5, 1], [2]):
         cursor = Cursor()
         cursor.begin("data", _Pass(ids, [7]))
-        told.append(cursor.told(by_id=True))
+        told.append(cursor.state(by_id=True))
     after = Cursor()
     after.resume(told)
     assert after.rest_of("data") == Rest((), frozenset({5, 1, 2, 7}))
     after.begin("data", _Pass([3], []))
     again = Cursor()
-    again.resume([after.told()])
+    again.resume([after.state()])
     assert again.rest_of("data") == Rest((), frozenset({5, 1, 2, 7, 3}))
+
+
+def test_for_the_next_run_only_samples_of_agreed_steps_are_used():
+    """The last batch of an aborted run is given again, also on a rank that has ended its loop."""
+    over, inside = Cursor(), Cursor()
+    assert next(over.epochs(1)) == next(inside.epochs(1)) == 0
+    over.begin("data", _Pass([5, 1], [])).is_over = True
+    inside.begin("data", _Pass([2, 3, 4], [], agreed=2))
+    for by_id, rest in [
+        (False, Rest(((2, (2, 2)),))),
+        (True, Rest((), frozenset({5, 1, 2, 3}))),
+    ]:
+        passages = [cursor.state(Used.AGREED, by_id=by_id)["passages"] for cursor in (over, inside)]
+        after = Cursor()
+        after.resume_next_loop(0, passages)
+        assert next(after.epochs(1)) == 0 and after.rest_of("data") == rest
+    over.begin("alone", _Pass([5, 1], [], agreed=1)).is_over = True
+    told = over.state(Used.AGREED)["passages"]["alone#0"]
+    assert told["given"] == 1 and not told["is_over"], "its last batch was in no step"
+    assert over.state()["passages"]["alone#0"]["is_over"], "as a checkpoint counts"
+
+
+def test_a_shard_that_is_iterated_again_does_not_change_what_its_first_iteration_was_given():
+    cursor = Cursor()
+    assert next(cursor.epochs(1)) == 0
+    shard = Shard(range(10), 2, rank=0, world_size=1, cursor=cursor, collate_fn=list)
+    batches = iter(shard)
+    next(batches), next(batches)
+    batches.close()  # As a loop that is broken off.
+    with torch.no_grad():
+        next(iter(shard))
+    assert [one["given"] for one in cursor.state()["passages"].values()] == [4]
+    assert sum(map(len, shard)) == 10
+    with torch.no_grad():
+        next(iter(shard))
+    told = cursor.state()["passages"].values()
+    assert [(one["given"], one["is_over"]) for one in told] == [(4, False), (10, True)]
 
 
 async def _train_in_session(
@@ -375,3 +428,16 @@ def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
         cursor.begin("70/4/1/0/True")
     cursor.begin("61/4/1/0/True")
     cursor.begin("70/4/1/0/True")  # Another dataset of the same epoch, as the first one is there.
+
+
+def test_an_epoch_over_two_datasets_goes_on_in_both() -> None:
+    told = {"runs": (), "given": 5, "ids": None, "is_over": False}
+    keys = ["61/4/1/0/True", "70/4/1/0/True"]
+    for first, second in (keys, reversed(keys)):
+        cursor = Cursor()
+        passages = {f"{key}#0": told for key in keys}
+        cursor.resume([{"loop": 0, "epoch": 1, "passages": passages}])
+        assert next(cursor.epochs(3)) == 1
+        for key in (first, second):
+            assert cursor.rest_of(key) == Rest(((1, (5,)),))
+            cursor.begin(key)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from runtime.data.dealer import Cut, Dealer, Left
+from runtime.data.dealer import Cut, Dealer, Dealt, Left
 from runtime.process.agreement import MAX_ITERATIONS, read_agreement, vote_numel, write_vote
 from runtime.process.registry import Registered
 from runtime.recovery.plain_optimizer_steps import PlainSteps
@@ -139,20 +139,20 @@ def test_after_a_loss_all_go_on_at_the_step_of_the_leader() -> None:
     assert steps.place == (5, 5) and not taken
 
 
-class Rows:
+class Rows(Dealt):
     """An iteration that a dealer deals for."""
 
-    taken = 0
+    @property
+    def taken_ids(self) -> list[int]:
+        return []
 
-    def begin_dealt(self, dealer: Dealer, number: int, cuts: object) -> None: ...
+    def begin_dealt(self, dealer: Dealer, cuts: object) -> None: ...
 
     def go_on(self, cut: Cut) -> Left:
         return Left([1], [1])
 
-    def ids_of(self, counted: object) -> list[int]:
+    def ids_by_counts(self, counts: object) -> list[int]:
         return []
-
-    def note_end(self, counted: object) -> None: ...
 
 
 def test_what_only_this_rank_may_know_of_is_not_settled_before_the_next_step() -> None:
@@ -161,7 +161,7 @@ def test_what_only_this_rank_may_know_of_is_not_settled_before_the_next_step() -
     dealer.begin(rows)
     assert dealer.num_settled(rows) == 0
     dealer.record(((4,), (3,)), [1], is_settled=False)
-    assert dealer.num_settled(rows) == 0 and dealer.counted(rows).counts == (4, 3)  # type: ignore[union-attr]
+    assert dealer.num_settled(rows) == 0 and rows.committed == (4, 3)
     dealer.record(((8,), (6,)), [1], is_settled=False)
     assert dealer.num_settled(rows) == 4
     dealer.record(((12,), (9,)))  # In a ballot, which the others have seen before they go on.
@@ -175,4 +175,4 @@ def test_an_agreement_on_an_iteration_that_is_over_says_nothing_of_the_next() ->
     dealer.end(first)
     dealer.begin(second)
     dealer.record(((4,),), numbers)
-    assert dealer.counted(second) is None
+    assert second.committed is None

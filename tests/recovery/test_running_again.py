@@ -6,8 +6,10 @@ That is how the loss of a worker is survived outside a step, and how new workers
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,7 @@ from actors.messages import Report
 from benchmarks.chaos_training import loss_of, network
 from runtime.program.context import call_of
 from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from tests.references.killed_runs import Diary
 from tests.references.scheduled import SCHEDULES, train_scheduled
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
@@ -197,6 +200,49 @@ async def test_a_new_worker_comes_in_while_the_others_train(
     (newcomer,) = [one for one in told if one.calls == 1]
     assert newcomer.bytes_moved == 0
     assert sum(one.bytes_moved for one in told) == newcomer.kept_numel * 3 * 8 > 0
+
+
+def train_by_name(ctx: cl.Context, data: Any, folder: str, fails: bool) -> None:
+    """Rank 1 dies once; `fails`: rank 0 fails behind two steps of the ranks and a new one."""
+    died = Path(folder, "died")
+    is_whole_again = died.exists() and ctx.world_size == 3
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
+    optim = ctx.register(
+        "optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=1e-6, replicas=2)
+    )
+    diary, taken = Diary(folder, os.getpid()), 0
+    for epoch in ctx.epochs(24, resume=folder):
+        with cl.Join([model, optim], skew_warning=None):
+            for numbers in ctx.shard(data, BATCH_SIZE, epoch=epoch):
+                time.sleep(0.05 if fails else 0.0)
+                if fails and is_whole_again and taken == 2:
+                    ctx.barrier()  # All ranks have noted the step before.
+                    if ctx.rank == 0:
+                        raise LookupError("a slip of the user's")
+                model(numbers.float()[:, None]).mean().backward()
+                if ctx.rank == 1 and optim.num_steps == 3 and not died.exists():
+                    died.touch()
+                    die()
+                optim.step()
+                optim.zero_grad()
+                diary.note((epoch, numbers.tolist()))
+                taken += 1
+
+
+@pytest.mark.parametrize("kind", ["dataset", pytest.param("stream", marks=pytest.mark.slow)])
+async def test_a_named_loop_goes_on_after_a_run_that_lost_a_rank_and_got_another(
+    session: cl.Session, tmp_path: Path, kind: str
+) -> None:
+    with cl.Stream(range(NUM_SAMPLES)) as stream:
+        told = {"data": stream if kind == "stream" else list(range(NUM_SAMPLES))}
+        with pytest.raises(LookupError, match="a slip"):
+            await session.run(train_by_name, **told, folder=str(tmp_path), fails=True)
+        await session.run(train_by_name, **told, folder=str(tmp_path), fails=False)
+    used = Counter[tuple[int, int]]()
+    for path in tmp_path.glob("*.diary"):
+        for epoch, numbers in Diary(str(tmp_path), int(path.stem)).read():
+            used.update((epoch, number) for number in numbers)
+    assert used == Counter(itertools.product(range(24), range(NUM_SAMPLES)))
 
 
 @pytest.mark.slow

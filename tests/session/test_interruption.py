@@ -100,6 +100,56 @@ async def test_a_run_interrupted_twice_goes_on_bit_by_bit_alike(
     assert (await session.run(train, kind=kind, pause_s=0.0))[0]["taken"] == 0, "all is done"
 
 
+def use_once(
+    ctx: cl.Context, data: list[Any], fail_at: int = -1, pause_s: float = 0.0
+) -> list[tuple[int, list[list[int]]]]:
+    """Over shards of all `data` side by side; by step of all runs its epoch and its samples."""
+
+    def make() -> tuple[Any, Any]:
+        model = cl.DistributedDataParallel(torch.nn.Linear(1, 1))
+        return model, cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=1e-6)
+
+    model, optim = ctx.keep("both", make)
+    used: list[Any] = ctx.keep("used", list)
+    taken = 0
+    for epoch in ctx.epochs(2, resume="once"):
+        with cl.Join([model, optim], skew_warning=None):
+            for batches in zip(*(ctx.shard(one, 2, epoch=epoch) for one in data), strict=False):
+                if taken == fail_at:
+                    ctx.barrier()  # All ranks have noted the step before.
+                    if ctx.rank == 0:
+                        raise LookupError("a slip of the user's")
+                model(torch.cat(batches).float()[:, None]).mean().backward()
+                optim.step()
+                optim.zero_grad()
+                used.append((epoch, [batch.tolist() for batch in batches]))
+                taken += 1
+                time.sleep(pause_s)
+    return used
+
+
+@pytest.mark.parametrize("kind", ["a stream", "two datasets"])
+async def test_runs_that_fail_and_are_stopped_use_each_sample_once(
+    session: cl.Session, kind: str
+) -> None:
+    with cl.Stream(range(41)) as stream:
+        data = [stream] if kind == "a stream" else [list(range(41)), list(range(100, 161))]
+        for fail_at in (3, 2):  # The second one in the same epoch.
+            with pytest.raises(LookupError, match="a slip"):
+                await session.run(use_once, data=data, fail_at=fail_at)
+        running = asyncio.create_task(session.run(use_once, data=data, pause_s=0.05))
+        await asyncio.sleep(0.4)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        told = await session.run(use_once, data=data)
+    for epoch in range(2):
+        steps = [batches for used in told for at, batches in used if at == epoch]
+        assert sorted(number for first, *_ in steps for number in first) == list(range(41))
+        beside = [number for _, *others in steps for batch in others for number in batch]
+        assert len(set(beside)) == len(beside), "it is longer, and no sample of it came twice"
+
+
 async def test_a_step_that_does_not_end_is_aborted_and_taken_again(session: cl.Session) -> None:
     reference = await uninterrupted(session, "zero")
     began_at = time.monotonic()
@@ -256,6 +306,26 @@ async def test_ranks_that_remember_different_epochs_say_so(session: cl.Session) 
 
     for told in await session.run(differ):
         assert "different epochs of 'x' (rank 0: 2, rank 1: 0)" in told
+
+
+async def test_a_rank_that_has_forgotten_the_epoch_in_progress_is_named(
+    session: cl.Session,
+) -> None:
+    data = [list(range(41))]
+    with pytest.raises(LookupError, match="a slip"):
+        await session.run(use_once, data=data, fail_at=3)
+
+    def differ(ctx: cl.Context) -> str:
+        if ctx.rank == 1:
+            ctx.forget()
+        try:
+            return str(list(ctx.epochs(2, resume="once")))
+        except RuntimeError as error:
+            return str(error)
+
+    for told in await session.run(differ):
+        assert "different epochs of 'once' (rank 0: 0 as rank 0 of 2, rank 1: 0)" in told
+        assert "ctx.forget() on all ranks" in told
 
 
 def leave_a_step_unfinished(group: cl.Group) -> list[tuple[bool, int, bool]]:
