@@ -22,7 +22,16 @@ IN_THE_USERS_PROCESS = {
     "runtime/notebook/magics.py": ["_cell_numbers"],  # Names the cells of one kernel.
 }
 """By file, names that no worker process changes."""
-UNCHANGEABLE = {"compile", "frozenset", "getLogger", "ParamSpec", "range", "tuple", "TypeVar"}
+UNCHANGEABLE = {
+    "auto",
+    "compile",
+    "frozenset",
+    "getLogger",
+    "ParamSpec",
+    "range",
+    "tuple",
+    "TypeVar",
+}
 """Callables whose results hold no state of ours."""
 CHANGES = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popleft"),
