@@ -90,11 +90,11 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_is_used(
 def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
     """The weights of two checkpoints, the first of which is still being written when the group
     changes and the second is saved; by step."""
-    gate = threading.Event()
+    gates = {step: threading.Event() for step in (1, 2)}
 
-    def write_late(*args: Any) -> Any:
-        gate.wait(20)
-        return write_part(*args)
+    def write_late(storage: Any, folder: str, rank: int, step: int, *content: Any) -> Any:
+        gates[step].wait(20)
+        return write_part(storage, folder, rank, step, *content)
 
     registry = Registry()
     model = torch.nn.Linear(3, 3)
@@ -107,8 +107,8 @@ def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
             torch.nn.init.constant_(model.weight, step)
             savings.append(checkpoints.save(None, step, [0]))
             checkpoints.change_group(group)
-        gate.set()
-        for saving in savings:
+        for saving in savings:  # Not together: a whole one deletes what is not whole and older.
+            gates[saving.step].set()
             saving.wait(20)
     storage = open_storage(place)
     readers = [CheckpointReader(storage, folder) for folder in sorted(storage.children())]
