@@ -160,6 +160,37 @@ def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[f
     ]
 
 
+def check_same_options(
+    outcome: Outcome, groups: Sequence[dict[str, Any]], names: Sequence[str], generation: int
+) -> None:
+    """Raise CollectiveMismatch, on all ranks, if live ranks step with different numbers."""
+    live = outcome.agreement.live
+    if len({outcome.options[rank] for rank in live}) < 2:
+        return
+    labels = [
+        f"{name} of parameter group {number}" if len(groups) > 1 else name
+        for number, options in enumerate(groups)
+        for name in names
+        for entry in _entries(options[name])
+        if _is_number(entry)
+    ]
+    for number, label in enumerate(labels):
+        by_rank = {rank: outcome.options[rank][number] for rank in live}
+        first = by_rank[live[0]]
+        different = [r for r, value in by_rank.items() if repr(value) != repr(first)]  # NaN is NaN.
+        if different:
+            each = ", ".join(f"{value:g} on rank {rank}" for rank, value in by_rank.items())
+            raise CollectiveMismatch(
+                "step()",
+                generation,
+                different,
+                f"{label} is {each}, so each rank would step its shard of the parameters with another "
+                "value. Every rank must set the same options. What the loop's body steps or sets "
+                "is not done on a rank that has run out of data: list a schedule in "
+                "Join(..., step_along=[schedule])",
+            )
+
+
 def set_numbers(
     groups: Sequence[dict[str, Any]], names: Sequence[str], numbers: Sequence[float]
 ) -> None:

@@ -41,7 +41,7 @@ from ..process.agreement import Agreement
 from ..process.between_runs import between_runs
 from ..process.running import Survival, recovery_of
 from ..process.step_boundary import boundary
-from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
+from .ballot import Ballot, Outcome, Vote, check_same_options, numbers_of, set_numbers
 from .early_update import EarlyUpdate
 from .loss_scale import check_scale
 from .parameter_bucket import Gather
@@ -209,16 +209,17 @@ class OptimizerEngine:
 
     def _see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
         """Record the result of a ballot on this rank. From here on the step counts."""
-        self._seen = Progress(self._seen.ballots + 1, payload)
         outcome = self._ballot.read(payload)
-        live = self.last_live = outcome.agreement.live
+        live = outcome.agreement.live
+        names = sorted(self.face.defaults)
+        check_same_options(outcome, self.face.param_groups, names, self.group.generation)
+        self._seen = Progress(self._seen.ballots + 1, payload)
+        self.last_live = live
         self.face._step_agreed(outcome.agreement, self._recovery, ends_step=True, counts=True)
         if self.group.rank not in live and live:
             # A joined rank runs no learning rate schedule: it steps its shard with the options of
             # a live rank.
-            set_numbers(
-                self.face.param_groups, sorted(self.face.defaults), outcome.options[max(live)]
-            )
+            set_numbers(self.face.param_groups, names, outcome.options[max(live)])
         if self.face.uses_scaler and is_live:
             check_scale(self.loss_scale, outcome.loss_scale)
         self.face.found_overflow = self.face.uses_scaler and not math.isfinite(outcome.squared_norm)
