@@ -184,9 +184,9 @@ def check_same_options(
                 "step()",
                 generation,
                 different,
-                f"{label} is {each}, so each rank would step its shard of the parameters with another "
-                "value. Every rank must set the same options. What the loop's body steps or sets "
-                "is not done on a rank that has run out of data: list a schedule in "
+                f"{label} is {each}, so each rank would step its shard by another value. Every "
+                "rank must set the same options. What the loop's body steps or sets is not done on "
+                "a rank that has run out of data: list a schedule in "
                 "Join(..., step_along=[schedule])",
             )
 
