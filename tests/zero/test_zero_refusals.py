@@ -188,7 +188,7 @@ def train_at_rates_of_their_own(group, how):
 def test_ranks_with_learning_rates_of_their_own_are_told_on_every_rank(ranks_of):
     for steps, ranks, told in ranks_of(2).run(train_at_rates_of_their_own, "by hand"):
         assert (steps, ranks) == (1, [1]), "the step was not taken"
-        assert "lr is 0.1 on rank 0, 0.2 on rank 1, so each rank would step its shard by another value" in told
+        assert "lr is 0.1 on rank 0, 0.2 on rank 1, so each rank would step its shard by" in told
 
 
 def test_a_schedule_that_a_joined_rank_has_not_stepped_is_told_or_stepped_along(ranks_of):
