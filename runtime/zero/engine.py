@@ -158,6 +158,9 @@ class OptimizerEngine:
     def take_step(self, is_live: bool) -> None:
         if self._waiting:
             self.take_up_trainable()
+        self.shard.bring_home()
+        if self.reducer is not None:
+            self.reducer.check_unchanged()
         self._ballot_of_step = self._seen.ballots + 1
         while self._seen.ballots < self._ballot_of_step:
             try:

@@ -249,6 +249,11 @@ class ParameterShard:
         flat = whole.reshape(-1)[start : start + piece.numel].to(mine.tensor.dtype)
         return flat.view(mine.tensor.shape)
 
+    def bring_home(self) -> None:
+        """Notice parameters that the program has rebound since the last step."""
+        for bucket in self.buckets:
+            bucket.bring_home()
+
     def gather(self) -> None:
         """All-gather all parameters."""
         for gather in self.start_gather(range(len(self.buckets))):
