@@ -7,6 +7,7 @@ the same bits and makes the same decision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,7 +164,8 @@ def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[f
 def check_same_options(
     outcome: Outcome, groups: Sequence[dict[str, Any]], names: Sequence[str], generation: int
 ) -> None:
-    """Raise CollectiveMismatch, on all ranks, if live ranks step with different numbers."""
+    """Raise CollectiveMismatch, on all ranks, if live ranks step with different numbers. A rank
+    that steps nothing votes NaN."""
     live = outcome.agreement.live
     if len({outcome.options[rank] for rank in live}) < 2:
         return
@@ -176,10 +178,10 @@ def check_same_options(
     ]
     for number, label in enumerate(labels):
         by_rank = {rank: outcome.options[rank][number] for rank in live}
-        first = by_rank[live[0]]
-        different = [r for r, value in by_rank.items() if repr(value) != repr(first)]  # NaN is NaN.
+        given = {rank: value for rank, value in by_rank.items() if not math.isnan(value)}
+        different = [rank for rank, value in given.items() if value != next(iter(given.values()))]
         if different:
-            each = ", ".join(f"{value:g} on rank {rank}" for rank, value in by_rank.items())
+            each = ", ".join(f"{value:g} on rank {rank}" for rank, value in given.items())
             raise CollectiveMismatch(
                 "step()",
                 generation,
