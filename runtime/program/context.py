@@ -19,6 +19,7 @@ from ..data.dataset_batches import MapStyleDataset, Shard
 from ..data.streaming import Stream, StreamShard
 from ..process import torch_distributed
 from ..process.between_runs import Place, between_runs
+from ..process.random_state import RankSeed
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
 from .function_call import FunctionCall
@@ -215,6 +216,24 @@ class Context:
         """
         self._call.register(name, stateful, per_rank=per_rank, required=required)
         return stateful
+
+    def seed(self, seed: int) -> None:
+        """Seed the random generators of Python, numpy and torch, on all ranks, before models are
+        made.
+
+        Until the first batch of `shard`, or the first forward of a DistributedDataParallel, all
+        ranks draw the same numbers, those of `torch.manual_seed(seed)`: models begin alike. From
+        then on each rank draws its own, so that dropout and augmentation differ. The generators
+        are part of every checkpoint, and go on where they were after a resume or a loss; do not
+        register a RandomState as well.
+
+        seed: at least 0. Raises ValueError for another number, and for a second call.
+        """
+        if type(seed) is not int or seed < 0:
+            raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+        of_rank = RankSeed(seed, self.rank)
+        self._call.register("ctx.seed", of_rank, per_rank=True, required=False)
+        boundary().at_first_step = of_rank.begin_steps
 
     def save(self, path: str | Path | None = None) -> Saving:
         """Save all registered objects in their present state; call it on all ranks after
