@@ -163,6 +163,7 @@ class FunctionRun:
                 yield call
             finally:
                 call.keep_place()
+                torch_distributed.restore_environment()  # At once, also after a failure.
 
     def _again(self, error: BaseException) -> tuple[Assignment, Group, Resumption | None]:
         """With what arguments the function that raised `error` runs again. Raises if it does not
