@@ -283,6 +283,12 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _begins_passes(self) -> bool:
         return True
 
+    def _is_training(self) -> bool:
+        # The flags of the layers decide whether they share statistics, and `model.eval()` followed
+        # by `net.train()` leaves the wrapper's own flag behind. The module's flag counts as well: a
+        # step of a model whose layers are all frozen needs a batch too.
+        return self.module.training or any(norm.training for norm in self._sync_norms)
+
     def _groups_to_follow(self) -> Sequence[Group]:
         self._bind_norms()
         groups = [norm.group for norm in self._sync_norms if norm.group]

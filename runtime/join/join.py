@@ -82,6 +82,10 @@ class Joinable(ABC):
         of the batch."""
         return False
 
+    def _is_training(self) -> bool:
+        """Whether the pass that this joinable begins trains; an evaluation begins no batch."""
+        return bool(getattr(self, "training", True))
+
     def _announces_hook(self) -> bool:
         """Whether this joinable announces its main hook; if not, the hook runs right after that of
         the joinable before it."""
@@ -450,7 +454,7 @@ class Join:
 
     def _notified(self, joinable: Joinable, conductor: Conductor) -> None:
         # SyncBatchNorm shares no statistics in evaluation; the user's groups may be used there too.
-        counts = self._follows_evaluation or getattr(joinable, "training", True)
+        counts = self._follows_evaluation or joinable._is_training()
         # With a known batch number, the iteration over the shard has begun the batch.
         if joinable is self._pacemaker and self.ledger.batch is None and counts:
             conductor.begin_batch()

@@ -203,7 +203,9 @@ def among_torchs_variables(ctx, error=None):
     port = environment(ctx).pop("MASTER_PORT")
     assert environment(ctx) == {**found, "MASTER_PORT": port}
     if ctx.rank == 0:  # What a program may do with them; see the documentation.
-        store = dist.TCPStore(found["MASTER_ADDR"], int(port), is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(
+            found["MASTER_ADDR"], int(port), is_master=True, wait_for_workers=False
+        )
         store.set("rank 0", "is here")
     ctx.barrier()
     if ctx.rank == 1:
