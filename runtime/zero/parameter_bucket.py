@@ -76,7 +76,7 @@ class ShardRange:
 
 
 class ParameterBucket:
-    """Parameters that travel together, as views of one flat tensor.
+    """Parameters that travel together, in the memory of one flat tensor.
 
     flat: all parameters of the plan, with room behind them for slack when ranks come (`room_for`).
     ranges: the ranges that this rank keeps: its own shard first, then replicas.
@@ -99,7 +99,9 @@ class ParameterBucket:
             parameter = parameters[number]
             view = self.flat[offset : offset + numel].view(parameter.shape)
             view.copy_(parameter.detach())
-            parameter.data = view
+            # The same memory, as a storage of the parameter's size: a plain view would have
+            # torch.save write the whole bucket, and libraries take parameters for tied ones.
+            parameter.data = torch.from_dlpack(view)
         self.version = 0
         """Number of steps taken on this bucket since it was laid out."""
         self.cut(group, reduced, replicas)

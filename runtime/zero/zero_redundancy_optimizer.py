@@ -51,7 +51,7 @@ class ZeroRedundancyOptimizer(Face):
         `step()` finishes the step. Change options before the backward pass. Excludes max_norm and
         GradScaler.
     parameters_as_bucket_view: without effect, accepted for scripts written for torch: parameters
-        always are views of their buckets.
+        always lie in the memory of their buckets, each with a storage of its own.
     defaults: arguments of optimizer_class.
 
     Parameters in float16 and bfloat16 are stepped as float32 copies of the rank's shard.
