@@ -136,7 +136,8 @@ class Gradients:
     def bring_home(self, number: int) -> GradientBucket:
         """Make a parameter's gradient a view of its bucket, and return the bucket.
 
-        Raises ValueError for a gradient that is not dense.
+        Raises ValueError for a gradient that is not dense, and for a parameter whose dtype or
+        device has changed.
         """
         parameter, view = self.parameters[number], self.views[number]
         gradient = parameter.grad
@@ -149,7 +150,14 @@ class Gradients:
             )
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
-            parameter.grad = view
+            try:
+                parameter.grad = view
+            except RuntimeError as error:
+                raise ValueError(
+                    f"parameter {self.names[number]} is {parameter.dtype} on {parameter.device} "
+                    f"and was {view.dtype} on {view.device} when its model was wrapped; convert "
+                    "the module before DistributedDataParallel(module)"
+                ) from error
         return self._bucket_of[number]
 
     def is_frozen(self, number: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from collectives.contract.operation import ReduceOp
+from collectives.contract.torch_words import TOO_MANY, says
 from collectives.group import Group
 from collectives.objects.blocking import all_gather_object, all_gather_row
 
@@ -323,6 +324,7 @@ class Context:
             at_boundary=self._call.at_boundary,
         )
 
+    @says(**{TOO_MANY: "the values are keywords; write ctx.report(loss=loss), or **values"})
     def report(self, **values: float | int | str | torch.Tensor) -> None:
         """Send values of this step to the session's `on_report`. Each call counts as one step.
 

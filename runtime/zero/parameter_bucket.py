@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from collectives import Group, Work
 
@@ -101,7 +102,7 @@ class ParameterBucket:
             view.copy_(parameter.detach())
             # The same memory, as a storage of the parameter's size: a plain view would have
             # torch.save write the whole bucket, and libraries take parameters for tied ones.
-            parameter.data = torch.from_dlpack(view)
+            parameter.data = from_dlpack(view)
         self.version = 0
         """Number of steps taken on this bucket since it was laid out."""
         self.cut(group, reduced, replicas)
