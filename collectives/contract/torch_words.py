@@ -40,6 +40,8 @@ _METHODS = {
     "reduce_scatter_tensor": "write reduce_scatter(output, input), which takes a tensor or a list",
     "reduce_scatter_single": "write reduce_scatter(output, input), which takes a tensor or a list",
     "all_to_all_single": "write all_to_all(output, input), which takes tensors or lists",
+    "allreduce": "write all_reduce(tensor). torch.distributed's functions take its own process "
+    "groups, which ctx.init_torch_distributed() makes, and no chorusline Group",
     "get_rank": "write rank",
     "get_world_size": "write size",
     "world_size": "write size",

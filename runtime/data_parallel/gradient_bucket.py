@@ -136,8 +136,7 @@ class Gradients:
     def bring_home(self, number: int) -> GradientBucket:
         """Make a parameter's gradient a view of its bucket, and return the bucket.
 
-        Raises ValueError for a gradient that is not dense, and for a parameter whose dtype or
-        device has changed.
+        Raises ValueError for a gradient that is not dense.
         """
         parameter, view = self.parameters[number], self.views[number]
         gradient = parameter.grad
@@ -148,16 +147,15 @@ class Gradients:
                 f"{gradient.layout} gradient; only dense gradients are reduced (for nn.Embedding: "
                 "sparse=False)"
             )
+        if gradient.dtype != view.dtype:
+            raise RuntimeError(
+                f"parameter {self.names[number]} of shape {tuple(parameter.shape)} is "
+                f"{gradient.dtype} now, and was {view.dtype} when the model was wrapped; convert "
+                "the module before DistributedDataParallel gets it"
+            )
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
-            try:
-                parameter.grad = view
-            except RuntimeError as error:
-                raise ValueError(
-                    f"parameter {self.names[number]} is {parameter.dtype} on {parameter.device} "
-                    f"and was {view.dtype} on {view.device} when its model was wrapped; convert "
-                    "the module before DistributedDataParallel(module)"
-                ) from error
+            parameter.grad = view
         return self._bucket_of[number]
 
     def is_frozen(self, number: int) -> bool:

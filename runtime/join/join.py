@@ -258,6 +258,11 @@ class Join:
         **kwargs: Any,
     ) -> None:
         _check_joinables(joinables)
+        if not isinstance(step_along, Sequence) or not all(hasattr(s, "step") for s in step_along):
+            raise TypeError(
+                "step_along takes a list of objects with a step(), as in "
+                f"Join([model], step_along=[optimizer, schedule]); got {step_along!r}"
+            )
         for joinable in joinables:
             joinable._check_joined_with(joinables)
         self._joinables = list(joinables)

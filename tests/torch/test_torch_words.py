@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -37,6 +38,18 @@ TYPED = {
     "positions": (
         lambda h: h.group.all_reduce(h.one, cl.ReduceOp.SUM, None, True),
         "neither group nor async_op is an argument",
+    ),
+    "torch's op": (
+        lambda h: h.group.all_reduce(h.one, dist.ReduceOp.AVG),
+        "that is torch's, write chorusline.ReduceOp.AVG",
+    ),
+    "torch's op, made": (
+        lambda h: h.group.reduce_scatter(h.one, h.two, dist.ReduceOp(dist.ReduceOp.SUM)),
+        "op must be a ReduceOp",
+    ),
+    "torch's function": (
+        lambda h: dist.all_reduce(h.one, group=h.group),
+        "which ctx.init_torch_distributed() makes",
     ),
     "broadcast src": (lambda h: h.group.broadcast(h.one, src=0), "write root="),
     "broadcast objects": (lambda h: h.group.broadcast_object_list([1], src=0), "write root="),
@@ -86,6 +99,10 @@ TYPED = {
         lambda h: cl.PureDistributedDataParallel(h.net, process_group=h.group),
         "write group=",
     ),
+    "conversion": (
+        lambda h: cl.SyncBatchNorm.convert_sync_batchnorm(h.net, group=h.group),
+        "write process_group=",
+    ),
     "deepcopy": (lambda h: copy.deepcopy(h.model), "copy.deepcopy(model.module)"),
     "average": (lambda h: AveragedModel(h.model), "AveragedModel(model.module)"),
     "double": (lambda h: h.model.double(), "DistributedDataParallel(module.double())"),
@@ -112,12 +129,17 @@ TYPED = {
         "write group=",
     ),
     "step": (lambda h: h.zero.step(scale=2.0), "Set options in optimizer.param_groups"),
+    "scaler": (lambda h: cl.GradScaler("cpu"), "write GradScaler(optimizer)"),
     # Join.
     "plain optimizer": (lambda h: cl.Join([h.model, h.plain]), "step_along=[optimizer]"),
     "plain module": (lambda h: cl.Join([h.net]), "Join([DistributedDataParallel(module)])"),
     "schedule": (
         lambda h: cl.Join([h.model, torch.optim.lr_scheduler.LinearLR(h.plain)]),
         "belong in step_along=[...]",
+    ),
+    "step_along": (
+        lambda h: cl.Join([h.model], step_along=h.plain),
+        "step_along=[optimizer, schedule]",
     ),
     "no list": (lambda h: cl.Join(h.model), "takes a list of joinables"),
 }
@@ -129,7 +151,7 @@ def answers(group):
     for name, (call, _) in TYPED.items():
         try:
             call(here)
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             told[name] = str(error)
     here.model.float().to("cpu").train()  # These change nothing, and work.
     here.model(torch.ones(2, 3)).sum().backward()
