@@ -203,6 +203,10 @@ def checked_op(
     name: str, op: ReduceOp, factor: complex | None, dtype: torch.dtype, backend: str
 ) -> ReduceOp:
     """The reduction of the real numbers that travel; PREMUL_SUM becomes SUM of scaled tensors."""
+    if not isinstance(op, int):
+        of_torch = getattr(op, "name", None) if "torch" in type(op).__module__ else None
+        mend = f"; that is torch's, write chorusline.ReduceOp.{of_torch}" if of_torch else ""
+        raise TypeError(f"op must be a ReduceOp, got {op!r}{mend}")
     try:
         op = ReduceOp(op)
     except ValueError:

@@ -82,6 +82,10 @@ class Joinable(ABC):
         of the batch."""
         return False
 
+    def _is_training(self) -> bool:
+        """Whether the pass that this joinable begins trains; an evaluation begins no batch."""
+        return bool(getattr(self, "training", True))
+
     def _announces_hook(self) -> bool:
         """Whether this joinable announces its main hook; if not, the hook runs right after that of
         the joinable before it."""
@@ -141,6 +145,42 @@ class GroupJoinable(Joinable):
         if recovery is not None and (counts or (ends_step and agreement.live)):
             recovery.step_agreed(agreement.cursors, counts=counts)
         boundary().step_agreed(agreement, self.group, ends_step=ends_step)
+
+
+_OF_TORCH = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
+
+
+def _check_joinables(joinables: object) -> None:
+    """Raises TypeError for objects that Join cannot shadow, with the place where they belong."""
+    if isinstance(joinables, Joinable):
+        raise TypeError(
+            f"Join takes a list of joinables; write Join([{type(joinables).__name__.lower()}])"
+        )
+    if not isinstance(joinables, Sequence):
+        raise TypeError(f"Join takes a list of joinables, got {type(joinables).__name__}")
+    if len(joinables) == 0:
+        raise ValueError("The join context manager requires at least one joinable")
+    for number, joinable in enumerate(joinables):
+        if isinstance(joinable, Joinable):
+            continue
+        if type(joinable).__name__ in _OF_TORCH:
+            mend = "is torch's. Make it by the class of that name in chorusline"
+        elif isinstance(joinable, torch.optim.Optimizer):
+            mend = (
+                "is stepped by each rank alone. Write Join([model], step_along=[optimizer]) for an "
+                "optimizer of a DistributedDataParallel's parameters, or make it a "
+                "ZeroRedundancyOptimizer"
+            )
+        elif isinstance(joinable, torch.nn.Module):
+            mend = "is not wrapped. Write Join([DistributedDataParallel(module)])"
+        elif hasattr(joinable, "step"):
+            mend = "has no collectives. Objects with a step() belong in step_along=[...]"
+        else:
+            mend = "is not one: derive its class from chorusline.Joinable"
+        raise TypeError(
+            f"Join takes joinables, and number {number} of its list, a "
+            f"{type(joinable).__name__}, {mend}"
+        )
 
 
 def change_ranks(former_ranks: Sequence[int]) -> None:
@@ -217,8 +257,12 @@ class Join:
         skew_warning: float | None = 0.5,
         **kwargs: Any,
     ) -> None:
-        if len(joinables) == 0:
-            raise ValueError("The join context manager requires at least one joinable")
+        _check_joinables(joinables)
+        if not isinstance(step_along, Sequence) or not all(hasattr(s, "step") for s in step_along):
+            raise TypeError(
+                "step_along takes a list of objects with a step(), as in "
+                f"Join([model], step_along=[optimizer, schedule]); got {step_along!r}"
+            )
         for joinable in joinables:
             joinable._check_joined_with(joinables)
         self._joinables = list(joinables)
@@ -450,7 +494,7 @@ class Join:
 
     def _notified(self, joinable: Joinable, conductor: Conductor) -> None:
         # SyncBatchNorm shares no statistics in evaluation; the user's groups may be used there too.
-        counts = self._follows_evaluation or getattr(joinable, "training", True)
+        counts = self._follows_evaluation or joinable._is_training()
         # With a known batch number, the iteration over the shard has begun the batch.
         if joinable is self._pacemaker and self.ledger.batch is None and counts:
             conductor.begin_batch()

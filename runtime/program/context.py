@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from collectives.contract.operation import ReduceOp
+from collectives.contract.torch_words import TOO_MANY, says
 from collectives.group import Group
 from collectives.objects.blocking import all_gather_object, all_gather_row
 
@@ -342,6 +343,7 @@ class Context:
             at_boundary=self._call.at_boundary,
         )
 
+    @says(**{TOO_MANY: "the values are keywords; write ctx.report(loss=loss), or **values"})
     def report(self, **values: float | int | str | torch.Tensor) -> None:
         """Send values of this step to the session's `on_report`. Each call counts as one step.
 
@@ -420,6 +422,11 @@ class Context:
         after a failure that ended the generation it initialises torch.distributed over the new
         `group`.
 
+        It sets the environment variables that torchrun sets and libraries read: RANK, WORLD_SIZE,
+        LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR (the address of rank 0's node) and MASTER_PORT (a
+        port that is free there during this call, but not reserved). They get their former values
+        back when the train function has ended.
+
         Its process groups end with the generation: a failure in one of them ends all of them and
         `group`. They are destroyed when the train function has returned, or before that by
         `torch.distributed.destroy_process_group()`.
@@ -428,7 +435,12 @@ class Context:
 
         Raises RuntimeError if torch.distributed is initialised already, and not for this run.
         """
-        torch_distributed.initialise(self.group, timeout_s)
+        torch_distributed.initialise(
+            self.group,
+            timeout_s,
+            local_rank=self.local_rank,
+            local_world_size=self.local_world_size,
+        )
 
     def _reduced(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """The reduced tensor, on the device of `tensor`."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from collectives import Group, Work
 
@@ -76,7 +77,7 @@ class ShardRange:
 
 
 class ParameterBucket:
-    """Parameters that travel together, as views of one flat tensor.
+    """Parameters that travel together, in the memory of one flat tensor.
 
     parameters: of the optimizer, by number; those that come later are appended to it.
     flat: all parameters of the plan, with room behind them for slack when ranks come (`room_for`).
@@ -100,7 +101,9 @@ class ParameterBucket:
             parameter = parameters[number]
             view = self.flat[offset : offset + numel].view(parameter.shape)
             view.copy_(parameter.detach())
-            parameter.data = view
+            # The same memory, as a storage of the parameter's size: a plain view would have
+            # torch.save write the whole bucket, and libraries take parameters for tied ones.
+            parameter.data = from_dlpack(view)
         self._parameters = parameters
         self._pointers = [(n, parameters[n].data_ptr()) for n, _, numel in plan.spans if numel]
         self.version = 0
@@ -136,7 +139,7 @@ class ParameterBucket:
             if parameter.data_ptr() != self.flat.data_ptr() + offset * self.flat.element_size():
                 view = self.flat[offset : offset + numel].view(parameter.shape)
                 view.copy_(parameter.detach())
-                parameter.data = view
+                parameter.data = from_dlpack(view)
 
     @property
     def own(self) -> ShardRange:

@@ -1,6 +1,6 @@
 """This rank's part of the parameters: its memory, its gradients and the optimizer that steps it.
 
-Parameters become views of flat buckets (parameter_bucket.py). A rank owns one range of each bucket,
+Parameters move into flat buckets (parameter_bucket.py). A rank owns one range of each bucket,
 and its optimizer steps the pieces of parameters in that range.
 """
 

@@ -53,10 +53,8 @@ def train(group: cl.Group | None, size: int, lengths: tuple[int, ...], tiny: boo
         for step in range(max(lengths)):
             take(step, [rank for rank in range(size) if step < lengths[rank]])
     options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    if (
-        group is not None and optimizer.shard_optimizer is None
-    ):  # It learns them with the next step.
-        options = None
+    if group is not None and optimizer.shard_optimizer is None:
+        options = None  # This rank steps nothing, and learns them with the next step.
     return [p.detach().clone() for p in module.parameters()], options
 
 
