@@ -51,7 +51,7 @@ from .format.pieces import Contents
 from .format.reader import CheckpointReader
 from .format.shard_file import write_part
 from .format.storage import Storage, open_storage
-from .opening import choose, probe
+from .opening import choose, probe, warn_of_unlisted
 from .restore import restore
 from .saving import Saving, SavingTimes
 from .sharded_state import SavedOptimizer
@@ -97,11 +97,12 @@ class Checkpoints:
             return  # No storage, or begun already: a coroutine enters twice.
         self._run = broadcast_object(self._group, secrets.token_hex(4))
         probe(storage, self._group, self._run)
-        if self._group.rank == 0:
-            catalog.sweep(storage)
+        unlisted = catalog.sweep(storage) if self._group.rank == 0 else []
         if config.resume != NEVER:
             source = storage if config.resume == AUTO else open_storage(config.resume)
             self.reader = choose(source, self._group, may_be_absent=config.resume == AUTO)
+        for folder in unlisted if config.resume == AUTO else ():
+            warn_of_unlisted(storage, folder, self.reader)
 
     def has_any(self, group: Group) -> bool:
         """Whether the storage of the config has a checkpoint; all ranks of `group` call it."""
@@ -362,7 +363,7 @@ class Checkpoints:
         user has named may hold other files, which stay."""
         with contextlib.suppress(OSError):  # `sweep` deletes the rest later.
             if job.folder:
-                job.storage.delete(job.folder)
+                catalog.remove(job.storage, job.folder)
             else:
                 for rank in range(job.group.size):
                     job.storage.delete(f"rank-{rank}.distcp")

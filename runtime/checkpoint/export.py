@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .contents import PER_RANK, ZERO
-from .format.catalog import candidates, newest_whole
+from .format.catalog import candidates, listing, newest_whole, why_unlisted
 from .format.errors import CheckpointCorrupted
 from .format.reader import CheckpointReader
 from .format.storage import Folder, open_storage
@@ -49,7 +49,8 @@ def plain_states(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def described(source: str | Path) -> Iterator[str]:
-    """A line for each checkpoint of a place, the newest first; each is read and verified."""
+    """A line for each checkpoint of a place, the newest first; each is read and verified. At the
+    end, a line for each folder that lacks only the manifest."""
     storage = open_storage(source)
     for folder in candidates(storage):
         try:
@@ -65,3 +66,5 @@ def described(source: str | Path) -> Iterator[str]:
             f"{folder or storage.path}: whole, step {manifest.step}, {manifest.world_size} ranks, "
             f"{size:.1f} MB, {when}; {', '.join(manifest.kinds)}"
         )
+    for folder in listing(storage).unlisted:
+        yield f"{folder}: {why_unlisted(storage, folder)}"

@@ -90,5 +90,19 @@ def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> Checkpoint
                 stacklevel=2,
             )
     if found_one is None and not may_be_absent:
-        raise CheckpointNotFound(storage.path, "there is no whole checkpoint to resume from")
+        raise CheckpointNotFound(storage.path, catalog.why_none(storage))
     return found_one
+
+
+def warn_of_unlisted(storage: Storage, folder: str, used: CheckpointReader | None) -> None:
+    """Say that a folder that lacks only the manifest is not used, and what is used in its place."""
+    instead = (
+        f"the run goes on from {used.path}, of step {used.manifest.step}"
+        if used is not None
+        else "the run starts afresh"
+    )
+    warnings.warn(
+        f"{catalog.why_unlisted(storage, folder)}. So {instead}. The folder stays: put the file "
+        "back to resume from it, or delete the folder",
+        stacklevel=2,
+    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import pickle
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from runtime.checkpoint.format.catalog import newest_whole
 from runtime.checkpoint.format.reader import CheckpointReader
 from runtime.checkpoint.format.shard_file import write_part
 from runtime.checkpoint.format.storage import open_storage
+from runtime.commands.command_line import main
 from runtime.process.registry import Registry
 from tests.harness.ranks import Rank, Ranks
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train
@@ -133,10 +135,48 @@ def test_if_all_are_damaged_the_run_does_not_start_afresh_in_silence(ranks_of, t
 
 def test_one_without_a_manifest_does_not_exist_and_is_swept(ranks_of, tmp_path):
     _write_two(ranks_of, tmp_path)
-    (_folder_of(tmp_path, 4) / "chorusline.json").unlink()
+    for last_written in ("chorusline.json", ".metadata"):  # So it is after a kill in a save.
+        (_folder_of(tmp_path, 4) / last_written).unlink()
     told = ranks_of(2).run(_resume_and_listen, cl.CheckpointConfig(tmp_path))
     assert told == [(2, []), (2, [])]
     assert _steps(tmp_path) == [2]
+
+
+def test_one_that_lacks_only_its_manifest_is_named_and_stays(ranks_of, tmp_path):
+    _write_two(ranks_of, tmp_path)
+    lacking, before = _folder_of(tmp_path, 4), _folder_of(tmp_path, 2)
+    manifest = (lacking / "chorusline.json").read_bytes()
+    (lacking / "chorusline.json").unlink()
+    config = cl.CheckpointConfig(tmp_path, num_to_keep=1)
+    (step, (word,)), (other_step, silence) = ranks_of(2).run(_resume_and_listen, config)
+    assert (step, other_step, silence) == (2, 2, [])
+    assert word.startswith(f"{lacking} is not used, because chorusline.json is missing in it; ")
+    assert f"So the run goes on from {before}, of step 2. The folder stays: put the file" in word
+
+    ranks_of(2).run(run_train, config, {"until": 3, "save_at": 3})
+    assert _steps(tmp_path) == [3, 4]  # The save deletes an old checkpoint, and not this folder.
+    shutil.rmtree(_folder_of(tmp_path, 3))
+    (step, (word,)), _ = ranks_of(2).run(_resume_and_listen, config)
+    assert step == 0
+    assert f"{lacking} is not used" in word and "So the run starts afresh." in word
+
+    (lacking / "chorusline.json").write_bytes(manifest)
+    assert ranks_of(2).run(_resume_and_listen, config) == [(4, []), (4, [])]
+
+
+def test_the_list_and_a_chosen_path_say_that_only_the_manifest_is_missing(
+    ranks_of, tmp_path, capsys
+):
+    ranks_of(1).run(run_train, cl.CheckpointConfig(tmp_path), {"until": 1, "save_at": 1})
+    folder = _folder_of(tmp_path, 1)
+    (folder / "chorusline.json").unlink()
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert f"{folder} is not used, because chorusline.json is" in capsys.readouterr().out
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "plain.pt")]) == 1
+    assert f"{folder} is not used, because chorusline.json is" in capsys.readouterr().err
+    config = cl.CheckpointConfig(tmp_path / "other", resume=folder)
+    ((_, (word,)),) = ranks_of(1).run(_resume_and_listen, config)
+    assert "it has .metadata, as checkpoints of torch.distributed.checkpoint do" in word
 
 
 def test_resume_takes_a_path_or_starts_afresh(ranks_of, tmp_path):
@@ -152,8 +192,7 @@ def test_resume_takes_a_path_or_starts_afresh(ranks_of, tmp_path):
     step, (word,) = resume(tmp_path / "nothing")
     assert step == -1
     assert word == (
-        f"CheckpointNotFound: checkpoint {tmp_path / 'nothing'}: there is no whole checkpoint to "
-        "resume from"
+        f"CheckpointNotFound: checkpoint {tmp_path / 'nothing'}: there is no whole checkpoint here"
     )
 
 
