@@ -81,6 +81,7 @@ class Checkpoints:
         self._storage = open_storage(config.storage_path) if config else None
         self._host = HostCopy(group.device)
         self._run = ""  # drawn by rank 0
+        self._corrupted: list[str] = []  # the folders that this run has found so at its beginning
         self._count = 0
         self._in_flight: Saving | None = None
         self._last_step = -1  # the step of the last automatic save
@@ -100,7 +101,11 @@ class Checkpoints:
         unlisted = catalog.sweep(storage) if self._group.rank == 0 else []
         if config.resume != NEVER:
             source = storage if config.resume == AUTO else open_storage(config.resume)
-            self.reader = choose(source, self._group, may_be_absent=config.resume == AUTO)
+            self.reader, corrupted = choose(
+                source, self._group, may_be_absent=config.resume == AUTO
+            )
+            if source.path == storage.path:
+                self._corrupted = corrupted
         for folder in unlisted if config.resume == AUTO else ():
             warn_of_unlisted(storage, folder, self.reader)
 
@@ -331,7 +336,9 @@ class Checkpoints:
         self._delete_records(store, size)
         if job.folder and self.config is not None:
             try:
-                catalog.prune(job.storage, self.config.num_to_keep, job.folder)  # (7)
+                catalog.prune(  # (7)
+                    job.storage, self.config.num_to_keep, job.folder, self._corrupted
+                )
             except OSError as error:  # The next prune tries again.
                 warnings.warn(
                     f"old checkpoints in {job.storage.path} could not be deleted: {error}",

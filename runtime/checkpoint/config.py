@@ -14,7 +14,7 @@ class CheckpointConfig:
 
     storage_path: a folder that all ranks see (made absolute), or an fsspec URL (s3://bucket/run).
     num_to_keep: the number of newest whole checkpoints to keep; None keeps all. Older ones are
-        deleted once a newer one is whole.
+        deleted once a newer one is whole. A damaged one does not count.
     every_n_steps: steps between saves at batches of `ctx.shard`; None: save only at `ctx.save()`.
     resume: "auto" resumes from the newest whole checkpoint of storage_path, if there is one;
         "never" starts afresh and leaves old checkpoints; else the path of a checkpoint, or of a

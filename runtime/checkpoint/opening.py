@@ -55,8 +55,11 @@ def probe(storage: Storage, group: Group, run: str) -> None:
         )
 
 
-def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> CheckpointReader | None:
-    """The newest whole checkpoint, the same on all ranks; each rank verifies a share of it.
+def choose(
+    storage: Storage, group: Group, *, may_be_absent: bool
+) -> tuple[CheckpointReader | None, list[str]]:
+    """The newest whole checkpoint, the same on all ranks; each rank verifies a share of it. With
+    it come the folders of those that were found corrupted.
 
     A corrupted checkpoint is skipped with a warning. Raises CheckpointCorrupted if all are
     corrupted; CheckpointNotFound if there is none, unless `may_be_absent`.
@@ -65,6 +68,7 @@ def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> Checkpoint
     found = catalog.candidates(storage) if group.rank == 0 else []
     folders: list[str] = broadcast_object(group, found)
     refused: CheckpointCorrupted | None = None
+    corrupted: list[str] = []
     for folder in folders:
         trouble: CheckpointCorrupted | None = None
         reader = None
@@ -80,6 +84,7 @@ def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> Checkpoint
             found_one = reader
             break
         refused = refused or troubles[0]
+        corrupted.append(folder)
     if refused is not None:
         if found_one is None:
             raise refused
@@ -91,7 +96,7 @@ def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> Checkpoint
             )
     if found_one is None and not may_be_absent:
         raise CheckpointNotFound(storage.path, catalog.why_none(storage))
-    return found_one
+    return found_one, corrupted
 
 
 def warn_of_unlisted(storage: Storage, folder: str, used: CheckpointReader | None) -> None:

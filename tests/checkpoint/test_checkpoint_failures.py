@@ -89,6 +89,17 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_is_used(
     assert f"The checkpoint before it is used: {_folder_of(tmp_path, 2)}, of step 2" in word
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(ranks_of, tmp_path, damage):
+    _write_two(ranks_of, tmp_path)
+    DAMAGES[damage](_folder_of(tmp_path, 4))
+    config = cl.CheckpointConfig(tmp_path, num_to_keep=2)
+    ranks_of(2).run(run_train, config, {"until": 5, "save_at": 5})
+    assert {2, 5} <= set(_steps(tmp_path))  # The two that are whole.
+    ranks_of(2).run(run_train, config, {"until": 6, "save_at": 6})
+    assert _steps(tmp_path)[-2:] == [5, 6] and 2 not in _steps(tmp_path)
+
+
 def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
     """The weights of two checkpoints, the first of which is still being written when the group
     changes and the second is saved; by step."""

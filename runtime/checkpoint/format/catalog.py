@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from .errors import CheckpointCorrupted, CheckpointNotFound
@@ -24,14 +25,16 @@ def folder_name(step: int, run: str, number: int) -> str:
 class Listing:
     """The folders of a place.
 
-    whole: with a manifest, the newest first.
+    written: with a manifest, the newest first.
+    damaged: those of `written` that lack a file, or have one that is too short or too long.
     broken: with an unreadable manifest.
     unlisted: without a manifest, but with `.metadata`, which is written when all ranks' files are
         there (manifest.py): the save was killed right before its end, or the manifest was lost.
     torn: with neither. No rank 0 has seen all files of such a save.
     """
 
-    whole: list[str]
+    written: list[str]
+    damaged: set[str]
     broken: list[str]
     unlisted: list[str]
     torn: list[str]
@@ -42,6 +45,7 @@ def listing(storage: Storage) -> Listing:
     in the same place resumes from its own checkpoints, although their steps are lower."""
     written: list[tuple[float, str]] = []
     broken, unlisted, torn = [], [], []
+    damaged = set()
     for name in storage.children():
         if not _FOLDER.fullmatch(name):
             continue
@@ -50,20 +54,37 @@ def listing(storage: Storage) -> Listing:
             (unlisted if METADATA in files else torn).append(name)
             continue
         try:
-            written.append((read_manifest(storage, name).time, name))
+            manifest = read_manifest(storage, name)
         except (CheckpointCorrupted, FileNotFoundError):
             broken.append(name)
-    return Listing([name for _, name in sorted(written, reverse=True)], broken, unlisted, torn)
+            continue
+        written.append((manifest.time, name))
+        if METADATA not in files or not manifest.files.items() <= files.items():
+            damaged.add(name)
+    names = [name for _, name in sorted(written, reverse=True)]
+    return Listing(names, damaged, broken, unlisted, torn)
 
 
-def prune(storage: Storage, keep: int | None, newest: str) -> None:
-    """Delete old checkpoints now that `newest` is whole: the oldest beyond `keep`, and all torn or
-    broken ones. No checkpoint is written at the same time."""
+def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection[str] = ()) -> None:
+    """Delete old checkpoints now that `newest` is whole: all behind the `keep` newest whole ones,
+    and all torn ones. No checkpoint is written at the same time.
+
+    A damaged checkpoint is not counted, and stays as long as whole ones before it do. Damage is
+    seen by the sizes of files, which come with the list of a folder; to read all bytes would make
+    each save as slow as a load. corrupted: folders whose bytes are known to be wrong.
+    """
     listed = listing(storage)
-    others = [name for name in listed.whole if name != newest]
-    too_many = [] if keep is None else others[keep - 1 :]
-    for name in [*too_many, *listed.broken]:
-        remove(storage, name)
+    num_whole = 1
+    for name in listed.written:
+        if name == newest or keep is None:
+            continue
+        if num_whole >= keep:
+            remove(storage, name)
+        elif name not in listed.damaged and name not in corrupted:
+            num_whole += 1
+    if keep is not None and num_whole >= keep:  # When they were written is not known.
+        for name in listed.broken:
+            remove(storage, name)
     for name in listed.torn:
         storage.delete(name)
 
@@ -103,7 +124,7 @@ def candidates(storage: Storage) -> list[str]:
         return [""]
     listed = listing(storage)
     # Broken ones come first, so that a caller tries them, and can warn of them.
-    return [*sorted(listed.broken, reverse=True), *listed.whole]
+    return [*sorted(listed.broken, reverse=True), *listed.written]
 
 
 def newest_whole(storage: Storage) -> CheckpointReader:
