@@ -46,7 +46,7 @@ from .format.errors import (
     CheckpointError,
     CheckpointWriteFailed,
 )
-from .format.manifest import MANIFEST, Manifest, Part, merged, within, write_manifest
+from .format.manifest import MANIFEST, METADATA, Manifest, Part, merged, within, write_manifest
 from .format.pieces import Contents
 from .format.reader import CheckpointReader
 from .format.shard_file import write_part
@@ -167,11 +167,8 @@ class Checkpoints:
         storage = self._storage if path is None else open_storage(path)
         assert storage is not None
         folder = catalog.folder_name(step, self._run, self._count) if path is None else ""
-        if path is not None and MANIFEST in storage.children():
-            raise FileExistsError(
-                f"{storage.path} holds a checkpoint already, and overwriting it would leave none "
-                "if this process died; save to another path"
-            )
+        if path is not None:
+            _check_free(storage)
         waited_s = time.monotonic() - began_at
         contents = self._collect(list(live))
         kinds = {entry.name: kind_of(entry) for entry in self.registry}
@@ -427,6 +424,22 @@ class Checkpoints:
         if last is not None and isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
                 last.wait(_LAST_WORD_S)
+
+
+def _check_free(storage: Storage) -> None:
+    """Raise FileExistsError if a place that the user has named holds a checkpoint of any kind."""
+    there = storage.children()
+    if MANIFEST in there:
+        raise FileExistsError(
+            f"{storage.path} holds a checkpoint already, and overwriting it would leave none if "
+            "this process died; save to another path"
+        )
+    if METADATA in there:
+        raise FileExistsError(
+            f"{storage.path} holds {METADATA} of a checkpoint that this version of chorusline has "
+            "not completed, such as one of torch.distributed.checkpoint, and a save would "
+            "overwrite it; save to another path, or delete that file if you do not need it"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

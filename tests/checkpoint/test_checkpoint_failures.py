@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import chorusline as cl
 from runtime.checkpoint.checkpoints import Checkpoints
@@ -401,6 +402,10 @@ def _save_wrongly(group: cl.Group, place: Path) -> list[str]:
         expect(RuntimeError, ctx.save)
         ctx.save(place).wait()
         expect(FileExistsError, lambda: ctx.save(place))
+        dcp.save({"weight": torch.ones(3)}, checkpoint_id=place / "dcp", no_dist=True)
+        metadata = (place / "dcp" / ".metadata").read_bytes()
+        expect(FileExistsError, lambda: ctx.save(place / "dcp"))
+        assert (place / "dcp" / ".metadata").read_bytes() == metadata
         expect(ValueError, lambda: ctx.register("model", parts.model))
         expect(TypeError, lambda: ctx.register("number", 5))
         expect(ValueError, lambda: ctx.register("a/b", parts.model))
@@ -416,6 +421,8 @@ def test_what_is_used_wrongly_says_what_to_do(ranks_of, tmp_path):
         "the session has no storage for checkpoints",
         f"{tmp_path} holds a checkpoint already, and overwriting it would leave none if this "
         "process died",
+        f"{tmp_path / 'dcp'} holds .metadata of a checkpoint that this version of chorusline has "
+        "not completed, such as one of torch.distributed.checkpoint, and a save would overwrite it",
         "'model' is registered already, a DistributedDataParallel",
         "register('number', ...) takes an object with state_dict and load_state_dict, got int",
         "a name must be a non-empty string without a slash, such as 'model'",
