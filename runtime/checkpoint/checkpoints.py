@@ -280,7 +280,7 @@ class Checkpoints:
             try:
                 part = job.write()  # (3)
             except Exception as error:
-                trouble = f"{type(error).__name__}: {error}"
+                trouble = _in_words(error, job)
             wrote_s = time.monotonic() - began_at
             store = PrefixStore(f"checkpoint/{job.key_prefix}", job.group._store)
             store.set(f"part/{rank}", pickle.dumps((part, trouble, job.progress)))  # (4)
@@ -328,8 +328,7 @@ class Checkpoints:
             return error
         except Exception as error:
             self._clear(job)
-            detail = f"{type(error).__name__}: {error}"
-            return CheckpointWriteFailed(job.saving.path, detail, (0,))
+            return CheckpointWriteFailed(job.saving.path, _in_words(error, job), (0,))
         self._delete_records(store, size)
         if job.folder and self.config is not None:
             try:
@@ -440,6 +439,18 @@ def _check_free(storage: Storage) -> None:
             "not completed, such as one of torch.distributed.checkpoint, and a save would "
             "overwrite it; save to another path, or delete that file if you do not need it"
         )
+
+
+def _in_words(error: Exception, job: _Job) -> str:
+    """What has kept a rank from writing."""
+    if isinstance(error, FileNotFoundError) and job.folder:
+        # A run deletes only what no run can be writing, if it is the only one in its place.
+        return (
+            f"its files were deleted while it was being written ({error}). A run that begins in "
+            f"{job.storage.path} deletes what unfinished runs have left there, so two runs at a "
+            "time disturb each other: give each run a storage_path of its own"
+        )
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,11 @@ def probe(storage: Storage, group: Group, run: str) -> None:
         storage.write(mine, mine.encode())
         if storage.read(mine) != mine.encode():
             trouble = "the bytes read back are not the bytes written"
+    except FileNotFoundError as error:
+        trouble = (
+            f"what it wrote was deleted at once, as by another run that begins there; only one run "
+            f"at a time may use a storage path: {error}"
+        )
     except Exception as error:
         trouble = f"{type(error).__name__}: {error}"
     host = socket.gethostname()

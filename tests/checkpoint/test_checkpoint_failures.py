@@ -131,6 +131,36 @@ def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
     return [reader.tensor(reader.below("model", "weight")[0]).mean().item() for reader in readers]
 
 
+def _save_while_another_run_begins(group: cl.Group, place: Path) -> str:
+    has_written, gate = threading.Event(), threading.Event()
+
+    def write_and_wait(*args: Any) -> Any:
+        part = write_part(*args)
+        has_written.set()
+        gate.wait(20)
+        return part
+
+    registry = Registry()
+    registry.add("model", torch.nn.Linear(3, 3))
+    config = cl.CheckpointConfig(place)
+    with pytest.MonkeyPatch.context() as patch, Checkpoints(group, registry, config) as checkpoints:
+        patch.setattr("runtime.checkpoint.checkpoints.write_part", write_and_wait)
+        saving = checkpoints.save(None, 1, [0])
+        assert has_written.wait(20)
+        with Checkpoints(group, Registry(), config):
+            gate.set()
+        with pytest.raises(cl.CheckpointWriteFailed) as raised:
+            saving.wait(20)
+    return str(raised.value)
+
+
+def test_two_runs_in_one_place_are_told_what_they_do_to_each_other(ranks_of, tmp_path):
+    (word,) = ranks_of(1).run(_save_while_another_run_begins, tmp_path)
+    assert "its files were deleted while it was being written" in word
+    assert f"A run that begins in {tmp_path} deletes what unfinished runs have left there" in word
+    assert "give each run a storage_path of its own" in word
+
+
 def test_a_save_under_way_keeps_its_step_when_the_next_generation_saves(ranks_of, tmp_path):
     assert ranks_of(1).run(_save_across_generations, tmp_path) == [[1.0, 2.0]]
 
