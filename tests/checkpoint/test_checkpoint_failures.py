@@ -3,14 +3,18 @@ the one that loads."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,9 @@ import torch.distributed.checkpoint as dcp
 
 import chorusline as cl
 from runtime.checkpoint.checkpoints import Checkpoints
+from runtime.checkpoint.contents import STATE, whole_of
 from runtime.checkpoint.format.catalog import newest_whole
+from runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
 from runtime.checkpoint.format.reader import CheckpointReader
 from runtime.checkpoint.format.shard_file import write_part
 from runtime.checkpoint.format.storage import open_storage
@@ -42,6 +48,41 @@ def _folder_of(place: Path, step: int) -> Path:
 def _write_two(ranks_of, place: Path) -> None:
     ranks_of(2).run(run_train, cl.CheckpointConfig(place), {"until": 2, "save_at": 2})
     ranks_of(2).run(run_train, cl.CheckpointConfig(place), {"until": 4, "save_at": 4})
+
+
+def _rewrite(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest, and make its checksum that of the new text."""
+    plain = json.loads(manifest.read_bytes())["manifest"]
+    change(plain)
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    manifest.write_text(json.dumps({"format": 1, "sha256": digest, "manifest": plain}))
+
+
+FORGERIES = {
+    "'../secret' is outside of its folder": lambda m: m["entries"][0]["items"][0].update(
+        file="../secret"
+    ),
+    "'/etc/hosts' is outside of its folder": lambda m: m["files"].update({"/etc/hosts": 1}),
+    "lies before the beginning": lambda m: m["entries"][0]["items"][0].update(at=-1),
+    "no_such_dtype": lambda m: m["entries"][0].update(dtype="no_such_dtype"),
+    "missing 1 required positional argument: 'kinds'": lambda m: m.pop("kinds"),
+}
+
+
+@pytest.mark.parametrize("text", FORGERIES)
+def test_a_manifest_that_no_save_has_written_is_refused(tmp_path, text):
+    storage = open_storage(tmp_path)
+    part = write_part(storage, "", 0, 1, [whole_of(("weight",), torch.ones(3))], {})
+    write_manifest(
+        storage, "", Manifest(1, 1, 0.0, {"weight": STATE}, part.files, merged([part]), [])
+    )
+    CheckpointReader(storage, "").verify()
+    _rewrite(tmp_path / "chorusline.json", FORGERIES[text])
+    with pytest.raises(cl.CheckpointCorrupted, match=re.escape(text)) as raised:
+        CheckpointReader(storage, "")
+    assert f"{tmp_path}/chorusline.json is torn or corrupted: it is not a manifest (" in str(
+        raised.value
+    )
 
 
 def _resume_and_listen(group: cl.Group, config: cl.CheckpointConfig) -> tuple[int, list[str]]:
