@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,8 +46,18 @@ from .format.errors import (
     CheckpointError,
     CheckpointWriteFailed,
 )
-from .format.manifest import MANIFEST, METADATA, Manifest, Part, merged, within, write_manifest
-from .format.pieces import Contents
+from .format.manifest import (
+    MANIFEST,
+    METADATA,
+    Manifest,
+    Part,
+    merged,
+    name_of,
+    within,
+    write_manifest,
+)
+from .format.pieces import Contents, Path
+from .format.plain_values import beyond_plain
 from .format.reader import CheckpointReader
 from .format.shard_file import write_part
 from .format.storage import Storage, open_storage
@@ -85,6 +95,7 @@ class Checkpoints:
         self._count = 0
         self._in_flight: Saving | None = None
         self._last_step = -1  # the step of the last automatic save
+        self._looked_at: set[Path] = set()  # objects that `_warn_of_pickles` knows
 
     # -- The beginning -------------------------------------------------------------------------
 
@@ -102,7 +113,10 @@ class Checkpoints:
         if config.resume != NEVER:
             source = storage if config.resume == AUTO else open_storage(config.resume)
             self.reader, corrupted = choose(
-                source, self._group, may_be_absent=config.resume == AUTO
+                source,
+                self._group,
+                may_be_absent=config.resume == AUTO,
+                weights_only=config.weights_only,
             )
             if source.path == storage.path:
                 self._corrupted = corrupted
@@ -146,7 +160,7 @@ class Checkpoints:
             live = join.last_step_live if join else ()
             self.save(None, step, live or tuple(range(self._group.size)))
 
-    def save(self, path: str | Path | None, step: int, live: Sequence[int]) -> Saving:
+    def save(self, path: str | FilePath | None, step: int, live: Sequence[int]) -> Saving:
         """Copy the state of this step, and write it during training; see the top of this file.
 
         path: the place of this checkpoint alone; None: the storage of the config.
@@ -231,6 +245,7 @@ class Checkpoints:
             folder=folder,
             # By run if it has a name: a rank may have missed a save of an earlier run.
             key_prefix=f"{self._run}/{self._count}" if self._run else str(known.num_saves),
+            leaves=contents.leaves,
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
@@ -278,6 +293,7 @@ class Checkpoints:
         trouble: str | None = None
         try:
             try:
+                self._warn_of_pickles(job)
                 part = job.write()  # (3)
             except Exception as error:
                 trouble = _in_words(error, job)
@@ -299,6 +315,24 @@ class Checkpoints:
         except BaseException as error:
             detail = trouble or f"{type(error).__name__}: {error}"
             job.saving.end(CheckpointWriteFailed(job.saving.path, detail, (rank,)))
+
+    def _warn_of_pickles(self, job: _Job) -> None:
+        """Say of each object, when it is first saved, if it would not load by default."""
+        if self.config is not None and not self.config.weights_only:
+            return
+        for path, data in job.leaves.items():
+            if path in self._looked_at:
+                continue
+            self._looked_at.add(path)
+            names = beyond_plain(data)
+            if names:
+                warnings.warn(
+                    f"{name_of(path)} is made of {', '.join(names)}: a checkpoint with it loads "
+                    "only with CheckpointConfig(weights_only=False), or when these names are "
+                    "allowed with torch.serialization.add_safe_globals. Registered states of "
+                    "tensors and plain values load as they are",
+                    stacklevel=2,
+                )
 
     def _conclude(self, job: _Job, store: PrefixStore) -> CheckpointError | None:
         """Phases (5) to (7), on rank 0. Returns the error, or None if the checkpoint is whole."""
@@ -459,6 +493,7 @@ class _Job:
 
     group: the run may be in another generation when the job ends.
     key_prefix: of the keys in the group's store that belong to this checkpoint.
+    leaves: the objects of this rank's part, as bytes.
     write: writes this rank's part.
     progress: this rank's position in its data.
     progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
@@ -470,6 +505,7 @@ class _Job:
     storage: Storage
     folder: str
     key_prefix: str
+    leaves: dict[Path, bytes]
     write: Callable[[], Part]
     kinds: dict[str, str]
     world_size: int

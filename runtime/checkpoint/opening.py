@@ -61,10 +61,10 @@ def probe(storage: Storage, group: Group, run: str) -> None:
 
 
 def choose(
-    storage: Storage, group: Group, *, may_be_absent: bool
+    storage: Storage, group: Group, *, may_be_absent: bool, weights_only: bool
 ) -> tuple[CheckpointReader | None, list[str]]:
     """The newest whole checkpoint, the same on all ranks; each rank verifies a share of it. With
-    it come the folders of those that were found corrupted.
+    it come the folders of those that were found corrupted. weights_only: of the reader.
 
     A corrupted checkpoint is skipped with a warning. Raises CheckpointCorrupted if all are
     corrupted; CheckpointNotFound if there is none, unless `may_be_absent`.
@@ -78,7 +78,7 @@ def choose(
         trouble: CheckpointCorrupted | None = None
         reader = None
         try:
-            reader = CheckpointReader(storage, folder)
+            reader = CheckpointReader(storage, folder, weights_only=weights_only)
             reader.verify(group.rank, group.size)
         except CheckpointCorrupted as error:
             trouble = error

@@ -21,7 +21,7 @@ class RandomState:
         """The state of each generator, by the name of its library."""
         state: dict[str, Any] = {
             "python": random.getstate(),
-            "numpy": numpy.random.get_state(),
+            "numpy": _plain(numpy.random.get_state()),
             "torch": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
@@ -35,3 +35,10 @@ class RandomState:
         torch.set_rng_state(state_dict["torch"])
         if "cuda" in state_dict and torch.cuda.is_available():
             torch.cuda.set_rng_state(state_dict["cuda"])
+
+
+def _plain(state: Any) -> Any:
+    """numpy's state with a list in place of the array, so that torch.load reads it by default."""
+    if not isinstance(state, tuple):  # The user has chosen another generator.
+        return state
+    return tuple(part.tolist() if isinstance(part, numpy.ndarray) else part for part in state)
