@@ -47,9 +47,10 @@ def plain_states(reader: CheckpointReader) -> dict[str, Any]:
             refused.append(error)
     if refused and not states:
         raise refused[0]
-    for error in refused:
+    for untrusted in refused:
         warnings.warn(
-            f"left out of the export, which runs no code that a checkpoint names: {error.detail}",
+            "left out of the export, which runs no code that a checkpoint names: "
+            f"{untrusted.detail}",
             stacklevel=2,
         )
     return states

@@ -44,8 +44,10 @@ def listing(storage: Storage) -> Listing:
     """The folders of a place, ordered by the time of writing, not by step: a run that started anew
     in the same place resumes from its own checkpoints, although their steps are lower."""
     written: list[tuple[float, str]] = []
-    broken, unlisted, torn = [], [], []
-    damaged = set()
+    broken: list[str] = []
+    unlisted: list[str] = []
+    torn: list[str] = []
+    damaged: set[str] = set()
     for name in storage.children():
         if not _FOLDER.fullmatch(name):
             continue
