@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import Actor, why_gone
+from actors.calls import GONE, Actor, why_gone
 
 from .batches import Batches
 from .cursor import Cursor
@@ -322,14 +322,14 @@ def _answer(call: Any) -> Any:
         pass
     try:
         return ray.get(call)
-    except ActorUnavailableError as error:
-        # Ray restarts the reader, or it lives and cannot be reached: it may have got the call.
-        raise ReaderGone(why_gone(error), has_come=False) from None
     except ActorDiedError as error:  # `Stream.close`, or its program has ended: no restart.
         raise RuntimeError(
             f"the reader of a Stream is gone ({why_gone(error)}), and with it the rows that it had "
             "read; make a new Stream, and go on from a checkpoint if there is one"
         ) from None
+    except GONE as error:
+        # Ray restarts the reader, or it lives and cannot be reached: it may have got the call.
+        raise ReaderGone(why_gone(error), has_come=False) from None
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, ReaderDied):
