@@ -1,12 +1,13 @@
 """The checkpoints of one run, on one rank: saved at step boundaries, written during training.
 
     save   (1) waits for the last checkpoint, (2) copies this rank's part to the host. Training goes
-           on, and a thread (3) writes the part, (4) puts a record of it into the group's store.
-           Rank 0's thread (5) waits for all records, (6) writes the manifest, (7) deletes old
-           checkpoints, (8) puts the outcome into the store.
+           on, and a thread puts the line that called into the group's store, (3) writes the part,
+           (4) puts a record of it into the store. Rank 0's thread (5) waits for all records, (6)
+           writes the manifest, (7) deletes old checkpoints, (8) puts the outcome into the store.
 
 A save runs no collective: ranks that reach the boundary at different times do not wait for each
-other, and a rank that has joined saves in the steps that it shadows.
+other, and a rank that has joined saves in the steps that it shadows. But all ranks have to come:
+the group's deadline for collectives is also that for the calls, and the config's is for writing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import secrets
+import sys
 import threading
 import time
 import warnings
@@ -24,6 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from collectives import ChoruslineError, CollectiveError, Group, PeerLost, StoreTimeout
+from collectives.contract.call_site import is_users_file, short_site, users_frame
 from collectives.objects.blocking import broadcast_object
 from collectives.stores.store import PrefixStore
 
@@ -246,6 +249,8 @@ class Checkpoints:
             # By run if it has a name: a rank may have missed a save of an earlier run.
             key_prefix=f"{self._run}/{self._count}" if self._run else str(known.num_saves),
             leaves=contents.leaves,
+            site=_calling_line(),
+            call_by=began_at + waited_s + self._group.timeout_s,
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
@@ -292,13 +297,14 @@ class Checkpoints:
         part: Part | None = None
         trouble: str | None = None
         try:
+            store = PrefixStore(f"checkpoint/{job.key_prefix}", job.group._store)
+            store.set(f"called/{rank}", job.site)
             try:
                 self._warn_of_pickles(job)
                 part = job.write()  # (3)
             except Exception as error:
                 trouble = _in_words(error, job)
             wrote_s = time.monotonic() - began_at
-            store = PrefixStore(f"checkpoint/{job.key_prefix}", job.group._store)
             store.set(f"part/{rank}", pickle.dumps((part, trouble, job.progress)))  # (4)
             if rank == 0:
                 failure = self._conclude(job, store)
@@ -394,6 +400,8 @@ class Checkpoints:
         """Delete the parts from the store: they take megabytes, and no rank reads them again."""
         for rank in range(size):
             store.delete_key(f"part/{rank}")
+            if rank != 0:  # That rank 0 has called is what the others look for.
+                store.delete_key(f"called/{rank}")
 
     def _clear(self, job: _Job) -> None:
         """Delete the files of a failed checkpoint, since the disk may be full. A folder that the
@@ -419,6 +427,8 @@ class Checkpoints:
             except ChoruslineError as error:
                 raise CheckpointWriteFailed(job.saving.path, str(error), ranks) from error
             now = time.monotonic()
+            if now > min(job.call_by, give_up_at):
+                self._check_called(job, store)
             failure = job.group.failure()
             if failure is not None:
                 # Ranks that are alive may still write; a lost rank among `ranks` never will.
@@ -434,6 +444,27 @@ class Checkpoints:
                 raise CheckpointWriteFailed(
                     job.saving.path, f"it was not written within {timeout_s:g} s", ranks
                 )
+
+    def _check_called(self, job: _Job, store: PrefixStore) -> None:
+        """Raise CheckpointWriteFailed if ranks did not call: rank 0 looks for all of them, and the
+        others for rank 0, which tells them of all others."""
+        group = job.group
+        keys = {r: f"called/{r}" for r in (range(group.size) if group.rank == 0 else (0,))}
+        if store.check(list(keys.values())):
+            return
+        absent = tuple(r for r, key in keys.items() if not store.check([key]))
+        if not absent:
+            return  # The last of them called meanwhile.
+        here = f", which rank {group.rank} called at {job.site}" if job.site else ""
+        timeout_s = self.config.timeout_s if self.config else group.timeout_s
+        raise CheckpointWriteFailed(
+            job.saving.path,
+            f"it did not call ctx.save() within {min(group.timeout_s, timeout_s):g} s{here}"
+            if len(absent) == 1
+            else f"they did not call ctx.save() within {min(group.timeout_s, timeout_s):g} s{here}",
+            absent,
+            "call ctx.save() on all ranks, after the same step",
+        )
 
     # -- The end -------------------------------------------------------------------------------
 
@@ -475,6 +506,12 @@ def _check_free(storage: Storage) -> None:
         )
 
 
+def _calling_line() -> str:
+    frame = users_frame(sys._getframe(1))
+    known = is_users_file[frame.f_code.co_filename]
+    return short_site(frame.f_code, frame.f_lasti) if known else ""
+
+
 def _in_words(error: Exception, job: _Job) -> str:
     """What has kept a rank from writing."""
     if isinstance(error, FileNotFoundError) and job.folder:
@@ -494,6 +531,8 @@ class _Job:
     group: the run may be in another generation when the job ends.
     key_prefix: of the keys in the group's store that belong to this checkpoint.
     leaves: the objects of this rank's part, as bytes.
+    site: the user's line that called, `train.py:41`, or empty.
+    call_by: the time.monotonic() at which all ranks must have called.
     write: writes this rank's part.
     progress: this rank's position in its data.
     progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
@@ -506,6 +545,8 @@ class _Job:
     folder: str
     key_prefix: str
     leaves: dict[Path, bytes]
+    site: str
+    call_by: float
     write: Callable[[], Part]
     kinds: dict[str, str]
     world_size: int

@@ -19,7 +19,8 @@ class CheckpointConfig:
     resume: "auto" resumes from the newest whole checkpoint of storage_path, if there is one;
         "never" starts afresh and leaves old checkpoints; else the path of a checkpoint, or of a
         folder of checkpoints, to resume from.
-    timeout_s: seconds for all ranks to write one checkpoint; then the checkpoint is given up.
+    timeout_s: seconds for all ranks to write one checkpoint; then the checkpoint is given up. That
+        a rank does not call ctx.save() at all is found earlier, by the session's timeout_s.
     weights_only: as in torch.load: a resume loads tensors and plain values, and raises
         CheckpointUntrusted for other objects, whose loading runs code that the checkpoint names.
         False: load every object. Only for checkpoints whose writer you trust.

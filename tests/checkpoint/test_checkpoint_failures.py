@@ -32,7 +32,7 @@ from runtime.checkpoint.format.shard_file import write_part
 from runtime.checkpoint.format.storage import open_storage
 from runtime.commands.command_line import main
 from runtime.process.registry import Registry
-from tests.harness.ranks import Rank, Ranks
+from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, run_ranks
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train
 
 
@@ -442,8 +442,61 @@ def _save_alone(group: cl.Group, config: cl.CheckpointConfig) -> str:
 def test_a_rank_whose_part_does_not_come_is_named_after_the_deadline(ranks_of, tmp_path):
     config = cl.CheckpointConfig(tmp_path, timeout_s=0.2)
     word, _ = ranks_of(2).run(_save_alone, config)
-    assert "was not written, on rank 1: it was not written within 0.2 s" in word
+    assert "was not written, on rank 1: it did not call ctx.save() within 0.2 s, which" in word
     assert list(tmp_path.iterdir()) == []
+
+
+def _save_on(rank: Rank, alone: int, place: str) -> str:
+    """Save on one rank. The other one meanwhile does something else, which is no collective."""
+    is_over = Path(place).with_name("over")
+
+    def body(ctx: cl.Context) -> str:
+        Parts(ctx)
+        said = ""
+        if ctx.rank == alone:
+            with pytest.raises(cl.CheckpointWriteFailed) as raised:
+                ctx.save().wait()
+            said = str(raised.value)
+            is_over.touch()
+        while not is_over.exists():
+            time.sleep(0.02)
+        ctx.barrier()
+        return said
+
+    return in_run(rank.group(timeout_s=4), body, cl.CheckpointConfig(place))
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_save_on_one_rank_ends_with_the_groups_deadline_and_names_the_others(tmp_path, alone):
+    said = run_ranks(_save_on, 2, tmp_path, SHARED_MEMORY, alone, str(tmp_path / "place"))
+    assert said[1 - alone] == ""
+    assert (
+        f"was not written, on rank {1 - alone}: it did not call ctx.save() within 4 s, which rank "
+        f"{alone} called at test_checkpoint_failures.py:" in said[alone]
+    )
+    assert "call ctx.save() on all ranks, after the same step, and run again" in said[alone]
+
+
+def _write_slowly(rank: Rank, place: str) -> int:
+    def write_late(*args: Any) -> Any:
+        if rank.rank == 1:
+            time.sleep(5)
+        return write_part(*args)
+
+    def body(ctx: cl.Context) -> int:
+        Parts(ctx)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("runtime.checkpoint.checkpoints.write_part", write_late)
+            ctx.save().wait()
+        return ctx.step
+
+    return in_run(rank.group(timeout_s=4), body, cl.CheckpointConfig(place))
+
+
+def test_writing_may_take_longer_than_a_collective(tmp_path):
+    place = tmp_path / "place"
+    assert run_ranks(_write_slowly, 2, tmp_path, SHARED_MEMORY, str(place)) == [0, 0]
+    assert newest_whole(open_storage(place)).manifest.step == 0
 
 
 def test_a_relative_place_is_that_of_the_process_that_names_it(monkeypatch, tmp_path):

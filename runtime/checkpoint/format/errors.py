@@ -40,20 +40,26 @@ class CheckpointPlaceUnusable(CheckpointError):
 
 
 class CheckpointWriteFailed(CheckpointError):
-    """A checkpoint was given up. ranks: the ranks that caused it."""
+    """A checkpoint was given up. ranks: the ranks that caused it. remedy: what to do."""
 
-    def __init__(self, path: str, detail: str, ranks: tuple[int, ...]) -> None:
-        ChoruslineError.__init__(self, path, detail, ranks)
+    def __init__(
+        self,
+        path: str,
+        detail: str,
+        ranks: tuple[int, ...],
+        remedy: str = "make room or repair the storage",
+    ) -> None:
+        ChoruslineError.__init__(self, path, detail, ranks, remedy)
         self.path = path
         self.detail = detail
         self.ranks = ranks
+        self.remedy = remedy
 
     def __str__(self) -> str:
         return (
             f"checkpoint {self.path} was not written, on rank "
             f"{', '.join(map(str, self.ranks))}: {self.detail}. Checkpoints written before it are "
-            "whole and stay; make room or repair the storage, and run again to go on from the "
-            "newest checkpoint"
+            f"whole and stay; {self.remedy}, and run again to go on from the newest checkpoint"
         )
 
 
