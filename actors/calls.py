@@ -57,11 +57,13 @@ class ActorGone(Exception):
     """The actor's process has died, or its node does not answer, which counts as the same.
 
     detail: what Ray says of the reason, in one line if one line says it.
+    had_no_place: it never started, because no node may take it that it was meant for.
     """
 
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail)
+    def __init__(self, detail: str, had_no_place: bool = False) -> None:
+        super().__init__(detail, had_no_place)
         self.detail = detail
+        self.had_no_place = had_no_place
 
 
 class NoAnswer(Exception):
@@ -78,7 +80,8 @@ async def answer(call: Awaitable[Any], timeout_s: float | None = None) -> Any:
         async with asyncio.timeout(timeout_s):
             return await call
     except GONE as error:
-        raise ActorGone(why_gone(error)) from None
+        had_no_place = isinstance(error, ActorUnschedulableError)
+        raise ActorGone(why_gone(error), had_no_place) from None
     except TimeoutError as error:
         if isinstance(error, RayTaskError) or timeout_s is None:
             raise

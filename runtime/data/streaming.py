@@ -26,7 +26,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import GONE, Actor, why_gone
+from actors.calls import GONE, Actor, nodes_leaving, why_gone
 
 from .batches import Batches
 from .cursor import Cursor
@@ -101,8 +101,11 @@ class Stream:
         here_and_now = runtime.gcs_address, runtime.get_job_id()
         if self._reader is None or self._started_in != here_and_now:
             self._started_in = here_and_now
-            # On the program's node: files that the program sees are there, and the node stays.
-            here = NodeAffinitySchedulingStrategy(runtime.get_node_id(), True)
+            # On the program's node: files that the program sees are there, and the node stays. For
+            # an actor without resources only a hard affinity counts, and a node that is drained
+            # takes no actor.
+            node_id = runtime.get_node_id()
+            here = NodeAffinitySchedulingStrategy(node_id, soft=node_id in nodes_leaving())
             kind = row_reader_class().options(scheduling_strategy=here)
             self._reader = kind.remote(self._source)
         return self._reader
