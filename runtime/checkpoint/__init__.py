@@ -17,6 +17,7 @@ from .format.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
     CheckpointPlaceUnusable,
+    CheckpointUntrusted,
     CheckpointWriteFailed,
 )
 from .saving import Saving, SavingTimes
@@ -28,6 +29,7 @@ __all__ = [
     "CheckpointMismatch",
     "CheckpointNotFound",
     "CheckpointPlaceUnusable",
+    "CheckpointUntrusted",
     "CheckpointWriteFailed",
     "Saving",
     "SavingTimes",

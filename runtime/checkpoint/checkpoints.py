@@ -1,12 +1,13 @@
 """The checkpoints of one run, on one rank: saved at step boundaries, written during training.
 
     save   (1) waits for the last checkpoint, (2) copies this rank's part to the host. Training goes
-           on, and a thread (3) writes the part, (4) puts a record of it into the group's store.
-           Rank 0's thread (5) waits for all records, (6) writes the manifest, (7) deletes old
-           checkpoints, (8) puts the outcome into the store.
+           on, and a thread puts the line that called into the group's store, (3) writes the part,
+           (4) puts a record of it into the store. Rank 0's thread (5) waits for all records, (6)
+           writes the manifest, (7) deletes old checkpoints, (8) puts the outcome into the store.
 
 A save runs no collective: ranks that reach the boundary at different times do not wait for each
-other, and a rank that has joined saves in the steps that it shadows.
+other, and a rank that has joined saves in the steps that it shadows. But all ranks have to come:
+the group's deadline for collectives is also that for the calls, and the config's is for writing.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from __future__ import annotations
 import contextlib
 import pickle
 import secrets
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Self
 
 from collectives import ChoruslineError, CollectiveError, Group, PeerLost, StoreTimeout
+from collectives.contract.call_site import is_users_file, short_site, users_frame
 from collectives.objects.blocking import broadcast_object
 from collectives.stores.store import PrefixStore
 
@@ -46,12 +49,22 @@ from .format.errors import (
     CheckpointError,
     CheckpointWriteFailed,
 )
-from .format.manifest import MANIFEST, Manifest, Part, merged, within, write_manifest
-from .format.pieces import Contents
+from .format.manifest import (
+    MANIFEST,
+    METADATA,
+    Manifest,
+    Part,
+    merged,
+    name_of,
+    within,
+    write_manifest,
+)
+from .format.pieces import Contents, Path
+from .format.plain_values import beyond_plain
 from .format.reader import CheckpointReader
 from .format.shard_file import write_part
 from .format.storage import Storage, open_storage
-from .opening import choose, probe
+from .opening import choose, probe, warn_of_unlisted
 from .restore import restore
 from .saving import Saving, SavingTimes
 from .sharded_state import SavedOptimizer
@@ -81,9 +94,11 @@ class Checkpoints:
         self._storage = open_storage(config.storage_path) if config else None
         self._host = HostCopy(group.device)
         self._run = ""  # drawn by rank 0
+        self._corrupted: list[str] = []  # the folders that this run has found so at its beginning
         self._count = 0
         self._in_flight: Saving | None = None
         self._last_step = -1  # the step of the last automatic save
+        self._looked_at: set[Path] = set()  # objects that `_warn_of_pickles` knows
 
     # -- The beginning -------------------------------------------------------------------------
 
@@ -97,11 +112,19 @@ class Checkpoints:
             return  # No storage, or begun already: a coroutine enters twice.
         self._run = broadcast_object(self._group, secrets.token_hex(4))
         probe(storage, self._group, self._run)
-        if self._group.rank == 0:
-            catalog.sweep(storage)
+        unlisted = catalog.sweep(storage) if self._group.rank == 0 else []
         if config.resume != NEVER:
             source = storage if config.resume == AUTO else open_storage(config.resume)
-            self.reader = choose(source, self._group, may_be_absent=config.resume == AUTO)
+            self.reader, corrupted = choose(
+                source,
+                self._group,
+                may_be_absent=config.resume == AUTO,
+                weights_only=config.weights_only,
+            )
+            if source.path == storage.path:
+                self._corrupted = corrupted
+        for folder in unlisted if config.resume == AUTO else ():
+            warn_of_unlisted(storage, folder, self.reader)
 
     def has_any(self, group: Group) -> bool:
         """Whether the storage of the config has a checkpoint; all ranks of `group` call it."""
@@ -140,7 +163,7 @@ class Checkpoints:
             live = join.last_step_live if join else ()
             self.save(None, step, live or tuple(range(self._group.size)))
 
-    def save(self, path: str | Path | None, step: int, live: Sequence[int]) -> Saving:
+    def save(self, path: str | FilePath | None, step: int, live: Sequence[int]) -> Saving:
         """Copy the state of this step, and write it during training; see the top of this file.
 
         path: the place of this checkpoint alone; None: the storage of the config.
@@ -161,11 +184,8 @@ class Checkpoints:
         storage = self._storage if path is None else open_storage(path)
         assert storage is not None
         folder = catalog.folder_name(step, self._run, self._count) if path is None else ""
-        if path is not None and MANIFEST in storage.children():
-            raise FileExistsError(
-                f"{storage.path} holds a checkpoint already, and overwriting it would leave none "
-                "if this process died; save to another path"
-            )
+        if path is not None:
+            _check_free(storage)
         waited_s = time.monotonic() - began_at
         contents = self._collect(list(live))
         kinds = {entry.name: kind_of(entry) for entry in self.registry}
@@ -228,6 +248,9 @@ class Checkpoints:
             folder=folder,
             # By run if it has a name: a rank may have missed a save of an earlier run.
             key_prefix=f"{self._run}/{self._count}" if self._run else str(known.num_saves),
+            leaves=contents.leaves,
+            site=_calling_line(),
+            call_by=began_at + waited_s + self._group.timeout_s,
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
@@ -274,12 +297,14 @@ class Checkpoints:
         part: Part | None = None
         trouble: str | None = None
         try:
+            store = PrefixStore(f"checkpoint/{job.key_prefix}", job.group._store)
+            store.set(f"called/{rank}", job.site)
             try:
+                self._warn_of_pickles(job)
                 part = job.write()  # (3)
             except Exception as error:
-                trouble = f"{type(error).__name__}: {error}"
+                trouble = _in_words(error, job)
             wrote_s = time.monotonic() - began_at
-            store = PrefixStore(f"checkpoint/{job.key_prefix}", job.group._store)
             store.set(f"part/{rank}", pickle.dumps((part, trouble, job.progress)))  # (4)
             if rank == 0:
                 failure = self._conclude(job, store)
@@ -296,6 +321,24 @@ class Checkpoints:
         except BaseException as error:
             detail = trouble or f"{type(error).__name__}: {error}"
             job.saving.end(CheckpointWriteFailed(job.saving.path, detail, (rank,)))
+
+    def _warn_of_pickles(self, job: _Job) -> None:
+        """Say of each object, when it is first saved, if it would not load by default."""
+        if self.config is not None and not self.config.weights_only:
+            return
+        for path, data in job.leaves.items():
+            if path in self._looked_at:
+                continue
+            self._looked_at.add(path)
+            names = beyond_plain(data)
+            if names:
+                warnings.warn(
+                    f"{name_of(path)} is made of {', '.join(names)}: a checkpoint with it loads "
+                    "only with CheckpointConfig(weights_only=False), or when these names are "
+                    "allowed with torch.serialization.add_safe_globals. Registered states of "
+                    "tensors and plain values load as they are",
+                    stacklevel=2,
+                )
 
     def _conclude(self, job: _Job, store: PrefixStore) -> CheckpointError | None:
         """Phases (5) to (7), on rank 0. Returns the error, or None if the checkpoint is whole."""
@@ -325,12 +368,13 @@ class Checkpoints:
             return error
         except Exception as error:
             self._clear(job)
-            detail = f"{type(error).__name__}: {error}"
-            return CheckpointWriteFailed(job.saving.path, detail, (0,))
+            return CheckpointWriteFailed(job.saving.path, _in_words(error, job), (0,))
         self._delete_records(store, size)
         if job.folder and self.config is not None:
             try:
-                catalog.prune(job.storage, self.config.num_to_keep, job.folder)  # (7)
+                catalog.prune(  # (7)
+                    job.storage, self.config.num_to_keep, job.folder, self._corrupted
+                )
             except OSError as error:  # The next prune tries again.
                 warnings.warn(
                     f"old checkpoints in {job.storage.path} could not be deleted: {error}",
@@ -356,13 +400,15 @@ class Checkpoints:
         """Delete the parts from the store: they take megabytes, and no rank reads them again."""
         for rank in range(size):
             store.delete_key(f"part/{rank}")
+            if rank != 0:  # That rank 0 has called is what the others look for.
+                store.delete_key(f"called/{rank}")
 
     def _clear(self, job: _Job) -> None:
         """Delete the files of a failed checkpoint, since the disk may be full. A folder that the
         user has named may hold other files, which stay."""
         with contextlib.suppress(OSError):  # `sweep` deletes the rest later.
             if job.folder:
-                job.storage.delete(job.folder)
+                catalog.remove(job.storage, job.folder)
             else:
                 for rank in range(job.group.size):
                     job.storage.delete(f"rank-{rank}.distcp")
@@ -381,6 +427,8 @@ class Checkpoints:
             except ChoruslineError as error:
                 raise CheckpointWriteFailed(job.saving.path, str(error), ranks) from error
             now = time.monotonic()
+            if now > min(job.call_by, give_up_at):
+                self._check_called(job, store)
             failure = job.group.failure()
             if failure is not None:
                 # Ranks that are alive may still write; a lost rank among `ranks` never will.
@@ -396,6 +444,27 @@ class Checkpoints:
                 raise CheckpointWriteFailed(
                     job.saving.path, f"it was not written within {timeout_s:g} s", ranks
                 )
+
+    def _check_called(self, job: _Job, store: PrefixStore) -> None:
+        """Raise CheckpointWriteFailed if ranks did not call: rank 0 looks for all of them, and the
+        others for rank 0, which tells them of all others."""
+        group = job.group
+        keys = {r: f"called/{r}" for r in (range(group.size) if group.rank == 0 else (0,))}
+        if store.check(list(keys.values())):
+            return
+        absent = tuple(r for r, key in keys.items() if not store.check([key]))
+        if not absent:
+            return  # The last of them called meanwhile.
+        here = f", which rank {group.rank} called at {job.site}" if job.site else ""
+        timeout_s = self.config.timeout_s if self.config else group.timeout_s
+        raise CheckpointWriteFailed(
+            job.saving.path,
+            f"it did not call ctx.save() within {min(group.timeout_s, timeout_s):g} s{here}"
+            if len(absent) == 1
+            else f"they did not call ctx.save() within {min(group.timeout_s, timeout_s):g} s{here}",
+            absent,
+            "call ctx.save() on all ranks, after the same step",
+        )
 
     # -- The end -------------------------------------------------------------------------------
 
@@ -421,12 +490,49 @@ class Checkpoints:
                 last.wait(_LAST_WORD_S)
 
 
+def _check_free(storage: Storage) -> None:
+    """Raise FileExistsError if a place that the user has named holds a checkpoint of any kind."""
+    there = storage.children()
+    if MANIFEST in there:
+        raise FileExistsError(
+            f"{storage.path} holds a checkpoint already, and overwriting it would leave none if "
+            "this process died; save to another path"
+        )
+    if METADATA in there:
+        raise FileExistsError(
+            f"{storage.path} holds {METADATA} of a checkpoint that this version of chorusline has "
+            "not completed, such as one of torch.distributed.checkpoint, and a save would "
+            "overwrite it; save to another path, or delete that file if you do not need it"
+        )
+
+
+def _calling_line() -> str:
+    frame = users_frame(sys._getframe(1))
+    known = is_users_file[frame.f_code.co_filename]
+    return short_site(frame.f_code, frame.f_lasti) if known else ""
+
+
+def _in_words(error: Exception, job: _Job) -> str:
+    """What has kept a rank from writing."""
+    if isinstance(error, FileNotFoundError) and job.folder:
+        # A run deletes only what no run can be writing, if it is the only one in its place.
+        return (
+            f"its files were deleted while it was being written ({error}). A run that begins in "
+            f"{job.storage.path} deletes what unfinished runs have left there, so two runs at a "
+            "time disturb each other: give each run a storage_path of its own"
+        )
+    return f"{type(error).__name__}: {error}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """One checkpoint, for the thread that writes it.
 
     group: the run may be in another generation when the job ends.
     key_prefix: of the keys in the group's store that belong to this checkpoint.
+    leaves: the objects of this rank's part, as bytes.
+    site: the user's line that called, `train.py:41`, or empty.
+    call_by: the time.monotonic() at which all ranks must have called.
     write: writes this rank's part.
     progress: this rank's position in its data.
     progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
@@ -438,6 +544,9 @@ class _Job:
     storage: Storage
     folder: str
     key_prefix: str
+    leaves: dict[Path, bytes]
+    site: str
+    call_by: float
     write: Callable[[], Part]
     kinds: dict[str, str]
     world_size: int

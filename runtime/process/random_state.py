@@ -22,7 +22,7 @@ class RandomState:
         """The state of each generator, by the name of its library."""
         state: dict[str, Any] = {
             "python": random.getstate(),
-            "numpy": numpy.random.get_state(),
+            "numpy": _plain(numpy.random.get_state()),
             "torch": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
@@ -77,3 +77,10 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # also of all CUDA devices
+
+
+def _plain(state: Any) -> Any:
+    """numpy's state with a list in place of the array, so that torch.load reads it by default."""
+    if not isinstance(state, tuple):  # The user has chosen another generator.
+        return state
+    return tuple(part.tolist() if isinstance(part, numpy.ndarray) else part for part in state)

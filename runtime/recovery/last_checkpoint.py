@@ -148,4 +148,6 @@ def save(
 def newest(config: CheckpointConfig) -> str | None:
     """The path of the newest checkpoint in the session's storage."""
     storage = open_storage(config.storage_path)
-    return next((storage.path_of(name) for name in catalog.listing(storage).whole), None)
+    listed = catalog.listing(storage)
+    whole = (name for name in listed.written if name not in listed.damaged)
+    return next((storage.path_of(name) for name in whole), None)

@@ -3,27 +3,36 @@ the one that loads."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
+import re
 import resource
+import shutil
 import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import chorusline as cl
 from runtime.checkpoint.checkpoints import Checkpoints
+from runtime.checkpoint.contents import STATE, whole_of
 from runtime.checkpoint.format.catalog import newest_whole
+from runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
 from runtime.checkpoint.format.reader import CheckpointReader
 from runtime.checkpoint.format.shard_file import write_part
 from runtime.checkpoint.format.storage import open_storage
+from runtime.commands.command_line import main
 from runtime.process.registry import Registry
-from tests.harness.ranks import Rank, Ranks
+from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, run_ranks
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train
 
 
@@ -39,6 +48,41 @@ def _folder_of(place: Path, step: int) -> Path:
 def _write_two(ranks_of, place: Path) -> None:
     ranks_of(2).run(run_train, cl.CheckpointConfig(place), {"until": 2, "save_at": 2})
     ranks_of(2).run(run_train, cl.CheckpointConfig(place), {"until": 4, "save_at": 4})
+
+
+def _rewrite(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest, and make its checksum that of the new text."""
+    plain = json.loads(manifest.read_bytes())["manifest"]
+    change(plain)
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    manifest.write_text(json.dumps({"format": 1, "sha256": digest, "manifest": plain}))
+
+
+FORGERIES = {
+    "'../secret' is outside of its folder": lambda m: m["entries"][0]["items"][0].update(
+        file="../secret"
+    ),
+    "'/etc/hosts' is outside of its folder": lambda m: m["files"].update({"/etc/hosts": 1}),
+    "lies before the beginning": lambda m: m["entries"][0]["items"][0].update(at=-1),
+    "no_such_dtype": lambda m: m["entries"][0].update(dtype="no_such_dtype"),
+    "missing 1 required positional argument: 'kinds'": lambda m: m.pop("kinds"),
+}
+
+
+@pytest.mark.parametrize("text", FORGERIES)
+def test_a_manifest_that_no_save_has_written_is_refused(tmp_path, text):
+    storage = open_storage(tmp_path)
+    part = write_part(storage, "", 0, 1, [whole_of(("weight",), torch.ones(3))], {})
+    write_manifest(
+        storage, "", Manifest(1, 1, 0.0, {"weight": STATE}, part.files, merged([part]), [])
+    )
+    CheckpointReader(storage, "").verify()
+    _rewrite(tmp_path / "chorusline.json", FORGERIES[text])
+    with pytest.raises(cl.CheckpointCorrupted, match=re.escape(text)) as raised:
+        CheckpointReader(storage, "")
+    assert f"{tmp_path}/chorusline.json is torn or corrupted: it is not a manifest (" in str(
+        raised.value
+    )
 
 
 def _resume_and_listen(group: cl.Group, config: cl.CheckpointConfig) -> tuple[int, list[str]]:
@@ -87,6 +131,17 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_is_used(
     assert f"The checkpoint before it is used: {_folder_of(tmp_path, 2)}, of step 2" in word
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(ranks_of, tmp_path, damage):
+    _write_two(ranks_of, tmp_path)
+    DAMAGES[damage](_folder_of(tmp_path, 4))
+    config = cl.CheckpointConfig(tmp_path, num_to_keep=2)
+    ranks_of(2).run(run_train, config, {"until": 5, "save_at": 5})
+    assert {2, 5} <= set(_steps(tmp_path))  # The two that are whole.
+    ranks_of(2).run(run_train, config, {"until": 6, "save_at": 6})
+    assert _steps(tmp_path)[-2:] == [5, 6] and 2 not in _steps(tmp_path)
+
+
 def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
     """The weights of two checkpoints, the first of which is still being written when the group
     changes and the second is saved; by step."""
@@ -117,6 +172,36 @@ def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
     return [reader.tensor(reader.below("model", "weight")[0]).mean().item() for reader in readers]
 
 
+def _save_while_another_run_begins(group: cl.Group, place: Path) -> str:
+    has_written, gate = threading.Event(), threading.Event()
+
+    def write_and_wait(*args: Any) -> Any:
+        part = write_part(*args)
+        has_written.set()
+        gate.wait(20)
+        return part
+
+    registry = Registry()
+    registry.add("model", torch.nn.Linear(3, 3))
+    config = cl.CheckpointConfig(place)
+    with pytest.MonkeyPatch.context() as patch, Checkpoints(group, registry, config) as checkpoints:
+        patch.setattr("runtime.checkpoint.checkpoints.write_part", write_and_wait)
+        saving = checkpoints.save(None, 1, [0])
+        assert has_written.wait(20)
+        with Checkpoints(group, Registry(), config):
+            gate.set()
+        with pytest.raises(cl.CheckpointWriteFailed) as raised:
+            saving.wait(20)
+    return str(raised.value)
+
+
+def test_two_runs_in_one_place_are_told_what_they_do_to_each_other(ranks_of, tmp_path):
+    (word,) = ranks_of(1).run(_save_while_another_run_begins, tmp_path)
+    assert "its files were deleted while it was being written" in word
+    assert f"A run that begins in {tmp_path} deletes what unfinished runs have left there" in word
+    assert "give each run a storage_path of its own" in word
+
+
 def test_a_save_under_way_keeps_its_step_when_the_next_generation_saves(ranks_of, tmp_path):
     assert ranks_of(1).run(_save_across_generations, tmp_path) == [[1.0, 2.0]]
 
@@ -133,10 +218,48 @@ def test_if_all_are_damaged_the_run_does_not_start_afresh_in_silence(ranks_of, t
 
 def test_one_without_a_manifest_does_not_exist_and_is_swept(ranks_of, tmp_path):
     _write_two(ranks_of, tmp_path)
-    (_folder_of(tmp_path, 4) / "chorusline.json").unlink()
+    for last_written in ("chorusline.json", ".metadata"):  # So it is after a kill in a save.
+        (_folder_of(tmp_path, 4) / last_written).unlink()
     told = ranks_of(2).run(_resume_and_listen, cl.CheckpointConfig(tmp_path))
     assert told == [(2, []), (2, [])]
     assert _steps(tmp_path) == [2]
+
+
+def test_one_that_lacks_only_its_manifest_is_named_and_stays(ranks_of, tmp_path):
+    _write_two(ranks_of, tmp_path)
+    lacking, before = _folder_of(tmp_path, 4), _folder_of(tmp_path, 2)
+    manifest = (lacking / "chorusline.json").read_bytes()
+    (lacking / "chorusline.json").unlink()
+    config = cl.CheckpointConfig(tmp_path, num_to_keep=1)
+    (step, (word,)), (other_step, silence) = ranks_of(2).run(_resume_and_listen, config)
+    assert (step, other_step, silence) == (2, 2, [])
+    assert word.startswith(f"{lacking} is not used, because chorusline.json is missing in it; ")
+    assert f"So the run goes on from {before}, of step 2. The folder stays: put the file" in word
+
+    ranks_of(2).run(run_train, config, {"until": 3, "save_at": 3})
+    assert _steps(tmp_path) == [3, 4]  # The save deletes an old checkpoint, and not this folder.
+    shutil.rmtree(_folder_of(tmp_path, 3))
+    (step, (word,)), _ = ranks_of(2).run(_resume_and_listen, config)
+    assert step == 0
+    assert f"{lacking} is not used" in word and "So the run starts afresh." in word
+
+    (lacking / "chorusline.json").write_bytes(manifest)
+    assert ranks_of(2).run(_resume_and_listen, config) == [(4, []), (4, [])]
+
+
+def test_the_list_and_a_chosen_path_say_that_only_the_manifest_is_missing(
+    ranks_of, tmp_path, capsys
+):
+    ranks_of(1).run(run_train, cl.CheckpointConfig(tmp_path), {"until": 1, "save_at": 1})
+    folder = _folder_of(tmp_path, 1)
+    (folder / "chorusline.json").unlink()
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert f"{folder} is not used, because chorusline.json is" in capsys.readouterr().out
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "plain.pt")]) == 1
+    assert f"{folder} is not used, because chorusline.json is" in capsys.readouterr().err
+    config = cl.CheckpointConfig(tmp_path / "other", resume=folder)
+    ((_, (word,)),) = ranks_of(1).run(_resume_and_listen, config)
+    assert "it has .metadata, as checkpoints of torch.distributed.checkpoint do" in word
 
 
 def test_resume_takes_a_path_or_starts_afresh(ranks_of, tmp_path):
@@ -152,8 +275,7 @@ def test_resume_takes_a_path_or_starts_afresh(ranks_of, tmp_path):
     step, (word,) = resume(tmp_path / "nothing")
     assert step == -1
     assert word == (
-        f"CheckpointNotFound: checkpoint {tmp_path / 'nothing'}: there is no whole checkpoint to "
-        "resume from"
+        f"CheckpointNotFound: checkpoint {tmp_path / 'nothing'}: there is no whole checkpoint here"
     )
 
 
@@ -320,8 +442,61 @@ def _save_alone(group: cl.Group, config: cl.CheckpointConfig) -> str:
 def test_a_rank_whose_part_does_not_come_is_named_after_the_deadline(ranks_of, tmp_path):
     config = cl.CheckpointConfig(tmp_path, timeout_s=0.2)
     word, _ = ranks_of(2).run(_save_alone, config)
-    assert "was not written, on rank 1: it was not written within 0.2 s" in word
+    assert "was not written, on rank 1: it did not call ctx.save() within 0.2 s, which" in word
     assert list(tmp_path.iterdir()) == []
+
+
+def _save_on(rank: Rank, alone: int, place: str) -> str:
+    """Save on one rank. The other one meanwhile does something else, which is no collective."""
+    is_over = Path(place).with_name("over")
+
+    def body(ctx: cl.Context) -> str:
+        Parts(ctx)
+        said = ""
+        if ctx.rank == alone:
+            with pytest.raises(cl.CheckpointWriteFailed) as raised:
+                ctx.save().wait()
+            said = str(raised.value)
+            is_over.touch()
+        while not is_over.exists():
+            time.sleep(0.02)
+        ctx.barrier()
+        return said
+
+    return in_run(rank.group(timeout_s=4), body, cl.CheckpointConfig(place))
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_save_on_one_rank_ends_with_the_groups_deadline_and_names_the_others(tmp_path, alone):
+    said = run_ranks(_save_on, 2, tmp_path, SHARED_MEMORY, alone, str(tmp_path / "place"))
+    assert said[1 - alone] == ""
+    assert (
+        f"was not written, on rank {1 - alone}: it did not call ctx.save() within 4 s, which rank "
+        f"{alone} called at test_checkpoint_failures.py:" in said[alone]
+    )
+    assert "call ctx.save() on all ranks, after the same step, and run again" in said[alone]
+
+
+def _write_slowly(rank: Rank, place: str) -> int:
+    def write_late(*args: Any) -> Any:
+        if rank.rank == 1:
+            time.sleep(5)
+        return write_part(*args)
+
+    def body(ctx: cl.Context) -> int:
+        Parts(ctx)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("runtime.checkpoint.checkpoints.write_part", write_late)
+            ctx.save().wait()
+        return ctx.step
+
+    return in_run(rank.group(timeout_s=4), body, cl.CheckpointConfig(place))
+
+
+def test_writing_may_take_longer_than_a_collective(tmp_path):
+    place = tmp_path / "place"
+    assert run_ranks(_write_slowly, 2, tmp_path, SHARED_MEMORY, str(place)) == [0, 0]
+    assert newest_whole(open_storage(place)).manifest.step == 0
 
 
 def test_a_relative_place_is_that_of_the_process_that_names_it(monkeypatch, tmp_path):
@@ -351,6 +526,10 @@ def _save_wrongly(group: cl.Group, place: Path) -> list[str]:
         expect(RuntimeError, ctx.save)
         ctx.save(place).wait()
         expect(FileExistsError, lambda: ctx.save(place))
+        dcp.save({"weight": torch.ones(3)}, checkpoint_id=place / "dcp", no_dist=True)
+        metadata = (place / "dcp" / ".metadata").read_bytes()
+        expect(FileExistsError, lambda: ctx.save(place / "dcp"))
+        assert (place / "dcp" / ".metadata").read_bytes() == metadata
         expect(ValueError, lambda: ctx.register("model", parts.model))
         expect(TypeError, lambda: ctx.register("number", 5))
         expect(ValueError, lambda: ctx.register("a/b", parts.model))
@@ -366,6 +545,8 @@ def test_what_is_used_wrongly_says_what_to_do(ranks_of, tmp_path):
         "the session has no storage for checkpoints",
         f"{tmp_path} holds a checkpoint already, and overwriting it would leave none if this "
         "process died",
+        f"{tmp_path / 'dcp'} holds .metadata of a checkpoint that this version of chorusline has "
+        "not completed, such as one of torch.distributed.checkpoint, and a save would overwrite it",
         "'model' is registered already, a DistributedDataParallel",
         "register('number', ...) takes an object with state_dict and load_state_dict, got int",
         "a name must be a non-empty string without a slash, such as 'model'",
@@ -380,6 +561,7 @@ def test_what_is_used_wrongly_says_what_to_do(ranks_of, tmp_path):
         ({"storage_path": "x", "every_n_steps": 1.5}, ValueError, "of at least 1, got 1.5"),
         ({"storage_path": "x", "resume": None}, TypeError, '"auto", "never" or the path of a'),
         ({"storage_path": "x", "timeout_s": 0}, ValueError, "positive number of seconds, got 0"),
+        ({"storage_path": "x", "weights_only": 1}, TypeError, "must be True or False, got 1"),
     ],
 )
 def test_a_wrong_config_is_refused_where_it_is_written(options, kind, text):
@@ -401,6 +583,7 @@ def test_a_session_wants_a_checkpoint_config():
         cl.CheckpointNotFound("p", "d"),
         cl.CheckpointCorrupted("p", "d"),
         cl.CheckpointMismatch("p", "d"),
+        cl.CheckpointUntrusted("p", "d"),
     ],
     ids=lambda error: type(error).__name__,
 )
