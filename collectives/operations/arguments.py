@@ -200,7 +200,7 @@ def share_memory(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
 
 
 def checked_op(
-    name: str, op: ReduceOp, factor: complex | None, dtype: torch.dtype, backend: str
+    name: str, op: object, factor: complex | None, dtype: torch.dtype, backend: str
 ) -> ReduceOp:
     """The reduction of the real numbers that travel; PREMUL_SUM becomes SUM of scaled tensors."""
     if not isinstance(op, int):
