@@ -147,7 +147,7 @@ def convert(group: cl.Group) -> str:
         model = cl.DistributedDataParallel(make_model(), own)
         optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.01)
         (batch,) = batches_of(own.rank, 1, torch.float32)
-        model.float()
+        model.module.float()
         with pytest.raises(RuntimeError) as raised:
             model(batch).square().mean().backward()
             optimizer.step()
