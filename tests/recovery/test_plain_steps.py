@@ -350,10 +350,10 @@ def refused(ctx: cl.Context, what: str) -> None:
         (
             "an optimizer that is not registered",
             "no registered optimizer has parameter weight of the DistributedDataParallel over "
-            "Linear; register the one that steps it",
+            "Linear; register the optimizer that steps it",
         ),
         ("steps of a rank alone", "optimizer 'optim' has stepped .* that were not reduced"),
-        ("a closure that is called often", "'optim' was left inside step.*as LBFGS does"),
+        ("a closure that is called often", "'optim' was interrupted inside step.*as LBFGS does"),
     ],
 )
 async def test_what_cannot_go_on_says_why(session: cl.Session, what: str, why: str) -> None:
