@@ -33,6 +33,7 @@ from ..process.running import Survival
 from ..process.step_boundary import boundary
 from .conductor import Conductor
 from .ledger import JoinLedger
+from .listed import check_step_along, not_a_list, not_joinable
 
 
 class JoinHook:
@@ -147,42 +148,6 @@ class GroupJoinable(Joinable):
         boundary().step_agreed(agreement, self.group, ends_step=ends_step)
 
 
-_OF_TORCH = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
-
-
-def _check_joinables(joinables: object) -> None:
-    """Raises TypeError for objects that Join cannot shadow, with the place where they belong."""
-    if isinstance(joinables, Joinable):
-        raise TypeError(
-            f"Join takes a list of joinables; write Join([{type(joinables).__name__.lower()}])"
-        )
-    if not isinstance(joinables, Sequence):
-        raise TypeError(f"Join takes a list of joinables, got {type(joinables).__name__}")
-    if len(joinables) == 0:
-        raise ValueError("The join context manager requires at least one joinable")
-    for number, joinable in enumerate(joinables):
-        if isinstance(joinable, Joinable):
-            continue
-        if type(joinable).__name__ in _OF_TORCH:
-            mend = "is torch's. Make it by the class of that name in chorusline"
-        elif isinstance(joinable, torch.optim.Optimizer):
-            mend = (
-                "is stepped by each rank alone. Write Join([model], step_along=[optimizer]) for an "
-                "optimizer of a DistributedDataParallel's parameters, or make it a "
-                "ZeroRedundancyOptimizer"
-            )
-        elif isinstance(joinable, torch.nn.Module):
-            mend = "is not wrapped. Write Join([DistributedDataParallel(module)])"
-        elif hasattr(joinable, "step"):
-            mend = "has no collectives. Objects with a step() belong in step_along=[...]"
-        else:
-            mend = "is not one: derive its class from chorusline.Joinable"
-        raise TypeError(
-            f"Join takes joinables, and number {number} of its list, a "
-            f"{type(joinable).__name__}, {mend}"
-        )
-
-
 def change_ranks(former_ranks: Sequence[int]) -> None:
     """Renumber the ranks of every Join that this process is in. former_ranks: by new rank, its
     former rank; -1 for a newcomer."""
@@ -257,12 +222,14 @@ class Join:
         skew_warning: float | None = 0.5,
         **kwargs: Any,
     ) -> None:
-        _check_joinables(joinables)
-        if not isinstance(step_along, Sequence) or not all(hasattr(s, "step") for s in step_along):
-            raise TypeError(
-                "step_along takes a list of objects with a step(), as in "
-                f"Join([model], step_along=[optimizer, schedule]); got {step_along!r}"
-            )
+        if isinstance(joinables, Joinable) or not isinstance(joinables, Sequence):
+            raise TypeError(not_a_list(joinables))
+        if len(joinables) == 0:
+            raise ValueError("The join context manager requires at least one joinable")
+        for number, joinable in enumerate(joinables):
+            if not isinstance(joinable, Joinable):
+                raise TypeError(not_joinable(number, joinable))
+        check_step_along(step_along)
         for joinable in joinables:
             joinable._check_joined_with(joinables)
         self._joinables = list(joinables)

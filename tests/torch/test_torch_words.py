@@ -141,7 +141,7 @@ TYPED = {
         lambda h: cl.Join([h.model], step_along=h.plain),
         "step_along=[optimizer, schedule]",
     ),
-    "no list": (lambda h: cl.Join(h.model), "takes a list of joinables"),
+    "no list": (lambda h: cl.Join(h.model), "as in Join([model])"),
 }
 """By name, a call on `Here` and a part of the error, which says what to write."""
 
