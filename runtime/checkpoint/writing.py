@@ -16,7 +16,7 @@ from collectives.stores.store import PrefixStore
 from .config import CheckpointConfig
 from .format import catalog
 from .format.errors import CheckpointError, CheckpointWriteFailed
-from .format.manifest import Manifest, Part, merged, name_of, within, write_manifest
+from .format.manifest import METADATA, Manifest, Part, merged, name_of, within, write_manifest
 from .format.pieces import Path
 from .format.plain_values import beyond_plain
 from .format.storage import Storage
@@ -187,6 +187,7 @@ class Writing:
             else:
                 for rank in range(self.group.size):
                     self.storage.delete(f"rank-{rank}.distcp")
+                self.storage.delete(METADATA)  # Ours: `save` has refused a place that had one.
 
     def _await(self, store: PrefixStore, key: str, ranks: tuple[int, ...]) -> bytes:
         """The value that `ranks` put in the store. Gives up after timeout_s, or with the group."""
