@@ -13,22 +13,18 @@ the group's deadline for collectives is also that for the calls, and the config'
 from __future__ import annotations
 
 import contextlib
-import pickle
 import secrets
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Self
 
-from collectives import ChoruslineError, CollectiveError, Group, PeerLost, StoreTimeout
+from collectives import CollectiveError, Group
 from collectives.contract.call_site import is_users_file, short_site, users_frame
 from collectives.objects.blocking import broadcast_object
-from collectives.stores.store import PrefixStore
 
 from ..join.join import active_join
 from ..process.between_runs import between_runs
@@ -45,36 +41,16 @@ from .contents import (
     state_of,
 )
 from .format import catalog
-from .format.errors import (
-    CheckpointError,
-    CheckpointWriteFailed,
-)
-from .format.manifest import (
-    MANIFEST,
-    METADATA,
-    Manifest,
-    Part,
-    merged,
-    name_of,
-    within,
-    write_manifest,
-)
+from .format.manifest import MANIFEST, METADATA
 from .format.pieces import Contents, Path
-from .format.plain_values import beyond_plain
 from .format.reader import CheckpointReader
 from .format.shard_file import write_part
 from .format.storage import Storage, open_storage
 from .opening import choose, probe, warn_of_unlisted
 from .restore import restore
-from .saving import Saving, SavingTimes
+from .saving import Saving
 from .sharded_state import SavedOptimizer
-
-_LOOK_S = 0.5
-"""Seconds between two checks for the end of the group while a thread waits for the store."""
-
-_LAST_WORD_S = 2.0
-"""Seconds for a checkpoint in flight to become whole after the loss of another rank. This is less
-than the grace period of a run, after which a worker that has not stopped is replaced."""
+from .writing import LAST_WORD_S, Writing
 
 
 class Checkpoints:
@@ -98,7 +74,7 @@ class Checkpoints:
         self._count = 0
         self._in_flight: Saving | None = None
         self._last_step = -1  # the step of the last automatic save
-        self._looked_at: set[Path] = set()  # objects that `_warn_of_pickles` knows
+        self._looked_at: set[Path] = set()  # by writing.py: objects that checkpoints had
 
     # -- The beginning -------------------------------------------------------------------------
 
@@ -237,11 +213,12 @@ class Checkpoints:
         waited_s: float = 0.0,
         **fields: Any,
     ) -> Saving:
-        """Copy `contents`, and start the thread that writes it. fields: of `_Job`."""
+        """Copy `contents`, and start the thread that writes it. fields: of `Writing`."""
         rank = self._group.rank
         ranges = self._host.take(contents.ranges)  # (2)
         known = between_runs().of_group(self._group)
-        job = _Job(
+        writing = Writing(
+            config=self.config,
             group=self._group,
             saving=Saving(storage.path_of(folder), step),
             storage=storage,
@@ -254,16 +231,16 @@ class Checkpoints:
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
+            corrupted=self._corrupted,
+            looked_at=self._looked_at,
             **fields,
         )
         self._count += 1
         known.num_saves += 1
-        self._in_flight = job.saving
+        self._in_flight = writing.saving
         # A daemon thread, so that a process that has to exit does not wait for a disk.
-        threading.Thread(
-            target=self._carry_out, args=(job,), name=f"checkpoint-{step}", daemon=True
-        ).start()
-        return job.saving
+        threading.Thread(target=writing.carry_out, name=f"checkpoint-{step}", daemon=True).start()
+        return writing.saving
 
     def _collect(self, live: list[int]) -> Contents:
         rank = self._group.rank
@@ -288,184 +265,6 @@ class Checkpoints:
                 return
             last.wait()
 
-    # -- In the thread -------------------------------------------------------------------------
-
-    def _carry_out(self, job: _Job) -> None:
-        """Phases (3) to (8); ends the Saving in any case."""
-        began_at = time.monotonic()
-        rank = job.group.rank
-        part: Part | None = None
-        trouble: str | None = None
-        try:
-            store = PrefixStore(f"checkpoint/{job.key_prefix}", job.group._store)
-            store.set(f"called/{rank}", job.site)
-            try:
-                self._warn_of_pickles(job)
-                part = job.write()  # (3)
-            except Exception as error:
-                trouble = _in_words(error, job)
-            wrote_s = time.monotonic() - began_at
-            store.set(f"part/{rank}", pickle.dumps((part, trouble, job.progress)))  # (4)
-            if rank == 0:
-                failure = self._conclude(job, store)
-                store.set("outcome", pickle.dumps(failure))  # (8)
-            else:
-                failure = pickle.loads(self._await(job, store, "outcome", (0,)))
-            if failure is not None:
-                raise failure
-            num_bytes = sum(part.files.values()) if part else 0
-            total_s = time.monotonic() - began_at + job.paused_s
-            job.saving.end(SavingTimes(job.waited_s, job.paused_s, wrote_s, total_s, num_bytes))
-        except CheckpointError as error:
-            job.saving.end(error)
-        except BaseException as error:
-            detail = trouble or f"{type(error).__name__}: {error}"
-            job.saving.end(CheckpointWriteFailed(job.saving.path, detail, (rank,)))
-
-    def _warn_of_pickles(self, job: _Job) -> None:
-        """Say of each object, when it is first saved, if it would not load by default."""
-        if self.config is not None and not self.config.weights_only:
-            return
-        for path, data in job.leaves.items():
-            if path in self._looked_at:
-                continue
-            self._looked_at.add(path)
-            names = beyond_plain(data)
-            if names:
-                warnings.warn(
-                    f"{name_of(path)} is made of {', '.join(names)}: a checkpoint with it loads "
-                    "only with CheckpointConfig(weights_only=False), or when these names are "
-                    "allowed with torch.serialization.add_safe_globals. Registered states of "
-                    "tensors and plain values load as they are",
-                    stacklevel=2,
-                )
-
-    def _conclude(self, job: _Job, store: PrefixStore) -> CheckpointError | None:
-        """Phases (5) to (7), on rank 0. Returns the error, or None if the checkpoint is whole."""
-        size = job.group.size
-        try:
-            records = [
-                pickle.loads(self._await(job, store, f"part/{rank}", (rank,)))
-                for rank in range(size)
-            ]
-            failed = [rank for rank, (_, trouble, _) in enumerate(records) if trouble]
-            if failed:
-                raise CheckpointWriteFailed(job.saving.path, records[failed[0]][1], tuple(failed))
-            parts = [part for part, _, _ in records]
-            self._check(job, parts)
-            manifest = Manifest(
-                step=job.saving.step,
-                world_size=job.world_size,
-                time=time.time(),
-                kinds=job.kinds,
-                files={file: length for part in parts for file, length in part.files.items()},
-                entries=merged(parts),
-                progress=job.progress_by_rank or [progress for _, _, progress in records],
-            )
-            write_manifest(job.storage, job.folder, manifest)  # (6)
-        except CheckpointError as error:
-            self._clear(job)
-            return error
-        except Exception as error:
-            self._clear(job)
-            return CheckpointWriteFailed(job.saving.path, _in_words(error, job), (0,))
-        self._delete_records(store, size)
-        if job.folder and self.config is not None:
-            try:
-                catalog.prune(  # (7)
-                    job.storage, self.config.num_to_keep, job.folder, self._corrupted
-                )
-            except OSError as error:  # The next prune tries again.
-                warnings.warn(
-                    f"old checkpoints in {job.storage.path} could not be deleted: {error}",
-                    stacklevel=2,
-                )
-        return None
-
-    def _check(self, job: _Job, parts: Sequence[Part]) -> None:
-        """Check that all files are there: another run may have swept the storage meanwhile."""
-        steps = [part.step for part in parts]
-        if len(set(steps)) > 1:
-            raise ValueError(
-                f"the ranks are at different steps (by rank: {steps}); all ranks must save after "
-                "the same step"
-            )
-        for part in parts:
-            for file, size in part.files.items():
-                found = job.storage.size(within(job.folder, file))
-                if found != size:
-                    raise OSError(f"{file} has {found} bytes of the {size} that were written")
-
-    def _delete_records(self, store: PrefixStore, size: int) -> None:
-        """Delete the parts from the store: they take megabytes, and no rank reads them again."""
-        for rank in range(size):
-            store.delete_key(f"part/{rank}")
-            if rank != 0:  # That rank 0 has called is what the others look for.
-                store.delete_key(f"called/{rank}")
-
-    def _clear(self, job: _Job) -> None:
-        """Delete the files of a failed checkpoint, since the disk may be full. A folder that the
-        user has named may hold other files, which stay."""
-        with contextlib.suppress(OSError):  # `sweep` deletes the rest later.
-            if job.folder:
-                catalog.remove(job.storage, job.folder)
-            else:
-                for rank in range(job.group.size):
-                    job.storage.delete(f"rank-{rank}.distcp")
-
-    def _await(self, job: _Job, store: PrefixStore, key: str, ranks: tuple[int, ...]) -> bytes:
-        """The value that `ranks` put in the store. Gives up after timeout_s, or with the group."""
-        timeout_s = self.config.timeout_s if self.config else 1800.0
-        give_up_at = time.monotonic() + timeout_s
-        patience_ends_at: float | None = None
-        while True:
-            try:
-                store.wait([key], _LOOK_S)
-                return store.get(key)
-            except StoreTimeout:
-                pass
-            except ChoruslineError as error:
-                raise CheckpointWriteFailed(job.saving.path, str(error), ranks) from error
-            now = time.monotonic()
-            if now > min(job.call_by, give_up_at):
-                self._check_called(job, store)
-            failure = job.group.failure()
-            if failure is not None:
-                # Ranks that are alive may still write; a lost rank among `ranks` never will.
-                patience_ends_at = patience_ends_at or now + _LAST_WORD_S
-                is_silent_for_good = isinstance(failure, PeerLost) and set(ranks) & set(
-                    failure.ranks
-                )
-                if is_silent_for_good or now > patience_ends_at:
-                    raise CheckpointWriteFailed(
-                        job.saving.path, f"the group has ended ({failure})", ranks
-                    )
-            if now > give_up_at:
-                raise CheckpointWriteFailed(
-                    job.saving.path, f"it was not written within {timeout_s:g} s", ranks
-                )
-
-    def _check_called(self, job: _Job, store: PrefixStore) -> None:
-        """Raise CheckpointWriteFailed if ranks did not call: rank 0 looks for all of them, and the
-        others for rank 0, which tells them of all others."""
-        group = job.group
-        keys = {r: f"called/{r}" for r in (range(group.size) if group.rank == 0 else (0,))}
-        if store.check(list(keys.values())):
-            return
-        absent = tuple(r for r, key in keys.items() if not store.check([key]))
-        if not absent:
-            return  # The last of them called meanwhile.
-        here = f", which rank {group.rank} called at {job.site}" if job.site else ""
-        timeout_s = self.config.timeout_s if self.config else group.timeout_s
-        raise CheckpointWriteFailed(
-            job.saving.path,
-            f"it did not call ctx.save() within {min(group.timeout_s, timeout_s):g} s{here}"
-            if len(absent) == 1
-            else f"they did not call ctx.save() within {min(group.timeout_s, timeout_s):g} s{here}",
-            absent,
-            "call ctx.save() on all ranks, after the same step",
-        )
-
     # -- The end -------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -487,7 +286,7 @@ class Checkpoints:
         last, self._in_flight = self._in_flight, None
         if last is not None and isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
-                last.wait(_LAST_WORD_S)
+                last.wait(LAST_WORD_S)
 
 
 def _check_free(storage: Storage) -> None:
@@ -510,47 +309,3 @@ def _calling_line() -> str:
     frame = users_frame(sys._getframe(1))
     known = is_users_file[frame.f_code.co_filename]
     return short_site(frame.f_code, frame.f_lasti) if known else ""
-
-
-def _in_words(error: Exception, job: _Job) -> str:
-    """What has kept a rank from writing."""
-    if isinstance(error, FileNotFoundError) and job.folder:
-        # A run deletes only what no run can be writing, if it is the only one in its place.
-        return (
-            f"its files were deleted while it was being written ({error}). A run that begins in "
-            f"{job.storage.path} deletes what unfinished runs have left there, so two runs at a "
-            "time disturb each other: give each run a storage_path of its own"
-        )
-    return f"{type(error).__name__}: {error}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """One checkpoint, for the thread that writes it.
-
-    group: the run may be in another generation when the job ends.
-    key_prefix: of the keys in the group's store that belong to this checkpoint.
-    leaves: the objects of this rank's part, as bytes.
-    site: the user's line that called, `train.py:41`, or empty.
-    call_by: the time.monotonic() at which all ranks must have called.
-    write: writes this rank's part.
-    progress: this rank's position in its data.
-    progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
-    The other fields are those of Manifest and SavingTimes.
-    """
-
-    group: Group
-    saving: Saving
-    storage: Storage
-    folder: str
-    key_prefix: str
-    leaves: dict[Path, bytes]
-    site: str
-    call_by: float
-    write: Callable[[], Part]
-    kinds: dict[str, str]
-    world_size: int
-    progress: Any = None
-    progress_by_rank: list[Any] | None = None
-    waited_s: float = 0.0
-    paused_s: float = 0.0

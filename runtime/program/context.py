@@ -213,7 +213,7 @@ class Context:
 
         Raises TypeError for an object without a state, ValueError for a name that is taken,
         CheckpointMismatch, naming the first parameters that differ, if the checkpoint is of
-        another model.
+        another model, CheckpointUntrusted if the saved state is more than tensors and plain values.
         """
         self._call.register(name, stateful, per_rank=per_rank, required=required)
         return stateful
@@ -247,9 +247,10 @@ class Context:
         path: a folder or a URL for this one checkpoint; None: the session's CheckpointConfig names
             it, and decides how many checkpoints stay.
 
-        Raises CheckpointWriteFailed for the save before; RuntimeError without a path, with nothing
-        registered, and inside Join after a rank has joined, since that rank does not call it
-        (`every_n_steps` saves on all ranks there).
+        Raises CheckpointWriteFailed for the save before; FileExistsError for a path that holds a
+        checkpoint, of whatever program; RuntimeError without a path, with nothing registered, and
+        inside Join after a rank has joined, since that rank does not call it (`every_n_steps` saves
+        on all ranks there).
         """
         return self._call.save(path)
 

@@ -7,7 +7,7 @@ and makes no object:
     (a) The ranks exchange which ranges they hold, and their positions in the data.
     (b) Each range of a sharded state is written by one of the ranks that hold it.
     (c) The leader writes the state that is equal on all ranks; each rank its per-rank state.
-    (d) The manifest comes last, as in any checkpoint (checkpoint/checkpoints.py).
+    (d) The manifest comes last, as in any checkpoint (checkpoint/writing.py).
 
 A `SavedOptimizer` maps ranges to names of parameters, which a checkpoint uses.
 """

@@ -3,18 +3,11 @@ the one that loads."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import pickle
-import re
 import resource
-import shutil
 import signal
 import threading
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,122 +17,37 @@ import torch.distributed.checkpoint as dcp
 
 import chorusline as cl
 from runtime.checkpoint.checkpoints import Checkpoints
-from runtime.checkpoint.contents import STATE, whole_of
 from runtime.checkpoint.format.catalog import newest_whole
-from runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
 from runtime.checkpoint.format.reader import CheckpointReader
 from runtime.checkpoint.format.shard_file import write_part
 from runtime.checkpoint.format.storage import open_storage
-from runtime.commands.command_line import main
 from runtime.process.registry import Registry
 from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, run_ranks
+from tests.references.checkpoint_places import (
+    DAMAGES,
+    flip,
+    folder_of,
+    resume_and_listen,
+    steps_in,
+    write_two,
+)
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train
-
-
-def _steps(place: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in place.iterdir())
-
-
-def _folder_of(place: Path, step: int) -> Path:
-    (folder,) = place.glob(f"step-{step:08d}-*")
-    return folder
-
-
-def _write_two(ranks_of, place: Path) -> None:
-    ranks_of(2).run(run_train, cl.CheckpointConfig(place), {"until": 2, "save_at": 2})
-    ranks_of(2).run(run_train, cl.CheckpointConfig(place), {"until": 4, "save_at": 4})
-
-
-def _rewrite(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a manifest, and make its checksum that of the new text."""
-    plain = json.loads(manifest.read_bytes())["manifest"]
-    change(plain)
-    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-    manifest.write_text(json.dumps({"format": 1, "sha256": digest, "manifest": plain}))
-
-
-FORGERIES = {
-    "'../secret' is outside of its folder": lambda m: m["entries"][0]["items"][0].update(
-        file="../secret"
-    ),
-    "'/etc/hosts' is outside of its folder": lambda m: m["files"].update({"/etc/hosts": 1}),
-    "lies before the beginning": lambda m: m["entries"][0]["items"][0].update(at=-1),
-    "no_such_dtype": lambda m: m["entries"][0].update(dtype="no_such_dtype"),
-    "missing 1 required positional argument: 'kinds'": lambda m: m.pop("kinds"),
-}
-
-
-@pytest.mark.parametrize("text", FORGERIES)
-def test_a_manifest_that_no_save_has_written_is_refused(tmp_path, text):
-    storage = open_storage(tmp_path)
-    part = write_part(storage, "", 0, 1, [whole_of(("weight",), torch.ones(3))], {})
-    write_manifest(
-        storage, "", Manifest(1, 1, 0.0, {"weight": STATE}, part.files, merged([part]), [])
-    )
-    CheckpointReader(storage, "").verify()
-    _rewrite(tmp_path / "chorusline.json", FORGERIES[text])
-    with pytest.raises(cl.CheckpointCorrupted, match=re.escape(text)) as raised:
-        CheckpointReader(storage, "")
-    assert f"{tmp_path}/chorusline.json is torn or corrupted: it is not a manifest (" in str(
-        raised.value
-    )
-
-
-def _resume_and_listen(group: cl.Group, config: cl.CheckpointConfig) -> tuple[int, list[str]]:
-    """The step that a run goes on from, and what this rank was warned of; or the error's text."""
-
-    def look(ctx: cl.Context) -> int:
-        return Parts(ctx).ctx.step
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            return in_run(group, look, config), [str(warning.message) for warning in caught]
-        except cl.CheckpointError as error:
-            return -1, [f"{type(error).__name__}: {error}"]
-
-
-def _flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
-DAMAGES = {
-    "a bit of rank 1's data": lambda f: _flip(f / "rank-1.distcp", 5000),
-    "the end of rank 0's data": lambda f: os.truncate(f / "rank-0.distcp", 3000),
-    "rank 1's data is gone": lambda f: (f / "rank-1.distcp").unlink(),
-    "a bit of the manifest": lambda f: _flip(f / "chorusline.json", 200),
-    "the end of the manifest": lambda f: os.truncate(f / "chorusline.json", 1000),
-    "a bit of torch's metadata": lambda f: _flip(f / ".metadata", 100),
-}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_is_used(
     ranks_of, tmp_path, damage
 ):
-    _write_two(ranks_of, tmp_path)
-    DAMAGES[damage](_folder_of(tmp_path, 4))
+    write_two(ranks_of, tmp_path)
+    DAMAGES[damage](folder_of(tmp_path, 4))
     (step, words), (other_step, _) = ranks_of(2).run(
-        _resume_and_listen, cl.CheckpointConfig(tmp_path)
+        resume_and_listen, cl.CheckpointConfig(tmp_path)
     )
     assert (step, other_step) == (2, 2)
     (word,) = words
-    assert f"{_folder_of(tmp_path, 4)}/" in word
+    assert f"{folder_of(tmp_path, 4)}/" in word
     assert "is torn or corrupted" in word
-    assert f"The checkpoint before it is used: {_folder_of(tmp_path, 2)}, of step 2" in word
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(ranks_of, tmp_path, damage):
-    _write_two(ranks_of, tmp_path)
-    DAMAGES[damage](_folder_of(tmp_path, 4))
-    config = cl.CheckpointConfig(tmp_path, num_to_keep=2)
-    ranks_of(2).run(run_train, config, {"until": 5, "save_at": 5})
-    assert {2, 5} <= set(_steps(tmp_path))  # The two that are whole.
-    ranks_of(2).run(run_train, config, {"until": 6, "save_at": 6})
-    assert _steps(tmp_path)[-2:] == [5, 6] and 2 not in _steps(tmp_path)
+    assert f"The checkpoint before it is used: {folder_of(tmp_path, 2)}, of step 2" in word
 
 
 def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
@@ -172,106 +80,30 @@ def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
     return [reader.tensor(reader.below("model", "weight")[0]).mean().item() for reader in readers]
 
 
-def _save_while_another_run_begins(group: cl.Group, place: Path) -> str:
-    has_written, gate = threading.Event(), threading.Event()
-
-    def write_and_wait(*args: Any) -> Any:
-        part = write_part(*args)
-        has_written.set()
-        gate.wait(20)
-        return part
-
-    registry = Registry()
-    registry.add("model", torch.nn.Linear(3, 3))
-    config = cl.CheckpointConfig(place)
-    with pytest.MonkeyPatch.context() as patch, Checkpoints(group, registry, config) as checkpoints:
-        patch.setattr("runtime.checkpoint.checkpoints.write_part", write_and_wait)
-        saving = checkpoints.save(None, 1, [0])
-        assert has_written.wait(20)
-        with Checkpoints(group, Registry(), config):
-            gate.set()
-        with pytest.raises(cl.CheckpointWriteFailed) as raised:
-            saving.wait(20)
-    return str(raised.value)
-
-
-def test_two_runs_in_one_place_are_told_what_they_do_to_each_other(ranks_of, tmp_path):
-    (word,) = ranks_of(1).run(_save_while_another_run_begins, tmp_path)
-    assert "its files were deleted while it was being written" in word
-    assert f"A run that begins in {tmp_path} deletes what unfinished runs have left there" in word
-    assert "give each run a storage_path of its own" in word
-
-
 def test_a_save_under_way_keeps_its_step_when_the_next_generation_saves(ranks_of, tmp_path):
     assert ranks_of(1).run(_save_across_generations, tmp_path) == [[1.0, 2.0]]
 
 
 def test_if_all_are_damaged_the_run_does_not_start_afresh_in_silence(ranks_of, tmp_path):
-    _write_two(ranks_of, tmp_path)
+    write_two(ranks_of, tmp_path)
     for step in (2, 4):
-        _flip(_folder_of(tmp_path, step) / "rank-0.distcp", 700)
-    for step, (word,) in ranks_of(2).run(_resume_and_listen, cl.CheckpointConfig(tmp_path)):
+        flip(folder_of(tmp_path, step) / "rank-0.distcp", 700)
+    for step, (word,) in ranks_of(2).run(resume_and_listen, cl.CheckpointConfig(tmp_path)):
         assert step == -1
         assert word.startswith("CheckpointCorrupted: ")
-        assert f"{_folder_of(tmp_path, 4)}/rank-0.distcp is torn or corrupted: bytes " in word
-
-
-def test_one_without_a_manifest_does_not_exist_and_is_swept(ranks_of, tmp_path):
-    _write_two(ranks_of, tmp_path)
-    for last_written in ("chorusline.json", ".metadata"):  # So it is after a kill in a save.
-        (_folder_of(tmp_path, 4) / last_written).unlink()
-    told = ranks_of(2).run(_resume_and_listen, cl.CheckpointConfig(tmp_path))
-    assert told == [(2, []), (2, [])]
-    assert _steps(tmp_path) == [2]
-
-
-def test_one_that_lacks_only_its_manifest_is_named_and_stays(ranks_of, tmp_path):
-    _write_two(ranks_of, tmp_path)
-    lacking, before = _folder_of(tmp_path, 4), _folder_of(tmp_path, 2)
-    manifest = (lacking / "chorusline.json").read_bytes()
-    (lacking / "chorusline.json").unlink()
-    config = cl.CheckpointConfig(tmp_path, num_to_keep=1)
-    (step, (word,)), (other_step, silence) = ranks_of(2).run(_resume_and_listen, config)
-    assert (step, other_step, silence) == (2, 2, [])
-    assert word.startswith(f"{lacking} is not used, because chorusline.json is missing in it; ")
-    assert f"So the run goes on from {before}, of step 2. The folder stays: put the file" in word
-
-    ranks_of(2).run(run_train, config, {"until": 3, "save_at": 3})
-    assert _steps(tmp_path) == [3, 4]  # The save deletes an old checkpoint, and not this folder.
-    shutil.rmtree(_folder_of(tmp_path, 3))
-    (step, (word,)), _ = ranks_of(2).run(_resume_and_listen, config)
-    assert step == 0
-    assert f"{lacking} is not used" in word and "So the run starts afresh." in word
-
-    (lacking / "chorusline.json").write_bytes(manifest)
-    assert ranks_of(2).run(_resume_and_listen, config) == [(4, []), (4, [])]
-
-
-def test_the_list_and_a_chosen_path_say_that_only_the_manifest_is_missing(
-    ranks_of, tmp_path, capsys
-):
-    ranks_of(1).run(run_train, cl.CheckpointConfig(tmp_path), {"until": 1, "save_at": 1})
-    folder = _folder_of(tmp_path, 1)
-    (folder / "chorusline.json").unlink()
-    assert main(["checkpoint", "list", str(tmp_path)]) == 0
-    assert f"{folder} is not used, because chorusline.json is" in capsys.readouterr().out
-    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "plain.pt")]) == 1
-    assert f"{folder} is not used, because chorusline.json is" in capsys.readouterr().err
-    config = cl.CheckpointConfig(tmp_path / "other", resume=folder)
-    ((_, (word,)),) = ranks_of(1).run(_resume_and_listen, config)
-    assert "it has .metadata, as checkpoints of torch.distributed.checkpoint do" in word
+        assert f"{folder_of(tmp_path, 4)}/rank-0.distcp is torn or corrupted: bytes " in word
 
 
 def test_resume_takes_a_path_or_starts_afresh(ranks_of, tmp_path):
-    _write_two(ranks_of, tmp_path)
+    write_two(ranks_of, tmp_path)
 
     def resume(path: str | Path) -> tuple[int, list[str]]:
         config = cl.CheckpointConfig(tmp_path, resume=path)
-        return ranks_of(2).run(_resume_and_listen, config)[0]
+        return ranks_of(2).run(resume_and_listen, config)[0]
 
     assert resume("auto") == (4, [])
     assert resume("never") == (0, [])
-    assert resume(_folder_of(tmp_path, 2)) == (2, [])
+    assert resume(folder_of(tmp_path, 2)) == (2, [])
     step, (word,) = resume(tmp_path / "nothing")
     assert step == -1
     assert word == (
@@ -300,7 +132,7 @@ def _train_otherwise(group: cl.Group, config: cl.CheckpointConfig, case: str) ->
 def test_a_checkpoint_of_another_model_is_refused_before_the_first_step(ranks_of, tmp_path):
     config = cl.CheckpointConfig(tmp_path)
     ranks_of(2).run(run_train, config, {"until": 1, "save_at": 1})
-    path = _folder_of(tmp_path, 1)
+    path = folder_of(tmp_path, 1)
     said = {
         case: ranks_of(2).run(_train_otherwise, config, case)
         for case in ("width", "dtype", "name", "optimizer")
@@ -321,7 +153,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_first_step(ranks_of
 def test_a_place_that_cannot_be_written_to_is_an_error_before_training(ranks_of, tmp_path):
     (tmp_path / "file").write_text("")
     place = tmp_path / "file" / "below"
-    for step, (word,) in ranks_of(2).run(_resume_and_listen, cl.CheckpointConfig(place)):
+    for step, (word,) in ranks_of(2).run(resume_and_listen, cl.CheckpointConfig(place)):
         assert step == -1
         assert word.startswith(
             f"CheckpointPlaceUnusable: checkpoints cannot be kept in {place}: rank 0 on "
@@ -332,7 +164,7 @@ def test_a_place_that_cannot_be_written_to_is_an_error_before_training(ranks_of,
 
 def test_a_place_that_ranks_do_not_share_is_found_out_before_training(ranks_of):
     config = cl.CheckpointConfig("memory://not-shared")
-    for step, (word,) in ranks_of(2).run(_resume_and_listen, config):
+    for step, (word,) in ranks_of(2).run(resume_and_listen, config):
         assert step == -1
         assert "what ranks [1] on " in word and "the path names a different place for each" in word
 
@@ -372,8 +204,8 @@ def test_a_full_disk_is_a_typed_error_on_all_ranks_and_the_earlier_checkpoint_st
         assert step == 2
         assert "was not written, on rank 1: OSError: [Errno 27] File too large" in word
         assert "Checkpoints written before it are whole and stay; make room" in word
-        assert newest == str(_folder_of(tmp_path, 1))
-    assert _steps(tmp_path) == [1, 2]  # Of the one that failed nothing is left.
+        assert newest == str(folder_of(tmp_path, 1))
+    assert steps_in(tmp_path) == [1, 2]  # Of the one that failed nothing is left.
 
 
 def _write_until_killed(rank: Rank, place: str) -> str:
@@ -419,9 +251,9 @@ def test_if_a_rank_is_killed_while_it_writes_the_checkpoint_before_is_the_one_th
         (survivor,) = ranks.results(ranks=[0])
         assert "rank 1" in survivor or "[1]" in survivor
     assert newest_whole(open_storage(place)).manifest.step == 1
-    told = ranks_of(1).run(_resume_and_listen, cl.CheckpointConfig(place))
+    told = ranks_of(1).run(resume_and_listen, cl.CheckpointConfig(place))
     assert told == [(1, [])]
-    assert _steps(place) == [1]
+    assert steps_in(place) == [1]
 
 
 def _save_alone(group: cl.Group, config: cl.CheckpointConfig) -> str:

@@ -34,14 +34,14 @@ def _of_numpy() -> dict[str, Any]:
     return found
 
 
-_OF_NUMPY = _of_numpy()
+_OF_NUMPY = tuple((kind, name) for name, kind in _of_numpy().items())
+"""Each with its name: so it is another entry of torch's list than what the user has allowed, and
+does not take that along when `safe_globals` ends."""
 
 
 def load_plain(data: bytes) -> Any:
     """The object in `data`. Raises pickle.UnpicklingError if it is more than plain values."""
-    # With their names: what the user has allowed is another entry, and stays when the block ends.
-    allowed = [(kind, name) for name, kind in _OF_NUMPY.items()]
-    with torch.serialization.safe_globals(allowed):  # type: ignore[arg-type]
+    with torch.serialization.safe_globals(list(_OF_NUMPY)):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
@@ -51,4 +51,4 @@ def beyond_plain(data: bytes) -> list[str]:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
     except (pickle.UnpicklingError, ValueError):
         return []
-    return sorted(set(named) - set(_OF_NUMPY))
+    return sorted(set(named) - {name for _, name in _OF_NUMPY})
