@@ -78,6 +78,9 @@ from collectives import (  # noqa: E402
     set_debug_level_from_env,
     store_from_url,
 )
+from collectives.contract.torch_words import (  # noqa: E402
+    instead_of_function as _instead_of_function,
+)
 from runtime.averaging.model_averaging import (  # noqa: E402
     HierarchicalModelAverager,
     ModelAverager,
@@ -95,6 +98,7 @@ from runtime.checkpoint import (  # noqa: E402
     CheckpointMismatch,
     CheckpointNotFound,
     CheckpointPlaceUnusable,
+    CheckpointUntrusted,
     CheckpointWriteFailed,
     Saving,
     SavingTimes,
@@ -127,7 +131,9 @@ def __getattr__(name: str) -> object:
         from runtime.lightning.strategy import ChoruslineStrategy
 
         return ChoruslineStrategy
-    raise AttributeError(f"module 'chorusline' has no attribute {name!r}")
+    is_method = not name.startswith("_") and name in dir(Group)
+    instead = _instead_of_function(name, is_method)
+    raise AttributeError(f"module 'chorusline' has no attribute {name!r}{instead}")
 
 
 __version__ = "0.1.0"
@@ -210,6 +216,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointWriteFailed",
     "CheckpointPlaceUnusable",
+    "CheckpointUntrusted",
     "CheckpointNotFound",
     "CheckpointCorrupted",
     "CheckpointMismatch",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from collectives.contract.errors import CollectiveError, StoreLost, fresh_copy
 from collectives.stores.store import (
@@ -26,7 +26,7 @@ from collectives.stores.store import (
     timed_out,
 )
 
-from .calls import Actor, why_gone
+from .calls import GONE, Actor, why_gone
 
 STORE_CONCURRENCY = {"store": 10_000}
 """Concurrency group for `ray.remote`. Each suspended waiter takes a place, so there are many."""
@@ -221,7 +221,7 @@ class ActorStore(Store):
     def _result(operation: str, future: Any) -> Any:
         try:
             return future.result()
-        except (ActorDiedError, ActorUnavailableError) as error:
+        except GONE as error:
             raise StoreLost(
                 operation, f"the actor that holds the store is gone: {why_gone(error)}"
             ) from None

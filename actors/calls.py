@@ -12,7 +12,19 @@ from collections.abc import Awaitable, Hashable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+    WorkerCrashedError,
+)
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -26,15 +38,32 @@ def actor_class(kind: type, **options: Any) -> Any:
     return ray.remote(max_restarts=0, **options)(kind)
 
 
+GONE: tuple[type[RayError], ...] = (
+    RayActorError,  # It died, or its node does not answer.
+    OutOfMemoryError,  # Ray's memory monitor killed it. This is no RayActorError.
+    ActorUnschedulableError,  # It never started, and never will; so are the next two.
+    ActorPlacementGroupRemoved,
+    RuntimeEnvSetupError,
+    NodeDiedError,
+    LocalRayletDiedError,
+    WorkerCrashedError,
+    ObjectLostError,  # The method has returned, and its value was lost with the node.
+)
+"""Ray's errors of a call that mean that the actor is gone. Ray keeps one cause of an actor's death,
+and makes the error of every later call from it."""
+
+
 class ActorGone(Exception):
     """The actor's process has died, or its node does not answer, which counts as the same.
 
     detail: what Ray says of the reason, in one line if one line says it.
+    had_no_place: it never started, because no node may take it that it was meant for.
     """
 
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail)
+    def __init__(self, detail: str, had_no_place: bool = False) -> None:
+        super().__init__(detail, had_no_place)
         self.detail = detail
+        self.had_no_place = had_no_place
 
 
 class NoAnswer(Exception):
@@ -50,8 +79,9 @@ async def answer(call: Awaitable[Any], timeout_s: float | None = None) -> Any:
     try:
         async with asyncio.timeout(timeout_s):
             return await call
-    except (ActorDiedError, ActorUnavailableError) as error:
-        raise ActorGone(why_gone(error)) from None
+    except GONE as error:
+        had_no_place = isinstance(error, ActorUnschedulableError)
+        raise ActorGone(why_gone(error), had_no_place) from None
     except TimeoutError as error:
         if isinstance(error, RayTaskError) or timeout_s is None:
             raise
@@ -77,9 +107,18 @@ async def answers(
     return {key: task.result() for key, task in settled.items()}
 
 
-def why_gone(error: ActorDiedError | ActorUnavailableError) -> str:
-    """Ray's sentence about the death, without the address block and the list of common causes."""
+def why_gone(error: RayError) -> str:
+    """Ray's sentence about the death, without the address block and the list of common causes.
+    error: one of GONE."""
     text = str(error)
+    if isinstance(error, OutOfMemoryError):
+        # Its other lines are advice on tasks, and a list of processes.
+        first = text.strip().partition("\n")[0].rstrip(". ")
+        return (
+            f"Ray killed it because its node ran low on memory ({first}). Give the node more "
+            "memory, use fewer workers on it or smaller batches, or start Ray with a higher "
+            "RAY_memory_usage_threshold"
+        )
     for line in text.splitlines():
         if line.startswith("The actor is dead because"):
             return line.split(" Some common causes", 1)[0].rstrip(". ")

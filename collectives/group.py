@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.autograd import profiler
@@ -21,6 +21,7 @@ from .contract.communicator import Communicator
 from .contract.errors import GroupClosed
 from .contract.inference import outside_inference_mode
 from .contract.operation import Kind, Operation
+from .contract.torch_words import instead_of_method, says
 from .contract.work import Work
 from .diagnosis.debug import DebugLevel, get_debug_level
 from .diagnosis.flight_recorder import Activity, FlightRecorder
@@ -245,6 +246,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
         self._coalesced = Coalesced(operation, end)
         return self._coalesced
 
+    @says(timeout="write timeout_s=, in seconds", group="call it on that group")
     def monitored_barrier(
         self, timeout_s: float | None = None, wait_all_ranks: bool = False
     ) -> Work:
@@ -296,6 +298,12 @@ class Group(Operations, ObjectCollectives, Subgroups):
     def activity(self, since: float, until: float) -> Activity:
         """How busy this group was, between two times of time.monotonic()."""
         return self._recorder.activity(since, until)
+
+    if not TYPE_CHECKING:  # A type checker would take every attribute for known.
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(text + instead_of_method(name), name=name, obj=self)
 
     def __enter__(self) -> Self:
         return self

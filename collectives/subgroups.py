@@ -28,6 +28,7 @@ from .contract.errors import (
 )
 from .contract.inference import outside_inference_mode
 from .contract.operation import Operation
+from .contract.torch_words import says
 from .contract.work import Work
 from .diagnosis.blame import usual_and_blamed
 from .diagnosis.flight_recorder import FlightRecorder, FlightRecording
@@ -79,6 +80,15 @@ class Subgroups(ABC):
 
     # -- made ------------------------------------------------------------------------------------
 
+    @says(
+        timeout="a new group has the timeout_s of its group; pass timeout_s= to an operation",
+        backend="a new group has the backend of its group; Group.create(store, rank, size, "
+        "backend=...) makes a group of its own",
+        pg_options="there are none; leave it out",
+        use_local_synchronization="all ranks of this group call new_group(); leave it out",
+        group_desc="write name=",
+        device_id="a new group has the device of its group; leave it out",
+    )
     def new_group(self, ranks: Sequence[int], name: str | None = None) -> Self | None:
         """A group of `ranks` of this group, in that order; None on the other ranks.
 

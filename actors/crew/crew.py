@@ -53,7 +53,8 @@ class Crew:
     """The driver and the workers. `assemble` comes before each run, `dismiss` once, at the end.
 
     fewest: the smallest number of workers with which a run begins.
-    driver_options: Ray's actor options of the driver.
+    driver_options: Ray's actor options of the driver, which say where it is to run. If there is no
+        such node, or it takes no actors because it is drained, the driver runs anywhere.
     """
 
     def __init__(
@@ -159,6 +160,17 @@ class Crew:
         return self._is_assembled
 
     async def _start_driver(self, timeout_s: float) -> Actor:
+        try:
+            try:
+                return await self._try_to_start_driver(self._driver_options, timeout_s)
+            except ActorGone as gone:
+                if not gone.had_no_place:
+                    raise
+                return await self._try_to_start_driver({}, timeout_s)
+        except (ActorGone, NoAnswer) as error:
+            raise StartupError("the driver actor did not start", error.detail) from None
+
+    async def _try_to_start_driver(self, place: Mapping[str, Any], timeout_s: float) -> Actor:
         self._incarnation += 1
         # Other processes find the session by this name, which dies with the actor.
         driver = (
@@ -166,16 +178,16 @@ class Crew:
             .options(
                 name=f"{self.name}{INCARNATION}{self._incarnation}",
                 namespace=NAMESPACE,
-                **self._driver_options,
+                **place,
             )
             .remote(self._incarnation, self.name)
         )
         self._driver = driver
         try:
             await answer(driver.snapshot.remote(), timeout_s)
-        except (ActorGone, NoAnswer) as error:
+        except (ActorGone, NoAnswer):
             self._kill_driver()
-            raise StartupError("the driver actor did not start", error.detail) from None
+            raise
         return driver
 
     async def run(self, request: RunRequest, payload: bytes) -> RunSucceeded | RunFailed:

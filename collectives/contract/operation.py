@@ -133,7 +133,8 @@ class Operation:
     peer, tag: of a send or recv. A recv from any source has ANY_RANK until the source is known.
     finish: copies from staging memory to tensors that could not be used directly. The transport
         calls it between the arrival of the data and the end of the work; on CUDA, with the
-        communicator's stream current.
+        communicator's stream current. None after the end: the flight recorder keeps operations,
+        and must not keep the memory that they worked on.
     """
 
     kind: Kind
@@ -159,6 +160,7 @@ class Operation:
         """Record the end; the transport calls it once, with the error if there is one."""
         self.state = _DONE if failure is None else _FAILED
         self.ended_at = time.monotonic()
+        self.finish = None
         if self.span is not None:
             self.span.end()
             self.span = None

@@ -59,11 +59,18 @@ class Work(ABC):
         """The rank whose data a recv received; -1 before it is known, and of other operations."""
         return self.operation.peer if self.operation.receives else -1
 
-    def wait(self) -> Any:
+    def wait(self, timeout: None = None) -> Any:
         """Block until done and return the result. The operation's deadline counts from its issue.
+
+        timeout: refused, since a rank cannot give up alone; pass timeout_s to the operation.
 
         Raises CollectiveTimeout, CollectiveMismatch, PeerLost, GroupAborted or GroupClosed.
         """
+        if timeout is not None:
+            raise TypeError(
+                "wait() takes no timeout: the deadline of an operation counts from its issue, on "
+                "all ranks. Pass timeout_s=, in seconds, to the operation, or to the group"
+            )
         try:
             self._block()
         finally:

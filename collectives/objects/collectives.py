@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..contract.operation import Kind, Operation
+from ..contract.torch_words import object_operation
 from ..operations.operations import Operations
 from .blocking import all_gather_bytes, broadcast_bytes, gather_bytes, scatter_bytes
 from .channel import ObjectChannel, ObjectWork
@@ -61,6 +62,7 @@ class ObjectCollectives(ABC):
     @abstractmethod
     def _object_messages(self, operation: str) -> ObjectMessages: ...
 
+    @object_operation(object_list="write objects=", src="write root=", device="write map_location=")
     def broadcast_object_list(
         self,
         objects: list[Any],
@@ -101,6 +103,7 @@ class ObjectCollectives(ABC):
             map_location,
         )
 
+    @object_operation(object_list="it is the result of the Work", obj="write value=")
     def all_gather_object(
         self, value: Any, *, map_location: MapLocation = None, timeout_s: float | None = None
     ) -> ObjectWork:
@@ -118,6 +121,9 @@ class ObjectCollectives(ABC):
             Kind.ALL_GATHER_OBJECT, -1, -1, payload, timeout_s, body, _in_order, map_location
         )
 
+    @object_operation(
+        obj="write value=", object_gather_list="it is the result of the Work", dst="write root="
+    )
     def gather_object(
         self,
         value: Any,
@@ -145,6 +151,11 @@ class ObjectCollectives(ABC):
             Kind.GATHER_OBJECT, root, -1, payload, timeout_s, body, read, map_location
         )
 
+    @object_operation(
+        scatter_object_output_list="the object is the result of the Work",
+        scatter_object_input_list="write objects=",
+        src="write root=",
+    )
     def scatter_object_list(
         self,
         objects: Sequence[Any] | None = None,
@@ -184,6 +195,9 @@ class ObjectCollectives(ABC):
             map_location,
         )
 
+    @object_operation(
+        object_list="write objects=", device="the objects say where their tensors are; leave it out"
+    )
     def send_object_list(
         self, objects: Sequence[Any], dst: int, *, timeout_s: float | None = None
     ) -> ScriptedWork:
@@ -202,6 +216,7 @@ class ObjectCollectives(ABC):
         )
         return messages.send(operation, payload)
 
+    @object_operation(object_list="write objects=", device="write map_location=")
     def recv_object_list(
         self,
         objects: list[Any],

@@ -200,13 +200,17 @@ def share_memory(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
 
 
 def checked_op(
-    name: str, op: ReduceOp, factor: complex | None, dtype: torch.dtype, backend: str
+    name: str, given: object, factor: complex | None, dtype: torch.dtype, backend: str
 ) -> ReduceOp:
     """The reduction of the real numbers that travel; PREMUL_SUM becomes SUM of scaled tensors."""
+    if not isinstance(given, int):
+        of_torch = getattr(given, "name", None) if "torch" in type(given).__module__ else None
+        mend = f"; that is torch's, write chorusline.ReduceOp.{of_torch}" if of_torch else ""
+        raise TypeError(f"op must be a ReduceOp, got {given!r}{mend}")
     try:
-        op = ReduceOp(op)
+        op = ReduceOp(given)
     except ValueError:
-        raise TypeError(f"op must be a ReduceOp, got {op!r}") from None
+        raise TypeError(f"op must be a ReduceOp, got {given!r}") from None
     if (factor is not None) != (op is ReduceOp.PREMUL_SUM):
         raise ValueError(
             f"factor belongs to ReduceOp.PREMUL_SUM, which needs one; got op {op.name} and factor "

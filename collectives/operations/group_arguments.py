@@ -61,7 +61,8 @@ class GroupArguments(ABC):
     ) -> ReduceOp:
         """The reduction that travels, from a cache for pairs of op and dtype already checked."""
         known = (op, tensor.dtype)
-        if factor is None and known in self._wire_ops:
+        # torch's ReduceOp equals ours of the same number, which is another reduction.
+        if factor is None and op.__class__ is ReduceOp and known in self._wire_ops:
             return self._wire_ops[known]
         wire_op = checked_op(name, op, factor, tensor.dtype, self.backend)
         remedy = self._communicator.lacks(wire_op, travelling_dtype(tensor.dtype))

@@ -1,8 +1,9 @@
 """The tensor operations of a `Group`: their arguments, checked and documented.
 
-Names, argument orders and meanings are those of torch.distributed. Where torch has one function
-for a list of tensors and one for a single tensor (all_gather and all_gather_into_tensor), there is
-one method here, and the type of the argument chooses: a list or tuple has one tensor per rank; a
+Names and meanings are those of torch.distributed, with a few names of arguments of our own
+(contract/torch_words.py tells a caller). Where torch has one function for a list of tensors and one
+for a single tensor (all_gather and all_gather_into_tensor), there is one method here, and the type
+of the argument chooses: a list or tuple has one tensor per rank; a
 tensor holds the parts of all ranks in rank order, each as a contiguous range.
 
 A tensor may be anything that arguments.py accepts: a torch tensor of any strides, a numpy or CuPy
@@ -25,8 +26,8 @@ import torch
 
 from ..contract.arithmetic import reduce_into
 from ..contract.dtypes import DTYPE_INDEX
-from ..contract.inference import outside_inference_mode
 from ..contract.operation import UNEVEN, Kind, Operation, ReduceOp, root_and_op
+from ..contract.torch_words import tensor_operation
 from ..contract.work import Work
 from .arguments import (
     Finisher,
@@ -70,7 +71,7 @@ class Operations(GroupArguments):
 
     # -- one tensor, all ranks -------------------------------------------------------------------
 
-    @outside_inference_mode
+    @tensor_operation()
     def all_reduce(
         self,
         tensor: Array,
@@ -101,7 +102,7 @@ class Operations(GroupArguments):
             _scale(flat, tensor, factor)
         return self._issued(self._communicator.all_reduce(operation, flat, wire_op), tensor)
 
-    @outside_inference_mode
+    @tensor_operation(root="write dst=")
     def reduce(
         self,
         tensor: Array,
@@ -137,7 +138,7 @@ class Operations(GroupArguments):
             _scale(flat, tensor, factor)
         return self._issued(self._communicator.reduce(operation, flat, dst, wire_op), tensor)
 
-    @outside_inference_mode
+    @tensor_operation(src="write root=")
     def broadcast(self, tensor: Array, root: int = 0, *, timeout_s: float | None = None) -> Work:
         """Copy `tensor` of rank `root` into `tensor` of every other rank.
 
@@ -160,7 +161,9 @@ class Operations(GroupArguments):
         )
         return self._issued(self._communicator.broadcast(operation, flat, root), tensor)
 
-    @outside_inference_mode
+    @tensor_operation(
+        device_ids="a group has one device, and its barrier needs no other; leave it out"
+    )
     def barrier(self, *, timeout_s: float | None = None) -> Work:
         """The work is done on no rank before every rank has issued it."""
         operation = self._begin(Kind.BARRIER, 0, -1, -1, timeout_s, 0)
@@ -168,7 +171,7 @@ class Operations(GroupArguments):
 
     # -- parts of all ranks ----------------------------------------------------------------------
 
-    @outside_inference_mode
+    @tensor_operation(input_list="write input=")
     def reduce_scatter(
         self,
         output: Array,
@@ -229,7 +232,7 @@ class Operations(GroupArguments):
         )
         return self._issued(self._communicator.exchange(operation, list(received), parts), output)
 
-    @outside_inference_mode
+    @tensor_operation(tensor_list="write output=", tensor="write input=")
     def all_gather(
         self, output: Array | Sequence[Array], input: Array, *, timeout_s: float | None = None
     ) -> Work:
@@ -279,7 +282,7 @@ class Operations(GroupArguments):
         )
         return self._issued(self._communicator.all_gather(operation, whole, flat), output)
 
-    @outside_inference_mode
+    @tensor_operation(gather_list="write output=", root="write dst=")
     def gather(
         self,
         tensor: Array,
@@ -307,7 +310,7 @@ class Operations(GroupArguments):
             Kind.GATHER, tensor, dst, timeout_s, sent, outputs, inputs, finishers, output
         )
 
-    @outside_inference_mode
+    @tensor_operation(scatter_list="write input=", root="write src=")
     def scatter(
         self,
         tensor: Array,
@@ -336,7 +339,7 @@ class Operations(GroupArguments):
             Kind.SCATTER, tensor, src, timeout_s, sent, outputs, inputs, finishers, tensor
         )
 
-    @outside_inference_mode
+    @tensor_operation(output_tensor_list="write output=", input_tensor_list="write input=")
     def all_to_all(
         self,
         output: Array | Sequence[Array],
@@ -391,7 +394,7 @@ class Operations(GroupArguments):
 
     # -- between two ranks -----------------------------------------------------------------------
 
-    @outside_inference_mode
+    @tensor_operation()
     def send(
         self, tensor: Array, dst: int, tag: int = 0, *, timeout_s: float | None = None
     ) -> Work:
@@ -411,7 +414,7 @@ class Operations(GroupArguments):
         )
         return self._issued(self._communicator.send(operation, read(tensor)))
 
-    @outside_inference_mode
+    @tensor_operation()
     def recv(
         self,
         tensor: Array,

@@ -211,8 +211,9 @@ class Messages(DrivenQueue):
         if arriving.content is not work.content:
             self._aside.remove(arriving)
             work.content.copy_(arriving.content)
-        if work.operation.finish is not None:
-            work.operation.finish()
+        finish = work.operation.finish
+        if finish is not None:
+            finish()
         self._finish(work, None)
 
     def _channel_to(self, peer: int) -> Channel:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import stat
 import struct
 import sys
 import time
@@ -19,6 +21,7 @@ from .store import DictStore, Polling
 
 _TURN_S = 10.0  # A write takes microseconds; a process may be stopped during one.
 _LIFE, _TURN = 0, 1  # the bytes that are locked
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 _LOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, bytes, pid (0 here)
 
 
@@ -29,6 +32,9 @@ class FileStore(DictStore):
     ordinary end) removes it. If a file still exists after all its users are gone, their run was
     killed: opening the file raises StaleStore at once. Every process makes its own FileStore; one
     inherited by fork raises ValueError.
+
+    Ranks act on what a store says, so only the user who runs them may write it. A file of another
+    user raises PermissionError; a link, and anything but a plain file, raises ValueError.
 
     Each open store holds two kernel locks, on bytes of the file:
     - _LIFE, shared, while the store is open. The kernel releases it when the process ends, however
@@ -64,8 +70,17 @@ class FileStore(DictStore):
 
     def _open(self) -> int:
         while True:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             try:
+                file = os.open(self.path, _OPEN, 0o600)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                raise ValueError(
+                    f"path {str(self.path)!r} is a symbolic link, which a FileStore does not "
+                    "follow, because another user may have put it there; name the file itself"
+                ) from None
+            try:
+                self._check_owner(os.fstat(file))
                 with _turn(file, self.path):
                     if _is_at(file, self.path):  # False if its last user has removed it meanwhile.
                         self._join(file)
@@ -74,6 +89,18 @@ class FileStore(DictStore):
                 os.close(file)
                 raise
             os.close(file)
+
+    def _check_owner(self, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(
+                f"path {str(self.path)!r} is no plain file; a FileStore needs a path of its own"
+            )
+        if found.st_uid != os.geteuid():
+            raise PermissionError(
+                f"path {str(self.path)!r} belongs to user {found.st_uid}, and this process runs as "
+                f"user {os.geteuid()}; a FileStore uses only files of its own user, since ranks "
+                "act on what the file says. Choose a path in a folder of your own"
+            )
 
     def _join(self, file: int) -> None:
         """Become a user of the file, if it belongs to this run."""
@@ -190,7 +217,7 @@ def _close(file: int, path: Path, pid: int) -> None:
 
 def _is_at(file: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
+        return os.path.samestat(os.fstat(file), path.lstat())
     except FileNotFoundError:
         return False
 

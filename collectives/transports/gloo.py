@@ -335,8 +335,9 @@ class GlooCommunicator(Communicator):
         self._compare_signatures(work)
         if work.body is not None:
             work.body()
-        if work.operation.finish is not None:
-            self._give(work.operation.finish)
+        finish = work.operation.finish  # The watcher may end the operation meanwhile.
+        if finish is not None:
+            self._give(finish)
         with self._in_flight.changed:
             if self._in_flight.failure is not None:
                 raise _Over

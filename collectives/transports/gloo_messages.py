@@ -200,6 +200,7 @@ class GlooMessages:
 
     def _receive(self, work: GlooMessageWork, numel: int, dtype: int) -> None:
         operation = work.operation
+        finish = operation.finish  # Another thread may end the operation meanwhile.
         error = message_mismatch(operation, operation.generation, self._rank, numel, dtype)
         if error is not None:
             raise error
@@ -210,8 +211,8 @@ class GlooMessages:
 
         def write() -> None:
             work.content.copy_(received)
-            if operation.finish is not None:
-                operation.finish()
+            if finish is not None:
+                finish()
 
         self._give(write)
         self.in_flight.settle(work)

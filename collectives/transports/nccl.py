@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +114,7 @@ class NcclWork(PendingWork):
     started: this rank's GPU has reached the work. ended: the work is over, or NCCL was aborted.
     waited_for: a stream waits for the work, so `close` lets it finish.
     blocks_host: the work contains a barrier.
+    before: the operations of a coalesced block that precede the last one, which is `operation`.
     """
 
     def __init__(self, communicator: NcclCommunicator, operation: Operation) -> None:
@@ -123,6 +124,18 @@ class NcclWork(PendingWork):
         self.ended = torch.cuda.Event()
         self.waited_for = False
         self.blocks_host = operation.kind is Kind.BARRIER
+        self.before: Sequence[Operation] = ()
+
+    def settle(self, failure: CollectiveError | None) -> None:
+        operations = (*self.before, self.operation)
+        finishes = [operation.finish for operation in operations]
+        for operation in self.before:
+            operation.end(failure)
+        super().settle(failure)
+        if failure is not None:
+            # The GPU may still be copying to the callers' tensors, which stay with the group.
+            for operation, finish in zip(operations, finishes, strict=True):
+                operation.finish = finish
 
     def _block(self) -> None:
         """Order the current stream behind the work; a barrier blocks the host, as in torch."""
@@ -282,6 +295,7 @@ class NcclCommunicator(Communicator):
         if work is not None and launches:
             # The block's position for other ranks is that of its last operation.
             work.operation = launches[-1].operation
+            work.before = [one.operation for one in launches[:-1]]
             work.blocks_host = any(one.operation.kind is Kind.BARRIER for one in launches)
             self._launch(work, launches)
 
@@ -331,8 +345,9 @@ class NcclCommunicator(Communicator):
                     self._library.groupEnd()
             with torch.cuda.stream(self._stream):
                 for one in launches:
-                    if one.operation.finish is not None:
-                        one.operation.finish()
+                    finish = one.operation.finish
+                    if finish is not None:
+                        finish()
             work.ended.record(self._stream)
             for one in launches:
                 for tensor in one.tensors:

@@ -2,7 +2,8 @@
 
 config.py       the user's settings
 checkpoints.py  the checkpoints of a run: when they are saved, and how the ranks agree
-saving.py       a checkpoint in flight
+writing.py      a checkpoint in the thread that writes it
+saving.py       a checkpoint in flight, as the caller has it
 opening.py      checks of the storage, and the choice of a checkpoint to resume from
 contents.py sharded_state.py  the part that a rank writes, and its copy on the host
 restore.py      loads the state of registered objects from a checkpoint
@@ -17,6 +18,7 @@ from .format.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
     CheckpointPlaceUnusable,
+    CheckpointUntrusted,
     CheckpointWriteFailed,
 )
 from .saving import Saving, SavingTimes
@@ -28,6 +30,7 @@ __all__ = [
     "CheckpointMismatch",
     "CheckpointNotFound",
     "CheckpointPlaceUnusable",
+    "CheckpointUntrusted",
     "CheckpointWriteFailed",
     "Saving",
     "SavingTimes",

@@ -1,31 +1,30 @@
 """The checkpoints of one run, on one rank: saved at step boundaries, written during training.
 
     save   (1) waits for the last checkpoint, (2) copies this rank's part to the host. Training goes
-           on, and a thread (3) writes the part, (4) puts a record of it into the group's store.
-           Rank 0's thread (5) waits for all records, (6) writes the manifest, (7) deletes old
-           checkpoints, (8) puts the outcome into the store.
+           on, and a thread puts the line that called into the group's store, (3) writes the part,
+           (4) puts a record of it into the store. Rank 0's thread (5) waits for all records, (6)
+           writes the manifest, (7) deletes old checkpoints, (8) puts the outcome into the store.
 
 A save runs no collective: ranks that reach the boundary at different times do not wait for each
-other, and a rank that has joined saves in the steps that it shadows.
+other, and a rank that has joined saves in the steps that it shadows. But all ranks have to come:
+the group's deadline for collectives is also that for the calls, and the config's is for writing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import pickle
 import secrets
+import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Self
 
-from collectives import ChoruslineError, CollectiveError, Group, PeerLost, StoreTimeout
+from collectives import CollectiveError, Group
+from collectives.contract.call_site import is_users_file, short_site, users_frame
 from collectives.objects.blocking import broadcast_object
-from collectives.stores.store import PrefixStore
 
 from ..join.join import active_join
 from ..process.between_runs import between_runs
@@ -42,26 +41,16 @@ from .contents import (
     state_of,
 )
 from .format import catalog
-from .format.errors import (
-    CheckpointError,
-    CheckpointWriteFailed,
-)
-from .format.manifest import MANIFEST, Manifest, Part, merged, within, write_manifest
-from .format.pieces import Contents
+from .format.manifest import MANIFEST, METADATA
+from .format.pieces import Contents, Path
 from .format.reader import CheckpointReader
 from .format.shard_file import write_part
 from .format.storage import Storage, open_storage
-from .opening import choose, probe
+from .opening import choose, probe, warn_of_unlisted
 from .restore import restore
-from .saving import Saving, SavingTimes
+from .saving import Saving
 from .sharded_state import SavedOptimizer
-
-_LOOK_S = 0.5
-"""Seconds between two checks for the end of the group while a thread waits for the store."""
-
-_LAST_WORD_S = 2.0
-"""Seconds for a checkpoint in flight to become whole after the loss of another rank. This is less
-than the grace period of a run, after which a worker that has not stopped is replaced."""
+from .writing import LAST_WORD_S, Writing
 
 
 class Checkpoints:
@@ -81,9 +70,11 @@ class Checkpoints:
         self._storage = open_storage(config.storage_path) if config else None
         self._host = HostCopy(group.device)
         self._run = ""  # drawn by rank 0
+        self._corrupted: list[str] = []  # the folders that this run has found so at its beginning
         self._count = 0
         self._in_flight: Saving | None = None
         self._last_step = -1  # the step of the last automatic save
+        self._looked_at: set[Path] = set()  # by writing.py: objects that checkpoints had
 
     # -- The beginning -------------------------------------------------------------------------
 
@@ -97,11 +88,19 @@ class Checkpoints:
             return  # No storage, or begun already: a coroutine enters twice.
         self._run = broadcast_object(self._group, secrets.token_hex(4))
         probe(storage, self._group, self._run)
-        if self._group.rank == 0:
-            catalog.sweep(storage)
+        unlisted = catalog.sweep(storage) if self._group.rank == 0 else []
         if config.resume != NEVER:
             source = storage if config.resume == AUTO else open_storage(config.resume)
-            self.reader = choose(source, self._group, may_be_absent=config.resume == AUTO)
+            self.reader, corrupted = choose(
+                source,
+                self._group,
+                may_be_absent=config.resume == AUTO,
+                weights_only=config.weights_only,
+            )
+            if source.path == storage.path:
+                self._corrupted = corrupted
+        for folder in unlisted if config.resume == AUTO else ():
+            warn_of_unlisted(storage, folder, self.reader)
 
     def has_any(self, group: Group) -> bool:
         """Whether the storage of the config has a checkpoint; all ranks of `group` call it."""
@@ -140,7 +139,7 @@ class Checkpoints:
             live = join.last_step_live if join else ()
             self.save(None, step, live or tuple(range(self._group.size)))
 
-    def save(self, path: str | Path | None, step: int, live: Sequence[int]) -> Saving:
+    def save(self, path: str | FilePath | None, step: int, live: Sequence[int]) -> Saving:
         """Copy the state of this step, and write it during training; see the top of this file.
 
         path: the place of this checkpoint alone; None: the storage of the config.
@@ -161,11 +160,8 @@ class Checkpoints:
         storage = self._storage if path is None else open_storage(path)
         assert storage is not None
         folder = catalog.folder_name(step, self._run, self._count) if path is None else ""
-        if path is not None and MANIFEST in storage.children():
-            raise FileExistsError(
-                f"{storage.path} holds a checkpoint already, and overwriting it would leave none "
-                "if this process died; save to another path"
-            )
+        if path is not None:
+            _check_free(storage)
         waited_s = time.monotonic() - began_at
         contents = self._collect(list(live))
         kinds = {entry.name: kind_of(entry) for entry in self.registry}
@@ -217,30 +213,34 @@ class Checkpoints:
         waited_s: float = 0.0,
         **fields: Any,
     ) -> Saving:
-        """Copy `contents`, and start the thread that writes it. fields: of `_Job`."""
+        """Copy `contents`, and start the thread that writes it. fields: of `Writing`."""
         rank = self._group.rank
         ranges = self._host.take(contents.ranges)  # (2)
         known = between_runs().of_group(self._group)
-        job = _Job(
+        writing = Writing(
+            config=self.config,
             group=self._group,
             saving=Saving(storage.path_of(folder), step),
             storage=storage,
             folder=folder,
             # By run if it has a name: a rank may have missed a save of an earlier run.
             key_prefix=f"{self._run}/{self._count}" if self._run else str(known.num_saves),
+            leaves=contents.leaves,
+            site=_calling_line(),
+            call_by=began_at + waited_s + self._group.timeout_s,
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
+            corrupted=self._corrupted,
+            looked_at=self._looked_at,
             **fields,
         )
         self._count += 1
         known.num_saves += 1
-        self._in_flight = job.saving
+        self._in_flight = writing.saving
         # A daemon thread, so that a process that has to exit does not wait for a disk.
-        threading.Thread(
-            target=self._carry_out, args=(job,), name=f"checkpoint-{step}", daemon=True
-        ).start()
-        return job.saving
+        threading.Thread(target=writing.carry_out, name=f"checkpoint-{step}", daemon=True).start()
+        return writing.saving
 
     def _collect(self, live: list[int]) -> Contents:
         rank = self._group.rank
@@ -265,138 +265,6 @@ class Checkpoints:
                 return
             last.wait()
 
-    # -- In the thread -------------------------------------------------------------------------
-
-    def _carry_out(self, job: _Job) -> None:
-        """Phases (3) to (8); ends the Saving in any case."""
-        began_at = time.monotonic()
-        rank = job.group.rank
-        part: Part | None = None
-        trouble: str | None = None
-        try:
-            try:
-                part = job.write()  # (3)
-            except Exception as error:
-                trouble = f"{type(error).__name__}: {error}"
-            wrote_s = time.monotonic() - began_at
-            store = PrefixStore(f"checkpoint/{job.key_prefix}", job.group._store)
-            store.set(f"part/{rank}", pickle.dumps((part, trouble, job.progress)))  # (4)
-            if rank == 0:
-                failure = self._conclude(job, store)
-                store.set("outcome", pickle.dumps(failure))  # (8)
-            else:
-                failure = pickle.loads(self._await(job, store, "outcome", (0,)))
-            if failure is not None:
-                raise failure
-            num_bytes = sum(part.files.values()) if part else 0
-            total_s = time.monotonic() - began_at + job.paused_s
-            job.saving.end(SavingTimes(job.waited_s, job.paused_s, wrote_s, total_s, num_bytes))
-        except CheckpointError as error:
-            job.saving.end(error)
-        except BaseException as error:
-            detail = trouble or f"{type(error).__name__}: {error}"
-            job.saving.end(CheckpointWriteFailed(job.saving.path, detail, (rank,)))
-
-    def _conclude(self, job: _Job, store: PrefixStore) -> CheckpointError | None:
-        """Phases (5) to (7), on rank 0. Returns the error, or None if the checkpoint is whole."""
-        size = job.group.size
-        try:
-            records = [
-                pickle.loads(self._await(job, store, f"part/{rank}", (rank,)))
-                for rank in range(size)
-            ]
-            failed = [rank for rank, (_, trouble, _) in enumerate(records) if trouble]
-            if failed:
-                raise CheckpointWriteFailed(job.saving.path, records[failed[0]][1], tuple(failed))
-            parts = [part for part, _, _ in records]
-            self._check(job, parts)
-            manifest = Manifest(
-                step=job.saving.step,
-                world_size=job.world_size,
-                time=time.time(),
-                kinds=job.kinds,
-                files={file: length for part in parts for file, length in part.files.items()},
-                entries=merged(parts),
-                progress=job.progress_by_rank or [progress for _, _, progress in records],
-            )
-            write_manifest(job.storage, job.folder, manifest)  # (6)
-        except CheckpointError as error:
-            self._clear(job)
-            return error
-        except Exception as error:
-            self._clear(job)
-            detail = f"{type(error).__name__}: {error}"
-            return CheckpointWriteFailed(job.saving.path, detail, (0,))
-        self._delete_records(store, size)
-        if job.folder and self.config is not None:
-            try:
-                catalog.prune(job.storage, self.config.num_to_keep, job.folder)  # (7)
-            except OSError as error:  # The next prune tries again.
-                warnings.warn(
-                    f"old checkpoints in {job.storage.path} could not be deleted: {error}",
-                    stacklevel=2,
-                )
-        return None
-
-    def _check(self, job: _Job, parts: Sequence[Part]) -> None:
-        """Check that all files are there: another run may have swept the storage meanwhile."""
-        steps = [part.step for part in parts]
-        if len(set(steps)) > 1:
-            raise ValueError(
-                f"the ranks are at different steps (by rank: {steps}); all ranks must save after "
-                "the same step"
-            )
-        for part in parts:
-            for file, size in part.files.items():
-                found = job.storage.size(within(job.folder, file))
-                if found != size:
-                    raise OSError(f"{file} has {found} bytes of the {size} that were written")
-
-    def _delete_records(self, store: PrefixStore, size: int) -> None:
-        """Delete the parts from the store: they take megabytes, and no rank reads them again."""
-        for rank in range(size):
-            store.delete_key(f"part/{rank}")
-
-    def _clear(self, job: _Job) -> None:
-        """Delete the files of a failed checkpoint, since the disk may be full. A folder that the
-        user has named may hold other files, which stay."""
-        with contextlib.suppress(OSError):  # `sweep` deletes the rest later.
-            if job.folder:
-                job.storage.delete(job.folder)
-            else:
-                for rank in range(job.group.size):
-                    job.storage.delete(f"rank-{rank}.distcp")
-
-    def _await(self, job: _Job, store: PrefixStore, key: str, ranks: tuple[int, ...]) -> bytes:
-        """The value that `ranks` put in the store. Gives up after timeout_s, or with the group."""
-        timeout_s = self.config.timeout_s if self.config else 1800.0
-        give_up_at = time.monotonic() + timeout_s
-        patience_ends_at: float | None = None
-        while True:
-            try:
-                store.wait([key], _LOOK_S)
-                return store.get(key)
-            except StoreTimeout:
-                pass
-            except ChoruslineError as error:
-                raise CheckpointWriteFailed(job.saving.path, str(error), ranks) from error
-            now = time.monotonic()
-            failure = job.group.failure()
-            if failure is not None:
-                # Ranks that are alive may still write; a lost rank among `ranks` never will.
-                patience_ends_at = patience_ends_at or now + _LAST_WORD_S
-                is_silent_for_good = isinstance(failure, PeerLost) and set(ranks) & set(
-                    failure.ranks
-                )
-                if is_silent_for_good or now > patience_ends_at:
-                    raise CheckpointWriteFailed(
-                        job.saving.path, f"the group has ended ({failure})", ranks
-                    )
-            if now > give_up_at:
-                raise CheckpointWriteFailed(
-                    job.saving.path, f"it was not written within {timeout_s:g} s", ranks
-                )
-
     # -- The end -------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -418,30 +286,26 @@ class Checkpoints:
         last, self._in_flight = self._in_flight, None
         if last is not None and isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
-                last.wait(_LAST_WORD_S)
+                last.wait(LAST_WORD_S)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """One checkpoint, for the thread that writes it.
+def _check_free(storage: Storage) -> None:
+    """Raise FileExistsError if a place that the user has named holds a checkpoint of any kind."""
+    there = storage.children()
+    if MANIFEST in there:
+        raise FileExistsError(
+            f"{storage.path} holds a checkpoint already, and overwriting it would leave none if "
+            "this process died; save to another path"
+        )
+    if METADATA in there:
+        raise FileExistsError(
+            f"{storage.path} holds {METADATA} of a checkpoint that this version of chorusline has "
+            "not completed, such as one of torch.distributed.checkpoint, and a save would "
+            "overwrite it; save to another path, or delete that file if you do not need it"
+        )
 
-    group: the run may be in another generation when the job ends.
-    key_prefix: of the keys in the group's store that belong to this checkpoint.
-    write: writes this rank's part.
-    progress: this rank's position in its data.
-    progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
-    The other fields are those of Manifest and SavingTimes.
-    """
 
-    group: Group
-    saving: Saving
-    storage: Storage
-    folder: str
-    key_prefix: str
-    write: Callable[[], Part]
-    kinds: dict[str, str]
-    world_size: int
-    progress: Any = None
-    progress_by_rank: list[Any] | None = None
-    waited_s: float = 0.0
-    paused_s: float = 0.0
+def _calling_line() -> str:
+    frame = users_frame(sys._getframe(1))
+    known = is_users_file[frame.f_code.co_filename]
+    return short_site(frame.f_code, frame.f_lasti) if known else ""

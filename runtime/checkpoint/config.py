@@ -14,12 +14,16 @@ class CheckpointConfig:
 
     storage_path: a folder that all ranks see (made absolute), or an fsspec URL (s3://bucket/run).
     num_to_keep: the number of newest whole checkpoints to keep; None keeps all. Older ones are
-        deleted once a newer one is whole.
+        deleted once a newer one is whole. A damaged one does not count.
     every_n_steps: steps between saves at batches of `ctx.shard`; None: save only at `ctx.save()`.
     resume: "auto" resumes from the newest whole checkpoint of storage_path, if there is one;
         "never" starts afresh and leaves old checkpoints; else the path of a checkpoint, or of a
         folder of checkpoints, to resume from.
-    timeout_s: seconds for all ranks to write one checkpoint; then the checkpoint is given up.
+    timeout_s: seconds for all ranks to write one checkpoint; then the checkpoint is given up. That
+        a rank does not call ctx.save() at all is found earlier, by the session's timeout_s.
+    weights_only: as in torch.load: a resume loads tensors and plain values, and raises
+        CheckpointUntrusted for other objects, whose loading runs code that the checkpoint names.
+        False: load every object. Only for checkpoints whose writer you trust.
     Raises TypeError and ValueError for a field of another type or range.
     """
 
@@ -28,6 +32,7 @@ class CheckpointConfig:
     every_n_steps: int | None = None
     resume: str | Path = AUTO
     timeout_s: float = 1800.0
+    weights_only: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.storage_path, str | Path) or not str(self.storage_path):
@@ -52,6 +57,8 @@ class CheckpointConfig:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}"
             )
+        if not isinstance(self.weights_only, bool):
+            raise TypeError(f"weights_only must be True or False, got {self.weights_only!r}")
 
 
 def _absolute(path: str | Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 
 from .contents import PER_RANK, ZERO
-from .format.catalog import candidates, newest_whole
-from .format.errors import CheckpointCorrupted
+from .format.catalog import candidates, listing, newest_whole, why_unlisted
+from .format.errors import CheckpointCorrupted, CheckpointUntrusted
 from .format.reader import CheckpointReader
 from .format.storage import Folder, open_storage
 from .restore import plain_optimizer_state, read_tree
@@ -23,9 +24,10 @@ def export(source: str | Path, target: str | Path) -> CheckpointReader:
     source: a checkpoint, or a place, whose newest whole checkpoint is taken.
     target: the file. It holds, by registered name, the state that a plain module or optimizer
         loads, or a list by rank where each rank has a state of its own.
-    Needs memory for the whole checkpoint.
+    Needs memory for the whole checkpoint. No code that the checkpoint names is run: a state that
+    needs it is left out, with a warning.
 
-    Raises CheckpointNotFound, CheckpointCorrupted.
+    Raises CheckpointNotFound, CheckpointCorrupted; CheckpointUntrusted if no state could be read.
     """
     reader = newest_whole(open_storage(source))
     path = Path(target).absolute()
@@ -35,21 +37,36 @@ def export(source: str | Path, target: str | Path) -> CheckpointReader:
 
 
 def plain_states(reader: CheckpointReader) -> dict[str, Any]:
-    """All states in a checkpoint, by registered name."""
+    """All states in a checkpoint, by registered name; see `export`."""
     states: dict[str, Any] = {}
+    refused: list[CheckpointUntrusted] = []
     for name, kind in reader.manifest.kinds.items():
-        if kind == ZERO:
-            states[name] = plain_optimizer_state(name, reader)
-        elif kind == PER_RANK:
-            ranks = range(reader.manifest.world_size)
-            states[name] = [read_tree(reader, name, rank) for rank in ranks]
-        else:
-            states[name] = read_tree(reader, name)
+        try:
+            states[name] = _plain_state(name, kind, reader)
+        except CheckpointUntrusted as error:
+            refused.append(error)
+    if refused and not states:
+        raise refused[0]
+    for untrusted in refused:
+        warnings.warn(
+            "left out of the export, which runs no code that a checkpoint names: "
+            f"{untrusted.detail}",
+            stacklevel=2,
+        )
     return states
 
 
+def _plain_state(name: str, kind: str, reader: CheckpointReader) -> Any:
+    if kind == ZERO:
+        return plain_optimizer_state(name, reader)
+    if kind == PER_RANK:
+        return [read_tree(reader, name, rank) for rank in range(reader.manifest.world_size)]
+    return read_tree(reader, name)
+
+
 def described(source: str | Path) -> Iterator[str]:
-    """A line for each checkpoint of a place, the newest first; each is read and verified."""
+    """A line for each checkpoint of a place, the newest first; each is read and verified. At the
+    end, a line for each folder that lacks only the manifest."""
     storage = open_storage(source)
     for folder in candidates(storage):
         try:
@@ -65,3 +82,5 @@ def described(source: str | Path) -> Iterator[str]:
             f"{folder or storage.path}: whole, step {manifest.step}, {manifest.world_size} ranks, "
             f"{size:.1f} MB, {when}; {', '.join(manifest.kinds)}"
         )
+    for folder in listing(storage).unlisted:
+        yield f"{folder}: {why_unlisted(storage, folder)}"

@@ -26,6 +26,11 @@ def probe(storage: Storage, group: Group, run: str) -> None:
         storage.write(mine, mine.encode())
         if storage.read(mine) != mine.encode():
             trouble = "the bytes read back are not the bytes written"
+    except FileNotFoundError as error:
+        trouble = (
+            f"what it wrote was deleted at once, as by another run that begins there; only one run "
+            f"at a time may use a storage path: {error}"
+        )
     except Exception as error:
         trouble = f"{type(error).__name__}: {error}"
     host = socket.gethostname()
@@ -55,8 +60,11 @@ def probe(storage: Storage, group: Group, run: str) -> None:
         )
 
 
-def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> CheckpointReader | None:
-    """The newest whole checkpoint, the same on all ranks; each rank verifies a share of it.
+def choose(
+    storage: Storage, group: Group, *, may_be_absent: bool, weights_only: bool
+) -> tuple[CheckpointReader | None, list[str]]:
+    """The newest whole checkpoint, the same on all ranks; each rank verifies a share of it. With
+    it come the folders of those that were found corrupted. weights_only: of the reader.
 
     A corrupted checkpoint is skipped with a warning. Raises CheckpointCorrupted if all are
     corrupted; CheckpointNotFound if there is none, unless `may_be_absent`.
@@ -65,11 +73,12 @@ def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> Checkpoint
     found = catalog.candidates(storage) if group.rank == 0 else []
     folders: list[str] = broadcast_object(group, found)
     refused: CheckpointCorrupted | None = None
+    corrupted: list[str] = []
     for folder in folders:
         trouble: CheckpointCorrupted | None = None
         reader = None
         try:
-            reader = CheckpointReader(storage, folder)
+            reader = CheckpointReader(storage, folder, weights_only=weights_only)
             reader.verify(group.rank, group.size)
         except CheckpointCorrupted as error:
             trouble = error
@@ -80,6 +89,7 @@ def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> Checkpoint
             found_one = reader
             break
         refused = refused or troubles[0]
+        corrupted.append(folder)
     if refused is not None:
         if found_one is None:
             raise refused
@@ -90,5 +100,19 @@ def choose(storage: Storage, group: Group, *, may_be_absent: bool) -> Checkpoint
                 stacklevel=2,
             )
     if found_one is None and not may_be_absent:
-        raise CheckpointNotFound(storage.path, "there is no whole checkpoint to resume from")
-    return found_one
+        raise CheckpointNotFound(storage.path, catalog.why_none(storage))
+    return found_one, corrupted
+
+
+def warn_of_unlisted(storage: Storage, folder: str, used: CheckpointReader | None) -> None:
+    """Say that a folder that lacks only the manifest is not used, and what is used in its place."""
+    instead = (
+        f"the run goes on from {used.path}, of step {used.manifest.step}"
+        if used is not None
+        else "the run starts afresh"
+    )
+    warnings.warn(
+        f"{catalog.why_unlisted(storage, folder)}. So {instead}. The folder stays: put the file "
+        "back to resume from it, or delete the folder",
+        stacklevel=2,
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from .batches import Batches
 from .cursor import Cursor
 from .dealer import Cut, Dealer, Left
@@ -53,6 +55,12 @@ class Shard(Batches):
         The other parameters are those of `ctx.shard`.
 
         Raises TypeError for a dataset without a length, ValueError for an empty one."""
+        if isinstance(dataset, torch.utils.data.DataLoader):
+            raise TypeError(
+                "shard deals out samples, and a DataLoader makes batches of them already; write "
+                "ctx.shard(loader.dataset, batch_size), with loader.collate_fn if it has one of "
+                "its own"
+            )
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"shard needs a dataset with a length and numbered samples, got "

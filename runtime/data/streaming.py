@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import Actor, why_gone
+from actors.calls import GONE, Actor, nodes_leaving, why_gone
 
 from .batches import Batches
 from .cursor import Cursor
@@ -101,8 +101,11 @@ class Stream:
         here_and_now = runtime.gcs_address, runtime.get_job_id()
         if self._reader is None or self._started_in != here_and_now:
             self._started_in = here_and_now
-            # On the program's node: files that the program sees are there, and the node stays.
-            here = NodeAffinitySchedulingStrategy(runtime.get_node_id(), True)
+            # On the program's node: files that the program sees are there, and the node stays. For
+            # an actor without resources only a hard affinity counts, and a node that is drained
+            # takes no actor.
+            node_id = runtime.get_node_id()
+            here = NodeAffinitySchedulingStrategy(node_id, soft=node_id in nodes_leaving())
             kind = row_reader_class().options(scheduling_strategy=here)
             self._reader = kind.remote(self._source)
         return self._reader
@@ -322,14 +325,14 @@ def _answer(call: Any) -> Any:
         pass
     try:
         return ray.get(call)
-    except ActorUnavailableError as error:
-        # Ray restarts the reader, or it lives and cannot be reached: it may have got the call.
-        raise ReaderGone(why_gone(error), has_come=False) from None
     except ActorDiedError as error:  # `Stream.close`, or its program has ended: no restart.
         raise RuntimeError(
             f"the reader of a Stream is gone ({why_gone(error)}), and with it the rows that it had "
             "read; make a new Stream, and go on from a checkpoint if there is one"
         ) from None
+    except GONE as error:
+        # Ray restarts the reader, or it lives and cannot be reached: it may have got the call.
+        raise ReaderGone(why_gone(error), has_come=False) from None
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, ReaderDied):

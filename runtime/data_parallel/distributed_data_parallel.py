@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from collectives import Group
+from collectives.contract.torch_words import TOO_MANY, says
 from collectives.diagnosis.debug import is_informing
 
 from ..join.join import GroupJoinable, Join, Joinable, JoinHook
@@ -21,7 +22,7 @@ from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .engine import ModelEngine
 from .reducer import Reducer, why_not_sharded
-from .same_model import broadcast_tensors, check_devices, check_same_model
+from .same_model import broadcast_tensors, check_devices, check_same_model, check_wrapping
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
 from .sync_batch_norm import SyncBatchNorm
 
@@ -52,6 +53,14 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     first parameter that differs.
     """
 
+    @says(
+        process_group="write group=, with a chorusline Group",
+        dim="batches are split before they come here; leave it out",
+        check_reduction="leave it out",
+        init_sync="all ranks start from rank 0's parameters; leave it out",
+        device_mesh="write group=, with a chorusline Group",
+        **{TOO_MANY: "write the arguments behind the group as keywords"},
+    )
     def __init__(
         self,
         module: torch.nn.Module,
@@ -67,6 +76,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         mixed_precision: object = None,
     ) -> None:
         super().__init__()
+        check_wrapping(module, group)
         if device_ids is not None and len(device_ids) > 1:
             raise ValueError(
                 f"device_ids has {len(device_ids)} devices, but a rank owns one: start a "
@@ -161,8 +171,24 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
             "a DistributedDataParallel belongs to its group and cannot be copied or pickled; copy "
-            "model.module, or save model.state_dict()"
+            "model.module (copy.deepcopy(model.module), AveragedModel(model.module)), or save "
+            "model.state_dict()"
         )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `double()`, `to(...)` and their like do. Raises TypeError, and changes nothing, for
+        another dtype or device: gradients travel in buckets of the dtype and device at wrapping."""
+        for dtype, device in {(p.dtype, p.device) for p in self._reducer.parameters}:
+            after = fn(torch.empty(0, dtype=dtype, device=device))
+            if (after.dtype, after.device) != (dtype, device):
+                raise TypeError(
+                    f"the parameters of a DistributedDataParallel cannot become {after.dtype} on "
+                    f"{after.device}; they are {dtype} on {device}, and their gradients travel in "
+                    "buckets that were made when the module was wrapped. Convert the module before "
+                    "that, as in DistributedDataParallel(module.double())"
+                )
+        converted: Self = super()._apply(fn, recurse)
+        return converted
 
     def _bind_norms(self) -> None:
         """Bind the layers to a new generation's group; a collective, if there is one."""
@@ -282,6 +308,12 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     def _begins_passes(self) -> bool:
         return True
+
+    def _is_training(self) -> bool:
+        # The flags of the layers decide whether they share statistics, and `model.eval()` followed
+        # by `net.train()` leaves the wrapper's own flag behind. The module's flag counts as well: a
+        # step of a model whose layers are all frozen needs a batch too.
+        return self.module.training or any(norm.training for norm in self._sync_norms)
 
     def _groups_to_follow(self) -> Sequence[Group]:
         self._bind_norms()

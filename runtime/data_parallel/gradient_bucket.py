@@ -23,6 +23,7 @@ class GradientBucket:
     shard: (n,) the reduced part of this rank; empty where no optimizer shards the gradients.
     missing: the gradients that the pass still has to bring; frozen parameters get none.
     launched_at: time.monotonic() of the last launch.
+    launched_version: torch's counter of writes to `flat`, and to all views of it, at that time.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class GradientBucket:
         self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
         self.missing = 0
         self.launched_at = 0.0
+        self.launched_version = 0
         self.work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
         """The future that a communication hook returned for this bucket."""
@@ -67,6 +69,7 @@ class GradientBucket:
         self.padded = padded_numel(self.plan.content, group.size)
         assert self.padded <= self.flat.numel()
         self.flat[self.plan.content :] = 0
+        self.launched_version = self.flat._version
         self.prepare_shard(group)
 
 
@@ -147,6 +150,12 @@ class Gradients:
                 f"{gradient.layout} gradient; only dense gradients are reduced (for nn.Embedding: "
                 "sparse=False)"
             )
+        if gradient.dtype != view.dtype:
+            raise RuntimeError(
+                f"parameter {self.names[number]} of shape {tuple(parameter.shape)} is "
+                f"{gradient.dtype} now, and was {view.dtype} when the model was wrapped; convert "
+                "the module before DistributedDataParallel gets it"
+            )
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             parameter.grad = view
@@ -154,6 +163,19 @@ class Gradients:
 
     def is_frozen(self, number: int) -> bool:
         return not self.parameters[number].requires_grad
+
+    def why_changed(self) -> str:
+        """Names what the program has changed since all buckets were launched; empty if nothing."""
+        for bucket in self.buckets:
+            if bucket.flat._version != bucket.launched_version:
+                return "one of " + ", ".join(self.names[n] for n in list(bucket.views)[:3])
+            for number, view in bucket.views.items():
+                gradient = self.parameters[number].grad
+                if gradient is view or gradient is None:
+                    continue
+                if gradient.data_ptr() != view.data_ptr():
+                    return self.names[number]
+        return ""
 
     def usage(self) -> list[bool]:
         """Per parameter, whether this rank holds a gradient for it."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from collectives import Group, ReduceOp
+from collectives.contract.torch_words import says
 
 from ..process.running import current_group
-from .same_model import broadcast_tensors, check_devices, check_same_model
+from .same_model import broadcast_tensors, check_devices, check_same_model, check_wrapping
 
 
 class PureDistributedDataParallel(torch.nn.Module):
@@ -32,8 +33,10 @@ class PureDistributedDataParallel(torch.nn.Module):
     on another device, or differs between ranks.
     """
 
+    @says(process_group="write group=, with a chorusline Group")
     def __init__(self, module: torch.nn.Module, group: Group | None = None) -> None:
         super().__init__()
+        check_wrapping(module, group)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError(

@@ -267,6 +267,7 @@ class Reducer:
             if not self.parks or not ends_a_generation(error):
                 raise
             self._failure = error
+        bucket.launched_version = bucket.flat._version
 
     def _end_backward(self) -> None:
         """Launch the other buckets; parameters outside this pass send the gradients they hold."""
@@ -404,6 +405,17 @@ class Reducer:
     def has_launched(self) -> bool:
         """Whether all buckets of the step are launched."""
         return self._num_launched == len(self.buckets)
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if the program has changed gradients that are sent already."""
+        if changed := self.gradients.why_changed():
+            raise RuntimeError(
+                f"the gradient of a parameter ({changed}) was changed after the backward pass. "
+                "With a ZeroRedundancyOptimizer the gradients are sent to their shards by then, so "
+                "the change would have no effect. To clip by norm, write "
+                "ZeroRedundancyOptimizer(..., max_norm=...); to change single gradients, use "
+                "parameter.register_hook; for anything else take a plain optimizer"
+            )
 
     def end_step(self) -> None:
         """Called when the optimizer has used the reduced gradients."""

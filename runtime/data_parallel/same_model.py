@@ -14,6 +14,25 @@ from collectives.diagnosis.blame import check_like_rank_0
 from collectives.objects.blocking import all_gather_row
 
 
+def check_wrapping(module: object, group: object) -> None:
+    """Raises TypeError for arguments of a wrapper that cannot be a module and a group."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if group is None or isinstance(group, Group):
+        return
+    if isinstance(group, torch.distributed.ProcessGroup):
+        mend = (
+            "that is torch's; leave it out in a train function, or pass a group of "
+            "ctx.group.new_group(ranks)"
+        )
+    else:
+        mend = (
+            "the second argument is not device_ids here. A rank owns one device, on which the "
+            "module is; leave device_ids out"
+        )
+    raise TypeError(f"group must be a chorusline Group, got {type(group).__name__}: {mend}")
+
+
 def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group) -> None:
     """Raises ValueError if the parameters are not all on the device of the group."""
     first_name, first = named[0]

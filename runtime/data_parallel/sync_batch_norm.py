@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from collectives import Group
+from collectives.contract.torch_words import says
 
 from ..process.between_runs import between_runs
 from ..process.running import current_group
@@ -83,6 +84,7 @@ class SyncBatchNorm(_BatchNorm):
         return self._group
 
     @classmethod
+    @says(group="write process_group=")
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_group: Group | None = None
     ) -> torch.nn.Module:

@@ -33,6 +33,7 @@ from ..process.running import Survival
 from ..process.step_boundary import boundary
 from .conductor import Conductor
 from .ledger import JoinLedger
+from .listed import check_step_along, not_a_list, not_joinable
 
 
 class JoinHook:
@@ -81,6 +82,10 @@ class Joinable(ABC):
         """Whether this joinable calls `notify_join_context` once per batch, before all collectives
         of the batch."""
         return False
+
+    def _is_training(self) -> bool:
+        """Whether the pass that this joinable begins trains; an evaluation begins no batch."""
+        return bool(getattr(self, "training", True))
 
     def _announces_hook(self) -> bool:
         """Whether this joinable announces its main hook; if not, the hook runs right after that of
@@ -217,8 +222,14 @@ class Join:
         skew_warning: float | None = 0.5,
         **kwargs: Any,
     ) -> None:
+        if isinstance(joinables, Joinable) or not isinstance(joinables, Sequence):
+            raise TypeError(not_a_list(joinables))
         if len(joinables) == 0:
             raise ValueError("The join context manager requires at least one joinable")
+        for number, joinable in enumerate(joinables):
+            if not isinstance(joinable, Joinable):
+                raise TypeError(not_joinable(number, joinable))
+        check_step_along(step_along)
         for joinable in joinables:
             joinable._check_joined_with(joinables)
         self._joinables = list(joinables)
@@ -450,7 +461,7 @@ class Join:
 
     def _notified(self, joinable: Joinable, conductor: Conductor) -> None:
         # SyncBatchNorm shares no statistics in evaluation; the user's groups may be used there too.
-        counts = self._follows_evaluation or getattr(joinable, "training", True)
+        counts = self._follows_evaluation or joinable._is_training()
         # With a known batch number, the iteration over the shard has begun the batch.
         if joinable is self._pacemaker and self.ledger.batch is None and counts:
             conductor.begin_batch()

@@ -72,6 +72,20 @@ class Place:
         return f"{self.epoch}{within}"
 
 
+@dataclass
+class World:
+    """torch's default process group, if `ctx.init_torch_distributed` has made it.
+
+    group: the group of its ranks.
+    environment: the former values of the environment variables that describe it.
+    """
+
+    process_group: object
+    group: Group
+    store: TorchStore
+    environment: dict[str, str | None]
+
+
 class BetweenRuns:
     """All that stays on this rank. No method runs a collective."""
 
@@ -86,9 +100,9 @@ class BetweenRuns:
         self._torn_at = -1  # _num_steps at the last unfinished step
         self.engines = WeakIdKeyDictionary()
         """By parameter, a weak reference to the engine of the model that reduces its gradient."""
-        self.world: tuple[object, Group, TorchStore] | None = None
-        """torch's default process group, the group of its ranks, and its store. A function that has
-        failed leaves it behind, and the next call ends it (torch_distributed.py)."""
+        self.world: World | None = None
+        """A function that has failed leaves it behind, and the next call ends it
+        (torch_distributed.py)."""
         self.printed: Any = None
         """A stream of notebook/remote_cell.py; None before the first cell."""
         self._of_group: weakref.WeakKeyDictionary[Group, OfGroup] = weakref.WeakKeyDictionary()

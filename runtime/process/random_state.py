@@ -1,7 +1,8 @@
-"""`RandomState`: the random generators of this process as an object with a state."""
+"""The random generators of this process: as an object with a state, and seeded for a rank."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -21,7 +22,7 @@ class RandomState:
         """The state of each generator, by the name of its library."""
         state: dict[str, Any] = {
             "python": random.getstate(),
-            "numpy": numpy.random.get_state(),
+            "numpy": _plain(numpy.random.get_state()),
             "torch": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
@@ -35,3 +36,51 @@ class RandomState:
         torch.set_rng_state(state_dict["torch"])
         if "cuda" in state_dict and torch.cuda.is_available():
             torch.cuda.set_rng_state(state_dict["cuda"])
+
+
+class RankSeed:
+    """What `ctx.seed` registers: generators that are alike on all ranks while the function makes
+    its objects, and a rank's own from the first step on.
+
+    seed: at least 0. rank: of this process.
+
+    A state that is loaded belongs to a step, so it is set at the first step of this call.
+    """
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._seed, self._rank = seed, rank
+        self._loaded: dict[str, Any] | None = None
+        self._is_by_rank = False
+        _seed_all(seed)
+
+    def begin_steps(self, steps_taken: int) -> None:
+        """Called at the first step. steps_taken: of the run so far; a worker that comes later does
+        not repeat the numbers of the rank whose place it takes."""
+        self._is_by_rank = True
+        if self._loaded is not None:
+            RandomState().load_state_dict(self._loaded)
+            self._loaded = None
+        else:
+            text = f"{self._seed}/{self._rank}/{steps_taken}"
+            _seed_all(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the generators, or what was loaded; empty before the first step."""
+        return {"generators": RandomState().state_dict() if self._is_by_rank else self._loaded}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the generators' state, for the first step."""
+        self._loaded = state_dict["generators"]
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # also of all CUDA devices
+
+
+def _plain(state: Any) -> Any:
+    """numpy's state with a list in place of the array, so that torch.load reads it by default."""
+    if not isinstance(state, tuple):  # The user has chosen another generator.
+        return state
+    return tuple(part.tolist() if isinstance(part, numpy.ndarray) else part for part in state)

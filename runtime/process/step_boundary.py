@@ -15,7 +15,7 @@ So nothing is in flight, and the group, the models and the optimizers are as aft
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from actors.errors import Interrupted
@@ -55,6 +55,9 @@ class Boundary:
         self.resumed_live: tuple[int, ...] = ()
         """The ranks that had data for the last step, in an epoch that an earlier run has begun and
         this run goes on with; else empty."""
+        self.at_first_step: Callable[[int], None] | None = None
+        """Called once, with the number of steps so far, when the function's first batch is taken,
+        or the first forward of a DistributedDataParallel begins."""
         self._stop_is_agreed = False
         self._iterations: list[Iteration] = []
         """The iterations in progress, in the order of their beginning. They may be nested, or side
@@ -82,8 +85,14 @@ class Boundary:
     def begin_forward(self) -> None:
         """A model's forward begins: `stop_if_agreed`, unless an iteration over a shard calls it,
         since a batch may have several forwards."""
+        self._begin_steps()
         if not self._iterations:
             self.stop_if_agreed()
+
+    def _begin_steps(self) -> None:
+        if self.at_first_step is not None:
+            at_first_step, self.at_first_step = self.at_first_step, None
+            at_first_step(self.steps.taken)
 
     @property
     def num_samples(self) -> int:
@@ -93,6 +102,7 @@ class Boundary:
     @contextlib.contextmanager
     def iterating(self, iteration: Iteration) -> Iterator[None]:
         """The scope of one iteration over a shard."""
+        self._begin_steps()
         before = self.steps.batches_left, self.steps.epoch
         self._iterations.append(iteration)
         self.steps.epoch = iteration.epoch

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from collectives.contract.operation import ReduceOp
+from collectives.contract.torch_words import TOO_MANY, says
 from collectives.group import Group
 from collectives.objects.blocking import all_gather_object, all_gather_row
 
@@ -19,6 +20,7 @@ from ..data.dataset_batches import MapStyleDataset, Shard
 from ..data.streaming import Stream, StreamShard
 from ..process import torch_distributed
 from ..process.between_runs import Place, between_runs
+from ..process.random_state import RankSeed
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
 from .function_call import FunctionCall
@@ -211,10 +213,28 @@ class Context:
 
         Raises TypeError for an object without a state, ValueError for a name that is taken,
         CheckpointMismatch, naming the first parameters that differ, if the checkpoint is of
-        another model.
+        another model, CheckpointUntrusted if the saved state is more than tensors and plain values.
         """
         self._call.register(name, stateful, per_rank=per_rank, required=required)
         return stateful
+
+    def seed(self, seed: int) -> None:
+        """Seed the random generators of Python, numpy and torch, on all ranks, before models are
+        made.
+
+        Until the first batch of `shard`, or the first forward of a DistributedDataParallel, all
+        ranks draw the same numbers, those of `torch.manual_seed(seed)`: models begin alike. From
+        then on each rank draws its own, so that dropout and augmentation differ. The generators
+        are part of every checkpoint, and go on where they were after a resume or a loss; do not
+        register a RandomState as well.
+
+        seed: at least 0. Raises ValueError for another number, and for a second call.
+        """
+        if type(seed) is not int or seed < 0:
+            raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+        of_rank = RankSeed(seed, self.rank)
+        self._call.register("ctx.seed", of_rank, per_rank=True, required=False)
+        boundary().at_first_step = of_rank.begin_steps
 
     def save(self, path: str | Path | None = None) -> Saving:
         """Save all registered objects in their present state; call it on all ranks after
@@ -227,9 +247,10 @@ class Context:
         path: a folder or a URL for this one checkpoint; None: the session's CheckpointConfig names
             it, and decides how many checkpoints stay.
 
-        Raises CheckpointWriteFailed for the save before; RuntimeError without a path, with nothing
-        registered, and inside Join after a rank has joined, since that rank does not call it
-        (`every_n_steps` saves on all ranks there).
+        Raises CheckpointWriteFailed for the save before; FileExistsError for a path that holds a
+        checkpoint, of whatever program; RuntimeError without a path, with nothing registered, and
+        inside Join after a rank has joined, since that rank does not call it (`every_n_steps` saves
+        on all ranks there).
         """
         return self._call.save(path)
 
@@ -323,6 +344,7 @@ class Context:
             at_boundary=self._call.at_boundary,
         )
 
+    @says(**{TOO_MANY: "the values are keywords; write ctx.report(loss=loss), or **values"})
     def report(self, **values: float | int | str | torch.Tensor) -> None:
         """Send values of this step to the session's `on_report`. Each call counts as one step.
 
@@ -401,6 +423,11 @@ class Context:
         after a failure that ended the generation it initialises torch.distributed over the new
         `group`.
 
+        It sets the environment variables that torchrun sets and libraries read: RANK, WORLD_SIZE,
+        LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR (the address of rank 0's node) and MASTER_PORT (a
+        port that is free there during this call, but not reserved). They get their former values
+        back when the train function has ended.
+
         Its process groups end with the generation: a failure in one of them ends all of them and
         `group`. They are destroyed when the train function has returned, or before that by
         `torch.distributed.destroy_process_group()`.
@@ -409,7 +436,12 @@ class Context:
 
         Raises RuntimeError if torch.distributed is initialised already, and not for this run.
         """
-        torch_distributed.initialise(self.group, timeout_s)
+        torch_distributed.initialise(
+            self.group,
+            timeout_s,
+            local_rank=self.local_rank,
+            local_world_size=self.local_world_size,
+        )
 
     def _reduced(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """The reduced tensor, on the device of `tensor`."""

@@ -31,6 +31,13 @@ from .function_call import FunctionCall
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
 
+_WITHOUT_TORCH_DISTRIBUTED = (
+    "In a train function, ctx.shard(dataset, batch_size, epoch=epoch) deals out the samples, not a "
+    "DistributedSampler, and chorusline's DistributedDataParallel needs no torch.distributed. For "
+    "classes of torch.distributed, call ctx.init_torch_distributed() first"
+)
+"""A note to torch's error."""
+
 
 class Program:
     """A train function and its arguments: what `actors.worker.run_here.Program` asks for."""
@@ -161,8 +168,13 @@ class FunctionRun:
         with running(call), call.checkpoints, entered(self._steps):
             try:
                 yield call
+            except ValueError as error:
+                if "Default process group has not been initialized" in str(error):
+                    error.add_note(_WITHOUT_TORCH_DISTRIBUTED)
+                raise
             finally:
                 call.keep_place()
+                torch_distributed.restore_environment()  # At once, also after a failure.
 
     def _again(self, error: BaseException) -> tuple[Assignment, Group, Resumption | None]:
         """With what arguments the function that raised `error` runs again. Raises if it does not

@@ -7,7 +7,7 @@ and makes no object:
     (a) The ranks exchange which ranges they hold, and their positions in the data.
     (b) Each range of a sharded state is written by one of the ranks that hold it.
     (c) The leader writes the state that is equal on all ranks; each rank its per-rank state.
-    (d) The manifest comes last, as in any checkpoint (checkpoint/checkpoints.py).
+    (d) The manifest comes last, as in any checkpoint (checkpoint/writing.py).
 
 A `SavedOptimizer` maps ranges to names of parameters, which a checkpoint uses.
 """
@@ -148,4 +148,6 @@ def save(
 def newest(config: CheckpointConfig) -> str | None:
     """The path of the newest checkpoint in the session's storage."""
     storage = open_storage(config.storage_path)
-    return next((storage.path_of(name) for name in catalog.listing(storage).whole), None)
+    listed = catalog.listing(storage)
+    whole = (name for name in listed.written if name not in listed.damaged)
+    return next((storage.path_of(name) for name in whole), None)

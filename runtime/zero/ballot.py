@@ -7,6 +7,7 @@ the same bits and makes the same decision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,6 +159,38 @@ def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[f
         for entry in _entries(options[name])
         if _is_number(entry)
     ]
+
+
+def check_same_options(
+    outcome: Outcome, groups: Sequence[dict[str, Any]], names: Sequence[str], generation: int
+) -> None:
+    """Raise CollectiveMismatch, on all ranks, if live ranks step with different numbers. A rank
+    that steps nothing votes NaN."""
+    live = outcome.agreement.live
+    if len({outcome.options[rank] for rank in live}) < 2:
+        return
+    labels = [
+        f"{name} of parameter group {number}" if len(groups) > 1 else name
+        for number, options in enumerate(groups)
+        for name in names
+        for entry in _entries(options[name])
+        if _is_number(entry)
+    ]
+    for number, label in enumerate(labels):
+        by_rank = {rank: outcome.options[rank][number] for rank in live}
+        given = {rank: value for rank, value in by_rank.items() if not math.isnan(value)}
+        different = [rank for rank, value in given.items() if value != next(iter(given.values()))]
+        if different:
+            each = ", ".join(f"{value:g} on rank {rank}" for rank, value in given.items())
+            raise CollectiveMismatch(
+                "step()",
+                generation,
+                different,
+                f"{label} is {each}, so each rank would step its shard by another value. Every "
+                "rank must set the same options. What the loop's body steps or sets is not done on "
+                "a rank that has run out of data: list a schedule in "
+                "Join(..., step_along=[schedule])",
+            )
 
 
 def set_numbers(

@@ -41,12 +41,13 @@ from ..process.agreement import Agreement
 from ..process.between_runs import between_runs
 from ..process.running import Survival, recovery_of
 from ..process.step_boundary import boundary
-from .ballot import Ballot, Outcome, Vote, numbers_of, set_numbers
+from .ballot import Ballot, Outcome, Vote, check_same_options, numbers_of, set_numbers
 from .early_update import EarlyUpdate
 from .loss_scale import check_scale
 from .parameter_bucket import Gather
 from .parameter_shard import ParameterShard
 from .shard_state import Inventory, ShardState
+from .shardable_optimizers import ELEMENTWISE
 
 
 class Face(torch.optim.Optimizer, GroupJoinable):
@@ -158,6 +159,9 @@ class OptimizerEngine:
     def take_step(self, is_live: bool) -> None:
         if self._waiting:
             self.take_up_trainable()
+        self.shard.bring_home()
+        if self.reducer is not None:
+            self.reducer.check_unchanged()
         self._ballot_of_step = self._seen.ballots + 1
         while self._seen.ballots < self._ballot_of_step:
             try:
@@ -201,7 +205,7 @@ class OptimizerEngine:
             weight=self.reducer.weight if self.reducer else None,
             squared_norm=self.shard.squared_norm() if needs_norm else 0.0,
             loss_scale=(self.loss_scale or 0.0) if is_live else 0.0,
-            options=self._option_numbers(),
+            options=self._options_to_vote(),
             cursors=self._recovery.cursors() if self._recovery else (),
             num_samples=boundary().num_samples,
             stop=boundary().steps.stop_is_wanted,
@@ -209,16 +213,19 @@ class OptimizerEngine:
 
     def _see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
         """Record the result of a ballot on this rank. From here on the step counts."""
-        self._seen = Progress(self._seen.ballots + 1, payload)
         outcome = self._ballot.read(payload)
-        live = self.last_live = outcome.agreement.live
+        live = outcome.agreement.live
+        names = sorted(self.face.defaults)
+        check_same_options(outcome, self.face.param_groups, names, self.group.generation)
+        self._seen = Progress(self._seen.ballots + 1, payload)
+        self.last_live = live
         self.face._step_agreed(outcome.agreement, self._recovery, ends_step=True, counts=True)
-        if self.group.rank not in live and live:
+        if self.group.rank not in live or self._steps_nothing:
             # A joined rank runs no learning rate schedule: it steps its shard with the options of
-            # a live rank.
-            set_numbers(
-                self.face.param_groups, sorted(self.face.defaults), outcome.options[max(live)]
-            )
+            # a live rank. A rank that steps nothing does not count what the optimizer counts.
+            given = [rank for rank in live if not math.isnan(sum(outcome.options[rank]))]
+            if given:
+                set_numbers(self.face.param_groups, names, outcome.options[max(given)])
         if self.face.uses_scaler and is_live:
             check_scale(self.loss_scale, outcome.loss_scale)
         self.face.found_overflow = self.face.uses_scaler and not math.isfinite(outcome.squared_norm)
@@ -282,6 +289,15 @@ class OptimizerEngine:
     def _option_numbers(self) -> list[float]:
         """The numeric options of the optimizer, without entries that schedulers add to groups."""
         return numbers_of(self.face.param_groups, sorted(self.face.defaults))
+
+    @property
+    def _steps_nothing(self) -> bool:
+        """Whether this rank has no piece of an optimizer that may keep numbers in its groups."""
+        return self.shard.optimizer is None and self.shard.optimizer_class not in ELEMENTWISE
+
+    def _options_to_vote(self) -> list[float]:
+        numbers = self._option_numbers()
+        return [math.nan] * len(numbers) if self._steps_nothing else numbers
 
     # -- recovery (recovery/recovery.py) ---------------------------------------------------------
 

@@ -29,6 +29,12 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
     """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, **options: Any) -> None:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise TypeError(
+                f"GradScaler takes the ZeroRedundancyOptimizer whose losses it scales, got "
+                f"{optimizer!r}; write GradScaler(optimizer), or for a plain optimizer "
+                "torch.amp.GradScaler(device)"
+            )
         super().__init__(optimizer.group.device.type, **options)
         if optimizer.overlap_with_ddp and self.is_enabled():
             raise ValueError(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from collectives import Group, Work
 
@@ -76,8 +77,9 @@ class ShardRange:
 
 
 class ParameterBucket:
-    """Parameters that travel together, as views of one flat tensor.
+    """Parameters that travel together, in the memory of one flat tensor.
 
+    parameters: of the optimizer, by number; those that come later are appended to it.
     flat: all parameters of the plan, with room behind them for slack when ranks come (`room_for`).
     ranges: the ranges that this rank keeps: its own shard first, then replicas.
     """
@@ -99,7 +101,11 @@ class ParameterBucket:
             parameter = parameters[number]
             view = self.flat[offset : offset + numel].view(parameter.shape)
             view.copy_(parameter.detach())
-            parameter.data = view
+            # The same memory, as a storage of the parameter's size: a plain view would have
+            # torch.save write the whole bucket, and libraries take parameters for tied ones.
+            parameter.data = from_dlpack(view)
+        self._parameters = parameters
+        self._pointers = [(n, parameters[n].data_ptr()) for n, _, numel in plan.spans if numel]
         self.version = 0
         """Number of steps taken on this bucket since it was laid out."""
         self.cut(group, reduced, replicas)
@@ -113,6 +119,27 @@ class ParameterBucket:
             if self.ranges and reduced is not None:
                 reduced = torch.zeros_like(reduced)
             self.ranges.append(ShardRange(owner, values, reduced))
+
+    def bring_home(self) -> None:
+        """Make parameters that the program has rebound (`p.data = …`) views again, of their new
+        values. Raises RuntimeError if one has another dtype, device or shape."""
+        parameters = self._parameters
+        if all(parameters[number].data_ptr() == pointer for number, pointer in self._pointers):
+            return
+        for number, offset, numel in self.plan.spans:
+            parameter = parameters[number]
+            there = (parameter.dtype, parameter.device, parameter.numel())
+            if there != (self.flat.dtype, self.flat.device, numel):
+                raise RuntimeError(
+                    f"parameter {number} has {numel} elements of {self.flat.dtype} on "
+                    f"{self.flat.device} in its shards, and was rebound to {parameter.numel()} of "
+                    f"{parameter.dtype} on {parameter.device}: convert, move or change the module "
+                    "before it is wrapped, and the optimizer is made"
+                )
+            if parameter.data_ptr() != self.flat.data_ptr() + offset * self.flat.element_size():
+                view = self.flat[offset : offset + numel].view(parameter.shape)
+                view.copy_(parameter.detach())
+                parameter.data = from_dlpack(view)
 
     @property
     def own(self) -> ShardRange:

@@ -1,6 +1,6 @@
 """This rank's part of the parameters: its memory, its gradients and the optimizer that steps it.
 
-Parameters become views of flat buckets (parameter_bucket.py). A rank owns one range of each bucket,
+Parameters move into flat buckets (parameter_bucket.py). A rank owns one range of each bucket,
 and its optimizer steps the pieces of parameters in that range.
 """
 
@@ -201,7 +201,7 @@ class ParameterShard:
     def apply(
         self,
         portion: Sequence[int],
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         used: Sequence[bool],
         divisor: float,
         coefficient: float,
@@ -209,7 +209,8 @@ class ParameterShard:
         """Step the pieces whose parameters have a gradient on some rank.
 
         portion: numbers of the buckets.
-        groups: the parameter groups of the user's optimizer, whose options apply.
+        groups: the parameter groups of the user's optimizer, whose options apply; numbers that the
+            optimizer keeps in its groups are written there.
         used: per parameter, whether some rank has a gradient.
         divisor: the summed gradient is divided by it.
         coefficient: the mean gradient is multiplied by it.
@@ -232,6 +233,11 @@ class ParameterShard:
             # Schedulers and users change options in the groups of the user's optimizer.
             ours.update(_options(options))
         self.optimizer.step()
+        for options, ours in zip(groups, self.optimizer.param_groups, strict=True):
+            # The optimizer may count in its groups (schedule-free ones do).
+            for key, value in ours.items():
+                if key != "params" and options.get(key) is not value:
+                    options[key] = value
         for mine in pieces:
             mine.tensor.grad = None
         for part in kept:
@@ -248,6 +254,11 @@ class ParameterShard:
         start = piece.parameter_start
         flat = whole.reshape(-1)[start : start + piece.numel].to(mine.tensor.dtype)
         return flat.view(mine.tensor.shape)
+
+    def bring_home(self) -> None:
+        """Notice parameters that the program has rebound since the last step."""
+        for bucket in self.buckets:
+            bucket.bring_home()
 
     def gather(self) -> None:
         """All-gather all parameters."""

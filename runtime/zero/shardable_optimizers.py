@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from collectives import Group
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -30,6 +33,41 @@ _REFUSED = {
     ),
     torch.optim.SparseAdam: "only dense gradients are reduced; use Adam and dense embeddings",
 }
+
+
+_OPTIONS = {"learning_rate": "lr", "process_group": "group"}
+"""Names that are not those of an optimizer's options, and what to write."""
+
+
+def check_arguments(
+    params: object, optimizer_class: object, group: object, defaults: Mapping[str, Any]
+) -> None:
+    """Raises TypeError, with what to write, for arguments that are mistaken for others."""
+    if isinstance(optimizer_class, torch.optim.Optimizer):
+        kind = type(optimizer_class).__name__
+        raise TypeError(
+            f"optimizer_class must be a class, got an optimizer; write "
+            f"ZeroRedundancyOptimizer(model, torch.optim.{kind}, lr=...), which makes its own"
+        )
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
+        raise TypeError(
+            f"optimizer_class must be a class of optimizers, such as torch.optim.AdamW, got "
+            f"{optimizer_class!r}"
+        )
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"params is a {type(params).__name__} that chorusline has not wrapped; write "
+            "ZeroRedundancyOptimizer(DistributedDataParallel(module), ...). If your own code makes "
+            "the gradients equal on all ranks, pass module.parameters()"
+        )
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group must be a chorusline Group, got {type(group).__name__}")
+    known = inspect.signature(optimizer_class).parameters
+    for name, ours in _OPTIONS.items():
+        if name in defaults and name not in known:
+            raise TypeError(f"{optimizer_class.__name__} has no option {name!r}; write {ours}=")
 
 
 def check_shardable(optimizer_class: type[torch.optim.Optimizer]) -> None:

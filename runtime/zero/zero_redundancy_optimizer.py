@@ -23,6 +23,7 @@ from .loss_scale import given_scale
 from .parameter_shard import ParameterShard
 from .shardable_optimizers import (
     ELEMENTWISE,
+    check_arguments,
     check_shardable,
     complete_options,
     describe_parameters,
@@ -51,7 +52,7 @@ class ZeroRedundancyOptimizer(Face):
         `step()` finishes the step. Change options before the backward pass. Excludes max_norm and
         GradScaler.
     parameters_as_bucket_view: without effect, accepted for scripts written for torch: parameters
-        always are views of their buckets.
+        always lie in the memory of their buckets, each with a storage of its own.
     defaults: arguments of optimizer_class.
 
     Parameters in float16 and bfloat16 are stepped as float32 copies of the rank's shard.
@@ -83,10 +84,11 @@ class ZeroRedundancyOptimizer(Face):
             raise ValueError(f"max_norm must be positive, got {max_norm}")
         if type(replicas) is not int or replicas < 1:
             raise ValueError(f"replicas must be a whole number of at least 1, got {replicas!r}")
-        check_shardable(optimizer_class)
-        is_elementwise = issubclass(optimizer_class, ELEMENTWISE)
         if isinstance(params, DistributedDataParallel):
             params = [p for p in params.parameters() if p.requires_grad]
+        check_arguments(params, optimizer_class, group, defaults)
+        check_shardable(optimizer_class)
+        is_elementwise = issubclass(optimizer_class, ELEMENTWISE)
         super().__init__(params, {})
         self.defaults = complete_options(optimizer_class, self.param_groups, defaults)
         given = [p for options in self.param_groups for p in options["params"]]
@@ -191,12 +193,22 @@ class ZeroRedundancyOptimizer(Face):
         self._engine.add(fresh)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, **kwargs: Any
+    ) -> float | None:
         """Take one step; every rank must call it (inside Join, joined ranks take it implicitly).
 
         Afterwards all ranks hold the same parameters, bit by bit. Returns the closure's loss.
+        kwargs: refused, since joined ranks, which step too, do not have them.
+
         Raises RuntimeError if no gradients were reduced since the last step.
         """
+        if kwargs:
+            raise TypeError(
+                f"step() takes a closure only, got {', '.join(kwargs)}: ranks that have run out of "
+                "data step too, and do not have these arguments. Set options in "
+                "optimizer.param_groups"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

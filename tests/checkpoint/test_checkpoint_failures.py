@@ -3,18 +3,17 @@ the one that loads."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import resource
 import signal
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import chorusline as cl
 from runtime.checkpoint.checkpoints import Checkpoints
@@ -23,68 +22,32 @@ from runtime.checkpoint.format.reader import CheckpointReader
 from runtime.checkpoint.format.shard_file import write_part
 from runtime.checkpoint.format.storage import open_storage
 from runtime.process.registry import Registry
-from tests.harness.ranks import Rank, Ranks
+from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, run_ranks
+from tests.references.checkpoint_places import (
+    DAMAGES,
+    flip,
+    folder_of,
+    resume_and_listen,
+    steps_in,
+    write_two,
+)
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train
-
-
-def _steps(place: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in place.iterdir())
-
-
-def _folder_of(place: Path, step: int) -> Path:
-    (folder,) = place.glob(f"step-{step:08d}-*")
-    return folder
-
-
-def _write_two(ranks_of, place: Path) -> None:
-    ranks_of(2).run(run_train, cl.CheckpointConfig(place), {"until": 2, "save_at": 2})
-    ranks_of(2).run(run_train, cl.CheckpointConfig(place), {"until": 4, "save_at": 4})
-
-
-def _resume_and_listen(group: cl.Group, config: cl.CheckpointConfig) -> tuple[int, list[str]]:
-    """The step that a run goes on from, and what this rank was warned of; or the error's text."""
-
-    def look(ctx: cl.Context) -> int:
-        return Parts(ctx).ctx.step
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            return in_run(group, look, config), [str(warning.message) for warning in caught]
-        except cl.CheckpointError as error:
-            return -1, [f"{type(error).__name__}: {error}"]
-
-
-def _flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
-DAMAGES = {
-    "a bit of rank 1's data": lambda f: _flip(f / "rank-1.distcp", 5000),
-    "the end of rank 0's data": lambda f: os.truncate(f / "rank-0.distcp", 3000),
-    "rank 1's data is gone": lambda f: (f / "rank-1.distcp").unlink(),
-    "a bit of the manifest": lambda f: _flip(f / "chorusline.json", 200),
-    "the end of the manifest": lambda f: os.truncate(f / "chorusline.json", 1000),
-    "a bit of torch's metadata": lambda f: _flip(f / ".metadata", 100),
-}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_is_used(
     ranks_of, tmp_path, damage
 ):
-    _write_two(ranks_of, tmp_path)
-    DAMAGES[damage](_folder_of(tmp_path, 4))
+    write_two(ranks_of, tmp_path)
+    DAMAGES[damage](folder_of(tmp_path, 4))
     (step, words), (other_step, _) = ranks_of(2).run(
-        _resume_and_listen, cl.CheckpointConfig(tmp_path)
+        resume_and_listen, cl.CheckpointConfig(tmp_path)
     )
     assert (step, other_step) == (2, 2)
     (word,) = words
-    assert f"{_folder_of(tmp_path, 4)}/" in word
+    assert f"{folder_of(tmp_path, 4)}/" in word
     assert "is torn or corrupted" in word
-    assert f"The checkpoint before it is used: {_folder_of(tmp_path, 2)}, of step 2" in word
+    assert f"The checkpoint before it is used: {folder_of(tmp_path, 2)}, of step 2" in word
 
 
 def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
@@ -122,38 +85,29 @@ def test_a_save_under_way_keeps_its_step_when_the_next_generation_saves(ranks_of
 
 
 def test_if_all_are_damaged_the_run_does_not_start_afresh_in_silence(ranks_of, tmp_path):
-    _write_two(ranks_of, tmp_path)
+    write_two(ranks_of, tmp_path)
     for step in (2, 4):
-        _flip(_folder_of(tmp_path, step) / "rank-0.distcp", 700)
-    for step, (word,) in ranks_of(2).run(_resume_and_listen, cl.CheckpointConfig(tmp_path)):
+        flip(folder_of(tmp_path, step) / "rank-0.distcp", 700)
+    for step, (word,) in ranks_of(2).run(resume_and_listen, cl.CheckpointConfig(tmp_path)):
         assert step == -1
         assert word.startswith("CheckpointCorrupted: ")
-        assert f"{_folder_of(tmp_path, 4)}/rank-0.distcp is torn or corrupted: bytes " in word
-
-
-def test_one_without_a_manifest_does_not_exist_and_is_swept(ranks_of, tmp_path):
-    _write_two(ranks_of, tmp_path)
-    (_folder_of(tmp_path, 4) / "chorusline.json").unlink()
-    told = ranks_of(2).run(_resume_and_listen, cl.CheckpointConfig(tmp_path))
-    assert told == [(2, []), (2, [])]
-    assert _steps(tmp_path) == [2]
+        assert f"{folder_of(tmp_path, 4)}/rank-0.distcp is torn or corrupted: bytes " in word
 
 
 def test_resume_takes_a_path_or_starts_afresh(ranks_of, tmp_path):
-    _write_two(ranks_of, tmp_path)
+    write_two(ranks_of, tmp_path)
 
     def resume(path: str | Path) -> tuple[int, list[str]]:
         config = cl.CheckpointConfig(tmp_path, resume=path)
-        return ranks_of(2).run(_resume_and_listen, config)[0]
+        return ranks_of(2).run(resume_and_listen, config)[0]
 
     assert resume("auto") == (4, [])
     assert resume("never") == (0, [])
-    assert resume(_folder_of(tmp_path, 2)) == (2, [])
+    assert resume(folder_of(tmp_path, 2)) == (2, [])
     step, (word,) = resume(tmp_path / "nothing")
     assert step == -1
     assert word == (
-        f"CheckpointNotFound: checkpoint {tmp_path / 'nothing'}: there is no whole checkpoint to "
-        "resume from"
+        f"CheckpointNotFound: checkpoint {tmp_path / 'nothing'}: there is no whole checkpoint here"
     )
 
 
@@ -178,7 +132,7 @@ def _train_otherwise(group: cl.Group, config: cl.CheckpointConfig, case: str) ->
 def test_a_checkpoint_of_another_model_is_refused_before_the_first_step(ranks_of, tmp_path):
     config = cl.CheckpointConfig(tmp_path)
     ranks_of(2).run(run_train, config, {"until": 1, "save_at": 1})
-    path = _folder_of(tmp_path, 1)
+    path = folder_of(tmp_path, 1)
     said = {
         case: ranks_of(2).run(_train_otherwise, config, case)
         for case in ("width", "dtype", "name", "optimizer")
@@ -199,7 +153,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_first_step(ranks_of
 def test_a_place_that_cannot_be_written_to_is_an_error_before_training(ranks_of, tmp_path):
     (tmp_path / "file").write_text("")
     place = tmp_path / "file" / "below"
-    for step, (word,) in ranks_of(2).run(_resume_and_listen, cl.CheckpointConfig(place)):
+    for step, (word,) in ranks_of(2).run(resume_and_listen, cl.CheckpointConfig(place)):
         assert step == -1
         assert word.startswith(
             f"CheckpointPlaceUnusable: checkpoints cannot be kept in {place}: rank 0 on "
@@ -210,7 +164,7 @@ def test_a_place_that_cannot_be_written_to_is_an_error_before_training(ranks_of,
 
 def test_a_place_that_ranks_do_not_share_is_found_out_before_training(ranks_of):
     config = cl.CheckpointConfig("memory://not-shared")
-    for step, (word,) in ranks_of(2).run(_resume_and_listen, config):
+    for step, (word,) in ranks_of(2).run(resume_and_listen, config):
         assert step == -1
         assert "what ranks [1] on " in word and "the path names a different place for each" in word
 
@@ -250,8 +204,8 @@ def test_a_full_disk_is_a_typed_error_on_all_ranks_and_the_earlier_checkpoint_st
         assert step == 2
         assert "was not written, on rank 1: OSError: [Errno 27] File too large" in word
         assert "Checkpoints written before it are whole and stay; make room" in word
-        assert newest == str(_folder_of(tmp_path, 1))
-    assert _steps(tmp_path) == [1, 2]  # Of the one that failed nothing is left.
+        assert newest == str(folder_of(tmp_path, 1))
+    assert steps_in(tmp_path) == [1, 2]  # Of the one that failed nothing is left.
 
 
 def _write_until_killed(rank: Rank, place: str) -> str:
@@ -297,9 +251,9 @@ def test_if_a_rank_is_killed_while_it_writes_the_checkpoint_before_is_the_one_th
         (survivor,) = ranks.results(ranks=[0])
         assert "rank 1" in survivor or "[1]" in survivor
     assert newest_whole(open_storage(place)).manifest.step == 1
-    told = ranks_of(1).run(_resume_and_listen, cl.CheckpointConfig(place))
+    told = ranks_of(1).run(resume_and_listen, cl.CheckpointConfig(place))
     assert told == [(1, [])]
-    assert _steps(place) == [1]
+    assert steps_in(place) == [1]
 
 
 def _save_alone(group: cl.Group, config: cl.CheckpointConfig) -> str:
@@ -320,8 +274,61 @@ def _save_alone(group: cl.Group, config: cl.CheckpointConfig) -> str:
 def test_a_rank_whose_part_does_not_come_is_named_after_the_deadline(ranks_of, tmp_path):
     config = cl.CheckpointConfig(tmp_path, timeout_s=0.2)
     word, _ = ranks_of(2).run(_save_alone, config)
-    assert "was not written, on rank 1: it was not written within 0.2 s" in word
+    assert "was not written, on rank 1: it did not call ctx.save() within 0.2 s, which" in word
     assert list(tmp_path.iterdir()) == []
+
+
+def _save_on(rank: Rank, alone: int, place: str) -> str:
+    """Save on one rank. The other one meanwhile does something else, which is no collective."""
+    is_over = Path(place).with_name("over")
+
+    def body(ctx: cl.Context) -> str:
+        Parts(ctx)
+        said = ""
+        if ctx.rank == alone:
+            with pytest.raises(cl.CheckpointWriteFailed) as raised:
+                ctx.save().wait()
+            said = str(raised.value)
+            is_over.touch()
+        while not is_over.exists():
+            time.sleep(0.02)
+        ctx.barrier()
+        return said
+
+    return in_run(rank.group(timeout_s=4), body, cl.CheckpointConfig(place))
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_save_on_one_rank_ends_with_the_groups_deadline_and_names_the_others(tmp_path, alone):
+    said = run_ranks(_save_on, 2, tmp_path, SHARED_MEMORY, alone, str(tmp_path / "place"))
+    assert said[1 - alone] == ""
+    assert (
+        f"was not written, on rank {1 - alone}: it did not call ctx.save() within 4 s, which rank "
+        f"{alone} called at test_checkpoint_failures.py:" in said[alone]
+    )
+    assert "call ctx.save() on all ranks, after the same step, and run again" in said[alone]
+
+
+def _write_slowly(rank: Rank, place: str) -> int:
+    def write_late(*args: Any) -> Any:
+        if rank.rank == 1:
+            time.sleep(5)
+        return write_part(*args)
+
+    def body(ctx: cl.Context) -> int:
+        Parts(ctx)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("runtime.checkpoint.checkpoints.write_part", write_late)
+            ctx.save().wait()
+        return ctx.step
+
+    return in_run(rank.group(timeout_s=4), body, cl.CheckpointConfig(place))
+
+
+def test_writing_may_take_longer_than_a_collective(tmp_path):
+    place = tmp_path / "place"
+    assert run_ranks(_write_slowly, 2, tmp_path, SHARED_MEMORY, str(place)) == [0, 0]
+    assert newest_whole(open_storage(place)).manifest.step == 0
 
 
 def test_a_relative_place_is_that_of_the_process_that_names_it(monkeypatch, tmp_path):
@@ -351,6 +358,10 @@ def _save_wrongly(group: cl.Group, place: Path) -> list[str]:
         expect(RuntimeError, ctx.save)
         ctx.save(place).wait()
         expect(FileExistsError, lambda: ctx.save(place))
+        dcp.save({"weight": torch.ones(3)}, checkpoint_id=place / "dcp", no_dist=True)
+        metadata = (place / "dcp" / ".metadata").read_bytes()
+        expect(FileExistsError, lambda: ctx.save(place / "dcp"))
+        assert (place / "dcp" / ".metadata").read_bytes() == metadata
         expect(ValueError, lambda: ctx.register("model", parts.model))
         expect(TypeError, lambda: ctx.register("number", 5))
         expect(ValueError, lambda: ctx.register("a/b", parts.model))
@@ -366,6 +377,8 @@ def test_what_is_used_wrongly_says_what_to_do(ranks_of, tmp_path):
         "the session has no storage for checkpoints",
         f"{tmp_path} holds a checkpoint already, and overwriting it would leave none if this "
         "process died",
+        f"{tmp_path / 'dcp'} holds .metadata of a checkpoint that this version of chorusline has "
+        "not completed, such as one of torch.distributed.checkpoint, and a save would overwrite it",
         "'model' is registered already, a DistributedDataParallel",
         "register('number', ...) takes an object with state_dict and load_state_dict, got int",
         "a name must be a non-empty string without a slash, such as 'model'",
@@ -380,6 +393,7 @@ def test_what_is_used_wrongly_says_what_to_do(ranks_of, tmp_path):
         ({"storage_path": "x", "every_n_steps": 1.5}, ValueError, "of at least 1, got 1.5"),
         ({"storage_path": "x", "resume": None}, TypeError, '"auto", "never" or the path of a'),
         ({"storage_path": "x", "timeout_s": 0}, ValueError, "positive number of seconds, got 0"),
+        ({"storage_path": "x", "weights_only": 1}, TypeError, "must be True or False, got 1"),
     ],
 )
 def test_a_wrong_config_is_refused_where_it_is_written(options, kind, text):
@@ -401,6 +415,7 @@ def test_a_session_wants_a_checkpoint_config():
         cl.CheckpointNotFound("p", "d"),
         cl.CheckpointCorrupted("p", "d"),
         cl.CheckpointMismatch("p", "d"),
+        cl.CheckpointUntrusted("p", "d"),
     ],
     ids=lambda error: type(error).__name__,
 )

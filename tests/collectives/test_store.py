@@ -288,6 +288,31 @@ def test_a_file_of_another_kind_is_refused_and_left_as_it_is(tmp_path: Path) -> 
     assert path.read_text() == "hello,world\n"
 
 
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    for _ in range(2):  # The target is missing, and then it is there.
+        with pytest.raises(ValueError, match=r"link' is a symbolic link, .* name the file itself"):
+            FileStore(link)
+        target.write_text("")
+    assert target.read_text() == ""
+
+
+def test_a_device_is_no_file_of_a_store() -> None:
+    with pytest.raises(ValueError, match=r"null' is no plain file"):
+        FileStore("/dev/null")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    path.write_text("")
+    os.chown(path, 12345, -1)
+    with pytest.raises(PermissionError, match=r"store' belongs to user 12345, and this process"):
+        FileStore(path)
+    assert path.read_text() == ""
+
+
 def test_a_removed_file_is_mentioned_by_who_waits_in_vain(tmp_path: Path) -> None:
     with FileStore(tmp_path / "store") as store:
         store.set("key", "1")

@@ -6,11 +6,16 @@ Like contracts/group.py, which lists these together with its own.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from collectives.contract.work import Work
 from collectives.group import Group
 
 
@@ -218,7 +223,49 @@ def check_a_future_callback_runs_outside_of_every_lock(group: Group) -> None:
         work.wait()  # type: ignore[attr-defined]
 
 
+def check_an_operation_that_is_done_keeps_no_tensor(group: Group) -> None:
+    """The flight recorder keeps hundreds of operations, and none of their memory."""
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+
+    def exchange(tensor: torch.Tensor) -> Work:
+        with group.coalesce() as work:
+            group.send(tensor.contiguous(), right)
+            group.recv(tensor, left)
+        return work
+
+    def coalesced(tensor: torch.Tensor) -> Work:
+        with group.coalesce() as work:
+            group.all_reduce(tensor)
+            group.barrier()
+        return work
+
+    issues: list[Callable[[torch.Tensor], Work]] = [
+        group.all_reduce,
+        lambda tensor: group.broadcast(tensor, 0),
+        lambda tensor: group.all_gather(tensor, torch.ones(4, device=group.device)),
+        lambda tensor: group.reduce_scatter(
+            tensor, torch.ones(tensor.numel() * group.size, device=group.device)
+        ),
+        lambda tensor: group.all_to_all(tensor, torch.ones(tensor.numel(), device=group.device)),
+        coalesced,
+        *([exchange] if group.size > 1 else []),
+    ]
+    for number, issue in enumerate(issues):
+        # Strided, so that the result is copied from a staging buffer when it has arrived.
+        tensor = torch.ones(4 * group.size, 2, device=group.device)[:, 0]
+        storage = StorageWeakRef(tensor.untyped_storage())
+        issue(tensor).wait()
+        del tensor
+        deadline = time.monotonic() + 20
+        while not storage.expired():  # A transport's thread may be in its last lines.
+            assert time.monotonic() < deadline, f"operation {number} keeps its tensor"
+            gc.collect()
+            time.sleep(0.01)
+    group.barrier().wait()
+
+
 HANDLE_CONTRACT = (
+    check_an_operation_that_is_done_keeps_no_tensor,
     check_results_and_futures,
     check_a_work_in_flight_has_no_result,
     check_objects,

@@ -186,7 +186,7 @@ def test_unfit_modules_are_refused_with_the_mend(ranks_of):
     assert "bucket_cap_mb must be positive, got 0" in cap
     assert "Run a dummy forward pass" in lazy
     assert "there is no default group" in no_group
-    assert "copy model.module, or save model.state_dict()" in copied
+    assert "copy model.module (copy.deepcopy(model.module)" in copied
 
 
 def sparse(group):

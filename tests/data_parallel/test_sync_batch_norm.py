@@ -260,6 +260,51 @@ def test_one_value_per_channel_over_all_ranks_is_refused_on_all(ranks_of):
     assert "input size (0, 2) on rank 1, and 1 over all ranks" in second
 
 
+def train_by_the_flags_of_the_layers(group, lengths):
+    """The wrapper's own flag says the opposite of the layers' in each forward pass."""
+    model = synced(group)
+    net = model.module
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with cl.Join([model], step_along=[optimizer], skew_warning=None):
+        for batch in samples_of(group.rank, lengths[group.rank]):
+            model.eval()
+            net.train()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.train()
+            net.eval()
+            with torch.no_grad():
+                for _ in range(1 + group.rank):  # Ranks evaluate different numbers of batches.
+                    model(batch)
+    return dict(net.state_dict())
+
+
+def train_with_frozen_layers(group, lengths):
+    model = synced(group)
+    model.eval()
+    model.module.train()
+    for layer in model.module:
+        layer.train(not isinstance(layer, cl.SyncBatchNorm))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with cl.Join([model], step_along=[optimizer], skew_warning=None):
+        for batch in samples_of(group.rank, lengths[group.rank]):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().tolist() for p in model.parameters()]
+
+
+def test_the_flags_of_the_layers_decide_whether_a_batch_begins(ranks_of):
+    """model.eval() and then net.train(), as after the validation of a library."""
+    lengths = (3, 5)
+    expected = reference(lengths)
+    for state in ranks_of(2).run(train_by_the_flags_of_the_layers, lengths):
+        assert_same(state, expected)
+    first, second = ranks_of(2).run(train_with_frozen_layers, lengths)
+    assert first == second
+
+
 def operations_by_group(group, inside, looks_ahead):
     model = synced(group)
     optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)

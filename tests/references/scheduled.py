@@ -77,8 +77,11 @@ def train_scheduled(
     dies_at: behind this step rank 1 is killed, once, and the function runs again from the top.
     folder: for a file that says that it was.
     """
-    torch.manual_seed(0)
-    ctx.register("random", cl.RandomState())  # First: all that is made below draws from it.
+    if sharded:
+        ctx.seed(0)
+    else:
+        torch.manual_seed(0)
+        ctx.register("random", cl.RandomState())  # First: all that is made below draws from it.
     clock = ctx.register("clock", Clock())
     models: dict[str, Any] = {}
     optims: dict[str, Any] = {}

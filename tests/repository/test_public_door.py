@@ -33,6 +33,7 @@ CONTEXT = [
     "report",
     "resumed_from",
     "save",
+    "seed",
     "shard",
     "step",
     "world_size",

@@ -184,3 +184,71 @@ async def test_stock_ddp_trains_in_a_session_whatever_became_of_the_run_before(c
         with pytest.raises(error):  # in the same processes, over the same group
             await session.run(train, die=die)
         assert await session.run(train, die="") == [first, second]
+
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(ctx):
+    return {name: os.environ.get(name) for name in VARIABLES}
+
+
+def among_torchs_variables(ctx, error=None):
+    os.environ["LOCAL_RANK"] = "of another program"
+    ctx.init_torch_distributed()
+    ctx.init_torch_distributed()
+    found = environment(ctx)
+    dist.destroy_process_group()
+    ctx.init_torch_distributed()  # for the rest of the function
+    port = environment(ctx).pop("MASTER_PORT")
+    assert environment(ctx) == {**found, "MASTER_PORT": port}
+    if ctx.rank == 0:  # What a program may do with them; see the documentation.
+        store = dist.TCPStore(
+            found["MASTER_ADDR"], int(port), is_master=True, wait_for_workers=False
+        )
+        store.set("rank 0", "is here")
+    ctx.barrier()
+    if ctx.rank == 1:
+        store = dist.TCPStore(found["MASTER_ADDR"], int(port), wait_for_workers=False)
+        assert store.get("rank 0") == b"is here"
+    ctx.barrier()
+    if error is not None and ctx.rank == 0:
+        raise error
+    return found
+
+
+async def test_torchruns_variables_are_set_as_long_as_torch_is_initialised(session):
+    """Libraries that look for them would train alone on every rank."""
+    before = await session.run(environment)
+    for rank, found in enumerate(await session.run(among_torchs_variables)):
+        assert found["RANK"] == found["LOCAL_RANK"] == str(rank)
+        assert found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"] == "3"
+    afterwards = {"LOCAL_RANK": "of another program"}
+    assert await session.run(environment) == [{**names, **afterwards} for names in before]
+    with pytest.raises(KeyError):
+        await session.run(among_torchs_variables, error=KeyError("no such sample"))
+    assert await session.run(environment) == [{**names, **afterwards} for names in before]
+
+
+def described_again(ctx, once):
+    """Train, and lose a rank; what the variables say before and after each step."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(3, 2)))
+    optimizer = ctx.register("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    said = []
+    for step in range(4):
+        ctx.init_torch_distributed()
+        said.append((environment(ctx), str(ctx.rank), str(ctx.world_size)))
+        if ctx.rank == 1 and step == 2 and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return said
+
+
+async def test_torchruns_variables_follow_the_ranks_after_a_loss(session, tmp_path):
+    for said in await session.run(described_again, once=tmp_path / "killed"):
+        for found, rank, size in said:
+            assert (found["RANK"], found["WORLD_SIZE"]) == (rank, size)
+            assert found["LOCAL_WORLD_SIZE"] == size

@@ -1,6 +1,7 @@
 """State dictionaries: the plain optimizer's, at any number of ranks, by number and by name."""
 
 import copy
+import io
 import tempfile
 
 import pytest
@@ -300,6 +301,67 @@ def overwrite_parameters(group):
 def test_a_checkpoint_loaded_after_construction_is_what_the_next_step_starts_from(ranks_of):
     for weight in ranks_of(2).run(overwrite_parameters):
         assert torch.equal(weight, torch.full((3, 100), 1.5, dtype=torch.bfloat16))
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(5, 3)
+        self.between = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+        self.nothing = torch.nn.Parameter(torch.empty(0, 3))
+        self.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, numbers):
+        between = self.between(self.embedding(numbers).bfloat16()).float()
+        return self.head(between) * self.frozen.sum() + self.nothing.sum()
+
+
+def saved(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return len(buffer.getvalue())
+
+
+def handed_out(group):
+    """What torch.save writes of a state dictionary, and whether it still is the model's memory."""
+    model = cl.DistributedDataParallel(Tied(), group)
+    plain = copy.deepcopy(model.module)
+    zero = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+    model.module.frozen.requires_grad_()
+    zero.add_param_group({"params": [model.module.frozen]})
+    for _ in range(2):
+        model(torch.tensor([1, 2])).sum().backward()
+        zero.step()
+        zero.zero_grad()
+        state = model.module.state_dict()
+        for name, tensor in state.items():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+            assert tensor.storage_offset() == 0, name
+        assert saved(state) < 1.5 * saved(plain.state_dict())
+        with torch.no_grad():
+            for tensor in state.values():  # As a broadcast of all of them does.
+                tensor.fill_(0.5)
+    model(torch.tensor([1, 2])).sum().backward()
+    assert torch.equal(model.module.between.bias, torch.full((3,), 0.5, dtype=torch.bfloat16))
+    zero.step()
+    stepped = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    model.load_state_dict({f"module.{name}": tensor for name, tensor in stepped.items()})
+    zero.consolidate_state_dict()
+    moments = zero.state_dict()["state"].values() if group.rank == 0 else ()
+    for tensor in (tensor for of_one in moments for tensor in of_one.values()):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert state["embedding.weight"].data_ptr() == state["head.weight"].data_ptr()
+    return stepped
+
+
+def test_state_dictionaries_hand_out_tensors_that_own_their_storage(ranks_of):
+    """A view of a bucket takes the whole bucket along, and passes for a tied weight."""
+    first, second = ranks_of(2).run(handed_out)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+        assert not tensor.numel() or not torch.equal(tensor, torch.full_like(tensor, 0.5)), name
 
 
 # -- memory ---------------------------------------------------------------------------------------

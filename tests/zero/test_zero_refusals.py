@@ -161,6 +161,46 @@ def test_ranks_at_different_steps_are_told_on_every_rank(ranks_of):
         assert f"different numbers of steps (this rank: {rank})" in told
 
 
+def train_at_rates_of_their_own(group, how):
+    """how: the ranks set other rates, or a rank that has joined misses steps of the schedule."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.5, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        along = [schedule] if how == "step_along" else []
+        steps = 0
+        try:
+            for _ in range(2):
+                with cl.Join([model, optimizer], step_along=along, skew_warning=None):
+                    for number in range(2 + own.rank):
+                        model(torch.ones(2, 1)).mean().backward()
+                        if how == "by hand" and number == 1:
+                            optimizer.param_groups[0]["lr"] = 0.1 * (1 + own.rank)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        schedule.step()
+                        steps += 1
+        except cl.CollectiveMismatch as error:
+            return steps, error.ranks, str(error)
+    return steps, [], optimizer.param_groups[0]["lr"]
+
+
+def test_ranks_with_learning_rates_of_their_own_are_told_on_every_rank(ranks_of):
+    for steps, ranks, told in ranks_of(2).run(train_at_rates_of_their_own, "by hand"):
+        assert (steps, ranks) == (1, [1]), "the step was not taken"
+        assert "lr is 0.1 on rank 0, 0.2 on rank 1, so each rank would step its shard by" in told
+
+
+def test_a_schedule_that_a_joined_rank_has_not_stepped_is_told_or_stepped_along(ranks_of):
+    first, second = ranks_of(2).run(train_at_rates_of_their_own, "in the body")
+    assert (first[:2], second[:2]) == ((3, [1]), (4, [1])), "in the second epoch"
+    assert first[2] == second[2] and "list a schedule in Join(..., step_along" in first[2]
+    assert ranks_of(2).run(train_at_rates_of_their_own, "step_along") == [
+        (4, [], 0.5 / 8),
+        (6, [], 0.5 / 8),
+    ]
+
+
 def train_on_grown_data(group):
     """Between two epochs the dataset grows on all ranks, then on one only."""
     with another_group(group) as own:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from .errors import CheckpointCorrupted, CheckpointNotFound
-from .manifest import MANIFEST, read_manifest, within
+from .manifest import MANIFEST, METADATA, read_manifest, within
 from .reader import CheckpointReader
 from .storage import Storage
 
@@ -22,11 +23,20 @@ def folder_name(step: int, run: str, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Folders. whole: with a manifest, the newest first. broken: with an unreadable manifest. torn:
-    without a manifest, so they are not checkpoints."""
+    """The folders of a place.
 
-    whole: list[str]
+    written: with a manifest, the newest first.
+    damaged: those of `written` that lack a file, or have one that is too short or too long.
+    broken: with an unreadable manifest.
+    unlisted: without a manifest, but with `.metadata`, which is written when all ranks' files are
+        there (manifest.py): the save was killed right before its end, or the manifest was lost.
+    torn: with neither. No rank 0 has seen all files of such a save.
+    """
+
+    written: list[str]
+    damaged: set[str]
     broken: list[str]
+    unlisted: list[str]
     torn: list[str]
 
 
@@ -34,41 +44,80 @@ def listing(storage: Storage) -> Listing:
     """The folders of a place, ordered by the time of writing, not by step: a run that started anew
     in the same place resumes from its own checkpoints, although their steps are lower."""
     written: list[tuple[float, str]] = []
-    broken, torn = [], []
+    broken: list[str] = []
+    unlisted: list[str] = []
+    torn: list[str] = []
+    damaged: set[str] = set()
     for name in storage.children():
         if not _FOLDER.fullmatch(name):
             continue
-        if MANIFEST not in storage.children(name):
-            torn.append(name)
+        files = storage.sizes(name)
+        if MANIFEST not in files:
+            (unlisted if METADATA in files else torn).append(name)
             continue
         try:
-            written.append((read_manifest(storage, name).time, name))
+            manifest = read_manifest(storage, name)
         except (CheckpointCorrupted, FileNotFoundError):
             broken.append(name)
-    return Listing([name for _, name in sorted(written, reverse=True)], broken, torn)
+            continue
+        written.append((manifest.time, name))
+        if METADATA not in files or not manifest.files.items() <= files.items():
+            damaged.add(name)
+    names = [name for _, name in sorted(written, reverse=True)]
+    return Listing(names, damaged, broken, unlisted, torn)
 
 
-def prune(storage: Storage, keep: int | None, newest: str) -> None:
-    """Delete old checkpoints now that `newest` is whole: the oldest beyond `keep`, and all torn or
-    broken ones. No checkpoint is written at the same time."""
+def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection[str] = ()) -> None:
+    """Delete old checkpoints now that `newest` is whole: all behind the `keep` newest whole ones,
+    and all torn ones. No checkpoint is written at the same time.
+
+    A damaged checkpoint is not counted, and stays as long as whole ones before it do. Damage is
+    seen by the sizes of files, which come with the list of a folder; to read all bytes would make
+    each save as slow as a load. corrupted: folders whose bytes are known to be wrong.
+    """
     listed = listing(storage)
-    others = [name for name in listed.whole if name != newest]
-    too_many = [] if keep is None else others[keep - 1 :]
-    for name in [*too_many, *listed.broken]:
-        # The manifest first: a checkpoint that is half deleted must not look whole.
-        storage.delete(within(name, MANIFEST))
-        storage.delete(name)
+    num_whole = 1
+    for name in listed.written:
+        if name == newest or keep is None:
+            continue
+        if num_whole >= keep:
+            remove(storage, name)
+        elif name not in listed.damaged and name not in corrupted:
+            num_whole += 1
+    if keep is not None and num_whole >= keep:  # When they were written is not known.
+        for name in listed.broken:
+            remove(storage, name)
     for name in listed.torn:
         storage.delete(name)
 
 
-def sweep(storage: Storage) -> None:
-    """Delete the torn checkpoints and probes that killed runs have left."""
-    for name in listing(storage).torn:
+def remove(storage: Storage, folder: str) -> None:
+    """Delete a checkpoint. The files that say that it is whole go first, in the reverse order of
+    writing: a checkpoint that is half deleted must not look whole."""
+    for file in (MANIFEST, METADATA):
+        storage.delete(within(folder, file))
+    storage.delete(folder)
+
+
+def sweep(storage: Storage) -> list[str]:
+    """Delete the torn checkpoints and probes that killed runs have left. Returns the folders that
+    stay although they are no checkpoints: those that lack only the manifest."""
+    listed = listing(storage)
+    for name in listed.torn:
         storage.delete(name)
     for name in storage.children():
         if name.startswith(PROBE):
             storage.delete(name)
+    return listed.unlisted
+
+
+def why_unlisted(storage: Storage, folder: str) -> str:
+    """A sentence on a folder that lacks only the manifest."""
+    return (
+        f"{storage.path_of(folder)} is not used, because {MANIFEST} is missing in it; its other "
+        "files look like those of a whole checkpoint. Either the run that wrote it was killed "
+        f"right before the end of the save, or {MANIFEST} was lost later, as in a copy"
+    )
 
 
 def candidates(storage: Storage) -> list[str]:
@@ -77,7 +126,7 @@ def candidates(storage: Storage) -> list[str]:
         return [""]
     listed = listing(storage)
     # Broken ones come first, so that a caller tries them, and can warn of them.
-    return [*sorted(listed.broken, reverse=True), *listed.whole]
+    return [*sorted(listed.broken, reverse=True), *listed.written]
 
 
 def newest_whole(storage: Storage) -> CheckpointReader:
@@ -96,4 +145,15 @@ def newest_whole(storage: Storage) -> CheckpointReader:
             return reader
     if broken is not None:
         raise broken
-    raise CheckpointNotFound(storage.path, "there is no whole checkpoint here")
+    raise CheckpointNotFound(storage.path, why_none(storage))
+
+
+def why_none(storage: Storage) -> str:
+    """What is to be said of a place without a whole checkpoint."""
+    if METADATA in storage.children():
+        return (
+            f"there is no whole checkpoint here: it has {METADATA}, as checkpoints of "
+            f"torch.distributed.checkpoint do, and no {MANIFEST}"
+        )
+    told = [why_unlisted(storage, folder) for folder in listing(storage).unlisted]
+    return ". ".join(["there is no whole checkpoint here", *told])

@@ -6,7 +6,8 @@
         ├── CheckpointWriteFailed    a checkpoint could not be written; earlier ones are whole
         ├── CheckpointNotFound       the requested place has no checkpoint
         ├── CheckpointCorrupted      a checkpoint is torn or changed; no byte of it is used
-        └── CheckpointMismatch       a whole checkpoint of another model, optimizer or object
+        ├── CheckpointMismatch       a whole checkpoint of another model, optimizer or object
+        └── CheckpointUntrusted      loading it would run code; only with weights_only=False
 
 Fields are positional and the text is made in `__str__`, as in `collectives.contract.errors`.
 """
@@ -39,20 +40,26 @@ class CheckpointPlaceUnusable(CheckpointError):
 
 
 class CheckpointWriteFailed(CheckpointError):
-    """A checkpoint was given up. ranks: the ranks that caused it."""
+    """A checkpoint was given up. ranks: the ranks that caused it. remedy: what to do."""
 
-    def __init__(self, path: str, detail: str, ranks: tuple[int, ...]) -> None:
-        ChoruslineError.__init__(self, path, detail, ranks)
+    def __init__(
+        self,
+        path: str,
+        detail: str,
+        ranks: tuple[int, ...],
+        remedy: str = "make room or repair the storage",
+    ) -> None:
+        ChoruslineError.__init__(self, path, detail, ranks, remedy)
         self.path = path
         self.detail = detail
         self.ranks = ranks
+        self.remedy = remedy
 
     def __str__(self) -> str:
         return (
             f"checkpoint {self.path} was not written, on rank "
             f"{', '.join(map(str, self.ranks))}: {self.detail}. Checkpoints written before it are "
-            "whole and stay; make room or repair the storage, and run again to go on from the "
-            "newest checkpoint"
+            f"whole and stay; {self.remedy}, and run again to go on from the newest checkpoint"
         )
 
 
@@ -72,3 +79,16 @@ class CheckpointMismatch(CheckpointError):
 
     def __str__(self) -> str:
         return f"checkpoint {self.path} does not fit: {self.detail}"
+
+
+class CheckpointUntrusted(CheckpointError):
+    """An object in the checkpoint is more than tensors and plain values, so loading it would run
+    code that the checkpoint names. detail: the object, and its classes and functions."""
+
+    def __str__(self) -> str:
+        return (
+            f"checkpoint {self.path}: {self.detail}, and loading it would run code that the "
+            "checkpoint names. If you trust its writer, pass "
+            "CheckpointConfig(weights_only=False), or allow these names with "
+            "torch.serialization.add_safe_globals at the beginning of the train function"
+        )

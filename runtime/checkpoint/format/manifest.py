@@ -161,16 +161,36 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         )
     if _digest(plain) != digest:
         raise CheckpointCorrupted(storage.path_of(name), "its text does not match its checksum")
-    plain["entries"] = [
-        Entry(
-            tuple(entry["path"]),
-            entry["dtype"],
-            tuple(entry["shape"]),
-            [Item(**item) for item in entry["items"]],
-        )
-        for entry in plain["entries"]
-    ]
-    return Manifest(**plain)
+    try:
+        plain["entries"] = [
+            Entry(
+                tuple(entry["path"]),
+                entry["dtype"],
+                tuple(entry["shape"]),
+                [Item(**item) for item in entry["items"]],
+            )
+            for entry in plain["entries"]
+        ]
+        manifest = Manifest(**plain)
+        _check_entries(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise CheckpointCorrupted(
+            storage.path_of(name), f"it is not a manifest ({error})"
+        ) from error
+    return manifest
+
+
+def _check_entries(manifest: Manifest) -> None:
+    """Raise ValueError for what no save writes. The checksum of a manifest finds faults of disks;
+    anybody can compute it for a manifest that they have written."""
+    for file in (*manifest.files, *(item.file for item in manifest.items())):
+        if "/" in file or "\\" in file or file in ("", ".", ".."):
+            raise ValueError(f"{file!r} is outside of its folder")
+    for entry in manifest.entries:
+        if entry.dtype is not None:
+            dtype_of(entry.dtype)
+        if any(item.at < 0 or item.length < 0 for item in entry.items):
+            raise ValueError(f"{name_of(entry.path)} lies before the beginning of a file")
 
 
 def within(folder: str, name: str) -> str:

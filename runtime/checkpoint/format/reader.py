@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import pickle
 import zlib
 from typing import Any
 
 import torch
 
-from .errors import CheckpointCorrupted
+from .errors import CheckpointCorrupted, CheckpointUntrusted
 from .manifest import (
     METADATA,
     Entry,
@@ -21,18 +22,23 @@ from .manifest import (
     within,
 )
 from .pieces import Path
+from .plain_values import beyond_plain, load_plain
 from .storage import Storage
 
 
 class CheckpointReader:
     """One checkpoint. folder: its name within the storage. bytes_read: from data files so far.
 
+    weights_only: as in torch.load: objects other than tensors and plain values are refused
+        (CheckpointUntrusted), because loading them runs code that the checkpoint names.
+
     The constructor and every method that reads raise CheckpointCorrupted with the file's name.
     """
 
-    def __init__(self, storage: Storage, folder: str) -> None:
+    def __init__(self, storage: Storage, folder: str, *, weights_only: bool = True) -> None:
         self.storage = storage
         self.folder = folder
+        self._weights_only = weights_only
         self.path = storage.path_of(folder)
         self.manifest: Manifest = read_manifest(storage, folder)
         self.bytes_read = 0
@@ -86,8 +92,14 @@ class CheckpointReader:
         return result
 
     def object(self, entry: Entry) -> Any:
-        data = io.BytesIO(self._bytes(entry.items[0]))
-        return torch.load(data, map_location="cpu", weights_only=False)
+        data = self._bytes(entry.items[0])
+        if not self._weights_only:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        try:
+            return load_plain(data)
+        except pickle.UnpicklingError as error:
+            of = ", ".join(beyond_plain(data)) or f"more than plain values ({error})"
+            raise CheckpointUntrusted(self.path, f"{name_of(entry.path)} is made of {of}") from None
 
     def value(self, entry: Entry) -> Any:
         """The tensor in its shape, or the object."""

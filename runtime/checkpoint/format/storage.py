@@ -51,6 +51,10 @@ class Storage(ABC):
         """The names of the files and folders directly in a folder; empty if it does not exist."""
 
     @abstractmethod
+    def sizes(self, name: str = "") -> dict[str, int]:
+        """The bytes of the files directly in a folder, by name; empty if it does not exist."""
+
+    @abstractmethod
     def delete(self, name: str) -> None:
         """Delete a file, or a folder with its contents; do nothing if it does not exist."""
 
@@ -92,6 +96,15 @@ class Folder(Storage):
             return sorted(path.name for path in (self._root / name).iterdir())
         except FileNotFoundError:
             return []
+
+    def sizes(self, name: str = "") -> dict[str, int]:
+        found: dict[str, int] = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._root / name) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # Removed since it was listed.
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
 
     def delete(self, name: str) -> None:
         path = self._root / name
@@ -140,6 +153,18 @@ class Remote(Storage):
         except FileNotFoundError:
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def sizes(self, name: str = "") -> dict[str, int]:
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._full(name), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {
+            one["name"].rpartition("/")[2]: int(one["size"] or 0)
+            for one in found
+            if one["type"] == "file"
+        }
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -1,0 +1,160 @@
+"""What a caller writes out of habit from torch.distributed, and what to write here instead.
+
+Python's TypeError for an unknown argument names the argument and no mend. Functions with the
+decorators of this file say in it what to write. The texts are looked up only when a call has
+failed; until then the decorator `tensor_operation` costs nothing beside leaving the inference mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+TOO_MANY = "_"
+"""The name of the text for positional arguments that a function does not take."""
+
+_OF_OPERATIONS = {
+    "async_op": "every operation returns a Work at once; wait() for it, or await it",
+    "group": "the operation is a method of its group, so call it on that group",
+    "timeout": "write timeout_s=, in seconds",
+    "group_src": "write src= or root=, which count the ranks of this group",
+    "group_dst": "write dst=, which counts the ranks of this group",
+    TOO_MANY: "the arguments behind those are keywords; the group is the one whose method this is, "
+    "and every operation returns a Work, so neither group nor async_op is an argument",
+}
+
+_METHODS = {
+    "isend": "send() returns a Work at once; wait() for it, or await it",
+    "irecv": "recv() returns a Work at once; wait() for it, or await it",
+    "batch_isend_irecv": "write `with group.coalesce() as work:`, send() and recv() in the block, "
+    "and work.wait() behind it",
+    "all_gather_into_tensor": "write all_gather(output, input), which takes a tensor or a list",
+    "all_gather_single": "write all_gather(output, input), which takes a tensor or a list",
+    "reduce_scatter_tensor": "write reduce_scatter(output, input), which takes a tensor or a list",
+    "reduce_scatter_single": "write reduce_scatter(output, input), which takes a tensor or a list",
+    "all_to_all_single": "write all_to_all(output, input), which takes tensors or lists",
+    "allreduce": "write all_reduce(tensor). torch.distributed's functions take its own process "
+    "groups, which ctx.init_torch_distributed() makes, and no chorusline Group",
+    "get_rank": "write rank",
+    "get_world_size": "write size",
+    "world_size": "write size",
+    "get_backend": "write backend",
+    "is_initialized": "a Group is connected as soon as it is made; describe().is_open says whether "
+    "it still is",
+    "get_global_rank": "write global_rank(group_rank)",
+    "get_group_rank": "write group_rank(global_rank)",
+    "get_process_group_ranks": "write ranks",
+    "new_subgroups": "write split(rank // number_of_ranks_in_each)",
+    "split_group": "write split(color), or new_group(ranks)",
+    "destroy_process_group": "write close()",
+    "abort_process_group": "write abort(reason)",
+}
+"""By name of torch.distributed, what a Group has instead."""
+
+_FUNCTIONS = {
+    "get_rank": "write ctx.rank in a train function, or group.rank",
+    "get_world_size": "write ctx.world_size in a train function, or group.size",
+    "get_backend": "write ctx.group.backend in a train function, or group.backend",
+    "is_initialized": "in a train function ctx.group is always there; elsewhere, a Group is "
+    "connected as soon as Group.create has returned it",
+    "is_available": "importing chorusline is enough",
+    "init_process_group": "a session connects its ranks (ctx.group); without one, write "
+    "Group.create(store, rank, size) or Group.from_url('env://')",
+    "destroy_process_group": "a session closes its group; write group.close() for one of your own",
+    "new_group": "write ctx.group.new_group(ranks)",
+    "P2POp": _METHODS["batch_isend_irecv"],
+    "DistributedSampler": "write ctx.shard(dataset, batch_size, epoch=epoch), which deals out "
+    "every sample once",
+}
+"""By name of torch.distributed, what to write for a function of the module."""
+
+
+def instead_of_method(name: str) -> str:
+    """The end of an AttributeError for an attribute that a Group does not have; it may be empty."""
+    return f": {_METHODS[name]}" if name in _METHODS else ""
+
+
+def instead_of_function(name: str, is_method: bool) -> str:
+    """The same for the module chorusline. is_method: whether a Group has such a method."""
+    if name in _FUNCTIONS:
+        return f": {_FUNCTIONS[name]}"
+    if name in _METHODS:
+        return f": of a group (ctx.group in a train function) {_METHODS[name]}"
+    if is_method:
+        return f": it is a method of a group; write ctx.group.{name}(...) in a train function"
+    return ""
+
+
+def says(**instead: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """A decorator whose function says what to write in place of an argument that it does not have.
+
+    instead: by the name of the argument, what to write; TOO_MANY for positional arguments.
+    """
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                _explain(error, function, kwargs, instead)
+                raise
+
+        return run
+
+    return decorate
+
+
+def object_operation(**instead: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """`says` for an operation on objects."""
+    return says(**_OF_OPERATIONS | instead)
+
+
+def tensor_operation(**instead: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """`says` for an operation on tensors, which runs outside of torch.inference_mode (inference.py)
+    as well: one wrapper, because each adds to the time of every operation."""
+    instead = _OF_OPERATIONS | instead
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            try:
+                if not torch.is_inference_mode_enabled():
+                    return function(*args, **kwargs)
+                with torch.inference_mode(False):
+                    return function(*args, **kwargs)
+            except TypeError as error:
+                _explain(error, function, kwargs, instead)
+                raise
+
+        return run
+
+    return decorate
+
+
+def _explain(
+    error: TypeError,
+    function: Callable[..., object],
+    given: Mapping[str, object],
+    instead: Mapping[str, str],
+) -> None:
+    """Raise a TypeError that says what to write, if the call itself has failed and there is a text.
+    given: the keyword arguments of the call."""
+    trace = error.__traceback__
+    if trace is None or trace.tb_next is not None:
+        return  # The function was entered, and has raised the error itself.
+    path = function.__qualname__.split(".")
+    name = path[-2] if path[-1] == "__init__" else path[-1]
+    known = inspect.signature(function).parameters
+    for argument in given:
+        if argument not in known and argument in instead:
+            raise TypeError(f"{name}() has no argument {argument!r}: {instead[argument]}") from None
+    if TOO_MANY in instead and "positional argument" in str(error) and "given" in str(error):
+        raise TypeError(f"{error}: {instead[TOO_MANY]}") from None

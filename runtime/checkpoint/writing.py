@@ -1,0 +1,253 @@
+"""A checkpoint in the thread that writes it: phases (3) to (8) of a save (checkpoints.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from collectives import ChoruslineError, Group, PeerLost, StoreTimeout
+from collectives.stores.store import PrefixStore
+
+from .config import CheckpointConfig
+from .format import catalog
+from .format.errors import CheckpointError, CheckpointWriteFailed
+from .format.manifest import METADATA, Manifest, Part, merged, name_of, within, write_manifest
+from .format.pieces import Path
+from .format.plain_values import beyond_plain
+from .format.storage import Storage
+from .saving import Saving, SavingTimes
+
+LAST_WORD_S = 2.0
+"""Seconds for a checkpoint in flight to become whole after the loss of another rank. This is less
+than the grace period of a run, after which a worker that has not stopped is replaced."""
+
+_LOOK_S = 0.5
+"""Seconds between two checks for the end of the group while the thread waits for the store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """One rank's part in one checkpoint.
+
+    group: the run may be in another generation when the writing ends.
+    key_prefix: of the keys in the group's store that belong to this checkpoint.
+    leaves: the objects of this rank's part, as bytes.
+    site: the user's line that called, `train.py:41`, or empty.
+    call_by: the time.monotonic() at which all ranks must have called.
+    write: writes this rank's part.
+    progress: this rank's position in its data.
+    progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
+    corrupted: folders of the storage that the run has found so.
+    looked_at: the objects that earlier checkpoints of the run had; this one adds its own.
+    The other fields are those of Manifest and SavingTimes.
+    """
+
+    config: CheckpointConfig | None
+    group: Group
+    saving: Saving
+    storage: Storage
+    folder: str
+    key_prefix: str
+    leaves: dict[Path, bytes]
+    site: str
+    call_by: float
+    write: Callable[[], Part]
+    kinds: dict[str, str]
+    world_size: int
+    corrupted: Collection[str]
+    looked_at: set[Path]
+    progress: Any = None
+    progress_by_rank: list[Any] | None = None
+    waited_s: float = 0.0
+    paused_s: float = 0.0
+
+    def carry_out(self) -> None:
+        """Phases (3) to (8); ends the Saving in any case."""
+        began_at = time.monotonic()
+        rank = self.group.rank
+        part: Part | None = None
+        trouble: str | None = None
+        try:
+            store = PrefixStore(f"checkpoint/{self.key_prefix}", self.group._store)
+            store.set(f"called/{rank}", self.site)
+            try:
+                self._warn_of_pickles()
+                part = self.write()  # (3)
+            except Exception as error:
+                trouble = self._in_words(error)
+            wrote_s = time.monotonic() - began_at
+            store.set(f"part/{rank}", pickle.dumps((part, trouble, self.progress)))  # (4)
+            if rank == 0:
+                failure = self._conclude(store)
+                store.set("outcome", pickle.dumps(failure))  # (8)
+            else:
+                failure = pickle.loads(self._await(store, "outcome", (0,)))
+            if failure is not None:
+                raise failure
+            num_bytes = sum(part.files.values()) if part else 0
+            total_s = time.monotonic() - began_at + self.paused_s
+            self.saving.end(SavingTimes(self.waited_s, self.paused_s, wrote_s, total_s, num_bytes))
+        except CheckpointError as error:
+            self.saving.end(error)
+        except BaseException as error:
+            detail = trouble or f"{type(error).__name__}: {error}"
+            self.saving.end(CheckpointWriteFailed(self.saving.path, detail, (rank,)))
+
+    def _warn_of_pickles(self) -> None:
+        """Say of each object, when it is first saved, if it would not load by default."""
+        if self.config is not None and not self.config.weights_only:
+            return
+        for path, data in self.leaves.items():
+            if path in self.looked_at:
+                continue
+            self.looked_at.add(path)
+            names = beyond_plain(data)
+            if names:
+                warnings.warn(
+                    f"{name_of(path)} is made of {', '.join(names)}: a checkpoint with it loads "
+                    "only with CheckpointConfig(weights_only=False), or when these names are "
+                    "allowed with torch.serialization.add_safe_globals. Registered states of "
+                    "tensors and plain values load as they are",
+                    stacklevel=2,
+                )
+
+    def _conclude(self, store: PrefixStore) -> CheckpointError | None:
+        """Phases (5) to (7), on rank 0. Returns the error, or None if the checkpoint is whole."""
+        size = self.group.size
+        try:
+            records = [
+                pickle.loads(self._await(store, f"part/{rank}", (rank,))) for rank in range(size)
+            ]
+            failed = [rank for rank, (_, trouble, _) in enumerate(records) if trouble]
+            if failed:
+                raise CheckpointWriteFailed(self.saving.path, records[failed[0]][1], tuple(failed))
+            parts = [part for part, _, _ in records]
+            self._check(parts)
+            manifest = Manifest(
+                step=self.saving.step,
+                world_size=self.world_size,
+                time=time.time(),
+                kinds=self.kinds,
+                files={file: length for part in parts for file, length in part.files.items()},
+                entries=merged(parts),
+                progress=self.progress_by_rank or [progress for _, _, progress in records],
+            )
+            write_manifest(self.storage, self.folder, manifest)  # (6)
+        except CheckpointError as error:
+            self._clear()
+            return error
+        except Exception as error:
+            self._clear()
+            return CheckpointWriteFailed(self.saving.path, self._in_words(error), (0,))
+        self._delete_records(store, size)
+        if self.folder and self.config is not None:
+            try:
+                catalog.prune(  # (7)
+                    self.storage, self.config.num_to_keep, self.folder, self.corrupted
+                )
+            except OSError as error:  # The next prune tries again.
+                warnings.warn(
+                    f"old checkpoints in {self.storage.path} could not be deleted: {error}",
+                    stacklevel=2,
+                )
+        return None
+
+    def _check(self, parts: Sequence[Part]) -> None:
+        """Check that all files are there: another run may have swept the storage meanwhile."""
+        steps = [part.step for part in parts]
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"the ranks are at different steps (by rank: {steps}); all ranks must save after "
+                "the same step"
+            )
+        for part in parts:
+            for file, size in part.files.items():
+                found = self.storage.size(within(self.folder, file))
+                if found != size:
+                    raise OSError(f"{file} has {found} bytes of the {size} that were written")
+
+    def _delete_records(self, store: PrefixStore, size: int) -> None:
+        """Delete the parts from the store: they take megabytes, and no rank reads them again."""
+        for rank in range(size):
+            store.delete_key(f"part/{rank}")
+            if rank != 0:  # That rank 0 has called is what the others look for.
+                store.delete_key(f"called/{rank}")
+
+    def _clear(self) -> None:
+        """Delete the files of a failed checkpoint, since the disk may be full. A folder that the
+        user has named may hold other files, which stay."""
+        with contextlib.suppress(OSError):  # `sweep` deletes the rest later.
+            if self.folder:
+                catalog.remove(self.storage, self.folder)
+            else:
+                for rank in range(self.group.size):
+                    self.storage.delete(f"rank-{rank}.distcp")
+                self.storage.delete(METADATA)  # Ours: `save` has refused a place that had one.
+
+    def _await(self, store: PrefixStore, key: str, ranks: tuple[int, ...]) -> bytes:
+        """The value that `ranks` put in the store. Gives up after timeout_s, or with the group."""
+        timeout_s = self.config.timeout_s if self.config else 1800.0
+        give_up_at = time.monotonic() + timeout_s
+        patience_ends_at: float | None = None
+        while True:
+            try:
+                store.wait([key], _LOOK_S)
+                return store.get(key)
+            except StoreTimeout:
+                pass
+            except ChoruslineError as error:
+                raise CheckpointWriteFailed(self.saving.path, str(error), ranks) from error
+            now = time.monotonic()
+            failure = self.group.failure()
+            if failure is not None:
+                # Ranks that are alive may still write; a lost rank among `ranks` never will.
+                patience_ends_at = patience_ends_at or now + LAST_WORD_S
+                is_silent_for_good = isinstance(failure, PeerLost) and set(ranks) & set(
+                    failure.ranks
+                )
+                if is_silent_for_good or now > patience_ends_at:
+                    raise CheckpointWriteFailed(
+                        self.saving.path, f"the group has ended ({failure})", ranks
+                    )
+            if now > min(self.call_by, give_up_at):
+                self._check_called(store)
+            if now > give_up_at:
+                raise CheckpointWriteFailed(
+                    self.saving.path, f"it was not written within {timeout_s:g} s", ranks
+                )
+
+    def _check_called(self, store: PrefixStore) -> None:
+        """Raise CheckpointWriteFailed if ranks did not call: rank 0 looks for all of them, and the
+        others for rank 0, which tells them of all others."""
+        group = self.group
+        keys = {r: f"called/{r}" for r in (range(group.size) if group.rank == 0 else (0,))}
+        if store.check(list(keys.values())):
+            return
+        absent = tuple(r for r, key in keys.items() if not store.check([key]))
+        if not absent:
+            return  # The last of them called meanwhile.
+        limit_s = min(group.timeout_s, self.config.timeout_s if self.config else group.timeout_s)
+        who = "it" if len(absent) == 1 else "they"
+        here = f", which rank {group.rank} called at {self.site}" if self.site else ""
+        raise CheckpointWriteFailed(
+            self.saving.path,
+            f"{who} did not call ctx.save() within {limit_s:g} s{here}",
+            absent,
+            "call ctx.save() on all ranks, after the same step",
+        )
+
+    def _in_words(self, error: Exception) -> str:
+        """What has kept a rank from writing."""
+        if isinstance(error, FileNotFoundError) and self.folder:
+            # A run deletes only what no run can be writing, if it is the only one in its place.
+            return (
+                f"its files were deleted while it was being written ({error}). A run that begins "
+                f"in {self.storage.path} deletes what unfinished runs have left there, so two runs "
+                "at a time disturb each other: give each run a storage_path of its own"
+            )
+        return f"{type(error).__name__}: {error}"

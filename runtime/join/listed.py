@@ -1,0 +1,45 @@
+"""What is listed in a Join and does not belong there: the texts that say where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_OF_TORCH = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
+"""Classes of torch that a Join takes only from chorusline."""
+
+
+def not_a_list(given: object) -> str:
+    """given: in place of the list of joinables."""
+    return f"Join takes a list of joinables, as in Join([model]); got a {type(given).__name__}"
+
+
+def not_joinable(number: int, given: object) -> str:
+    """given: the object at this place of the list, which is no joinable."""
+    kind = type(given).__name__
+    if kind in _OF_TORCH:
+        mend = "is torch's. Make it by the class of that name in chorusline"
+    elif isinstance(given, torch.optim.Optimizer):
+        mend = (
+            "is stepped by each rank alone. Write Join([model], step_along=[optimizer]) for an "
+            "optimizer of a DistributedDataParallel's parameters, or make it a "
+            "ZeroRedundancyOptimizer"
+        )
+    elif isinstance(given, torch.nn.Module):
+        mend = "is not wrapped. Write Join([DistributedDataParallel(module)])"
+    elif hasattr(given, "step"):
+        mend = "has no collectives. Objects with a step() belong in step_along=[...]"
+    else:
+        mend = "is not one: derive its class from chorusline.Joinable"
+    return f"Join takes joinables, and number {number} of its list, a {kind}, {mend}"
+
+
+def check_step_along(given: object) -> None:
+    """Raises TypeError for what is no list of objects with a step()."""
+    if isinstance(given, Sequence) and all(hasattr(each, "step") for each in given):
+        return
+    raise TypeError(
+        "step_along takes a list of objects with a step(), as in "
+        f"Join([model], step_along=[optimizer, schedule]); got {given!r}"
+    )

@@ -1,0 +1,71 @@
+"""How a call to an actor has ended: what counts as a death, and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayError,
+    RaySystemError,
+    WorkerCrashedError,
+)
+
+from actors.calls import ActorGone, NoAnswer, answer, answers
+
+KILLED = """1 worker(s) were killed due to the node running low on memory.
+Memory on the node was 27.2GB / 28.8GB (0.95), which exceeds the memory usage threshold of 0.95.
+Top 10 memory users:
+PID MEM(GB) COMMAND
+"""
+"""As Ray 2.60 begins it."""
+
+
+async def _ends_with(error: Exception | None) -> str:
+    if error is not None:
+        raise error
+    return "a value"
+
+
+def test_a_worker_that_rays_memory_monitor_killed_has_died_and_the_error_says_what_to_do():
+    with pytest.raises(ActorGone) as raised:
+        asyncio.run(answer(_ends_with(OutOfMemoryError(KILLED))))
+    assert raised.value.detail == (
+        "Ray killed it because its node ran low on memory (1 worker(s) were killed due to the node "
+        "running low on memory). Give the node more memory, use fewer workers on it or smaller "
+        "batches, or start Ray with a higher RAY_memory_usage_threshold"
+    )
+
+
+DEATHS = [
+    ActorDiedError(),
+    ActorUnavailableError("its node does not answer", None),
+    OutOfMemoryError(KILLED),
+    ActorUnschedulableError("its node is gone"),
+    NodeDiedError("the node is gone"),
+    WorkerCrashedError(),
+    ObjectLostError("00" * 28, None, ""),
+]
+
+
+@pytest.mark.parametrize("error", DEATHS, ids=lambda error: type(error).__name__)
+def test_a_death_does_not_hide_the_answers_of_the_others(error: RayError):
+    said = asyncio.run(answers({0: _ends_with(None), 1: _ends_with(error)}, 5.0))
+    assert said[0] == "a value"
+    assert isinstance(said[1], ActorGone) and said[1].detail
+
+
+def test_other_errors_of_ray_are_no_death():
+    with pytest.raises(RaySystemError):
+        asyncio.run(answer(_ends_with(RaySystemError("this process is not connected"))))
+
+
+def test_silence_is_no_death():
+    with pytest.raises(NoAnswer):
+        asyncio.run(answer(asyncio.sleep(5.0), 0.01))

@@ -1,0 +1,155 @@
+"""Which checkpoints of a place count and which stay, and what is said of those that do not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from runtime.checkpoint.checkpoints import Checkpoints
+from runtime.checkpoint.contents import STATE, whole_of
+from runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
+from runtime.checkpoint.format.reader import CheckpointReader
+from runtime.checkpoint.format.shard_file import write_part
+from runtime.checkpoint.format.storage import open_storage
+from runtime.commands.command_line import main
+from runtime.process.registry import Registry
+from tests.references.checkpoint_places import (
+    DAMAGES,
+    folder_of,
+    resume_and_listen,
+    steps_in,
+    write_two,
+)
+from tests.references.checkpoint_runs import run_train
+
+
+def _rewrite(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest, and make its checksum that of the new text."""
+    plain = json.loads(manifest.read_bytes())["manifest"]
+    change(plain)
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    manifest.write_text(json.dumps({"format": 1, "sha256": digest, "manifest": plain}))
+
+
+FORGERIES = {
+    "'../secret' is outside of its folder": lambda m: m["entries"][0]["items"][0].update(
+        file="../secret"
+    ),
+    "'/etc/hosts' is outside of its folder": lambda m: m["files"].update({"/etc/hosts": 1}),
+    "lies before the beginning": lambda m: m["entries"][0]["items"][0].update(at=-1),
+    "no_such_dtype": lambda m: m["entries"][0].update(dtype="no_such_dtype"),
+    "missing 1 required positional argument: 'kinds'": lambda m: m.pop("kinds"),
+}
+
+
+@pytest.mark.parametrize("text", FORGERIES)
+def test_a_manifest_that_no_save_has_written_is_refused(tmp_path, text):
+    storage = open_storage(tmp_path)
+    part = write_part(storage, "", 0, 1, [whole_of(("weight",), torch.ones(3))], {})
+    write_manifest(
+        storage, "", Manifest(1, 1, 0.0, {"weight": STATE}, part.files, merged([part]), [])
+    )
+    CheckpointReader(storage, "").verify()
+    _rewrite(tmp_path / "chorusline.json", FORGERIES[text])
+    with pytest.raises(cl.CheckpointCorrupted, match=re.escape(text)) as raised:
+        CheckpointReader(storage, "")
+    assert f"{tmp_path}/chorusline.json is torn or corrupted: it is not a manifest (" in str(
+        raised.value
+    )
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(ranks_of, tmp_path, damage):
+    write_two(ranks_of, tmp_path)
+    DAMAGES[damage](folder_of(tmp_path, 4))
+    config = cl.CheckpointConfig(tmp_path, num_to_keep=2)
+    ranks_of(2).run(run_train, config, {"until": 5, "save_at": 5})
+    assert {2, 5} <= set(steps_in(tmp_path))  # The two that are whole.
+    ranks_of(2).run(run_train, config, {"until": 6, "save_at": 6})
+    assert steps_in(tmp_path)[-2:] == [5, 6] and 2 not in steps_in(tmp_path)
+
+
+def _save_while_another_run_begins(group: cl.Group, place: Path) -> str:
+    has_written, gate = threading.Event(), threading.Event()
+
+    def write_and_wait(*args: Any) -> Any:
+        part = write_part(*args)
+        has_written.set()
+        gate.wait(20)
+        return part
+
+    registry = Registry()
+    registry.add("model", torch.nn.Linear(3, 3))
+    config = cl.CheckpointConfig(place)
+    with pytest.MonkeyPatch.context() as patch, Checkpoints(group, registry, config) as checkpoints:
+        patch.setattr("runtime.checkpoint.checkpoints.write_part", write_and_wait)
+        saving = checkpoints.save(None, 1, [0])
+        assert has_written.wait(20)
+        with Checkpoints(group, Registry(), config):
+            gate.set()
+        with pytest.raises(cl.CheckpointWriteFailed) as raised:
+            saving.wait(20)
+    return str(raised.value)
+
+
+def test_two_runs_in_one_place_are_told_what_they_do_to_each_other(ranks_of, tmp_path):
+    (word,) = ranks_of(1).run(_save_while_another_run_begins, tmp_path)
+    assert "its files were deleted while it was being written" in word
+    assert f"A run that begins in {tmp_path} deletes what unfinished runs have left there" in word
+    assert "give each run a storage_path of its own" in word
+
+
+def test_one_without_a_manifest_does_not_exist_and_is_swept(ranks_of, tmp_path):
+    write_two(ranks_of, tmp_path)
+    for last_written in ("chorusline.json", ".metadata"):  # So it is after a kill in a save.
+        (folder_of(tmp_path, 4) / last_written).unlink()
+    told = ranks_of(2).run(resume_and_listen, cl.CheckpointConfig(tmp_path))
+    assert told == [(2, []), (2, [])]
+    assert steps_in(tmp_path) == [2]
+
+
+def test_one_that_lacks_only_its_manifest_is_named_and_stays(ranks_of, tmp_path):
+    write_two(ranks_of, tmp_path)
+    lacking, before = folder_of(tmp_path, 4), folder_of(tmp_path, 2)
+    manifest = (lacking / "chorusline.json").read_bytes()
+    (lacking / "chorusline.json").unlink()
+    config = cl.CheckpointConfig(tmp_path, num_to_keep=1)
+    (step, (word,)), (other_step, silence) = ranks_of(2).run(resume_and_listen, config)
+    assert (step, other_step, silence) == (2, 2, [])
+    assert word.startswith(f"{lacking} is not used, because chorusline.json is missing in it; ")
+    assert f"So the run goes on from {before}, of step 2. The folder stays: put the file" in word
+
+    ranks_of(2).run(run_train, config, {"until": 3, "save_at": 3})
+    assert steps_in(tmp_path) == [3, 4]  # The save deletes an old checkpoint, and not this folder.
+    shutil.rmtree(folder_of(tmp_path, 3))
+    (step, (word,)), _ = ranks_of(2).run(resume_and_listen, config)
+    assert step == 0
+    assert f"{lacking} is not used" in word and "So the run starts afresh." in word
+
+    (lacking / "chorusline.json").write_bytes(manifest)
+    assert ranks_of(2).run(resume_and_listen, config) == [(4, []), (4, [])]
+
+
+def test_the_list_and_a_chosen_path_say_that_only_the_manifest_is_missing(
+    ranks_of, tmp_path, capsys
+):
+    ranks_of(1).run(run_train, cl.CheckpointConfig(tmp_path), {"until": 1, "save_at": 1})
+    folder = folder_of(tmp_path, 1)
+    (folder / "chorusline.json").unlink()
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert f"{folder} is not used, because chorusline.json is" in capsys.readouterr().out
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "plain.pt")]) == 1
+    assert f"{folder} is not used, because chorusline.json is" in capsys.readouterr().err
+    config = cl.CheckpointConfig(tmp_path / "other", resume=folder)
+    ((_, (word,)),) = ranks_of(1).run(resume_and_listen, config)
+    assert "it has .metadata, as checkpoints of torch.distributed.checkpoint do" in word

@@ -1,0 +1,126 @@
+"""Loading a checkpoint runs no code that the checkpoint names, unless the user says that it may."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import chorusline as cl
+from runtime.commands.command_line import main
+from tests.references.checkpoint_runs import in_run
+
+
+class Marker:
+    """An object of a class of the user, which tells when it is unpickled."""
+
+    num_made = 0
+
+    def __reduce__(self) -> Any:
+        return _made, ()
+
+
+def _made() -> Marker:
+    Marker.num_made += 1
+    return Marker()
+
+
+class Holder:
+    """Something with a state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+PLAIN = [
+    *(1, 2.5, "text", b"bytes", True, None, (1, [2, {3: 4}]), {5, 6}, torch.float16),
+    *(torch.ones(2), torch.Size([3]), numpy.arange(5), numpy.float32(1.5)),
+    numpy.array(["2026-11-22"], dtype="datetime64[D]"),
+]
+
+
+def _save(group: cl.Group, place: Path, value: Any) -> list[str]:
+    """Save a model, and an object that holds `value`. Returns the warnings."""
+
+    def body(ctx: cl.Context) -> None:
+        ctx.register("model", torch.nn.Linear(2, 2))
+        ctx.register("holder", Holder(value))
+        ctx.register("random", cl.RandomState())
+        for _ in range(2):
+            ctx.save().wait()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        in_run(group, body, cl.CheckpointConfig(place))
+    return [str(warning.message) for warning in caught]
+
+
+def _load(
+    group: cl.Group, config: cl.CheckpointConfig, allowed: list[Any]
+) -> tuple[Any, int, list[float]]:
+    """The value, how many Markers that made, and what the generators draw next."""
+    Marker.num_made = 0
+    holder = Holder("before")
+
+    def body(ctx: cl.Context) -> list[float]:
+        ctx.register("holder", holder)
+        ctx.register("random", cl.RandomState())
+        return [random.random(), numpy.random.rand(), float(torch.rand(()))]
+
+    drawn: list[float] = []
+    with torch.serialization.safe_globals(allowed):
+        try:
+            drawn = in_run(group, body, config)
+        except cl.CheckpointUntrusted as error:
+            holder.value = (holder.value, str(error))
+    return holder.value, Marker.num_made, drawn
+
+
+def test_plain_values_and_the_states_of_generators_load_without_a_word(ranks_of, tmp_path):
+    assert ranks_of(1).run(_save, tmp_path, PLAIN) == [[]]
+    ((value, _, drawn),) = ranks_of(1).run(_load, cl.CheckpointConfig(tmp_path), [])
+    assert str(value) == str(PLAIN)
+    ((_, _, again),) = ranks_of(1).run(_load, cl.CheckpointConfig(tmp_path), [])
+    assert drawn == again != []
+
+
+def test_other_objects_need_the_users_word_and_are_named_when_they_are_saved(ranks_of, tmp_path):
+    ((word,),) = ranks_of(1).run(_save, tmp_path, [Marker()])  # once, of two saves
+    made_by = f"{__name__}._made"
+    assert word.startswith(f"holder is made of {made_by}: a checkpoint with it loads only with ")
+    (folder, _) = sorted(tmp_path.iterdir(), reverse=True)
+
+    config = cl.CheckpointConfig(tmp_path)
+    (((before, refusal), num_made, _),) = ranks_of(1).run(_load, config, [])
+    assert (before, num_made) == ("before", 0)
+    assert refusal.startswith(f"checkpoint {folder}: holder is made of {made_by}, and loading it ")
+    assert "pass CheckpointConfig(weights_only=False), or allow these names with torch." in refusal
+
+    (([marker], num_made, _),) = ranks_of(1).run(_load, config, [_made])
+    assert isinstance(marker, Marker) and num_made == 1
+    trusting = cl.CheckpointConfig(tmp_path, weights_only=False)
+    (([marker], num_made, _),) = ranks_of(1).run(_load, trusting, [])
+    assert isinstance(marker, Marker) and num_made == 1
+
+
+def test_an_export_runs_no_code_and_names_what_it_leaves_out(ranks_of, tmp_path):
+    place, file = tmp_path / "place", tmp_path / "plain.pt"
+    ranks_of(1).run(_save, place, [Marker()])
+    Marker.num_made = 0
+    with pytest.warns(UserWarning, match=r"left out of the export.*holder is made of .*_made$"):
+        assert main(["checkpoint", "export", str(place), str(file)]) == 0
+    assert Marker.num_made == 0
+    plain = torch.load(file)  # weights_only=True is the default.
+    assert plain.keys() == {"model", "random"}
+    torch.nn.Linear(2, 2).load_state_dict(plain["model"])

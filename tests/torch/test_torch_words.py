@@ -1,0 +1,195 @@
+"""What people type who come from torch: it works, or an error says what to write."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import chorusline as cl
+
+
+class Here:
+    """What the calls below are made on, on one rank."""
+
+    def __init__(self, group):
+        self.group = group
+        self.net = torch.nn.Linear(3, 2)
+        self.model = cl.DistributedDataParallel(torch.nn.Linear(3, 2), group)
+        self.zero = cl.ZeroRedundancyOptimizer(self.model, torch.optim.AdamW)
+        self.plain = torch.optim.AdamW(self.net.parameters())
+        self.one, self.two = torch.ones(1), torch.ones(1)
+
+    def backward_in_double(self):
+        model = cl.DistributedDataParallel(torch.nn.Linear(3, 2), self.group)
+        model.module.double()
+        model(torch.ones(1, 3).double()).sum().backward()
+
+
+ADAMW = torch.optim.AdamW
+
+TYPED = {
+    # Collectives.
+    "async_op": (lambda h: h.group.all_reduce(h.one, async_op=True), "returns a Work at once"),
+    "group": (lambda h: h.group.all_reduce(h.one, group=None), "call it on that group"),
+    "timeout": (lambda h: h.group.barrier(timeout=3), "write timeout_s=, in seconds"),
+    "positions": (
+        lambda h: h.group.all_reduce(h.one, cl.ReduceOp.SUM, None, True),
+        "neither group nor async_op is an argument",
+    ),
+    "torch's op": (
+        lambda h: h.group.all_reduce(h.one, dist.ReduceOp.AVG),
+        "that is torch's, write chorusline.ReduceOp.AVG",
+    ),
+    "torch's op, made": (
+        lambda h: h.group.reduce_scatter(h.one, h.two, dist.ReduceOp(dist.ReduceOp.SUM)),
+        "op must be a ReduceOp",
+    ),
+    "torch's function": (
+        lambda h: dist.all_reduce(h.one, group=h.group),
+        "which ctx.init_torch_distributed() makes",
+    ),
+    "broadcast src": (lambda h: h.group.broadcast(h.one, src=0), "write root="),
+    "broadcast objects": (lambda h: h.group.broadcast_object_list([1], src=0), "write root="),
+    "gather object": (lambda h: h.group.gather_object(1, dst=0), "write root="),
+    "reduce root": (lambda h: h.group.reduce(h.one, root=0), "write dst="),
+    "gather_list": (lambda h: h.group.gather(h.one, gather_list=[h.two]), "write output="),
+    "scatter_list": (lambda h: h.group.scatter(h.one, scatter_list=[h.two]), "write input="),
+    "tensor_list": (
+        lambda h: h.group.all_gather(tensor_list=[h.one], tensor=h.two),
+        "write output=",
+    ),
+    "device_ids of a barrier": (lambda h: h.group.barrier(device_ids=[0]), "leave it out"),
+    "wait": (lambda h: h.group.all_reduce(h.one).wait(3.0), "Pass timeout_s=, in seconds"),
+    "isend": (lambda h: h.group.isend(h.one, 0), "send() returns a Work at once"),
+    "irecv": (lambda h: h.group.irecv(h.one, 0), "recv() returns a Work at once"),
+    "tensor form": (
+        lambda h: h.group.all_gather_into_tensor(h.one, h.two),
+        "write all_gather(output, input)",
+    ),
+    "rank of a group": (lambda h: h.group.get_rank(), "write rank"),
+    "a typing error": (lambda h: h.group.al_reduce(h.one), "no attribute 'al_reduce'"),
+    "new_group": (lambda h: h.group.new_group([0], timeout=3), "pass timeout_s= to an operation"),
+    "new_group of": (lambda h: h.group.new_group([0], backend="gloo"), "Group.create(store"),
+    "monitored_barrier": (lambda h: h.group.monitored_barrier(timeout=3), "write timeout_s="),
+    # The module.
+    "get_backend": (lambda h: cl.get_backend(), "ctx.group.backend"),
+    "is_initialized": (lambda h: cl.is_initialized(), "ctx.group is always there"),
+    "init_process_group": (lambda h: cl.init_process_group("gloo"), "Group.from_url('env://')"),
+    "function": (lambda h: cl.all_reduce(h.one), "write ctx.group.all_reduce(...)"),
+    "isend of the module": (lambda h: cl.isend(h.one, 0), "send() returns a Work at once"),
+    "sampler of the module": (lambda h: cl.DistributedSampler([1]), "write ctx.shard("),
+    # Models.
+    "process_group": (
+        lambda h: cl.DistributedDataParallel(h.net, process_group=h.group),
+        "DistributedDataParallel() has no argument 'process_group': write group=",
+    ),
+    "device_ids": (lambda h: cl.DistributedDataParallel(h.net, [0]), "leave device_ids out"),
+    "no module": (
+        lambda h: cl.DistributedDataParallel(h.net.parameters(), h.group),
+        "module must be a torch.nn.Module, got generator",
+    ),
+    "many positions": (
+        lambda h: cl.DistributedDataParallel(h.net, h.group, None),
+        "write the arguments behind the group as keywords",
+    ),
+    "pure": (
+        lambda h: cl.PureDistributedDataParallel(h.net, process_group=h.group),
+        "write group=",
+    ),
+    "conversion": (
+        lambda h: cl.SyncBatchNorm.convert_sync_batchnorm(h.net, group=h.group),
+        "write process_group=",
+    ),
+    "deepcopy": (lambda h: copy.deepcopy(h.model), "copy.deepcopy(model.module)"),
+    "average": (lambda h: AveragedModel(h.model), "AveragedModel(model.module)"),
+    "double": (lambda h: h.model.double(), "DistributedDataParallel(module.double())"),
+    "double inside": (lambda h: h.backward_in_double(), "convert the module before"),
+    # Optimizers.
+    "instance": (
+        lambda h: cl.ZeroRedundancyOptimizer(h.model, h.plain),
+        "optimizer_class must be a class, got an optimizer",
+    ),
+    "function as class": (
+        lambda h: cl.ZeroRedundancyOptimizer(h.model, lambda p: None),
+        "such as torch.optim.AdamW",
+    ),
+    "unwrapped": (
+        lambda h: cl.ZeroRedundancyOptimizer(h.net, ADAMW, group=h.group),
+        "ZeroRedundancyOptimizer(DistributedDataParallel(module), ...)",
+    ),
+    "learning_rate": (
+        lambda h: cl.ZeroRedundancyOptimizer(h.model, ADAMW, learning_rate=0.1),
+        "AdamW has no option 'learning_rate'; write lr=",
+    ),
+    "process_group of zero": (
+        lambda h: cl.ZeroRedundancyOptimizer(h.model, ADAMW, process_group=h.group),
+        "write group=",
+    ),
+    "step": (lambda h: h.zero.step(scale=2.0), "Set options in optimizer.param_groups"),
+    "scaler": (lambda h: cl.GradScaler("cpu"), "write GradScaler(optimizer)"),
+    # Join.
+    "plain optimizer": (lambda h: cl.Join([h.model, h.plain]), "step_along=[optimizer]"),
+    "plain module": (lambda h: cl.Join([h.net]), "Join([DistributedDataParallel(module)])"),
+    "schedule": (
+        lambda h: cl.Join([h.model, torch.optim.lr_scheduler.LinearLR(h.plain)]),
+        "belong in step_along=[...]",
+    ),
+    "step_along": (
+        lambda h: cl.Join([h.model], step_along=h.plain),
+        "step_along=[optimizer, schedule]",
+    ),
+    "no list": (lambda h: cl.Join(h.model), "as in Join([model])"),
+}
+"""By name, a call on `Here` and a part of the error, which says what to write."""
+
+
+def answers(group):
+    here, told = Here(group), {}
+    for name, (call, _) in TYPED.items():
+        try:
+            call(here)
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            told[name] = str(error)
+    here.model.float().to("cpu").train()  # These change nothing, and work.
+    here.model(torch.ones(2, 3)).sum().backward()
+    here.zero.step()
+    group.all_reduce(here.one).wait()  # None of it has hurt the group.
+    return told
+
+
+def test_what_torch_users_type_is_answered_with_what_to_write(ranks_of):
+    told = ranks_of(1).run(answers)[0]
+    for name, (_, text) in TYPED.items():
+        assert name in told, f"{name}: was taken"
+        assert text in told[name], f"{name}: {told[name]}"
+
+
+IN_FUNCTIONS = {
+    "report": (lambda ctx: ctx.report({"loss": 1.0}), "write ctx.report(loss=loss), or **values"),
+    "loader": (lambda ctx: ctx.shard(DataLoader([1, 2]), 1), "ctx.shard(loader.dataset"),
+}
+
+
+@pytest.mark.parametrize("name", IN_FUNCTIONS)
+async def test_what_is_typed_in_a_train_function_is_answered_too(session, name):
+    call, text = IN_FUNCTIONS[name]
+    with pytest.raises(TypeError) as raised:
+        await session.run(lambda ctx: call(ctx))
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("is_coroutine", [False, True])
+async def test_classes_of_torch_distributed_name_the_call_that_they_need(session, is_coroutine):
+    def sample(ctx):
+        DistributedSampler([1, 2])
+
+    async def sample_async(ctx):
+        DistributedSampler([1, 2])
+
+    with pytest.raises(ValueError, match="Default process group") as raised:
+        await session.run(sample_async if is_coroutine else sample)
+    notes = " ".join(raised.value.__notes__)
+    assert "ctx.shard(dataset" in notes and "ctx.init_torch_distributed() first" in notes

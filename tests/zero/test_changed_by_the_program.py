@@ -1,0 +1,159 @@
+"""What programs do to parameters and gradients around a sharded step counts, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, largest_difference
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Unflatten(1, (1, 1, 7)),
+        torch.nn.Conv2d(1, 3, (1, 3)),
+        torch.nn.Tanh(),
+        torch.nn.Conv2d(3, 2, (1, 3)),
+        torch.nn.Flatten(),
+        torch.nn.Linear(6, 5),
+    ).double()
+
+
+def halve(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def put_vector(module: torch.nn.Module) -> None:
+    vector = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(vector * 0.5, module.parameters())
+
+
+def clamp(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+def load(module: torch.nn.Module) -> None:
+    module.load_state_dict({k: v * 0.5 for k, v in module.state_dict().items()})
+
+
+def use_channels_last(module: torch.nn.Module) -> None:
+    module.to(memory_format=torch.channels_last)
+
+
+CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
+    "data": halve,
+    "vector": put_vector,
+    "clamp": clamp,
+    "load": load,
+    "channels last": use_channels_last,
+}
+
+
+def train(group: cl.Group | None, change: Callable[..., None], at: int, size: int) -> Any:
+    """Four steps, with `change` before step number `at`, or, for -1, before anything is wrapped.
+    group: None: in one process, over the batches of `size` ranks."""
+    module = make_model()
+    if at < 0:
+        change(module)
+    model: torch.nn.Module = module
+    if group is None:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        data = [batches_of(rank, 4, torch.float64) for rank in range(size)]
+    else:
+        model = cl.DistributedDataParallel(module, group)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.01)
+        data = [batches_of(group.rank, 4, torch.float64)]
+    for step in range(4):
+        if step == at:
+            change(module)
+        for batches in data:
+            (model(batches[step]).square().mean() / len(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def train_all(group: cl.Group) -> dict[str, Any]:
+    with another_group(group) as own:
+        return {
+            f"{name} {at}": train(own, change, at, own.size)
+            for name, change in CHANGES.items()
+            for at in (-1, 0, 2)
+        }
+
+
+def test_what_is_written_or_rebound_counts_as_in_one_process(ranks_of):
+    results = ranks_of(2).run(train_all)
+    for name, change in CHANGES.items():
+        for at in (-1, 0, 2):
+            expected = train(None, change, at, 2)
+            for found in (of_rank[f"{name} {at}"] for of_rank in results):
+                assert largest_difference(found, expected) < 1e-12, (name, at)
+
+
+def clip(module: torch.nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+
+def clip_values(module: torch.nn.Module) -> None:
+    torch.nn.utils.clip_grad_value_(module.parameters(), 0.1)
+
+
+def add_noise(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad += 0.1
+
+
+def replace(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.clone()
+
+
+def change_gradients(group: cl.Group, change: Callable[[torch.nn.Module], None]) -> str:
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.01)
+        (batch,) = batches_of(own.rank, 1, torch.float64)
+        for _ in range(2):  # The first step is as always.
+            model(batch).square().mean().backward()
+            if optimizer.num_steps:
+                change(model.module)
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                return str(error)
+            optimizer.zero_grad()
+    return ""
+
+
+@pytest.mark.parametrize("change", [clip, clip_values, add_noise, replace])
+def test_gradients_that_are_sent_already_cannot_be_changed_in_silence(ranks_of, change):
+    for told in ranks_of(2).run(change_gradients, change):
+        assert "was changed after the backward pass" in told and "max_norm=" in told
+
+
+def convert(group: cl.Group) -> str:
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.01)
+        (batch,) = batches_of(own.rank, 1, torch.float32)
+        model.module.float()
+        with pytest.raises(RuntimeError) as raised:
+            model(batch).square().mean().backward()
+            optimizer.step()
+        return str(raised.value)
+
+
+def test_another_dtype_after_wrapping_is_refused(ranks_of):
+    for told in ranks_of(2).run(convert):
+        assert "torch.float32" in told and "before" in told

@@ -1,0 +1,75 @@
+"""Optimizers that keep numbers of their own in their parameter groups, as schedule-free ones do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, loss_of, make_model
+
+
+class Decaying(torch.optim.Optimizer):
+    """SGD at the rate lr / (number of the step), which it counts in the group."""
+
+    def __init__(self, params: Any, lr: float = 0.1, k: int = 0) -> None:
+        super().__init__(params, {"lr": lr, "k": k})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["rate"] = group["lr"] / group["k"]  # An option that was not there at first.
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["rate"])
+
+
+def train(group: cl.Group | None, size: int, lengths: tuple[int, ...], tiny: bool) -> Any:
+    module = torch.nn.Linear(1, 1, bias=False).double() if tiny else make_model(torch.float64)
+    torch.nn.init.constant_(next(module.parameters()), 0.5)
+    model, optimizer = module, Decaying(module.parameters())
+    if group is not None:
+        model = cl.DistributedDataParallel(module, group)
+        optimizer = cl.ZeroRedundancyOptimizer(model, Decaying)
+    data = [batches_of(rank, max(lengths), torch.float64) for rank in range(size)]
+    if tiny:
+        data = [[batch[:, :1] for batch in batches] for batches in data]
+
+    def take(step: int, ranks: list[int]) -> None:
+        for rank in ranks:
+            (loss_of(model, data[rank][step]) / (1 if group is not None else size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if group is not None:
+        with cl.Join([model, optimizer], skew_warning=None):
+            for step in range(lengths[group.rank]):
+                take(step, [group.rank])
+    else:
+        for step in range(max(lengths)):
+            take(step, [rank for rank in range(size) if step < lengths[rank]])
+    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    if group is not None and optimizer.shard_optimizer is None:
+        options = None  # This rank steps nothing, and learns them with the next step.
+    return [p.detach().clone() for p in module.parameters()], options
+
+
+def train_in(group: cl.Group, *args: Any) -> Any:
+    with another_group(group) as own:
+        return train(own, own.size, *args)
+
+
+@pytest.mark.parametrize("tiny", [False, True], ids=["small", "an element for two ranks"])
+@pytest.mark.parametrize("lengths", [(4, 4), (2, 4)])
+def test_what_an_optimizer_counts_in_its_groups_counts_as_in_one_process(ranks_of, lengths, tiny):
+    expected, options = train(None, 2, lengths, tiny)
+    assert options["k"] == 4
+    results = ranks_of(2).run(train_in, lengths, tiny)
+    assert [found for _, found in results if found] == [options] * (1 if tiny else 2)
+    for parameters, _ in results:
+        for one, other in zip(parameters, expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-12, atol=0)
