@@ -439,7 +439,7 @@ class Membership:
     def _give_up(self, run: RunState, why: str) -> list[Instruction]:
         """The run cannot go on: it ends with the last loss, or with the error of a rank. All ranks
         that live are frozen; they save what they have first, if they can."""
-        cause: Loss | Failure = failure_of(next(iter(run.round.frozen.values())))
+        cause: Loss | Failure = failure_of(next(iter(run.round.frozen.values())), why)
         if run.losses:
             last = run.losses[-1]
             cause = Loss(last.rank, last.worker, f"{last.detail} ({why})")

@@ -174,9 +174,12 @@ def failed_run(run: RunState, generation: int) -> messages.RunFailed:
     )
 
 
-def failure_of(frozen: messages.Frozen) -> Failure:
-    """What a frozen rank would have raised, if the run could not go on."""
-    return replace(outcomes.failure(frozen.rank, frozen.error), is_echo=False)
+def failure_of(frozen: messages.Frozen, why: str) -> Failure:
+    """What a frozen rank raises in a run that cannot go on. why: it cannot."""
+    error = frozen.error
+    if isinstance(error, GroupAborted):  # It says why the generation was ended, and no more.
+        error = replace(error, reason=f"{error.reason}; and the run cannot go on: {why}")
+    return replace(outcomes.failure(frozen.rank, error), is_echo=False)
 
 
 def is_echo(cause: Failure | Loss | Cancellation) -> bool:

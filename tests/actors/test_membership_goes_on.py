@@ -48,7 +48,7 @@ from actors.messages import (
     Success,
     WorkerInfo,
 )
-from collectives.contract.errors import CollectiveTimeout
+from collectives.contract.errors import CollectiveTimeout, GroupAborted
 from tests.references.driver_events import GONE, death, resumptions, worker
 
 
@@ -120,6 +120,19 @@ def test_the_loss_of_a_worker_that_was_killed_says_why_it_was() -> None:
     membership.handle(RankSilent("worker-1-0", 0))
     (abort,) = [one for one in membership.handle(death(1)) if isinstance(one, AbortRank)]
     assert "because its control loop does not answer" in str(abort.error)
+
+
+def test_a_run_that_is_given_up_without_a_loss_says_why_it_cannot_go_on() -> None:
+    membership, _ = running(worker(0), worker(1), worker(2))
+    assert membership.handle(Leaving("worker-1-0", "it is drained"))
+    drained = GroupAborted(0, [], "ranks leave: it is drained")
+    told = []
+    for rank in range(3):
+        word = replace(froze(rank).frozen, error=drained, is_parked=False, can_restart=False)
+        told += membership.handle(RankFroze(replace(word, missing="no model is registered")))
+    errors = {str(one.error) for one in told if isinstance(one, AbortRank)}
+    assert all("ranks leave: it is drained; and the run cannot go on: ranks" in e for e in errors)
+    assert errors and all("because no model is registered" in error for error in errors)
 
 
 def test_only_who_has_had_its_time_is_asked_for_a_quick_answer() -> None:
