@@ -73,11 +73,6 @@ class JoinLedger:
     def somebody_may_continue(self) -> bool:
         return bool(self._may_continue)
 
-    @property
-    def speaker(self) -> int | None:
-        """A rank that may take the coming step, the same on all ranks; None if no rank may."""
-        return max(self._may_continue, default=None)
-
     def divisor(self, agreement: Agreement) -> float:
         """The number that divides the summed gradients of a step; 0: apply nothing."""
         if not agreement.live:
