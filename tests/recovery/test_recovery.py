@@ -125,7 +125,10 @@ CASES = [
 
 
 @pytest.mark.promise(
-    "SIGKILL of a worker at any instant of a step", "the survivors' gradients of that step", "samples", "the surviving processes"
+    "SIGKILL of a worker at any instant of a step",
+    "the survivors' gradients of that step",
+    "samples",
+    "the surviving processes",
 )
 @pytest.mark.parametrize("phase, victim", CASES)
 async def test_a_killed_worker_costs_no_step_and_no_sample(
