@@ -24,16 +24,18 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from actors.errors import Interrupted
 from collectives import Group, Work
 
-from ..process.agreement import Agreement
+from ..process.agreement import Agreement, Note
 from ..process.running import Survival
 from ..process.step_boundary import boundary
 from .conductor import Conductor
 from .ledger import JoinLedger
-from .listed import check_step_along, not_a_list, not_joinable
+from .listed import check_step_along, not_a_list, not_joinable, why_not_skipped
+from .pass_pattern import PassPattern
 
 
 class JoinHook:
@@ -51,6 +53,8 @@ class Joinable(ABC):
     """An object whose collectives a joined rank can shadow: list it in `Join([...])`."""
 
     _join: Join | None = None
+    _pattern: PassPattern | None = None
+    """How often its agreements come, as far as its Joins have seen."""
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -92,6 +96,10 @@ class Joinable(ABC):
         the joinable before it."""
         return True
 
+    def _watch_steps(self) -> RemovableHandle | None:
+        """Watch which optimizers step the joinable's parameters; the handle ends that."""
+        return None
+
     def _end_shadowed_step(self) -> None:
         """Called at the end of each step that this rank has shadowed."""
 
@@ -121,7 +129,7 @@ class GroupJoinable(Joinable):
 
     def _has_next(self) -> bool:
         """Whether this rank may take another step."""
-        return self._join.ledger.has_next if self._join is not None else True
+        return self._join.ledger.may_go_on if self._join is not None else True
 
     def _divisor(self, agreement: Agreement) -> float:
         """The number by which the summed gradient is divided to get the mean."""
@@ -262,6 +270,11 @@ class Join:
         self.ledger = JoinLedger(
             self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
         )
+        if self._counts_steps is not None:
+            if self._counts_steps._pattern is None:
+                self._counts_steps._pattern = PassPattern()
+            self.ledger.pattern = self._counts_steps._pattern
+        self._watches: list[RemovableHandle] = []
         self._conductor = Conductor(self._followed, self.ledger, self._begun) if followed else None
         self._follows_evaluation = bool(groups)
 
@@ -295,6 +308,9 @@ class Join:
                 self._conductor.attach()
             self._boundary = boundary()
             self._boundary.joins.append(self)
+            self.ledger.pattern.begin()
+            watches = [joinable._watch_steps() for joinable in self._joinables]
+            self._watches = [watch for watch in watches if watch is not None]
         return self
 
     def __exit__(
@@ -325,6 +341,8 @@ class Join:
             self._boundary.joins.remove(self)
             if self._conductor:
                 self._conductor.detach()
+            for watch in self._watches:
+                watch.remove()
             for joinable in self._joinables:
                 joinable._join = None
 
@@ -352,8 +370,7 @@ class Join:
         """Shadow the steps that other ranks still take, until no rank takes any, or `until` is
         true: the samples of a lost rank may go to ranks that shadow."""
         ledger, bound = self.ledger, boundary()
-        ledger.live = False
-        ledger.has_next = False
+        ledger.join()
         bound.stop_if_agreed()
         if self._conductor:
             # The collectives differ from step to step: do what the conductor announces. After that
@@ -387,12 +404,46 @@ class Join:
 
     def _follow_step(self) -> None:
         if self.last_step_live:  # In the blind step at the end no rank had data: nothing is due.
-            for follower in self._step_along:
-                follower.step()
+            if not self.ledger.pattern.expects_step:
+                return  # The ranks with data run another pass for this step first.
+            self._step_followers()
             for joinable in self._joinables:
                 joinable._end_shadowed_step()
             if self.at_boundary is not None:
                 self.at_boundary()
+
+    def _step_followers(self) -> None:
+        for follower in self._step_along:
+            follower.step()
+
+    @property
+    def has_followers(self) -> bool:
+        return bool(self._step_along)
+
+    def settle(self, has_stepped: bool) -> None:
+        """The last pass of this Join is over on all ranks. has_stepped: whether the optimizer of a
+        rank with data has stepped behind it."""
+        expected = self.ledger.pattern.expects_step
+        if expected and not has_stepped:
+            raise RuntimeError(why_not_skipped(self._absent()))
+        if has_stepped and not expected and self._group.rank not in self.last_step_live:
+            self._step_followers()
+
+    def _absent(self) -> list[int]:
+        return [rank for rank in range(self._group.size) if rank not in self.last_step_live]
+
+    def check_may_begin(self, joinable: Joinable) -> None:
+        """`joinable` begins a step, or a backward pass, on a rank with data. Raises RuntimeError if
+        the other ranks have left the Join: they were told that this one takes no more."""
+        ledger = self.ledger
+        if joinable is self._counts_steps and ledger.is_over:
+            raise RuntimeError(
+                f"the last batch of this epoch has more steps, or synchronised backward passes, "
+                f"than any batch before ({ledger.pattern.of_batch} so far), and the other ranks do "
+                "not wait for another one. Give all batches the same number of them (passes that "
+                "only accumulate belong in model.no_sync()), or give the Join a group to follow, "
+                "groups=[…]; then each one is announced"
+            )
 
     @property
     def takes_forward_for_step(self) -> bool:
@@ -414,8 +465,7 @@ class Join:
 
     def begin_batch(self, number: int, *, is_last: bool) -> None:
         """An iteration over a shard gives this rank its batch `number`."""
-        self.ledger.batch = number
-        self.ledger.has_next = not is_last
+        self.ledger.begin_batch(number, is_last=is_last)
         if self._conductor:
             self._conductor.begin_batch(number)
 
@@ -438,8 +488,13 @@ class Join:
 
     def record(self, joinable: Joinable, agreement: Agreement) -> None:
         """A step of `joinable` has ended with this agreement."""
+        is_step = joinable is self._counts_steps
+        if is_step and agreement.live:
+            was_expected = self.ledger.pattern.note(agreement.says(Note.UNSTEPPED) == 0)
+            if not was_expected and self._step_along and self.last_step_live and self._absent():
+                raise RuntimeError(why_not_skipped(self._absent()))
         self.last_step_live = agreement.live
-        self.ledger.record(agreement, is_step=joinable is self._counts_steps)
+        self.ledger.record(agreement, is_step=is_step)
         self._raise_if_exhausted(agreement.live)
 
     @staticmethod

@@ -43,3 +43,14 @@ def check_step_along(given: object) -> None:
         "step_along takes a list of objects with a step(), as in "
         f"Join([model], step_along=[optimizer, schedule]); got {given!r}"
     )
+
+
+def why_not_skipped(absent: Sequence[int]) -> str:
+    """absent: the ranks that have run out of data, and stepped what is in step_along."""
+    return (
+        f"the ranks with data ran another number of backward passes for this step than for the "
+        f"step before, or left out optimizer.step(), but ranks {list(absent)} have run out of data "
+        "and step what is in step_along after as many passes as before. Run the same number of "
+        "passes in every step, run all but the last in model.no_sync(), or use a "
+        "ZeroRedundancyOptimizer, with which ranks without data need not know it"
+    )
