@@ -107,7 +107,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self.module = module
         group = group if group is not None else current_group()
         check_devices(named, group)
-        check_same_model("DistributedDataParallel", list(module.named_parameters()), group)
+        parameters, buffers = list(module.named_parameters()), module.named_buffers()
+        check_same_model("DistributedDataParallel", parameters, group, buffers)
         self._sync_norms = _sync_norms(module, group)
         self._norms_group = group
         state = [*module.parameters(), *module.buffers()]

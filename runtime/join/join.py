@@ -33,8 +33,9 @@ from ..process.agreement import Agreement, Note
 from ..process.running import Survival
 from ..process.step_boundary import boundary
 from .conductor import Conductor
+from .explained import explain, tell_skew, why_exhausted, why_not_one_more, why_not_skipped
 from .ledger import JoinLedger
-from .listed import check_step_along, not_a_list, not_joinable, why_not_skipped
+from .listed import check_groups, check_step_along, not_a_list, not_joinable
 from .pass_pattern import PassPattern
 
 
@@ -244,7 +245,7 @@ class Join:
         self._groups = [joinable.join_group for joinable in joinables]
         self._group = self._groups[0]
         followed = [*groups, *(g for j in joinables for g in j._groups_to_follow())]
-        self._check_groups(followed)
+        check_groups(self._groups, followed)
         self._followed = list(dict.fromkeys(followed))
         self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
         self._device = joinables[0].join_device
@@ -278,22 +279,6 @@ class Join:
         self._conductor = Conductor(self._followed, self.ledger, self._begun) if followed else None
         self._follows_evaluation = bool(groups)
 
-    def _check_groups(self, followed: Sequence[Group]) -> None:
-        first = self._group
-        for group in (*self._groups, *followed):
-            if group.ranks != first.ranks or group.rank != first.rank:
-                raise ValueError(
-                    "Using join context manager with multiple process groups of different ranks: "
-                    f"{group} has {list(group.ranks)}, {first} has {list(first.ranks)}. A rank "
-                    "joins in all of them or in none; give each set of ranks a Join of its own"
-                )
-        for group in followed:
-            if group in self._groups:
-                raise ValueError(
-                    f"{group} is the group of a joinable, which issues collectives of its own on "
-                    "it. Pass another group of these ranks: group.new_group(range(group.size))"
-                )
-
     @property
     def live_ranks(self) -> tuple[int, ...]:
         """The ranks with data for the current batch, if Join follows groups; else the ranks that
@@ -325,6 +310,7 @@ class Join:
             if isinstance(error, Interrupted):
                 return  # All ranks raise it at the same step, so no peer waits.
             if error is not None:  # Peers may wait in a collective of this step.
+                explain(error, self.absent_ranks, follows=self.is_following)
                 self._release_peers(error)
                 return
             try:
@@ -333,6 +319,7 @@ class Join:
                 for hook in self._hooks:
                     hook.post_hook(is_last_joiner)
             except BaseException as mine:
+                explain(mine, self.absent_ranks, follows=self.is_following)
                 if not self._is_exhausted:  # If it is, all ranks raise, and no peer waits.
                     self._release_peers(mine)
                 raise
@@ -425,25 +412,22 @@ class Join:
         rank with data has stepped behind it."""
         expected = self.ledger.pattern.expects_step
         if expected and not has_stepped:
-            raise RuntimeError(why_not_skipped(self._absent()))
+            raise RuntimeError(why_not_skipped(self.absent_ranks))
         if has_stepped and not expected and self._group.rank not in self.last_step_live:
             self._step_followers()
 
-    def _absent(self) -> list[int]:
-        return [rank for rank in range(self._group.size) if rank not in self.last_step_live]
+    @property
+    def absent_ranks(self) -> list[int]:
+        """The ranks that are known to have run out of data."""
+        live = self.live_ranks
+        return [rank for rank in range(self._group.size) if live and rank not in live]
 
     def check_may_begin(self, joinable: Joinable) -> None:
         """`joinable` begins a step, or a backward pass, on a rank with data. Raises RuntimeError if
         the other ranks have left the Join: they were told that this one takes no more."""
         ledger = self.ledger
         if joinable is self._counts_steps and ledger.is_over:
-            raise RuntimeError(
-                f"the last batch of this epoch has more steps, or synchronised backward passes, "
-                f"than any batch before ({ledger.pattern.of_batch} so far), and the other ranks do "
-                "not wait for another one. Give all batches the same number of them (passes that "
-                "only accumulate belong in model.no_sync()), or give the Join a group to follow, "
-                "groups=[…]; then each one is announced"
-            )
+            raise RuntimeError(why_not_one_more(ledger.pattern.of_batch))
 
     @property
     def takes_forward_for_step(self) -> bool:
@@ -491,8 +475,8 @@ class Join:
         is_step = joinable is self._counts_steps
         if is_step and agreement.live:
             was_expected = self.ledger.pattern.note(agreement.says(Note.UNSTEPPED) == 0)
-            if not was_expected and self._step_along and self.last_step_live and self._absent():
-                raise RuntimeError(why_not_skipped(self._absent()))
+            if not was_expected and self._step_along and self.absent_ranks:
+                raise RuntimeError(why_not_skipped(self.absent_ranks))
         self.last_step_live = agreement.live
         self.ledger.record(agreement, is_step=is_step)
         self._raise_if_exhausted(agreement.live)
@@ -543,20 +527,11 @@ class Join:
     def _raise_if_exhausted(self, live: tuple[int, ...]) -> None:
         if self._throws and 0 < len(live) < self._group.size:
             self._is_exhausted = True
-            exhausted = [rank for rank in range(self._group.size) if rank not in live]
-            raise RuntimeError(
-                f"Detected at least one rank that exhausted inputs: ranks {exhausted}. Every rank "
-                "raises this at the same step, because throw_on_early_termination is set"
-            )
+            absent = [rank for rank in range(self._group.size) if rank not in live]
+            raise RuntimeError(why_exhausted(absent))
 
     def _warn_of_skew(self) -> None:
         ledger = self.ledger
         if self._skew_warning is None or ledger.skew() <= self._skew_warning:
             return
-        by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(ledger.steps_taken))
-        warnings.warn(
-            f"uneven inputs: a rank had no data for {ledger.skew():.0%} of the steps inside Join "
-            f"({by_rank}). Training is exact, but that rank only waited; deal the data out more "
-            "evenly, or raise skew_warning",
-            stacklevel=4,
-        )
+        warnings.warn(tell_skew(ledger.skew(), ledger.steps_taken), stacklevel=4)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from collectives import Group
+
 _OF_TORCH = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
 """Classes of torch that a Join takes only from chorusline."""
 
@@ -45,12 +47,19 @@ def check_step_along(given: object) -> None:
     )
 
 
-def why_not_skipped(absent: Sequence[int]) -> str:
-    """absent: the ranks that have run out of data, and stepped what is in step_along."""
-    return (
-        f"the ranks with data ran another number of backward passes for this step than for the "
-        f"step before, or left out optimizer.step(), but ranks {list(absent)} have run out of data "
-        "and step what is in step_along after as many passes as before. Run the same number of "
-        "passes in every step, run all but the last in model.no_sync(), or use a "
-        "ZeroRedundancyOptimizer, with which ranks without data need not know it"
-    )
+def check_groups(groups: Sequence[Group], followed: Sequence[Group]) -> None:
+    """Raises ValueError for groups that cannot be in one Join. groups: of the joinables."""
+    first = groups[0]
+    for group in (*groups, *followed):
+        if group.ranks != first.ranks or group.rank != first.rank:
+            raise ValueError(
+                "Using join context manager with multiple process groups of different ranks: "
+                f"{group} has {list(group.ranks)}, {first} has {list(first.ranks)}. A rank "
+                "joins in all of them or in none; give each set of ranks a Join of its own"
+            )
+    for group in followed:
+        if group in groups:
+            raise ValueError(
+                f"{group} is the group of a joinable, which issues collectives of its own on "
+                "it. Pass another group of these ranks: group.new_group(range(group.size))"
+            )

@@ -126,8 +126,9 @@ class Ballot:
                 "step()",
                 group.generation,
                 list(range(group.size)),
-                f"the ranks have taken different numbers of steps (this rank: {vote.step}); every "
-                "rank must call step() equally often; ranks that may run out of data use Join",
+                f"the ranks have taken different numbers of steps (this rank: {vote.step})",
+                "Every rank must call step() equally often; ranks that may run out of data at "
+                "different steps belong inside Join().",
             )
         self._check_lengths(seen)
         return seen
@@ -143,8 +144,9 @@ class Ballot:
                 self._group.generation,
                 list(lengths),
                 f"the dataset has different numbers of samples on the ranks ({by_rank}), so "
-                "ctx.shard dealt some of them to no rank or to several; every rank must pass the "
-                "same dataset to ctx.shard, also when it changes between two epochs",
+                "ctx.shard dealt some of them to no rank or to several",
+                "Every rank must pass the same dataset to ctx.shard, also when it changes between "
+                "two epochs.",
             )
 
     def says(self, note: Note, seen: Sequence[float]) -> bool:
@@ -201,10 +203,10 @@ def check_same_options(
                 "step()",
                 generation,
                 different,
-                f"{label} is {each}, so each rank would step its shard by another value. Every "
-                "rank must set the same options. What the loop's body steps or sets is not done on "
-                "a rank that has run out of data: list a schedule in "
-                "Join(..., step_along=[schedule])",
+                f"{label} is {each}, so each rank would step its shard by another value",
+                "Every rank must set the same options. What the loop's body steps or sets is not "
+                "done on a rank that has run out of data: list a schedule in "
+                "Join(..., step_along=[schedule]).",
             )
 
 
