@@ -34,11 +34,12 @@ _KEY = "BackendSelect"
 Run = Callable[..., Any]
 
 _runs: dict[str, tuple[Run, int, tuple[str, ...]]] = {}
-"""By operator: the method that does it, its number of arguments with tensors, the names of others."""
+"""By operator: the method that does it, how many arguments are tensors, the names of the others."""
 
 _here = threading.local()
 _installing = threading.Lock()
 _library: Any = None
+_functional: Any = None
 
 
 def is_plain(value: Any) -> bool:
@@ -113,7 +114,7 @@ def formerly(of: Any, name: str) -> Run:
     """
     run, *form = of.made_of
     if name[0] != "_" and hasattr(dist.ProcessGroup, of.__name__):
-        of_torch: Run = getattr(dist.ProcessGroup, name)
+        of_torch: Run = vars(dist.ProcessGroup)[name]
         return of_torch
     return called_by(run, name, *form)
 
@@ -136,19 +137,19 @@ def install() -> None:
         if _library is None:
             library = torch.library.Library("c10d", "IMPL")
             for operator in _runs:
-                library.impl(operator, functools.partial(_kernel, operator), _KEY)
+                kernel = functools.partial(_kernel, operator)
+                library.impl(operator, kernel, _KEY, with_keyset=True)
             _library = library
 
 
-def _kernel(operator: str, *args: Any) -> Any:  # 3
+def _kernel(operator: str, keys: Any, *args: Any) -> Any:  # 3
     overload = getattr(torch.ops.c10d, operator).default
     arguments = overload._schema.arguments
     names = [argument.name for argument in arguments]
     place = names.index("process_group")
     group = dist.ProcessGroup.unbox(args[place])
-    if not hasattr(group, "_depths"):
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey[_KEY])):
-            return overload(*args)
+    if not hasattr(group, "_depths") or _is_meta(args[0]):
+        return overload.redispatch(keys & _behind(), *args)
     # Defaults at the end are not passed.
     given = {argument.name: argument.default_value for argument in arguments}
     given.update(zip(names, args, strict=False))
@@ -156,6 +157,39 @@ def _kernel(operator: str, *args: Any) -> Any:  # 3
     work = run(group, *args[:num_tensors], *(given[name] for name in others), _options(given))
     boxed = work.boxed()
     return (args[0], boxed) if len(overload._schema.returns) == 2 else boxed
+
+
+def _is_meta(tensors: Any) -> bool:
+    """Whether the first of `tensors` has no data, as FakeTensorMode passes it to a kernel."""
+    while type(tensors) is list and tensors:
+        tensors = tensors[0]
+    return isinstance(tensors, torch.Tensor) and tensors.is_meta
+
+
+def hand_on_functional_operators() -> None:
+    """Have our kernel installed before a functional operator needs it.
+
+    torch's C++ calls a process group in Python for all of them but this one, which it does by the
+    operator `c10d::_allgather_base_`. Called when the first process group is made.
+    """
+    global _functional
+    with _installing:
+        if _functional is None:
+            _functional = torch.library.Library("_c10d_functional", "IMPL")
+            _functional.impl(
+                "all_gather_into_tensor_out", _all_gather_into_tensor_out, _KEY, with_keyset=True
+            )
+
+
+def _all_gather_into_tensor_out(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    install()
+    overload = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+    return overload.redispatch(keys & _behind(), *args, **kwargs)
+
+
+def _behind() -> Any:
+    """The keys of the kernels behind ours, which are torch's own."""
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 def _options(given: dict[str, Any]) -> SimpleNamespace:

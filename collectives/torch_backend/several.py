@@ -67,9 +67,7 @@ def apart(
         if begin < ends.get(storage, 0):
             result[i] = tensor.detach().clone()
             copies.append((tensor, result[i]))
-        ends[storage] = max(
-            ends.get(storage, 0), begin + (span + 1) * tensor.element_size()
-        )
+        ends[storage] = max(ends.get(storage, 0), begin + (span + 1) * tensor.element_size())
     if not copies:
         return tensors, None
 

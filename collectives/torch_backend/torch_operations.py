@@ -2,8 +2,8 @@
 
 torch calls the operations in two ways. Its C++ (DDP's reducer, functional collectives) finds
 overridden methods by their C++ names and passes lists of tensors and an options object. Its Python
-also calls methods by other names, most of which are formerlyes here. torch.compile must not trace into
-the methods, so all of them are excluded.
+also calls methods by former names. The decorator `operation` (dispatcher.py) lets only plain calls
+in, and keeps torch.compile from tracing into the methods.
 """
 
 from __future__ import annotations
