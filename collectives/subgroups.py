@@ -26,7 +26,7 @@ from .contract.errors import (
     StoreTimeout,
     fresh_copy,
 )
-from .contract.inference import outside_inference_mode
+from .contract.modes import outside_modes
 from .contract.operation import Operation
 from .contract.torch_words import says
 from .contract.work import Work
@@ -140,7 +140,7 @@ class Subgroups(ABC):
         members.sort(key=lambda rank: (said[rank][1], rank))
         return self._make(members, name, f"{number}.{color}")
 
-    @outside_inference_mode
+    @outside_modes
     def connect_child(
         self,
         members: Sequence[int],
