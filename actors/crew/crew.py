@@ -273,6 +273,7 @@ class Crew:
             self._seats,
             self._workers,
             self._start_worker,
+            self._starting,
             self._starting.discard,
         )
         async with recruiter.at_work(has_taken_over=has_taken_over):
@@ -288,7 +289,7 @@ class Crew:
             await self._stop_workers(reason)
 
     def reports(self, run: int) -> JournalReader:
-        return JournalReader(self._workers, run)
+        return JournalReader(self._workers, self._starting, run)
 
     async def snapshots(
         self, timeout_s: float

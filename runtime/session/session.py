@@ -377,12 +377,14 @@ class Session:
             listeners.append(view.add)
 
         async def pass_on() -> None:
-            while not is_over.is_set():
+            is_last = False
+            while not is_last:
                 try:
                     async with asyncio.timeout(_PULL_S):
                         await is_over.wait()
                 except TimeoutError:
                     pass
+                is_last = is_over.is_set()  # What comes during a pull needs another one.
                 if listeners:
                     for report in await journals.pull(_LAST_PULL_S):
                         for listener in listeners:
@@ -397,8 +399,9 @@ class Session:
                     yield
                 finally:
                     is_over.set()
-                    # After an interrupt, too: the task group would cancel the last pull.
-                    await asyncio.wait([passing], timeout=_LAST_PULL_S)
+                    # After an interrupt, too: the task group would cancel the last pull. A pull that
+                    # is under way comes before it.
+                    await asyncio.wait([passing], timeout=2 * _LAST_PULL_S)
         except BaseExceptionGroup as group:
             if len(group.exceptions) == 1:
                 raise group.exceptions[0] from None

@@ -124,8 +124,9 @@ TABLE: dict[str, Row] = {
     "a rank froze": (lambda at: froze(1, at), (F, F, P, L, STOP, VOID, VOID)),
     "a newcomer": (
         lambda _: events.WorkerRegistered(worker(3)),
-        (F, F, Phase.RUNNING, VOID, VOID, VOID, VOID),
+        (Phase.RUNNING, F, Phase.RUNNING, VOID, VOID, VOID, VOID),
     ),
+    "ranks are ready": (events.RanksReady, (VOID,) * 7),
     "a notice": (
         lambda _: events.Leaving(worker(1).worker_id, "SIGTERM"),
         (F, VOID, VOID, VOID, VOID, VOID, VOID),
@@ -363,7 +364,8 @@ def test_a_result_that_died_with_the_driver_ends_the_run_with_the_loss(still_wai
 def test_a_released_generation_that_a_new_driver_has_ended_is_told_as_such() -> None:
     """A newcomer came before the new driver heard that the function had returned."""
     membership, _ = taken_over(0, 1, size=2)
-    assert called(membership.handle(events.WorkerRegistered(worker(3)))) == {
+    membership.handle(events.WorkerRegistered(worker(3)))
+    assert called(membership.handle(events.RanksReady(membership._generation))) == {
         "worker-0-0",
         "worker-1-0",
     }
