@@ -229,7 +229,7 @@ def shared_memory_files() -> set[str]:
 
 
 def from_outside(args: argparse.Namespace) -> None:
-    rounds = chaos_outside.run(args.seed, args.rounds, args.kind)
+    rounds = chaos_outside.run(args.seed, args.rounds, args.kind, args.minutes)
     wrong = [told for one in rounds for told in one.wrong]
     figures = {
         "rounds": len(rounds),
@@ -248,7 +248,12 @@ def main() -> None:
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--minutes", type=float, default=2.0)
     flags.add_argument("--outside", action="store_true", help="kill by pid, at random instants")
-    flags.add_argument("--rounds", type=int, default=8, help="with --outside: seeds, one by one")
+    flags.add_argument(
+        "--rounds",
+        type=int,
+        default=8,
+        help="with --outside: seeds, one by one, as long as there are minutes",
+    )
     flags.add_argument("--kind", choices=KINDS, help="with --outside: of the training function")
     args = flags.parse_args()
     if args.outside:

@@ -13,8 +13,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ray
@@ -24,7 +24,7 @@ import chorusline as cl
 from . import chaos_kinds
 from .chaos_kinds import KINDS, Kind, Told
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = 15.0
 ROUND_S = 120.0
 """A run that has not ended by then hangs."""
 
@@ -35,6 +35,16 @@ FAULTS = (*KILLS, "stop", "terminate")
 """SIGKILL to a worker, to two at once, to the driver, to a worker and the driver, to a worker that
 was not there when the run began; SIGSTOP to a worker, and SIGCONT after a while; SIGTERM to a
 worker, which leaves the run."""
+
+
+EXCUSES = (
+    "no other rank was left to go on",
+    "nobody is left who knows how far the run was",
+    "optimizer state is lost",
+    "the result of this one is lost",
+    "cannot be run again in the middle, because",
+)
+"""What an error says that may end a round: docs/failures.md, What is not survived."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,8 @@ def draw(seed: int, kind: str | None = None) -> Plan:
         # Most faults come one by one; some meet the recovery from the one before.
         after_s = rng.uniform(0.0, 0.4) if rng.random() < 0.3 else rng.uniform(0.4, 4.0)
         faults.append(Fault(what, after_s, rng.choice((0.5, 3.0, 20.0)) if what == "stop" else 0))
+    num_steps = chaos_kinds.EPOCHS * chaos_kinds.NUM_SAMPLES / (chaos_kinds.BATCH * num_workers)
+    one = replace(one, step_s=max(6.0, sum(fault.after_s for fault in faults)) / num_steps)
     return Plan(seed, one, num_workers, tuple(faults))
 
 
@@ -78,11 +90,6 @@ class Round:
     wrong: list[str] = field(default_factory=list)
     ended_with: str = ""
     seconds: float = 0.0
-
-    @property
-    def is_excused(self) -> bool:
-        """Whether it may end with an error: docs/failures.md, What is not survived."""
-        return bool(self.ended_with)
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -111,7 +118,7 @@ def signal_to(pids: set[int], number: signal.Signals) -> None:
 class Injector:
     """Commits the faults of one round, from a task of the process that owns the session."""
 
-    def __init__(self, plan: Plan, has_begun: Callable[[], bool]) -> None:
+    def __init__(self, plan: Plan, has_begun: asyncio.Event) -> None:
         self._plan = plan
         self._has_begun = has_begun
         self._rng = random.Random(plan.seed + 1)
@@ -130,8 +137,7 @@ class Injector:
 
     async def _strike_all(self) -> None:
         first = actors("ray::Worker")
-        while not self._has_begun():
-            await asyncio.sleep(0.05)
+        await self._has_begun.wait()
         began_at = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for fault in self._plan.faults:
@@ -199,7 +205,7 @@ async def play(plan: Plan) -> Round:
     told: list[Told] = []
     try:
         await session.start()
-        injector = Injector(plan, has_begun.is_set)
+        injector = Injector(plan, has_begun)
         try:
             async with injector.at_work(), asyncio.timeout(ROUND_S):
                 told = await session.run(chaos_kinds.train, kind=plan.kind, stream=stream)
@@ -207,6 +213,8 @@ async def play(plan: Plan) -> Round:
             one.struck = injector.struck
     except cl.ChoruslineError as error:
         one.ended_with = f"{type(error).__name__}: {error}"
+        if not any(excuse in one.ended_with for excuse in EXCUSES):
+            one.wrong.append("a run ended that could have gone on, or did not say what was missing")
     except TimeoutError:
         one.wrong.append(f"it hangs: it has not ended within {ROUND_S:g} s\n{await _seen(session)}")
     except Exception as error:
@@ -239,9 +247,12 @@ async def _seen(session: cl.Session) -> str:
     return "no snapshot"
 
 
-async def play_all(first_seed: int, rounds: int, kind: str | None) -> list[Round]:
-    played = []
+async def play_all(first_seed: int, rounds: int, kind: str | None, minutes: float) -> list[Round]:
+    played: list[Round] = []
+    ends_at = time.monotonic() + minutes * 60
     for seed in range(first_seed, first_seed + rounds):
+        if time.monotonic() > ends_at:
+            break
         before = _files()
         one = await play(draw(seed, kind))
         one.wrong += [f"/dev/shm/{name} is left" for name in sorted(_files() - before)]
@@ -266,9 +277,9 @@ def _files() -> set[str]:
     return {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("torch_", "chorus"))}
 
 
-def run(first_seed: int, rounds: int, kind: str | None) -> list[Round]:
+def run(first_seed: int, rounds: int, kind: str | None, minutes: float) -> list[Round]:
     ray.init("local", num_cpus=chaos_kinds.MOST, include_dashboard=False, log_to_driver=False)
     try:
-        return asyncio.run(play_all(first_seed, rounds, kind))
+        return asyncio.run(play_all(first_seed, rounds, kind, minutes))
     finally:
         ray.shutdown()

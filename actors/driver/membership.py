@@ -315,6 +315,11 @@ class Membership:
 
     def _lose(self, run: RunState, loss: Loss) -> list[Instruction]:
         """A rank that ran is lost, and is not in `run.running` any more."""
+        if run.phase is Phase.RELEASED:
+            returned = "the function had returned on all ranks, and the result of this one is lost"
+            loss = replace(loss, detail=f"{loss.detail}; {returned}")
+        elif run.goes_on and not run.running and run.cause is None:
+            loss = replace(loss, detail=f"{loss.detail}; no other rank was left to go on")
         run.losses.append(loss)
         if run.phase in (Phase.RELEASED, Phase.STOPPING) or not run.running:
             return self._stop(run, loss)

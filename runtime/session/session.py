@@ -15,7 +15,8 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from actors.crew.crew import STEP_S, Crew
+from actors.calls import head_is_gone
+from actors.crew.crew import HEAD_ANSWER_S, STEP_S, Crew
 from actors.driver.driver import GRACE_S
 from actors.errors import DriverLost
 from actors.journal import JournalReader
@@ -224,6 +225,8 @@ class Session:
         crew, self._crew = self._crew, None
         seats, self._seats = self._seats, None
         is_local, self._is_local = self._is_local, False
+        if crew and ray.is_initialized() and await asyncio.to_thread(head_is_gone, HEAD_ANSWER_S):
+            crew = seats = None  # Ray's calls would wait for it for a minute, and end this process.
         # End actors, then their resources, then the cluster, also if one of these fails. After a
         # ray.shutdown() of the user there is nothing left to end.
         try:
@@ -399,8 +402,8 @@ class Session:
                     yield
                 finally:
                     is_over.set()
-                    # After an interrupt, too: the task group would cancel the last pull. A pull that
-                    # is under way comes before it.
+                    # After an interrupt, too: the task group would cancel the last pull. It begins when
+                    # the pull that is under way has ended.
                     await asyncio.wait([passing], timeout=2 * _LAST_PULL_S)
         except BaseExceptionGroup as group:
             if len(group.exceptions) == 1:

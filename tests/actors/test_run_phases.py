@@ -382,3 +382,24 @@ def test_a_driver_that_takes_over_asks_the_ranks_though_one_has_died_with_the_on
     assert [type(one) for one in told] == [instructions.AskRanks]
     states = [state for _, state in membership.snapshot(0).members]
     assert states == [MemberState.READY, MemberState.RUNNING]
+
+
+def detail_of(told: list[instructions.Instruction]) -> str:
+    (end,) = [one for one in told if isinstance(one, instructions.EndRun)]
+    assert isinstance(end.outcome, RunFailed) and isinstance(end.outcome.cause, Loss)
+    return end.outcome.cause.detail
+
+
+def test_a_rank_that_dies_between_its_release_and_its_result_is_told_as_such() -> None:
+    membership = in_phase(Phase.RELEASED)
+    membership.handle(death(1))
+    membership.handle(returned(0))
+    detail = detail_of(membership.handle(returned(2)))
+    assert detail == (
+        "SIGKILL; the function had returned on all ranks, and the result of this one is lost"
+    )
+
+
+def test_the_loss_of_the_last_rank_says_that_none_was_left() -> None:
+    membership = membership_after(death(0), death(1))
+    assert detail_of(membership.handle(death(2))) == "SIGKILL; no other rank was left to go on"
