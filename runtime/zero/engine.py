@@ -321,7 +321,9 @@ class OptimizerEngine:
     @torch.no_grad()
     def catch_up(self, decided: Progress) -> None:
         """Take the step whose ballot other ranks have seen, as far as this rank can alone."""
-        if decided.ballots > self._seen.ballots:
+        # No rank can have seen a ballot that this one has not come to: an optimizer that was just
+        # made again is not behind, it has yet to get its state.
+        if self._seen.ballots < decided.ballots == self._ballot_of_step:
             assert self.reducer is not None
             outcome = self._see(decided.payload, self.reducer.is_live)
             with contextlib.suppress(CollectiveError):  # The group of the gathers has ended.
