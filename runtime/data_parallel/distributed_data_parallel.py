@@ -157,6 +157,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self._engine.buffers.begin_forward()
         if torch.is_grad_enabled():
             self._engine.reduce_unfrozen()
+            self._engine.reduce_grown()
         self._bind_norms()
         # A launch that blocks until all ranks launch must not come early: other ranks may wait for
         # this rank's statistics in the backward pass, or for their announcement in a Join.
