@@ -13,6 +13,7 @@ from typing import Any
 from collectives import ChoruslineError, Group, PeerLost, StoreTimeout
 from collectives.stores.store import PrefixStore
 
+from .alike import Numbers, why_unlike
 from .config import CheckpointConfig
 from .format import catalog
 from .format.errors import CheckpointError, CheckpointWriteFailed
@@ -40,6 +41,7 @@ class Writing:
     site: the user's line that called, `train.py:41`, or empty.
     call_by: the time.monotonic() at which all ranks must have called.
     write: writes this rank's part.
+    numbers: of what is equal on all ranks (alike.py); None where this rank's state is not current.
     progress: this rank's position in its data.
     progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
     corrupted: folders of the storage that the run has found so.
@@ -61,6 +63,7 @@ class Writing:
     world_size: int
     corrupted: Collection[str]
     looked_at: set[Path]
+    numbers: Numbers | None = None
     progress: Any = None
     progress_by_rank: list[Any] | None = None
     waited_s: float = 0.0
@@ -81,7 +84,9 @@ class Writing:
             except Exception as error:
                 trouble = self._in_words(error)
             wrote_s = time.monotonic() - began_at
-            store.set(f"part/{rank}", pickle.dumps((part, trouble, self.progress)))  # (4)
+            store.set(
+                f"part/{rank}", pickle.dumps((part, trouble, self.progress, self.numbers))
+            )  # (4)
             if rank == 0:
                 failure = self._conclude(store)
                 store.set("outcome", pickle.dumps(failure))  # (8)
@@ -123,11 +128,19 @@ class Writing:
             records = [
                 pickle.loads(self._await(store, f"part/{rank}", (rank,))) for rank in range(size)
             ]
-            failed = [rank for rank, (_, trouble, _) in enumerate(records) if trouble]
+            failed = [rank for rank, (_, trouble, *_) in enumerate(records) if trouble]
             if failed:
                 raise CheckpointWriteFailed(self.saving.path, records[failed[0]][1], tuple(failed))
-            parts = [part for part, _, _ in records]
+            parts = [part for part, *_ in records]
             self._check(parts)
+            if unlike := why_unlike([numbers for *_, numbers in records]):
+                raise CheckpointWriteFailed(
+                    self.saving.path,
+                    f"{unlike[0]}, but what is registered counts as equal on all ranks",
+                    unlike[1],
+                    "list what the loop's body steps or updates in Join(..., step_along=[...]), or "
+                    "register it with per_rank=True",
+                )
             manifest = Manifest(
                 step=self.saving.step,
                 world_size=self.world_size,
@@ -135,7 +148,7 @@ class Writing:
                 kinds=self.kinds,
                 files={file: length for part in parts for file, length in part.files.items()},
                 entries=merged(parts),
-                progress=self.progress_by_rank or [progress for _, _, progress in records],
+                progress=self.progress_by_rank or [progress for *_, progress, _ in records],
             )
             write_manifest(self.storage, self.folder, manifest)  # (6)
         except CheckpointError as error:
