@@ -23,7 +23,8 @@ from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .engine import ModelEngine
-from .reducer import Reducer, why_not_sharded
+from .gradient_errors import why_not_sharded
+from .reducer import Reducer
 from .same_model import (
     broadcast_tensors,
     check_devices,
