@@ -30,9 +30,11 @@ from ..join.join import active_join
 from ..process.between_runs import between_runs
 from ..process.registry import Registered, Registry
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
+from .alike import Numbers, numbers_in
 from .config import AUTO, NEVER, CheckpointConfig
 from .contents import (
     PER_RANK,
+    STATE,
     ZERO,
     HostCopy,
     collect_own,
@@ -175,7 +177,15 @@ class Checkpoints:
             kinds=kinds,
             world_size=self._group.size,
             progress=self.tell_progress(),
+            numbers=self._numbers() if self._group.rank in live else None,
         )
+
+    def _numbers(self) -> Numbers:
+        numbers: Numbers = {}
+        for entry in self.registry:
+            if kind_of(entry) == STATE:
+                numbers |= numbers_in(entry.name, state_of(entry))
+        return numbers
 
     def save_contents(
         self,

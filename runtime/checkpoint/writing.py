@@ -13,6 +13,7 @@ from typing import Any
 from collectives import ChoruslineError, Group, PeerLost, StoreLost, StoreTimeout
 from collectives.stores.store import PrefixStore
 
+from .alike import Numbers, why_unlike
 from .config import CheckpointConfig
 from .format import catalog
 from .format.errors import CheckpointError, CheckpointWriteFailed
@@ -52,6 +53,7 @@ class Writing:
     site: the user's line that called, `train.py:41`, or empty.
     call_by: the time.monotonic() at which all ranks must have called.
     write: writes this rank's part.
+    numbers: of what is equal on all ranks (alike.py); None where this rank's state is not current.
     progress: this rank's position in its data.
     progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
     corrupted: folders of the storage that the run has found so.
@@ -73,6 +75,7 @@ class Writing:
     world_size: int
     corrupted: Collection[str]
     looked_at: set[Path]
+    numbers: Numbers | None = None
     progress: Any = None
     progress_by_rank: list[Any] | None = None
     waited_s: float = 0.0
@@ -114,7 +117,8 @@ class Writing:
         The store is the driver's. If the driver dies, another one has an empty store, and all ranks
         that do not know the outcome put in it what they have put into the first.
         """
-        rank, record = self.group.rank, pickle.dumps((part, trouble, self.progress))
+        rank = self.group.rank
+        record = pickle.dumps((part, trouble, self.progress, self.numbers))
         give_up_at = time.monotonic() + self.group.timeout_s + STORE_S
         while True:
             try:
@@ -160,11 +164,19 @@ class Writing:
             records = [
                 pickle.loads(self._await(store, f"part/{rank}", (rank,))) for rank in range(size)
             ]
-            failed = [rank for rank, (_, trouble, _) in enumerate(records) if trouble]
+            failed = [rank for rank, (_, trouble, *_) in enumerate(records) if trouble]
             if failed:
                 raise CheckpointWriteFailed(self.saving.path, records[failed[0]][1], tuple(failed))
-            parts = [part for part, _, _ in records]
+            parts = [part for part, *_ in records]
             self._check(parts)
+            if unlike := why_unlike([numbers for *_, numbers in records]):
+                raise CheckpointWriteFailed(
+                    self.saving.path,
+                    f"{unlike[0]}, but what is registered counts as equal on all ranks",
+                    unlike[1],
+                    "list what the loop's body steps or updates in Join(..., step_along=[...]), or "
+                    "register it with per_rank=True",
+                )
             manifest = Manifest(
                 step=self.saving.step,
                 world_size=self.world_size,
@@ -172,7 +184,7 @@ class Writing:
                 kinds=self.kinds,
                 files={file: length for part in parts for file, length in part.files.items()},
                 entries=merged(parts),
-                progress=self.progress_by_rank or [progress for _, _, progress in records],
+                progress=self.progress_by_rank or [progress for *_, progress, _ in records],
             )
             write_manifest(self.storage, self.folder, manifest)  # (6)
         except StoreLost:

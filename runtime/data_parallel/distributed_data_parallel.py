@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from collectives import Group
+from collectives import CollectiveMismatch, Group
 from collectives.contract.torch_words import TOO_MANY, says
 from collectives.diagnosis.debug import is_informing
 
@@ -23,8 +23,15 @@ from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .engine import ModelEngine
-from .reducer import Reducer, why_not_sharded
-from .same_model import broadcast_tensors, check_devices, check_same_model, check_wrapping
+from .gradient_errors import why_not_sharded
+from .reducer import Reducer
+from .same_model import (
+    broadcast_tensors,
+    check_devices,
+    check_same_model,
+    check_wrapping,
+    unlike_values,
+)
 from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
 from .sync_batch_norm import SyncBatchNorm
 
@@ -157,6 +164,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self._engine.buffers.begin_forward()
         if torch.is_grad_enabled():
             self._engine.reduce_unfrozen()
+            self._engine.reduce_grown()
         self._bind_norms()
         # A launch that blocks until all ranks launch must not come early: other ranks may wait for
         # this rank's statistics in the backward pass, or for their announcement in a Join.
@@ -402,6 +410,8 @@ class _Hook(JoinHook):
         state: list[torch.Tensor] = []
         if model._reducer.ends_steps and ledger.somebody_missed_a_step:
             self._settle(model._join)
+        if ledger.somebody_missed_a_step:
+            self._check_same_values(model._join)
         # With sharded state every rank steps its shard in every step, and gathers the others.
         if not model._reducer.is_sharded and ledger.somebody_missed_a_step:
             state += [*model.module.parameters(), *model.module.buffers()]
@@ -412,6 +422,29 @@ class _Hook(JoinHook):
             broadcast_tensors([tensor.detach() for tensor in state], root, model.group)
             if model._engine.recovery is not None:
                 model._engine.recovery.has_taken_over()
+
+    def _check_same_values(self, join: Join) -> None:
+        """Raises CollectiveMismatch, on all ranks, if they have stepped to other parameters."""
+        model, reducer = self._model, self._model._reducer
+        # Else joined ranks take no steps, and copy the parameters of a rank that does.
+        if not (reducer.is_sharded or join.steps_along(model)) or join.ledger.began_earlier:
+            return
+        found = unlike_values([p.detach() for p in reducer.parameters], model.group)
+        if found is None:
+            return
+        number, _ = found
+        joined = [r for r in range(model.group.size) if r not in join.ledger.last_live]
+        raise CollectiveMismatch(
+            "Join",
+            model.group.generation,
+            joined,
+            f"parameter {reducer.gradients.names[number]} is another one there than on the ranks "
+            f"{list(join.ledger.last_live)}, which took the last step",
+            "What the loop's body does to parameters behind optimizer.step(), such as clamping "
+            "them, is not done on ranks that have run out of data. Put it in a function, call it "
+            "in the body, and list it: Join(..., step_along=[clamp]). For gradients that a "
+            "GradScaler has scaled, use a ZeroRedundancyOptimizer.",
+        )
 
     def _settle(self, join: Join) -> None:
         """Learn from a rank that took the last step whether a step followed its last pass."""

@@ -73,6 +73,8 @@ class ModelEngine:
         self.buffers = Buffers(module, travel=broadcast_buffers, is_kept=is_kept)
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._own(reducer.parameters)
+        between_runs().count_registrations()
+        self._num_registrations = -1
         between_runs().wrap(self)
         if self.recovery is not None:
             self.recovery.watch_model(self)
@@ -127,6 +129,40 @@ class ModelEngine:
         # An optimizer that shards the gradients adds them itself, since it lays out its shards.
         if self._frozen and not self.reducer.is_sharded:
             self.reduce_also([p for p in self._frozen if p.requires_grad])
+
+    def reduce_grown(self) -> None:
+        """Reduce the parameters too that the module has got since it was wrapped. Collective, if
+        there are any: every rank grows its module before the same forward pass.
+
+        Raises RuntimeError inside a Join, and if a sharded optimizer has not got them.
+        """
+        num_registrations = between_runs().num_registrations
+        if num_registrations == self._num_registrations:
+            return
+        self._num_registrations = num_registrations
+        known = {id(p) for p in (*self.reducer.parameters, *self._frozen)}
+        fresh = {name: p for name, p in self.module.named_parameters() if id(p) not in known}
+        self._frozen += [p for p in fresh.values() if not p.requires_grad]
+        grown = {name: p for name, p in fresh.items() if p.requires_grad}
+        if not grown:
+            return
+        self._num_registrations = -1  # Until they are reduced, each forward pass refuses them.
+        names = ", ".join(list(grown)[:3]) + (" and others" if len(grown) > 3 else "")
+        if self.reducer.is_sharded:
+            raise RuntimeError(
+                f"the module has got parameters since it was wrapped ({names}) that its "
+                "ZeroRedundancyOptimizer does not step, so the ranks would drift apart. Call "
+                "optimizer.add_param_group({'params': [...]}) on all ranks before the next "
+                "forward pass"
+            )
+        if self.face._join is not None:
+            raise RuntimeError(
+                f"the module has got parameters ({names}) inside a Join, but a rank that has run "
+                "out of data does not run the lines that make them. Let it grow outside of the "
+                "Join, on all ranks"
+            )
+        self.reduce_also(list(grown.values()))
+        self._num_registrations = num_registrations
 
     # -- steps -----------------------------------------------------------------------------------
 

@@ -43,17 +43,9 @@ from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .earlier_passes import EarlierPasses, check_passes
 from .gradient_bucket import GradientBucket, Gradients
+from .gradient_errors import why_not_changed, why_not_sharded, why_not_twice
 from .reductions import AllReduce, ByHook, ReduceScatter, Reduction
 from .step_statistics import StepClock, UnusedParameters
-
-
-def why_not_sharded(hook: str) -> str:
-    return (
-        f"the communication hook {hook} gives every rank the whole gradient, but with a "
-        "ZeroRedundancyOptimizer each rank receives the sum for its own shard only, so that "
-        "gradients travel once. Use a plain optimizer with the hook, or leave the hook out. To "
-        "send half as much, keep the parameters in bfloat16: the optimizer steps float32 copies"
-    )
 
 
 class Pass(enum.Enum):
@@ -245,12 +237,8 @@ class Reducer:
             bucket.missing -= 1
         elif self._launches_now and bucket in self.buckets[: self._num_launched]:
             # A launched bucket lacks this gradient. One that is not launched holds the sum.
-            raise RuntimeError(
-                f"parameter {self.gradients.names[number]} of shape {tuple(parameter.shape)} got "
-                "another gradient in the same backward pass after its bucket was sent: it is used "
-                "in several checkpointed segments. Checkpoint with use_reentrant=False, or pass "
-                "static_graph=True, which waits for all gradients of a parameter"
-            )
+            shape = tuple(parameter.shape)
+            raise RuntimeError(why_not_twice(self.gradients.names[number], shape))
         if bucket.missing == 0:
             self._launch_complete_buckets()
 
@@ -506,13 +494,7 @@ class Reducer:
     def check_unchanged(self) -> None:
         """Raise RuntimeError if the program has changed gradients that are sent already."""
         if changed := self.gradients.why_changed():
-            raise RuntimeError(
-                f"the gradient of a parameter ({changed}) was changed after the backward pass. "
-                "With a ZeroRedundancyOptimizer the gradients are sent to their shards by then, so "
-                "the change would have no effect. To clip by norm, write "
-                "ZeroRedundancyOptimizer(..., max_norm=...); to change single gradients, use "
-                "parameter.register_hook; for anything else take a plain optimizer"
-            )
+            raise RuntimeError(why_not_changed(changed))
 
     def end_step(self) -> None:
         """Called when the optimizer has used the reduced gradients."""

@@ -101,6 +101,26 @@ def check_same_parameters(
         check_like_rank_0(operation, group.generation, said, detail, remedy)
 
 
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def unlike_values(tensors: Sequence[torch.Tensor], group: Group) -> tuple[int, list[int]] | None:
+    """The number of the first tensor whose bits are not the same on all ranks, and the ranks where
+    they are not rank 0's; None if all are. Reads all tensors once, and gathers a sum of each."""
+    sums = [
+        t.reshape(-1).view(_WHOLE[t.element_size()]).sum(dtype=torch.int64)
+        for t in tensors
+        if t.element_size() in _WHOLE
+    ]
+    everybody = all_gather_row(group, torch.stack(sums).tolist())
+    for number, by_rank in enumerate(zip(*everybody, strict=True)):
+        unlike = [rank for rank, bits in enumerate(by_rank) if bits != by_rank[0]]
+        if unlike:
+            return number, unlike
+    return None
+
+
 @torch.no_grad()
 def broadcast_tensors(tensors: Sequence[torch.Tensor], root: int, group: Group) -> None:
     """Copy rank `root`'s tensors into the tensors of all ranks: one broadcast per dtype.

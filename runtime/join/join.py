@@ -21,7 +21,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -34,8 +34,9 @@ from ..process.running import Survival
 from ..process.step_boundary import boundary
 from .conductor import Conductor
 from .explained import explain, tell_skew, why_exhausted, why_not_one_more, why_not_skipped
+from .followers import followers_of, steps_any
 from .ledger import JoinLedger
-from .listed import check_groups, check_step_along, not_a_list, not_joinable
+from .listed import check_groups, not_a_list, not_joinable
 from .pass_pattern import PassPattern
 
 
@@ -179,10 +180,6 @@ def change_group(group: Group) -> None:
         join._groups = [group] * len(join._groups)
 
 
-class _Stepping(Protocol):
-    def step(self) -> object: ...
-
-
 def active_join() -> Join | None:
     """The innermost Join that this process is in, if it is enabled."""
     joins: list[Join] = boundary().joins
@@ -197,9 +194,9 @@ class Join:
     throw_on_early_termination: instead of shadowing, raise RuntimeError on every rank at the first
         step that some rank cannot take.
     step_along: objects besides the joinables whose `.step()` the body calls once per step:
-        learning-rate schedules, and a plain optimizer of a model that is not sharded. A joined rank
-        calls them in the steps that it shadows, in this order, so their state stays equal on all
-        ranks.
+        learning-rate schedules, and a plain optimizer of a model that is not sharded; functions
+        without arguments that it calls; an AveragedModel that it updates. A joined rank calls them
+        in the steps that it shadows, in this order, so their state stays equal on all ranks.
     groups: groups of the same ranks whose collectives the body issues freely, in forward, in
         backward and between. A joined rank takes part in them with the neutral element (0, 1, the
         largest or smallest number; in an all_gather zeros, elsewhere nothing). The groups of a
@@ -226,7 +223,7 @@ class Join:
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
-        step_along: Sequence[_Stepping] = (),
+        step_along: Sequence[object] = (),
         groups: Sequence[Group] = (),
         skew_warning: float | None = 0.5,
         **kwargs: Any,
@@ -238,7 +235,7 @@ class Join:
         for number, joinable in enumerate(joinables):
             if not isinstance(joinable, Joinable):
                 raise TypeError(not_joinable(number, joinable))
-        check_step_along(step_along)
+        self._followers = followers_of(step_along, joinables)
         for joinable in joinables:
             joinable._check_joined_with(joinables)
         self._joinables = list(joinables)
@@ -400,12 +397,16 @@ class Join:
                 self.at_boundary()
 
     def _step_followers(self) -> None:
-        for follower in self._step_along:
-            follower.step()
+        for follow in self._followers:
+            follow()
 
     @property
     def has_followers(self) -> bool:
-        return bool(self._step_along)
+        return bool(self._followers)
+
+    def steps_along(self, model: torch.nn.Module) -> bool:
+        """Whether a joined rank steps an optimizer of this model."""
+        return steps_any(self._step_along, model)
 
     def settle(self, has_stepped: bool) -> None:
         """The last pass of this Join is over on all ranks. has_stepped: whether the optimizer of a

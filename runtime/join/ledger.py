@@ -26,7 +26,7 @@ class JoinLedger:
         self.steps_taken = [0] * num_ranks
         self.pattern = PassPattern()
         self._is_last_batch = False
-        self._began_earlier = False
+        self.began_earlier = False
         # Before the first agreement any rank may have data.
         self._may_continue = tuple(range(num_ranks))
         self._batches_per_rank: Sequence[int] = ()
@@ -74,7 +74,7 @@ class JoinLedger:
     def resume(self, last_live: tuple[int, ...]) -> None:
         """Steps of this epoch were taken in an earlier Join. last_live: the ranks that took the
         last of them."""
-        self._began_earlier = True
+        self.began_earlier = True
         self.last_live = last_live
 
     def record(self, agreement: Agreement, *, is_step: bool = True) -> None:
@@ -89,7 +89,7 @@ class JoinLedger:
 
     @property
     def somebody_missed_a_step(self) -> bool:
-        return self._began_earlier or min(self.steps_taken) < max(self.steps_taken)
+        return self.began_earlier or min(self.steps_taken) < max(self.steps_taken)
 
     def skew(self) -> float:
         """The share of the longest rank's steps that the shortest rank did not take, in [0, 1]."""

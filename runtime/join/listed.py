@@ -37,16 +37,6 @@ def not_joinable(number: int, given: object) -> str:
     return f"Join takes joinables, and number {number} of its list, a {kind}, {mend}"
 
 
-def check_step_along(given: object) -> None:
-    """Raises TypeError for what is no list of objects with a step()."""
-    if isinstance(given, Sequence) and all(hasattr(each, "step") for each in given):
-        return
-    raise TypeError(
-        "step_along takes a list of objects with a step(), as in "
-        f"Join([model], step_along=[optimizer, schedule]); got {given!r}"
-    )
-
-
 def check_groups(groups: Sequence[Group], followed: Sequence[Group]) -> None:
     """Raises ValueError for groups that cannot be in one Join. groups: of the joinables."""
     first = groups[0]

@@ -22,6 +22,10 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import Group, TorchStore
@@ -100,6 +104,10 @@ class BetweenRuns:
         self._torn_at = -1  # _num_steps at the last unfinished step
         self.engines = WeakIdKeyDictionary()
         """By parameter, a weak reference to the engine of the model that reduces its gradient."""
+        self.num_registrations = 0
+        """How often a module of this process got a parameter or a module, since the first model was
+        wrapped: while it stays, no model has grown."""
+        self._counts_registrations = False
         self.world: World | None = None
         """A function that has failed leaves it behind, and the next call ends it
         (torch_distributed.py)."""
@@ -135,6 +143,16 @@ class BetweenRuns:
     def wrap(self, wrapped: Wrapped) -> None:
         if wrapped.group is self._group:  # Groups that the user made do not go on in another one.
             self._wrapped.add(wrapped)
+
+    def count_registrations(self) -> None:
+        """Count them from now on."""
+        if not self._counts_registrations:
+            self._counts_registrations = True
+            register_module_parameter_registration_hook(self._has_registered)
+            register_module_module_registration_hook(self._has_registered)
+
+    def _has_registered(self, *_: object) -> None:
+        self.num_registrations += 1
 
     def of_group(self, group: Group) -> OfGroup:
         return self._of_group.setdefault(group, OfGroup())

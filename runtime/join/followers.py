@@ -1,0 +1,74 @@
+"""What a joined rank does beside shadowing a step: the objects of `Join(..., step_along=[...])`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+Follower = Callable[[], object]
+
+
+def followers_of(given: object, joinables: Sequence[object]) -> list[Follower]:
+    """What a joined rank calls in each step that it shadows, for step_along=given.
+
+    Raises TypeError for what is no list of objects with a step(), functions and AveragedModels;
+    ValueError for an AveragedModel whose model the Join does not have, or does not keep up to date.
+    """
+    takes = isinstance(given, Sequence) and not isinstance(given, str)
+    if not takes or not all(hasattr(each, "step") or callable(each) for each in given):  # type: ignore[attr-defined]
+        raise TypeError(
+            "step_along takes a list of objects with a step(), as in "
+            f"Join([model], step_along=[optimizer, schedule]); got {given!r}. Functions without "
+            "arguments, and an AveragedModel, may be in it too"
+        )
+    assert isinstance(given, Sequence)
+    return [_follower(number, each, given, joinables) for number, each in enumerate(given)]
+
+
+def _follower(number: int, each: Any, given: Sequence[Any], joinables: Sequence[Any]) -> Follower:
+    if isinstance(each, AveragedModel):
+        model = _averaged(each, joinables)
+        if model._ends_step() and not any(_steps(other, model) for other in given[:number]):
+            raise ValueError(
+                "step_along has an AveragedModel, but a rank that has run out of data does not "
+                "step the plain optimizer of the model, so it would average old parameters. List "
+                "the optimizer before it: step_along=[optimizer, average]"
+            )
+        return lambda: each.update_parameters(model)
+    if hasattr(each, "step"):
+        return lambda: each.step()  # A schedule replaces the step of its optimizer.
+    function: Follower = each
+    return function
+
+
+def _averaged(average: AveragedModel, joinables: Sequence[Any]) -> Any:
+    """The joinable whose parameters it averages."""
+    shapes = [parameter.shape for parameter in average.module.parameters()]
+    models = [
+        joinable
+        for joinable in joinables
+        if isinstance(joinable, torch.nn.Module)
+        and [parameter.shape for parameter in joinable.parameters()] == shapes
+    ]
+    if len(models) != 1:
+        raise ValueError(
+            f"step_along has an AveragedModel, and {len(models)} of the listed models have its "
+            "parameters. List a function that says which one it averages, and call it in the "
+            "loop's body too: def update(): average.update_parameters(model.module)"
+        )
+    return models[0]
+
+
+def _steps(follower: Any, model: torch.nn.Module) -> bool:
+    """Whether it is an optimizer of the model's parameters."""
+    own = {id(parameter) for parameter in model.parameters()}
+    groups = getattr(follower, "param_groups", ())
+    return any(id(parameter) in own for options in groups for parameter in options["params"])
+
+
+def steps_any(given: Sequence[object], model: torch.nn.Module) -> bool:
+    """Whether an optimizer of the model's parameters is among them."""
+    return any(_steps(each, model) for each in given)

@@ -1,0 +1,79 @@
+"""A module that gets layers after it was wrapped trains on as in one process, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, largest_difference, make_model
+
+
+def grow(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, seed: int) -> None:
+    assert isinstance(module, torch.nn.Sequential)
+    torch.manual_seed(seed)
+    layer = torch.nn.Linear(5, 5).double()
+    module.append(layer)
+    if optimizer is not None:
+        optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.05})
+
+
+def train(group: cl.Group, kind: str) -> list[torch.Tensor]:
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer: Any
+        if kind == "plain":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        else:
+            optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        for step, batch in enumerate(batches_of(own.rank, 6, torch.float64)):
+            if step == 2:
+                grow(model.module, optimizer, seed=own.rank)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["plain", "zero"])
+def test_layers_added_after_wrapping_are_trained_as_in_one_process(ranks_of, kind):
+    """They begin with rank 0's values."""
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = [batches_of(rank, 6, torch.float64) for rank in range(2)]
+    for step in range(6):
+        if step == 2:
+            grow(model, optimizer, seed=0)
+        for batches in data:
+            (model(batches[step]).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameters in ranks_of(2).run(train, kind):
+        assert largest_difference(parameters, list(model.parameters())) < 1e-14
+
+
+def grow_where_it_cannot_be(group: cl.Group, kind: str) -> str:
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        joined: Any = [model]
+        if kind == "zero":
+            joined.append(cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1))
+        (batch,) = batches_of(own.rank, 1, torch.float64)
+        model(batch).square().mean().backward()
+        with (
+            pytest.raises((RuntimeError, cl.GroupAborted)) as raised,
+            cl.Join(joined, enable=kind == "join"),
+        ):
+            grow(model.module, None, seed=0)
+            model(batch)
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("kind, mend", [("zero", "add_param_group"), ("join", "outside of the")])
+def test_where_they_cannot_be_taken_over_the_next_forward_says_so(ranks_of, kind, mend):
+    for told in ranks_of(2).run(grow_where_it_cannot_be, kind):
+        assert "2.weight" in told or "3.weight" in told
+        assert mend in told

@@ -1,0 +1,144 @@
+"""What a body does behind optimizer.step() is done on joined ranks too, or told at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import chorusline as cl
+from runtime.checkpoint.checkpoints import Checkpoints
+from runtime.process.registry import Registry
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, largest_difference, make_model
+
+LENGTHS = (2, 6)
+EMA = get_ema_multi_avg_fn(0.5)
+
+
+def made(group: cl.Group, way: str) -> tuple[Any, Any, list[Any], list[Any]]:
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    if way == "zero":
+        sharded = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **options)
+        return model, sharded, [model, sharded], []
+    optimizer = torch.optim.SGD(model.parameters(), **options)
+    return model, optimizer, [model], [optimizer]
+
+
+def clamp(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(0.05, 0.2)  # The gradients push them below.
+
+
+def train_clamped(group: cl.Group, way: str, listed: bool) -> Any:
+    with another_group(group) as own:
+        model, optimizer, joined, along = made(own, way)
+        if listed:
+            along = [*along, lambda: clamp(model)]
+        try:
+            for _ in range(2):
+                with cl.Join(joined, step_along=along, skew_warning=None):
+                    for batch in batches_of(own.rank, LENGTHS[own.rank], torch.float64):
+                        model(batch).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        clamp(model)
+        except cl.CollectiveMismatch as error:
+            return str(error), error.ranks
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def reference(average: AveragedModel | None = None) -> list[torch.Tensor]:
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(LENGTHS)]
+    for _ in range(2):
+        for step in range(max(LENGTHS)):
+            for batches in data:
+                if step < len(batches):
+                    (model(batches[step]).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if average is not None:
+                average.update_parameters(model)
+            else:
+                clamp(model)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("way", ["zero", "plain"])
+def test_weights_that_the_body_clamps_are_clamped_on_joined_ranks_if_it_is_listed(ranks_of, way):
+    for parameters in ranks_of(2).run(train_clamped, way, True):
+        assert largest_difference(parameters, reference()) < 1e-14
+
+
+@pytest.mark.parametrize("way", ["zero", "plain"])
+def test_if_it_is_not_listed_the_end_of_the_join_says_so_on_all_ranks(ranks_of, way):
+    for told, ranks in ranks_of(2).run(train_clamped, way, False):
+        assert ranks == [0]
+        assert "behind optimizer.step()" in told and "step_along=[clamp]" in told
+
+
+def average(group: cl.Group, way: str, listed: bool, place: Path) -> Any:
+    """The average's weights, its number of updates, and what saving it says."""
+    with another_group(group) as own:
+        model, optimizer, joined, along = made(own, way)
+        ema = AveragedModel(model.module, multi_avg_fn=EMA)
+        for _ in range(2):
+            with cl.Join(joined, step_along=[*along, ema] if listed else along, skew_warning=None):
+                for batch in batches_of(own.rank, LENGTHS[own.rank], torch.float64):
+                    model(batch).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    ema.update_parameters(model)
+        registry = Registry()
+        registry.add("ema", ema)
+        told = ""
+        try:
+            Checkpoints(own, registry, None).save(place, 1, (0, 1)).wait()
+        except cl.CheckpointError as error:
+            told = str(error)
+        weights = [parameter.detach().clone() for parameter in ema.parameters()]
+        return weights, int(ema.n_averaged), told
+
+
+@pytest.mark.parametrize("way", ["zero", "plain"])
+def test_a_moving_average_that_is_listed_is_that_of_one_process(ranks_of, way, tmp_path):
+    ema = AveragedModel(make_model(torch.float64), multi_avg_fn=EMA)
+    reference(ema)
+    for weights, updates, told in ranks_of(2).run(average, way, True, tmp_path / way):
+        assert largest_difference(weights, list(ema.parameters())) < 1e-14
+        assert updates == 2 * max(LENGTHS)
+        assert told == ""
+
+
+def test_one_that_is_not_listed_is_not_saved_and_the_error_names_the_counts(ranks_of, tmp_path):
+    for _, _, told in ranks_of(2).run(average, "zero", False, tmp_path):
+        assert "ema.n_averaged is 4 on rank 0, 12 on rank 1" in told
+        assert "step_along" in told and "per_rank=True" in told
+
+
+def refusals(group: cl.Group) -> list[str]:
+    with another_group(group) as own:
+        model, optimizer, joined, _ = made(own, "plain")
+        other = cl.DistributedDataParallel(make_model(torch.float64), own)
+        told = []
+        for models, along in (
+            (joined, [AveragedModel(model.module)]),
+            (joined, [AveragedModel(model.module), optimizer]),
+            ([model, other], [optimizer, AveragedModel(model.module)]),
+        ):
+            with pytest.raises(ValueError) as raised:
+                cl.Join(models, step_along=along)
+            told.append(str(raised.value))
+        return told
+
+
+def test_an_average_that_cannot_be_kept_up_is_refused(ranks_of):
+    alone, before, ambiguous = ranks_of(2).run(refusals)[0]
+    assert "step_along=[optimizer, average]" in alone and alone == before
+    assert "2 of the listed models" in ambiguous
