@@ -190,15 +190,17 @@ class Crew:
             raise
         return driver
 
-    async def run(self, request: RunRequest, payload: bytes) -> RunSucceeded | RunFailed:
-        """Have the driver run a pickled program. Returns how the run has ended.
+    async def run(self, request: RunRequest, payload: Any) -> RunSucceeded | RunFailed:
+        """Have the driver run a program. Returns how the run has ended.
+
+        payload: a reference to the program's Parcel.
 
         If the driver dies, the ranks go on, and a new driver takes the run over. If this call is
         cancelled, it ends the run on all ranks first.
         """
         driver: Actor | None = self._living_driver()
         self._is_assembled = False  # Until the run has ended well.
-        program = [ray.put(payload)]
+        program = [payload]
         call = self._living_driver().run.remote(request, program)
         has_taken_over = False
         try:

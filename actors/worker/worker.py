@@ -20,11 +20,9 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import RayError
 
 import collectives
@@ -49,10 +47,12 @@ from ..messages import (
     WorkerState,
 )
 from ..meter import Look, Publisher
+from ..parcels import Parcel
 from ..run_status import RunStatus
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
 from .lifeline import Lifeline
+from .memory import Leftovers, resident_bytes
 from .run_here import Program, RunHere
 from .sigterm import hear_sigterm
 from .training_thread import TrainingThread
@@ -109,6 +109,7 @@ class Worker:
         self._early_freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
         self._publisher = Publisher(session, seat, self._look)
         self._is_leaving = False
+        self._leftovers = Leftovers()
         hear_sigterm(self._leave)
 
     async def run(
@@ -116,7 +117,7 @@ class Worker:
         assignment: Assignment,
         request: RunRequest,
         store: ActorStore,
-        program: bytes,
+        program: Parcel,
         driver: Actor,
         resumption: Resumption | None = None,
     ) -> Success | Failure:
@@ -170,6 +171,8 @@ class Worker:
             with self._lock:
                 self._run = None
                 self._ended = run
+            # After the answer, which refers to nothing of the user's.
+            asyncio.get_running_loop().call_soon(self._leftovers.give_back)
 
     def _leave(self) -> None:
         """This process was told to end: leave the run in progress first, if it can be left, or see
@@ -199,7 +202,7 @@ class Worker:
             group=group,
             is_running=run is not None,
             generation=self._generation,
-            memory_bytes=_resident_bytes(),
+            memory_bytes=resident_bytes(),
             device_memory_bytes=self._device_memory_bytes(),
         )
 
@@ -224,7 +227,7 @@ class Worker:
             collectives=dict(group.statistics.operations) if group else {},
             last_report=self._last[1].last,
             steps=replace(run.status if run else self._last_status),
-            memory_bytes=_resident_bytes(),
+            memory_bytes=resident_bytes(),
             device_memory_bytes=self._device_memory_bytes(),
         )
 
@@ -377,13 +380,13 @@ class Worker:
 
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
-    def _train(self, run: RunHere, payload: bytes, resumption: Resumption | None) -> object:
+    def _train(self, run: RunHere, parcel: Parcel, resumption: Resumption | None) -> object:
         import torch
 
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         set_debug_level(max(run.request.debug_level, get_debug_level()))
-        program: Program = cloudpickle.loads(payload)
+        program: Program = parcel.opened()
         lifeline = Lifeline(
             run.request, run.driver, run.assignment, lambda: self._meet(run), resumption
         )
@@ -486,12 +489,6 @@ def _pass_barrier(group: Group) -> None:
     if group.device.type == "cuda":
         work.get_future()
     work.wait()
-
-
-def _resident_bytes() -> int:
-    """Memory of this process, as the kernel counts it."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def worker_class() -> Any:

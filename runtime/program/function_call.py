@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ray import cloudpickle
-
 from actors.journal import Journal
 from actors.messages import Assignment, Report
+from actors.pickling import pickled
 from collectives.contract.errors import GroupAborted, fresh_copy
 from collectives.group import Group
 from collectives.objects.blocking import broadcast_object
@@ -93,7 +92,7 @@ class FunctionCall:
 
     def broadcast(self, value: T, root: int = 0) -> T:
         """The value of rank `root`, on every rank; anything that pickles."""
-        received: T = broadcast_object(self.group, value, root, cloudpickle.dumps)
+        received: T = broadcast_object(self.group, value, root, pickled)
         return received
 
     # -- What survives -------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,14 +22,17 @@ from actors.errors import DriverLost
 from actors.journal import JournalReader
 from actors.messages import DriverSnapshot, Report, RunRequest, RunSucceeded, WorkerSnapshot
 from actors.outcomes import raise_failure
+from actors.parcels import Parcel
 from collectives.diagnosis.debug import get_debug_level
 
 from .. import notebook
 from ..checkpoint.config import CheckpointConfig
-from ..program.program import pickled
+from ..program.sending import HEAVY_BYTES, heavy_parts, packed_program
 from . import placement
 from .seats import Seats
 from .trace import as_json, traced
+
+_log = logging.getLogger("chorusline")
 
 _PULL_S = 0.3
 """Seconds between two pulls of reports. Each pull wakes the event loop, and a notebook sees an
@@ -156,6 +160,7 @@ class Session:
         self._seats: Seats | None = None
         self._crew: Crew | None = None
         self._next_run = 0
+        self._has_told_weight = False
 
     @property
     def num_workers(self) -> int:
@@ -266,7 +271,14 @@ class Session:
 
         If the call is cancelled, it stops all ranks before it returns.
         """
-        return await self._run(pickled(train, kwargs, self._checkpoint), self._live_view)
+        return await self._run(self._packed(train, kwargs), self._live_view)
+
+    def _packed(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Parcel:
+        program = packed_program(train, kwargs, self._checkpoint)
+        if program.nbytes > HEAVY_BYTES and not self._has_told_weight:
+            self._has_told_weight = True
+            _log.warning("%s", heavy_parts(train, kwargs, program.nbytes))
+        return program
 
     async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
         """The state of the session, its driver and its workers, also while a function runs. Silent
@@ -308,7 +320,7 @@ class Session:
             self._state.value, self._seen if self._state is not SessionState.CLOSED else ()
         )
 
-    async def _run(self, program: bytes, is_shown: bool = False) -> list[Any]:
+    async def _run(self, program: Parcel, is_shown: bool = False) -> list[Any]:
         """1. Replace the workers that are missing since the last run. 2. Run, and hand on reports
         meanwhile; if the run failed before any worker began, repeat from 1. 3. Rebuild the results,
         or the failure."""
@@ -322,13 +334,14 @@ class Session:
         self._state = SessionState.RUNNING
         error: BaseException | None = None
         try:
+            payload = ray.put(program)  # Now: later the caller may change what it has passed.
             async with notebook.waking():
                 for left in reversed(range(_BEGINNINGS)):
                     request = self._new_request(view)
                     await crew.assemble(self._startup_timeout_s)  # 1.
                     try:  # 2.
                         async with self._reporting(crew.reports(request.run), view):
-                            outcome = await crew.run(request, program)
+                            outcome = await crew.run(request, payload)
                     except DriverLost as lost:
                         if lost.nobody_began and left:
                             continue
@@ -477,7 +490,7 @@ def run(
         max_failures=max_failures,
         log_to_driver=log_to_driver,
     )
-    program = pickled(train, kwargs, checkpoint)
+    program = session._packed(train, kwargs)
 
     async def main() -> list[Any]:
         async with session:
