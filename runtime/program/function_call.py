@@ -207,15 +207,15 @@ class FunctionCall:
 
     # -- Reports -------------------------------------------------------------------------------
 
-    def report(self, values: Mapping[str, float | int | str]) -> None:
+    def report(self, values: Mapping[str, Any]) -> None:
         """Send the values of one step to the session."""
         self._append(values, boundary().steps.taken)
         self._num_reports += 1
 
-    def say(self, values: Mapping[str, float | int | str]) -> None:
+    def say(self, values: Mapping[str, Any]) -> None:
         """Send values in the order of the reports, without counting them as a report."""
         self._append(values)
 
-    def _append(self, values: Mapping[str, float | int | str], *taken: int) -> None:
+    def _append(self, values: Mapping[str, Any], *taken: int) -> None:
         report = Report(self.rank, self._num_reports, time.time(), dict(values), *taken)
         self._journal.append(report)
