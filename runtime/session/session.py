@@ -14,8 +14,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from actors.crew.crew import STEP_S, Crew
-from actors.driver.driver import GRACE_S
+from actors.crew.crew import Crew
 from actors.errors import DriverLost
 from actors.journal import JournalReader
 from actors.messages import Report, RunRequest, RunSucceeded, WorkerSnapshot
@@ -38,8 +37,9 @@ from .options import (
     checked_range,
 )
 from .seats import Seats
-from .state import REMEDIES, SessionSnapshot, SessionState
+from .state import REMEDIES, SessionSnapshot, SessionState, how_interrupted
 from .trace import as_json, traced
+from .waiting import telling, told_if_slow
 
 _log = logging.getLogger("chorusline")
 
@@ -48,6 +48,7 @@ _PULL_S = 0.3
 interrupt only when the loop wakes."""
 
 _LAST_PULL_S = 5.0
+_LOOK_S = 0.5
 
 _BEGINNINGS = 3
 """How often one call of `run` may begin: workers may have died since the last run, and more
@@ -174,33 +175,35 @@ class Session:
 
     async def _start(self) -> None:
         try:
-            self._is_local = placement.connect(self._address, self._log_to_driver)
-            bundle = placement.bundle_of_worker(
-                self._most,
-                use_gpu=self._use_gpu,
-                resources_per_worker=self._resources_per_worker,
-                accelerator_type=self._accelerator_type,
-                is_local=self._is_local,
-            )
-            strategy = self._placement_strategy
-            first = await placement.place(
-                bundle,
-                self._fewest,
-                self._most,
-                strategy,
-                self._startup_timeout_s,
-                may_grow=not self._is_local,
-                labels=self._labels,
-            )
-            self._seats = Seats(first, bundle, self._most, strategy, self._labels)
-            self._crew = Crew(
-                self._seats,
-                self._fewest,
-                use_gpu=self._use_gpu,
-                driver_options=placement.options_of_driver(),
-                environment=self._environment,
-            )
-            await self._crew.assemble(self._startup_timeout_s)
+            with told_if_slow("Ray: a cluster that starts here, or the answer of one that runs"):
+                self._is_local = placement.connect(self._address, self._log_to_driver)
+            async with telling(self._awaited):
+                bundle = placement.bundle_of_worker(
+                    self._most,
+                    use_gpu=self._use_gpu,
+                    resources_per_worker=self._resources_per_worker,
+                    accelerator_type=self._accelerator_type,
+                    is_local=self._is_local,
+                )
+                strategy = self._placement_strategy
+                first = await placement.place(
+                    bundle,
+                    self._fewest,
+                    self._most,
+                    strategy,
+                    self._startup_timeout_s,
+                    may_grow=not self._is_local,
+                    labels=self._labels,
+                )
+                self._seats = Seats(first, bundle, self._most, strategy, self._labels)
+                self._crew = Crew(
+                    self._seats,
+                    self._fewest,
+                    use_gpu=self._use_gpu,
+                    driver_options=placement.options_of_driver(),
+                    environment=self._environment,
+                )
+                await self._crew.assemble(self._startup_timeout_s)
             if notebook.in_kernel():
                 await self._ask_workers(_LAST_PULL_S)  # _repr_html_ shows the answers.
         except BaseException as error:
@@ -208,6 +211,22 @@ class Session:
             notebook.show_once(notebook.hint_at_other_sessions(error, self))
             raise
         self._state = SessionState.READY
+
+    async def _awaited(self) -> str:
+        """What the start waits for now, as the end of a sentence."""
+        crew = self._crew
+        if crew is None:
+            what = f"room in the cluster for {self._fewest} workers"
+        elif not crew.num_workers:
+            return "the driver actor: Ray starts its process"
+        else:
+            said = await crew.workers_seen(_LOOK_S)
+            ready = sum(isinstance(word, WorkerSnapshot) for word in said)
+            what = (
+                f"{len(said) - ready} of {len(said)} workers: Ray starts their processes, or they "
+                "import torch"
+            )
+        return f"{what} (up to {self._startup_timeout_s:g} s, startup_timeout_s)"
 
     async def close(self) -> None:
         """End everything that the session started; may be called more than once.
@@ -351,7 +370,7 @@ class Session:
             if view is not None:
                 await view.finish(error)
             if error is not None:
-                notebook.show_once(error, _how_interrupted(error, crew.is_assembled))
+                notebook.show_once(error, how_interrupted(error, crew.is_assembled))
         assert isinstance(outcome, RunSucceeded)
         return [cloudpickle.loads(result) for result in outcome.results]
 
@@ -408,23 +427,6 @@ class Session:
             if len(group.exceptions) == 1:
                 raise group.exceptions[0] from None
             raise
-
-
-def _how_interrupted(error: BaseException, is_between_steps: bool) -> str | None:
-    """A text for the user who interrupted a cell: what happened to the run. None for other ends."""
-    if not isinstance(error, asyncio.CancelledError):
-        return None
-    if is_between_steps:
-        where = "all ranks stopped between the same two steps"
-    else:
-        where = (
-            f"no step ended within {STEP_S:g} s, so the run was aborted (a rank that stays stuck "
-            f"for {GRACE_S:g} s is replaced, and loses what it keeps)"
-        )
-    return (
-        f"Interrupted: {where}. The session is ready, and keeps what ctx.keep made and the "
-        "variables of %%ranks; run the cell again to go on."
-    )
 
 
 def run(
