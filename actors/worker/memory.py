@@ -11,6 +11,10 @@ import ctypes
 import gc
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _GROWN_BYTES = 32 * 2**20
 """Growth that is worth the search, which takes a tenth of a second where torch is loaded."""
@@ -20,6 +24,13 @@ def resident_bytes() -> int:
     """Memory of this process, as the kernel counts it."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """Memory of tensors on the GPU."""
+    import torch  # Not at the top of the file: see Worker.__init__, which has imported it.
+
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 class Leftovers:

@@ -37,6 +37,7 @@ from ..journal import Journal
 from ..messages import (
     Assignment,
     Failure,
+    Readiness,
     Report,
     Resumption,
     RunRequest,
@@ -52,7 +53,7 @@ from ..run_status import RunStatus
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
 from .lifeline import Lifeline
-from .memory import Leftovers, resident_bytes
+from .memory import Leftovers, device_memory_bytes, resident_bytes
 from .run_here import Program, RunHere
 from .sigterm import hear_sigterm
 from .training_thread import TrainingThread
@@ -162,9 +163,8 @@ class Worker:
         try:
             ending = await run.thread.run()
             if self._is_leaving and run.stop_error is not None:
-                os._exit(
-                    SIGTERM_EXIT
-                )  # The rank has left, and the death of its process frees the seat.
+                # The rank has left, and the death of its process frees the seat.
+                os._exit(SIGTERM_EXIT)
             run.ending.set_result(ending)
             return ending
         finally:
@@ -203,14 +203,8 @@ class Worker:
             is_running=run is not None,
             generation=self._generation,
             memory_bytes=resident_bytes(),
-            device_memory_bytes=self._device_memory_bytes(),
+            device_memory_bytes=device_memory_bytes(self._device),
         )
-
-    def _device_memory_bytes(self) -> int:
-        """Memory of tensors on the GPU."""
-        import torch
-
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -228,7 +222,7 @@ class Worker:
             last_report=self._last[1].last,
             steps=replace(run.status if run else self._last_status),
             memory_bytes=resident_bytes(),
-            device_memory_bytes=self._device_memory_bytes(),
+            device_memory_bytes=device_memory_bytes(self._device),
         )
 
     @ray.method(concurrency_group="control")
@@ -271,6 +265,18 @@ class Worker:
             lifeline = current.lifeline
             resumption = lifeline.last_resumption if lifeline is not None else None
             return Stand(self._info, current.assignment, resumption)
+
+    @ray.method(concurrency_group="control")
+    async def readiness(self, run: int) -> Readiness:
+        """Whether the generation could be ended now without need, as far as this rank knows."""
+        with self._lock:
+            current = self._run
+        if current is None or current.request.run != run or current.lifeline is None:
+            return Readiness.NOT_YET
+        try:
+            return current.lifeline.readiness()
+        except RuntimeError:  # The training thread has changed what was looked through.
+            return Readiness.NOT_YET
 
     @ray.method(concurrency_group="control")
     async def attach(self, run: int, driver: Actor) -> Success | Failure:
