@@ -185,6 +185,7 @@ class ActorStore(Store):
         return bool(self._call("delete_key", encoded(key, "key")))
 
     def num_keys(self) -> int:
+        """The number of keys in the store."""
         return int(self._call("num_keys"))
 
     def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
