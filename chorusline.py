@@ -34,6 +34,7 @@ def _refuse_strangers() -> None:
 
 _refuse_strangers()
 
+from actors.actor_store import ActorStore  # noqa: E402
 from actors.errors import (  # noqa: E402
     DriverLost,
     Interrupted,
@@ -183,6 +184,7 @@ __all__ = [
     "FileStore",
     "HashStore",
     "PrefixStore",
+    "ActorStore",
     "TorchStore",
     "StoreFromTorch",
     "Rendezvous",

@@ -26,7 +26,7 @@ from collectives.stores.store import (
     timed_out,
 )
 
-from .calls import GONE, Actor, why_gone
+from .calls import GONE, Actor, actor_class, why_gone
 
 STORE_CONCURRENCY = {"store": 10_000}
 """Concurrency group for `ray.remote`. Each suspended waiter takes a place, so there are many."""
@@ -120,9 +120,11 @@ class StoreActor:
 
 
 class ActorStore(Store):
-    """A store in the given StoreActor. It can be pickled; every copy is a client of its own.
+    """A store in an actor, for the processes of a Ray cluster: `ActorStore.start()` makes one. It
+    can be pickled; every copy is a client of its own.
 
-    No call blocks longer than its timeout: a dead or silent actor raises StoreLost.
+    actor: a StoreActor. No call blocks longer than its timeout: a dead or silent actor raises
+    StoreLost.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -130,6 +132,23 @@ class ActorStore(Store):
         self._lock = threading.Lock()
         self._blocked: set[threading.Event] = set()
         self._cancelled_by: CollectiveError | None = None
+
+    @classmethod
+    def start(cls, **options: Any) -> ActorStore:
+        """A store in a new actor, which takes no CPU.
+
+        options: Ray's options of the actor, such as `name`, or `lifetime="detached"`. Without them
+            the actor ends with the last copy of the store, and with the process that started it.
+
+        Raises RuntimeError if this process is not connected to Ray.
+        """
+        if not ray.is_initialized():
+            raise RuntimeError(
+                "ActorStore.start makes an actor, and this process is not connected to Ray; call "
+                "ray.init() first, or take a FileStore (one host) or store_from_url (no Ray)"
+            )
+        made = actor_class(StoreActor, concurrency_groups=STORE_CONCURRENCY, num_cpus=0)
+        return cls(made.options(**options).remote())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ActorStore, (self._actor,), {"timeout_s": self.timeout_s}
@@ -166,6 +185,7 @@ class ActorStore(Store):
         return bool(self._call("delete_key", encoded(key, "key")))
 
     def num_keys(self) -> int:
+        """The number of keys in the store."""
         return int(self._call("num_keys"))
 
     def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:

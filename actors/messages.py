@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from collectives.contract.errors import CollectiveError
 from collectives.diagnosis.debug import DebugLevel
@@ -125,19 +126,24 @@ class RunRequest:
         return self.max_failures != 0
 
 
+ReportValue: TypeAlias = "float | int | str | list[ReportValue] | dict[str, ReportValue]"
+"""One value of a report: a number, a text, or lists and dictionaries of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """One call of `ctx.report` on one rank.
 
     step: calls of `report` before this one, on this rank in this run.
     time: seconds since the epoch, by the clock of that machine.
+    values: by name, each a ReportValue.
     taken: optimizer steps of the run by then, on all ranks.
     """
 
     rank: int
     step: int
     time: float
-    values: dict[str, float | int | str]
+    values: dict[str, Any]
     taken: int = 0
 
 

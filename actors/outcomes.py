@@ -47,8 +47,10 @@ class RemoteTraceback(Exception):
 
 def success(rank: int, value: object, collectives: int) -> Success | Failure:
     """The message of a result; a Failure if the result cannot be pickled."""
+    from .pickling import pickled  # Not at the top of the file: the driver runs without torch.
+
     try:
-        return Success(rank, cloudpickle.dumps(value), collectives)
+        return Success(rank, pickled(value), collectives)
     except Exception as error:
         unpicklable = TypeError(
             f"the {type(value).__name__} that rank {rank} returned cannot be pickled ({error}); "

@@ -64,6 +64,7 @@ class Crew:
     fewest: the smallest number of workers with which a run begins.
     driver_options: Ray's actor options of the driver, which say where it is to run. If there is no
         such node, or it takes no actors because it is drained, the driver runs anywhere.
+    environment: Ray's runtime environment of all actors.
     """
 
     def __init__(
@@ -73,12 +74,15 @@ class Crew:
         *,
         use_gpu: bool,
         driver_options: Mapping[str, Any],
+        environment: Mapping[str, Any] | None = None,
     ) -> None:
         self._seats = seats
         self._fewest = fewest
         self.name = f"session-{uuid.uuid4().hex[:8]}"
         self._use_gpu = use_gpu
         self._driver_options = driver_options
+        # Only if there is one: Ray starts processes for an environment of their own.
+        self._environment = {"runtime_env": dict(environment)} if environment else {}
         self._worker_class = worker_class()
         self._workers: dict[int, Actor] = {}  # by seat
         self._starting: set[int] = set()
@@ -188,6 +192,7 @@ class Crew:
                 name=f"{self.name}{INCARNATION}{self._incarnation}",
                 namespace=NAMESPACE,
                 **place,
+                **self._environment,
             )
             .remote(self._incarnation, self.name)
         )
@@ -199,15 +204,17 @@ class Crew:
             raise
         return driver
 
-    async def run(self, request: RunRequest, payload: bytes) -> RunSucceeded | RunFailed:
-        """Have the driver run a pickled program. Returns how the run has ended.
+    async def run(self, request: RunRequest, payload: Any) -> RunSucceeded | RunFailed:
+        """Have the driver run a program. Returns how the run has ended.
+
+        payload: a reference to the program's Parcel.
 
         If the driver dies, the ranks go on, and a new driver takes the run over. If this call is
         cancelled, it ends the run on all ranks first.
         """
         driver: Actor | None = self._living_driver()
         self._is_assembled = False  # Until the run has ended well.
-        program = [ray.put(payload)]
+        program = [payload]
         call = self._living_driver().run.remote(request, program)
         began_with = dict(self._workers)
         has_taken_over = False
@@ -419,7 +426,7 @@ class Crew:
         """Start a new worker in a seat, in the place of the one that was there."""
         if seat in self._workers:
             self._kill_worker(seat)
-        made = self._worker_class.options(**self._seats.options(seat))
+        made = self._worker_class.options(**self._seats.options(seat), **self._environment)
         worker = self._workers[seat] = made.remote(seat, self._use_gpu, self.name)
         self._starting.add(seat)
         return worker

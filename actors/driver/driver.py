@@ -107,7 +107,7 @@ class Driver(StoreActor):
         """Run a program on all workers. Returns how the run has ended; never raises a rank's
         exception.
 
-        program: one reference to the pickled program, in a list so that Ray hands the reference
+        program: one reference to the program's Parcel, in a list so that Ray hands the reference
         on and the driver never holds the bytes.
         """
         started = events.RunStarted(

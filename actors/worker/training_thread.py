@@ -97,10 +97,12 @@ class TrainingThread(Generic[Outcome]):
         import torch  # Not at the top of the file: see Worker.__init__, which has imported it.
 
         torch.set_num_threads(self._num_threads)
+        # What the function refers to, the user's data, goes with its end.
+        function, self._function = self._function, _over
         value: object = None
         error: BaseException | None = None
         try:
-            value = self._function()
+            value = function()
             if inspect.isawaitable(value):
                 value = self._run_async(value)
         except BaseException as raised:
@@ -136,6 +138,10 @@ class TrainingThread(Generic[Outcome]):
             self._delivered.set_exception(outcome)
         else:
             self._delivered.set_result(outcome)
+
+
+def _over() -> object:
+    raise RuntimeError("this thread has called its function")
 
 
 def _suspended(awaited: object) -> Iterator[tuple[FrameType, int]]:

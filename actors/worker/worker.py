@@ -20,11 +20,9 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import RayError
 
 import collectives
@@ -50,10 +48,12 @@ from ..messages import (
     WorkerState,
 )
 from ..meter import Look, Publisher
+from ..parcels import Parcel
 from ..run_status import RunStatus
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
 from .lifeline import Lifeline
+from .memory import Leftovers, device_memory_bytes, resident_bytes
 from .run_here import Program, RunHere
 from .sigterm import hear_sigterm
 from .training_thread import TrainingThread
@@ -110,6 +110,7 @@ class Worker:
         self._early_freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
         self._publisher = Publisher(session, seat, self._look)
         self._is_leaving = False
+        self._leftovers = Leftovers()
         hear_sigterm(self._leave)
 
     async def run(
@@ -117,7 +118,7 @@ class Worker:
         assignment: Assignment,
         request: RunRequest,
         store: ActorStore,
-        program: bytes,
+        program: Parcel,
         driver: Actor,
         resumption: Resumption | None = None,
     ) -> Success | Failure:
@@ -162,15 +163,16 @@ class Worker:
         try:
             ending = await run.thread.run()
             if self._is_leaving and run.stop_error is not None:
-                os._exit(
-                    SIGTERM_EXIT
-                )  # The rank has left, and the death of its process frees the seat.
+                # The rank has left, and the death of its process frees the seat.
+                os._exit(SIGTERM_EXIT)
             run.ending.set_result(ending)
             return ending
         finally:
             with self._lock:
                 self._run = None
                 self._ended = run
+            # After the answer, which refers to nothing of the user's.
+            asyncio.get_running_loop().call_soon(self._leftovers.give_back)
 
     def _leave(self) -> None:
         """This process was told to end: leave the run in progress first, if it can be left, or see
@@ -200,15 +202,9 @@ class Worker:
             group=group,
             is_running=run is not None,
             generation=self._generation,
-            memory_bytes=_resident_bytes(),
-            device_memory_bytes=self._device_memory_bytes(),
+            memory_bytes=resident_bytes(),
+            device_memory_bytes=device_memory_bytes(self._device),
         )
-
-    def _device_memory_bytes(self) -> int:
-        """Memory of tensors on the GPU."""
-        import torch
-
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -225,8 +221,8 @@ class Worker:
             collectives=dict(group.statistics.operations) if group else {},
             last_report=self._last[1].last,
             steps=replace(run.status if run else self._last_status),
-            memory_bytes=_resident_bytes(),
-            device_memory_bytes=self._device_memory_bytes(),
+            memory_bytes=resident_bytes(),
+            device_memory_bytes=device_memory_bytes(self._device),
         )
 
     @ray.method(concurrency_group="control")
@@ -390,13 +386,13 @@ class Worker:
 
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
-    def _train(self, run: RunHere, payload: bytes, resumption: Resumption | None) -> object:
+    def _train(self, run: RunHere, parcel: Parcel, resumption: Resumption | None) -> object:
         import torch
 
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         set_debug_level(max(run.request.debug_level, get_debug_level()))
-        program: Program = cloudpickle.loads(payload)
+        program: Program = parcel.opened()
         lifeline = Lifeline(
             run.request, run.driver, run.assignment, lambda: self._meet(run), resumption
         )
@@ -499,12 +495,6 @@ def _pass_barrier(group: Group) -> None:
     if group.device.type == "cuda":
         work.get_future()
     work.wait()
-
-
-def _resident_bytes() -> int:
-    """Memory of this process, as the kernel counts it."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def worker_class() -> Any:

@@ -9,14 +9,13 @@ chooses: use them only among processes of one user, as all ranks of a group are.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..operations.operations import Operations
-from .payloads import bytes_of, loads, words_of
+from .payloads import bytes_of, loads, pickled, words_of
 
 
 def all_gather_row(
@@ -31,7 +30,7 @@ def all_gather_row(
 
 
 def broadcast_object(
-    group: Operations, value: Any, root: int = 0, dumps: Callable[[Any], bytes] = pickle.dumps
+    group: Operations, value: Any, root: int = 0, dumps: Callable[[Any], bytes] = pickled
 ) -> Any:
     """The value of rank `root` on every rank: the object itself on `root`, a copy elsewhere.
 
@@ -44,7 +43,7 @@ def broadcast_object(
 
 def all_gather_object(group: Operations, value: Any) -> list[Any]:
     """The values of all ranks, by rank, on every rank."""
-    payload = pickle.dumps(value)
+    payload = pickled(value)
     lengths = [length for (length,) in all_gather_row(group, [len(payload)])]
     return [loads(theirs) for theirs in all_gather_bytes(group, payload, lengths)]
 

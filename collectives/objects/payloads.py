@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .storages import SharedStorages
+
 MapLocation = Any
 """As in torch.load: a device, a string, a dictionary, or a function of (storage, location)."""
 
@@ -15,9 +17,26 @@ MapLocation = Any
 def dumps(value: Any, argument: str) -> bytes:
     """`value` pickled. Raises TypeError naming `argument`, before anything is sent."""
     try:
-        return pickle.dumps(value)
+        return pickled(value)
     except Exception as error:
         raise TypeError(f"{argument} cannot be pickled: {type(error).__name__}: {error}") from error
+
+
+def pickled(value: Any) -> bytes:
+    """`value` pickled, each storage of its tensors once."""
+    written = io.BytesIO()
+    _Pickler(written).dump(value)
+    return written.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._storages = SharedStorages()
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = self._storages.reduce(value)
+        return NotImplemented if reduced is None else reduced
 
 
 class _Unpickler(pickle.Unpickler):

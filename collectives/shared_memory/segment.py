@@ -39,6 +39,7 @@ from ..contract.errors import CollectiveError, CollectiveTimeout, PeerLost
 from ..contract.operation import Kind, Operation
 from ..diagnosis.blame import tell_waits, to_blame
 from ..diagnosis.flight_recorder import tell_positions
+from ..diagnosis.lateness import Lateness
 from ..diagnosis.signature import Signature, mismatch
 from .end_record import EndRecord
 from .futex import WEAKLY_ORDERED, fence, sleep_on, wake
@@ -117,6 +118,7 @@ class SharedSegment:
         # serves one thread at a time.
         self._polling = threading.Lock()
         self._meet_timeout_s = 0.0
+        self._lateness = Lateness(rank, self.size)
         # Set for a subgroup: passes on to its parent which ranks this rank waits for, and since.
         self.on_wait: Callable[[Sequence[int], float], None] | None = None
         try:
@@ -231,6 +233,9 @@ class SharedSegment:
                 if words[at] >= tick:
                     return
                 late = self._check(tick, operation, give_up_at)
+                if self._lateness.is_due(operation):
+                    assert isinstance(operation, Operation)
+                    self._lateness.tell(operation, late, self._whereabouts(late))
                 if self.on_wait is not None and isinstance(operation, Operation):
                     has_told = True
                     self.on_wait(late, operation.issued_at)

@@ -43,6 +43,7 @@ from ..contract.errors import CollectiveError, GroupClosed, StoreTimeout
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import STARTED, Operation, ReduceOp
 from ..contract.work import Work
+from ..diagnosis.lateness import Lateness
 from ..diagnosis.signature import Signature, mismatch, pair_mismatch
 from ..stores.store import PrefixStore, Store
 from ..stores.torch_store import TorchStore
@@ -92,6 +93,7 @@ class GlooCommunicator(Communicator):
         self.device = torch.device("cpu")
         self.generation = generation
         self._roll_call = RollCall(store, rank, size, generation)
+        self._lateness = Lateness(rank, size)
         self._in_flight: InFlight[GlooWork] = InFlight(rank, self.abort)
         self._tensors = threading.RLock()  # held while tensors of callers are read or written
         self._over = threading.Event()
@@ -462,6 +464,9 @@ class GlooCommunicator(Communicator):
         if head is not None and overdue is not None:
             # One look after the deadline, ranks that arrived in time have published that.
             error = self._roll_call.timeout(overdue, head, position)
+        if error is None and head is not None and self._lateness.is_due(head):
+            late = self._roll_call.timeout(head, head, position)
+            self._lateness.tell(head, late.ranks, late.whereabouts)
         return None if error is None else self._roll_call.publish(error)
 
 

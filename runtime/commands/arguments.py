@@ -27,6 +27,16 @@ def workers(text: str) -> int | tuple[int, int]:
     return (fewest, most) if found[2] else fewest
 
 
+def variable(text: str) -> tuple[str, str]:
+    """`NAME=VALUE` as a pair; the value may be empty, and may contain `=`."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a variable with its value; write NAME=VALUE"
+        )
+    return name, value
+
+
 def script_and_function(text: str) -> tuple[Path, str | None]:
     """The two parts of `train.py:main`; None if no function is named."""
     if Path(text).exists():

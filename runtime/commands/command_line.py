@@ -125,6 +125,14 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
         "--startup-timeout", type=float, default=60.0, help="for starting the workers, in seconds"
     )
     flags.add_argument("--address", default=None, help="of a running cluster")
+    flags.add_argument(
+        "--env",
+        type=arguments.variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an environment variable of the workers; may be repeated",
+    )
     given, unknown = flags.parse_known_args(options.args)
     if unknown:
         flags.error(

@@ -113,6 +113,7 @@ async def _run(
         timeout_s=options.timeout,
         startup_timeout_s=options.startup_timeout,
         address=options.address,
+        env_vars=dict(options.env),
         on_report=show,
         log_to_driver=False,
     )

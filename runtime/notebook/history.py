@@ -59,7 +59,7 @@ class History:
         self._num_reports += 1
         if self._began_at is None:
             self._began_at = report.time  # The length of the first step is unknown: do not count.
-        elif not isinstance(amount, str):
+        elif isinstance(amount, int | float):
             # Clocks of hosts differ, so a report may have an earlier time than the first one.
             self._done(max(0.0, report.time - self._began_at), float(amount))
 

@@ -19,7 +19,7 @@ from typing import Any
 from actors.calls import ActorGone, NoAnswer
 from collectives import ChoruslineError
 
-from ..program.program import pickled
+from ..program.sending import packed_program
 from .cells import latest_session
 from .interrupt import shell
 from .remote_cell import check_source, run_cell, take_printed
@@ -108,7 +108,7 @@ async def _print_what_was_printed(session: Any) -> None:
     """Print the output of a cell that failed or was interrupted, before its error is shown."""
     try:
         async with asyncio.timeout(_TAKE_S):
-            for rank, text in enumerate(await session._run(pickled(take_printed, {}))):
+            for rank, text in enumerate(await session._run(packed_program(take_printed, {}))):
                 _print_of(rank, text)
     except (ChoruslineError, ActorGone, NoAnswer, TimeoutError, RuntimeError):
         pass  # The session itself has failed, and the cell's error says why.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -24,6 +24,7 @@ from ..process.random_state import RankSeed
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
 from .function_call import FunctionCall
+from .report_values import plain_values
 
 S = TypeVar("S", bound=Stateful)
 T = TypeVar("T")
@@ -345,13 +346,17 @@ class Context:
         )
 
     @says(**{TOO_MANY: "the values are keywords; write ctx.report(loss=loss), or **values"})
-    def report(self, **values: float | int | str | torch.Tensor) -> None:
+    def report(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Send values of this step to the session's `on_report`. Each call counts as one step.
 
-        values: numbers, strings, tensors of one element; a tensor on a GPU makes the call wait for
-        the GPU. Raises TypeError or ValueError for other values.
+        values, named: as in `ctx.report({"loss": loss})` or `ctx.report(loss=loss)`. Numbers,
+            strings, tensors and arrays of at most 1,024 elements, and lists and dictionaries of
+            these. One element becomes a number, more become lists. A tensor on a GPU makes the
+            call wait for the GPU.
+
+        Raises TypeError or ValueError, naming the value, for others.
         """
-        self._call.report({name: _plain(name, value) for name, value in values.items()})
+        self._call.report(plain_values(values, named))
 
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
@@ -466,21 +471,3 @@ class Context:
 def call_of(context: Context) -> FunctionCall:
     """The FunctionCall behind a Context."""
     return context._call
-
-
-def _plain(name: str, value: Any) -> float | int | str:
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise ValueError(
-                f"report({name}=...) got a tensor of shape {tuple(value.shape)}; report one "
-                "number, its mean() for example"
-            )
-        value = value.item()
-    elif hasattr(value, "item") and not isinstance(value, str | int | float):
-        value = value.item()  # a numpy scalar
-    if not isinstance(value, str | int | float):
-        raise TypeError(
-            f"report({name}=...) takes a number, a string or a tensor of one element, got "
-            f"{type(value).__name__}"
-        )
-    return value

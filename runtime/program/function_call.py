@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ray import cloudpickle
-
 from actors.journal import Journal
 from actors.messages import Assignment, Report
+from actors.pickling import pickled
 from collectives.contract.errors import GroupAborted, fresh_copy
 from collectives.group import Group
 from collectives.objects.blocking import broadcast_object
@@ -106,7 +105,7 @@ class FunctionCall:
 
     def broadcast(self, value: T, root: int = 0) -> T:
         """The value of rank `root`, on every rank; anything that pickles."""
-        received: T = broadcast_object(self.group, value, root, cloudpickle.dumps)
+        received: T = broadcast_object(self.group, value, root, pickled)
         return received
 
     # -- What survives -------------------------------------------------------------------------
@@ -220,15 +219,15 @@ class FunctionCall:
 
     # -- Reports -------------------------------------------------------------------------------
 
-    def report(self, values: Mapping[str, float | int | str]) -> None:
+    def report(self, values: Mapping[str, Any]) -> None:
         """Send the values of one step to the session."""
         self._append(values, boundary().steps.taken)
         self._num_reports += 1
 
-    def say(self, values: Mapping[str, float | int | str]) -> None:
+    def say(self, values: Mapping[str, Any]) -> None:
         """Send values in the order of the reports, without counting them as a report."""
         self._append(values)
 
-    def _append(self, values: Mapping[str, float | int | str], *taken: int) -> None:
+    def _append(self, values: Mapping[str, Any], *taken: int) -> None:
         report = Report(self.rank, self._num_reports, time.time(), dict(values), *taken)
         self._journal.append(report)

@@ -1,4 +1,4 @@
-"""The user's function: checked and pickled in the session's process, called on the ranks."""
+"""The user's function, called on the ranks. sending.py checks and packs it before."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
-
-from ray import cloudpickle
 
 from actors.errors import Interrupted, StateLost, ends_a_generation
 from actors.journal import Journal
@@ -219,66 +217,3 @@ def _ended(call: FunctionCall, result: object) -> object:
     call.finish()
     torch_distributed.end()
     return result
-
-
-def pickled(
-    train: Callable[..., object],
-    kwargs: Mapping[str, Any],
-    checkpoint: CheckpointConfig | None = None,
-) -> bytes:
-    """The program as bytes. Raises TypeError if `train` is not callable, its parameters do not fit
-    `kwargs`, or a part cannot be pickled."""
-    if not callable(train):
-        raise TypeError(
-            f"train must be a function of a Context, got {type(train).__name__}; pass the function "
-            "itself, and its arguments as keywords"
-        )
-    _check_parameters(train, kwargs)
-    try:
-        return bytes(cloudpickle.dumps(Program(train, kwargs, checkpoint)))
-    except Exception as error:
-        raise TypeError(
-            f"{_culprit(train, kwargs)} cannot be sent to the workers: {error}. Make it inside the "
-            "function, on each rank, or pass what is needed to make it"
-        ) from error
-
-
-def _check_parameters(train: Callable[..., object], kwargs: Mapping[str, Any]) -> None:
-    try:
-        signature = inspect.signature(train)
-    except ValueError:
-        return  # Some builtins have no signature.
-    try:
-        signature.bind(None, **kwargs)
-    except TypeError as error:
-        given = ", ".join(["ctx", *(f"{name}=..." for name in kwargs)])
-        raise TypeError(
-            f"train is called as {_name(train)}({given}), but its parameters are {signature}: "
-            f"{error}"
-        ) from None
-
-
-def _culprit(train: Callable[..., object], kwargs: Mapping[str, Any]) -> str:
-    """A description of the smallest part that cannot be pickled."""
-    for name, value in kwargs.items():
-        if not _pickles(value):
-            return f"the argument {name} ({type(value).__name__})"
-    if inspect.isfunction(train):
-        used = inspect.getclosurevars(train)
-        for kind, variables in (("variable", used.nonlocals), ("global", used.globals)):
-            for name, value in variables.items():
-                if not _pickles(value):
-                    return f"the {kind} {name} ({type(value).__name__}), used by {_name(train)},"
-    return f"train ({_name(train)})"
-
-
-def _pickles(value: object) -> bool:
-    try:
-        cloudpickle.dumps(value)
-    except Exception:
-        return False
-    return True
-
-
-def _name(train: Callable[..., object]) -> str:
-    return getattr(train, "__qualname__", type(train).__name__)

@@ -28,6 +28,10 @@ from .autoscaling import Outlook, prospect
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
+_OF_ACCELERATOR, _SOME = "accelerator_type:", 0.001
+"""Nodes with a GPU of a type have 1 of the resource of that name, and Ray takes so much for one who
+wants to be there."""
+
 _LEAST_LOCAL_CPU = 0.125
 """The smallest share of a CPU that a worker gets on a cluster that the session has started: sixteen
 workers on two cores are an experiment, a thousand are a slip of the keyboard."""
@@ -149,6 +153,7 @@ def bundle_of_worker(
     use_gpu: bool,
     resources_per_worker: Mapping[str, float] | None,
     is_local: bool,
+    accelerator_type: str | None = None,
 ) -> dict[str, float]:
     """The resources of one worker: a CPU and, with use_gpu, a GPU, unless resources_per_worker says
     otherwise. On a cluster that the session started, workers share the CPUs, in fractions if needed
@@ -160,6 +165,8 @@ def bundle_of_worker(
         num_cpus = max(_LEAST_LOCAL_CPU, math.floor(min(1.0, share) * 10_000) / 10_000)
     bundle = {"CPU": num_cpus} | ({"GPU": 1.0} if use_gpu else {})
     bundle |= resources_per_worker or {}
+    if accelerator_type is not None:
+        bundle[f"{_OF_ACCELERATOR}{accelerator_type}"] = _SOME
     return {name: float(amount) for name, amount in bundle.items() if amount > 0}
 
 
@@ -171,8 +178,11 @@ async def place(
     timeout_s: float,
     *,
     may_grow: bool,
+    labels: Mapping[str, str],
 ) -> PlacementGroup:
     """Place a placement group of one bundle per worker: as many as fit now, `fewest` to `most`.
+
+    labels: of the nodes, as Ray's label selectors are written.
 
     may_grow: whether the cluster may have an autoscaler. If it may, and the whole cluster is too
     small for `fewest` workers, a pending placement group makes the autoscaler start nodes.
@@ -182,21 +192,23 @@ async def place(
     """
     is_too_small = _fitting(bundle, ray.cluster_resources()) < fewest
     if is_too_small and not may_grow:
-        raise _too_small(bundle, fewest, strategy, "")
+        raise _too_small(bundle, fewest, strategy, "", labels)
     wanted = max(fewest, min(most, _fitting(bundle, ray.available_resources())))
     if wanted > fewest:
         # What is free in sum may not fit on the nodes. This try has a deadline of its own, and
         # leaves the whole timeout_s to the minimum.
-        group = await _try_to_place(bundle, wanted, strategy, min(_ELASTIC_TRY_S, timeout_s))
+        group = await _try_to_place(
+            bundle, wanted, strategy, min(_ELASTIC_TRY_S, timeout_s), labels
+        )
         if group is not None:
             return group
     if is_too_small:  # Only new nodes help: wait for them, and ask whether any can come.
-        group = await _place_on_new_nodes(bundle, fewest, strategy, timeout_s)
+        group = await _place_on_new_nodes(bundle, fewest, strategy, timeout_s, labels)
     else:  # Others may free their resources.
-        group = await _try_to_place(bundle, fewest, strategy, timeout_s)
+        group = await _try_to_place(bundle, fewest, strategy, timeout_s, labels)
     if group is None:
         raise StartupError(
-            _asked(bundle, fewest, strategy),
+            _asked(bundle, fewest, strategy, labels),
             f"not placed within {timeout_s:g} s: {_resources_and_remedy(bundle)}. If nodes are "
             "still on their way, raise startup_timeout_s: in a cloud they take minutes",
         )
@@ -204,7 +216,11 @@ async def place(
 
 
 async def _place_on_new_nodes(
-    bundle: Mapping[str, float], fewest: int, strategy: str, timeout_s: float
+    bundle: Mapping[str, float],
+    fewest: int,
+    strategy: str,
+    timeout_s: float,
+    labels: Mapping[str, str],
 ) -> PlacementGroup | None:
     """Wait for new nodes; None if they did not come within `timeout_s`. Raises StartupError as soon
     as the cluster says that none can come."""
@@ -221,14 +237,14 @@ async def _place_on_new_nodes(
                 has_warned = True
                 _log.warning(
                     "%s: %s; %s. Waiting for nodes, up to %g s (startup_timeout_s)",
-                    _asked(bundle, fewest, strategy),
+                    _asked(bundle, fewest, strategy, labels),
                     _resources_of_cluster(bundle),
                     future.why,
                     timeout_s,
                 )
             await asyncio.sleep(_LOOK_S)
 
-    group = _group_of(bundle, fewest, strategy)
+    group = group_of(bundle, fewest, strategy, labels)
     placing = asyncio.create_task(_placed(group), name="placement")
     watching = asyncio.create_task(until_hopeless(group), name="autoscaler-watch")
     both = {placing, watching}
@@ -240,7 +256,7 @@ async def _place_on_new_nodes(
             is_placed = True
             return group
         if watching.done():
-            raise _too_small(bundle, fewest, strategy, watching.result())
+            raise _too_small(bundle, fewest, strategy, watching.result(), labels)
         return None
     finally:
         for task in both:
@@ -279,7 +295,12 @@ def options_of_bundle(
     special = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: dict[str, Any] = {"num_cpus": 0}
     options |= {special[name]: amount for name, amount in bundle.items() if name in special}
-    options["resources"] = {name: amount for name, amount in bundle.items() if name not in special}
+    # The bundle is on a node with the right accelerator already.
+    options["resources"] = {
+        name: amount
+        for name, amount in bundle.items()
+        if name not in special and not name.startswith(_OF_ACCELERATOR)
+    }
     options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=index
     )
@@ -297,9 +318,13 @@ def options_of_driver() -> dict[str, Any]:
 
 
 async def _try_to_place(
-    bundle: Mapping[str, float], num_workers: int, strategy: str, timeout_s: float
+    bundle: Mapping[str, float],
+    num_workers: int,
+    strategy: str,
+    timeout_s: float,
+    labels: Mapping[str, str],
 ) -> PlacementGroup | None:
-    group = _group_of(bundle, num_workers, strategy)
+    group = group_of(bundle, num_workers, strategy, labels)
     is_placed = False
     try:
         async with asyncio.timeout(timeout_s):
@@ -313,10 +338,15 @@ async def _try_to_place(
     return group
 
 
-def _group_of(bundle: Mapping[str, float], num_workers: int, strategy: str) -> PlacementGroup:
-    group: PlacementGroup = placement_group(
-        [dict(bundle) for _ in range(num_workers)], strategy=strategy
-    )
+def group_of(
+    bundle: Mapping[str, float], num_workers: int, strategy: str, labels: Mapping[str, str]
+) -> PlacementGroup:
+    """A new placement group, which Ray places when it can."""
+    bundles = [dict(bundle) for _ in range(num_workers)]
+    selectors: dict[str, Any] = {}
+    if labels:
+        selectors["bundle_label_selector"] = [dict(labels) for _ in bundles]
+    group: PlacementGroup = placement_group(bundles, strategy=strategy, **selectors)
     return group
 
 
@@ -332,13 +362,20 @@ def _fitting(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int
     )
 
 
-def _asked(bundle: Mapping[str, float], num_workers: int, strategy: str) -> str:
+def _asked(
+    bundle: Mapping[str, float], num_workers: int, strategy: str, labels: Mapping[str, str]
+) -> str:
     each = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
-    return f"num_workers={num_workers} with {each} each (placement_strategy={strategy!r})"
+    on = f", label_selector={dict(labels)}" if labels else ""
+    return f"num_workers={num_workers} with {each} each (placement_strategy={strategy!r}{on})"
 
 
 def _too_small(
-    bundle: Mapping[str, float], num_workers: int, strategy: str, why_fixed: str
+    bundle: Mapping[str, float],
+    num_workers: int,
+    strategy: str,
+    why_fixed: str,
+    labels: Mapping[str, str],
 ) -> StartupError:
     """why_fixed: why no nodes can come; empty for a cluster that the session has started."""
     also = f", {why_fixed}" if why_fixed else ""
@@ -348,7 +385,7 @@ def _too_small(
             f"the cluster has no GPU{also}; leave use_gpu out, or connect to one that has",
         )
     return StartupError(
-        _asked(bundle, num_workers, strategy),
+        _asked(bundle, num_workers, strategy, labels),
         f"that cannot be placed: {_resources_and_remedy(bundle, also)}",
     )
 

@@ -6,11 +6,13 @@ So this process prints a plain line every few seconds, and each line has its ste
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import mean
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -51,19 +53,19 @@ class Seen:
 
     def add(self, report: Report) -> Seen:
         values = report.values
-        epoch = int(values.get("epoch", 0))
+        epoch = _whole(values, "epoch") or 0
         before = self.ranks.get(report.rank)
         rank = RankSeen(
             epoch=epoch,
             taken=1 if before is None or before.epoch != epoch else before.taken + 1,
-            left=int(values["batches_left"]) if "batches_left" in values else None,
-            loss=float(values["loss"]) if "loss" in values else None,
+            left=_whole(values, "batches_left"),
+            loss=_number(values, "loss"),
         )
         longest = max(self.steps_of.get(epoch, 0), rank.taken)
         return Seen(
             ranks={**self.ranks, report.rank: rank},
             steps_of={**self.steps_of, epoch: longest},
-            tokens=self.tokens + float(values.get("tokens", 0)) if self.ranks else 0.0,
+            tokens=self.tokens + (_number(values, "tokens") or 0.0) if self.ranks else 0.0,
             first_s=self.first_s if self.ranks else report.time,
             last_s=max(self.last_s, report.time),
         )
@@ -94,6 +96,17 @@ class Seen:
     def tokens_per_s(self) -> float | None:
         elapsed_s = self.last_s - self.first_s
         return self.tokens / elapsed_s if self.tokens and elapsed_s > 0 else None
+
+
+def _number(values: Mapping[str, Any], name: str) -> float | None:
+    """A value of a report if it is a number: one of this name may be a vector or a text."""
+    value = values.get(name)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _whole(values: Mapping[str, Any], name: str) -> int | None:
+    number = _number(values, name)
+    return None if number is None or not math.isfinite(number) else int(number)
 
 
 def headline(seen: Seen, num_steps: int | None) -> str:

@@ -14,11 +14,12 @@ from typing import Any
 
 import ray
 from ray.util import placement_group_table
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.calls import nodes_leaving
 
 from . import placement
+from .options import NODE_ID
 
 _LOOK_S = 0.5  # between two looks whether a group was placed
 
@@ -31,6 +32,7 @@ class Seats:
     """The implementation of `actors.crew.recruiting.Seats` by placement groups.
 
     first: the group of the first seats, already placed. most: the most seats in all.
+    labels: of the nodes, as Ray's label selectors are written.
 
     With STRICT_SPREAD each later group names the nodes that it must avoid. It cannot name the
     nodes of other pending groups, so only one group is pending at a time. When a node dies and Ray
@@ -39,11 +41,17 @@ class Seats:
     """
 
     def __init__(
-        self, first: PlacementGroup, bundle: Mapping[str, float], most: int, strategy: str
+        self,
+        first: PlacementGroup,
+        bundle: Mapping[str, float],
+        most: int,
+        strategy: str,
+        labels: Mapping[str, str],
     ) -> None:
         self._first = first
         self._bundle = dict(bundle)
         self._strategy = strategy
+        self._labels = dict(labels)
         self._own: dict[int, PlacementGroup] = {}  # by later seat
         self._waiting: set[int] = set()
         """Seats whose groups are pending."""
@@ -85,13 +93,11 @@ class Seats:
 
     def _asked_for(self, taken: set[str]) -> PlacementGroup:
         """A new group for one seat. taken: nodes that have a seat."""
-        apart: dict[str, Any] = {}
+        labels = dict(self._labels)
         if self._is_spread and taken:
             # No blanks: Ray silently reads ", b" as a node other than "b".
-            others = {"ray.io/node-id": f"!in({','.join(sorted(taken))})"}
-            apart["bundle_label_selector"] = [others]
-        group: PlacementGroup = placement_group([self._bundle], strategy=self._strategy, **apart)
-        return group
+            labels[NODE_ID] = f"!in({','.join(sorted(taken))})"
+        return placement.group_of(self._bundle, 1, self._strategy, labels)
 
     def _nodes(self) -> dict[int, str]:
         """The node of each seat that has one. Ray moves a group whose node has died; a group that

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,65 +15,45 @@ import ray
 from ray import cloudpickle
 
 from actors.calls import head_is_gone
-from actors.crew.crew import HEAD_ANSWER_S, STEP_S, Crew
-from actors.driver.driver import GRACE_S
+from actors.crew.crew import HEAD_ANSWER_S, Crew
 from actors.errors import DriverLost
 from actors.journal import JournalReader
-from actors.messages import DriverSnapshot, Report, RunRequest, RunSucceeded, WorkerSnapshot
+from actors.messages import Report, RunRequest, RunSucceeded, WorkerSnapshot
 from actors.outcomes import raise_failure
+from actors.parcels import Parcel
 from collectives.diagnosis.debug import get_debug_level
 
 from .. import notebook
 from ..checkpoint.config import CheckpointConfig
-from ..program.program import pickled
+from ..program.sending import HEAVY_BYTES, heavy_parts, packed_program
 from . import placement
+from .options import (
+    DEFAULT,
+    Default,
+    check_accelerator,
+    check_seconds,
+    checked_environment,
+    checked_failures,
+    checked_labels,
+    checked_range,
+)
 from .seats import Seats
+from .state import REMEDIES, SessionSnapshot, SessionState, how_interrupted
 from .trace import as_json, traced
+from .waiting import telling, told_if_slow
+
+_log = logging.getLogger("chorusline")
 
 _PULL_S = 0.3
 """Seconds between two pulls of reports. Each pull wakes the event loop, and a notebook sees an
 interrupt only when the loop wakes."""
 
 _LAST_PULL_S = 5.0
+_LOOK_S = 0.5
 
 _BEGINNINGS = 3
 """How often one call of `run` may begin: workers may have died since the last run, and more
 workers while those were replaced."""
-
-
-class Default(enum.Enum):
-    """The value of an argument that was left out, where None has a meaning of its own."""
-
-    DEFAULT = "default"
-
-
-DEFAULT = Default.DEFAULT
-
-
-class SessionState(enum.Enum):
-    """NEW: nothing was started. READY: the workers are idle. RUNNING: a function runs. CLOSED: the
-    session has ended everything that it started, and cannot start again."""
-
-    NEW = "new"
-    READY = "ready"
-    RUNNING = "running"
-    CLOSED = "closed"
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSnapshot:
-    """The state of the session, its driver and its workers; print it when something hangs.
-
-    workers: by seat; a text in place of a snapshot says why that worker did not answer."""
-
-    state: SessionState
-    driver: DriverSnapshot | None
-    workers: tuple[WorkerSnapshot | str, ...]
-
-    def __str__(self) -> str:
-        lines = [f"session {self.state.value}", str(self.driver or "no driver")]
-        lines += [f"  seat {seat}: {worker}" for seat, worker in enumerate(self.workers)]
-        return "\n".join(lines)
 
 
 class Session:
@@ -102,6 +81,12 @@ class Session:
     on_report: called in this process's event loop with each Report of each rank.
     live_view: in a notebook, show the ranks and plots of their reports while a function runs.
     checkpoint: where every run saves what it has registered, and where it resumes from.
+    pause_s: how long a run waits for new workers when fewer than `fewest` are left.
+    env_vars: environment variables of the workers and of the driver actor.
+    runtime_env: their environment, as Ray takes it ("pip", "env_vars", …).
+    label_selector: of the nodes on which workers may run, as in Ray:
+        {"ray.io/market-type": "spot"}.
+    accelerator_type: the GPU that their nodes have, as in Ray ("A100"); with use_gpu.
     log_to_driver: whether Ray prints the workers' output here, if the session connects to Ray.
 
     Raises StartupError if the workers cannot be started. A session must be closed: Ray runs no
@@ -122,14 +107,20 @@ class Session:
         live_view: bool = True,
         checkpoint: CheckpointConfig | None = None,
         max_failures: int | None | Default = DEFAULT,
+        pause_s: float = 300.0,
+        env_vars: Mapping[str, str] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        label_selector: Mapping[str, str] | None = None,
+        accelerator_type: str | None = None,
         log_to_driver: bool = True,
     ) -> None:
-        self._fewest, self._most = _checked_range(num_workers)
-        self._max_failures = _checked_failures(max_failures, isinstance(num_workers, tuple))
+        self._fewest, self._most = checked_range(num_workers)
+        self._max_failures = checked_failures(max_failures, isinstance(num_workers, tuple))
         placement.check(resources_per_worker, use_gpu, placement_strategy)
-        for name, seconds in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
-            if not isinstance(seconds, int | float) or not seconds > 0:
-                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        check_seconds(timeout_s=timeout_s, startup_timeout_s=startup_timeout_s, pause_s=pause_s)
+        check_accelerator(accelerator_type, use_gpu)
+        self._labels = checked_labels(label_selector, placement_strategy)
+        self._environment = checked_environment(runtime_env, env_vars)
         if address is not None and not isinstance(address, str):
             raise TypeError(f"address must be a string, got {type(address).__name__}")
         if on_report is not None and not callable(on_report):
@@ -142,6 +133,8 @@ class Session:
                 "checkpoint=CheckpointConfig(storage_path=...)"
             )
         self._use_gpu = use_gpu
+        self._accelerator_type = accelerator_type
+        self._pause_s = pause_s
         self._resources_per_worker = resources_per_worker
         self._placement_strategy = placement_strategy
         self._timeout_s = timeout_s
@@ -157,6 +150,7 @@ class Session:
         self._seats: Seats | None = None
         self._crew: Crew | None = None
         self._next_run = 0
+        self._has_told_weight = False
 
     @property
     def num_workers(self) -> int:
@@ -182,30 +176,35 @@ class Session:
 
     async def _start(self) -> None:
         try:
-            self._is_local = placement.connect(self._address, self._log_to_driver)
-            bundle = placement.bundle_of_worker(
-                self._most,
-                use_gpu=self._use_gpu,
-                resources_per_worker=self._resources_per_worker,
-                is_local=self._is_local,
-            )
-            strategy = self._placement_strategy
-            first = await placement.place(
-                bundle,
-                self._fewest,
-                self._most,
-                strategy,
-                self._startup_timeout_s,
-                may_grow=not self._is_local,
-            )
-            self._seats = Seats(first, bundle, self._most, strategy)
-            self._crew = Crew(
-                self._seats,
-                self._fewest,
-                use_gpu=self._use_gpu,
-                driver_options=placement.options_of_driver(),
-            )
-            await self._crew.assemble(self._startup_timeout_s)
+            with told_if_slow("Ray: a cluster that starts here, or the answer of one that runs"):
+                self._is_local = placement.connect(self._address, self._log_to_driver)
+            async with telling(self._awaited):
+                bundle = placement.bundle_of_worker(
+                    self._most,
+                    use_gpu=self._use_gpu,
+                    resources_per_worker=self._resources_per_worker,
+                    accelerator_type=self._accelerator_type,
+                    is_local=self._is_local,
+                )
+                strategy = self._placement_strategy
+                first = await placement.place(
+                    bundle,
+                    self._fewest,
+                    self._most,
+                    strategy,
+                    self._startup_timeout_s,
+                    may_grow=not self._is_local,
+                    labels=self._labels,
+                )
+                self._seats = Seats(first, bundle, self._most, strategy, self._labels)
+                self._crew = Crew(
+                    self._seats,
+                    self._fewest,
+                    use_gpu=self._use_gpu,
+                    driver_options=placement.options_of_driver(),
+                    environment=self._environment,
+                )
+                await self._crew.assemble(self._startup_timeout_s)
             if notebook.in_kernel():
                 await self._ask_workers(_LAST_PULL_S)  # _repr_html_ shows the answers.
         except BaseException as error:
@@ -213,6 +212,22 @@ class Session:
             notebook.show_once(notebook.hint_at_other_sessions(error, self))
             raise
         self._state = SessionState.READY
+
+    async def _awaited(self) -> str:
+        """What the start waits for now, as the end of a sentence."""
+        crew = self._crew
+        if crew is None:
+            what = f"room in the cluster for {self._fewest} workers"
+        elif not crew.num_workers:
+            return "the driver actor: Ray starts its process"
+        else:
+            said = await crew.workers_seen(_LOOK_S)
+            ready = sum(isinstance(word, WorkerSnapshot) for word in said)
+            what = (
+                f"{len(said) - ready} of {len(said)} workers: Ray starts their processes, or they "
+                "import torch"
+            )
+        return f"{what} (up to {self._startup_timeout_s:g} s, startup_timeout_s)"
 
     async def close(self) -> None:
         """End everything that the session started; may be called more than once.
@@ -269,7 +284,14 @@ class Session:
 
         If the call is cancelled, it stops all ranks before it returns.
         """
-        return await self._run(pickled(train, kwargs, self._checkpoint), self._live_view)
+        return await self._run(self._packed(train, kwargs), self._live_view)
+
+    def _packed(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Parcel:
+        program = packed_program(train, kwargs, self._checkpoint)
+        if program.nbytes > HEAVY_BYTES and not self._has_told_weight:
+            self._has_told_weight = True
+            _log.warning("%s", heavy_parts(train, kwargs, program.nbytes))
+        return program
 
     async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
         """The state of the session, its driver and its workers, also while a function runs. Silent
@@ -283,7 +305,7 @@ class Session:
         """Write the last collectives of all ranks to a file for ui.perfetto.dev (session/trace.py);
         return their number. It works while a function runs, and after one has failed."""
         if self._crew is None:
-            raise RuntimeError(_REMEDIES[self._state])
+            raise RuntimeError(REMEDIES[self._state])
         document = as_json(*traced(await self._crew.whereabouts(timeout_s)))
         await asyncio.to_thread(Path(path).write_text, json.dumps(document))
         return sum(event["ph"] == "X" for event in document["traceEvents"])
@@ -296,7 +318,7 @@ class Session:
                 "was called, or another session that had started the cluster was closed); close "
                 "this one and make a new Session"
             )
-        return _REMEDIES[self._state]
+        return REMEDIES[self._state]
 
     async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
         if self._crew is not None:
@@ -311,7 +333,7 @@ class Session:
             self._state.value, self._seen if self._state is not SessionState.CLOSED else ()
         )
 
-    async def _run(self, program: bytes, is_shown: bool = False) -> list[Any]:
+    async def _run(self, program: Parcel, is_shown: bool = False) -> list[Any]:
         """1. Replace the workers that are missing since the last run. 2. Run, and hand on reports
         meanwhile; if the run failed before any worker began, repeat from 1. 3. Rebuild the results,
         or the failure."""
@@ -325,13 +347,14 @@ class Session:
         self._state = SessionState.RUNNING
         error: BaseException | None = None
         try:
+            payload = ray.put(program)  # Now: later the caller may change what it has passed.
             async with notebook.waking():
                 for left in reversed(range(_BEGINNINGS)):
                     request = self._new_request(view)
                     await crew.assemble(self._startup_timeout_s)  # 1.
                     try:  # 2.
                         async with self._reporting(crew.reports(request.run), view):
-                            outcome = await crew.run(request, program)
+                            outcome = await crew.run(request, payload)
                     except DriverLost as lost:
                         if lost.nobody_began and left:
                             continue
@@ -350,7 +373,7 @@ class Session:
             if view is not None:
                 await view.finish(error)
             if error is not None:
-                notebook.show_once(error, _how_interrupted(error, crew.is_assembled))
+                notebook.show_once(error, how_interrupted(error, crew.is_assembled))
         assert isinstance(outcome, RunSucceeded)
         return [cloudpickle.loads(result) for result in outcome.results]
 
@@ -363,6 +386,7 @@ class Session:
             get_debug_level(),
             self._fewest,
             self._max_failures,
+            self._pause_s,
             last_save_s=self._checkpoint.timeout_s if self._checkpoint is not None else None,
         )
 
@@ -402,40 +426,13 @@ class Session:
                     yield
                 finally:
                     is_over.set()
-                    # After an interrupt, too: the task group would cancel the last pull. It begins when
-                    # the pull that is under way has ended.
+                    # After an interrupt, too: the task group would cancel the last pull. It begins
+                    # when the pull that is under way has ended.
                     await asyncio.wait([passing], timeout=2 * _LAST_PULL_S)
         except BaseExceptionGroup as group:
             if len(group.exceptions) == 1:
                 raise group.exceptions[0] from None
             raise
-
-
-def _how_interrupted(error: BaseException, is_between_steps: bool) -> str | None:
-    """A text for the user who interrupted a cell: what happened to the run. None for other ends."""
-    if not isinstance(error, asyncio.CancelledError):
-        return None
-    if is_between_steps:
-        where = "all ranks stopped between the same two steps"
-    else:
-        where = (
-            f"no step ended within {STEP_S:g} s, so the run was aborted (a rank that stays stuck "
-            f"for {GRACE_S:g} s is replaced, and loses what it keeps)"
-        )
-    return (
-        f"Interrupted: {where}. The session is ready, and keeps what ctx.keep made and the "
-        "variables of %%ranks; run the cell again to go on."
-    )
-
-
-_REMEDIES = {
-    SessionState.NEW: "the session has not started; use `async with Session(...)` or start()",
-    SessionState.RUNNING: (
-        "the session runs another function; await that first, or make a second Session"
-    ),
-    SessionState.CLOSED: "the session is closed; make a new Session",
-    SessionState.READY: "",
-}
 
 
 def run(
@@ -452,6 +449,11 @@ def run(
     on_report: Callable[[Report], None] | None = None,
     checkpoint: CheckpointConfig | None = None,
     max_failures: int | None | Default = DEFAULT,
+    pause_s: float = 300.0,
+    env_vars: Mapping[str, str] | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
+    label_selector: Mapping[str, str] | None = None,
+    accelerator_type: str | None = None,
     log_to_driver: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
@@ -481,38 +483,17 @@ def run(
         on_report=on_report,
         checkpoint=checkpoint,
         max_failures=max_failures,
+        pause_s=pause_s,
+        env_vars=env_vars,
+        runtime_env=runtime_env,
+        label_selector=label_selector,
+        accelerator_type=accelerator_type,
         log_to_driver=log_to_driver,
     )
-    program = pickled(train, kwargs, checkpoint)
+    program = session._packed(train, kwargs)
 
     async def main() -> list[Any]:
         async with session:
             return await session._run(program)
 
     return asyncio.run(main())
-
-
-def _checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
-    both = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
-    if len(both) != 2 or not all(type(count) is int for count in both):
-        raise TypeError(
-            "num_workers must be a number of workers, or a pair (fewest, most) of them, got "
-            f"{num_workers!r}"
-        )
-    fewest, most = both
-    if fewest < 1:
-        raise ValueError(f"num_workers must be at least 1, got {num_workers!r}")
-    if most < fewest:
-        raise ValueError(f"num_workers=(fewest, most) must be in order, got {num_workers!r}")
-    return fewest, most
-
-
-def _checked_failures(max_failures: int | None | Default, is_pair: bool) -> int | None:
-    if isinstance(max_failures, Default):
-        return None if is_pair else 0
-    if max_failures is not None and (type(max_failures) is not int or max_failures < 0):
-        raise ValueError(
-            "max_failures must be a number of workers that may be lost, at least 0, or None for "
-            f"any number, got {max_failures!r}"
-        )
-    return max_failures

@@ -14,6 +14,7 @@ import ray
 from actors import errors
 from actors.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
 from actors.calls import actor_class
+from collectives import Group
 from collectives.contract.errors import (
     ChoruslineError,
     GroupAborted,
@@ -165,3 +166,20 @@ def test_a_lost_worker_is_a_lost_peer_to_who_catches_that() -> None:
     assert isinstance(error, PeerLost)
     assert "rank 1 of generation 3 is gone: pid 5: SIGKILL" in str(error)
     assert "Call run() again" in str(error)
+
+
+def test_ranks_that_ray_runs_meet_in_a_store_that_was_started_for_them(cluster: None) -> None:
+    @ray.remote(num_cpus=0.1)
+    def total(store: ActorStore, rank: int) -> float:
+        import torch
+
+        with Group.create(store, rank, 2, timeout_s=30) as group:
+            ones = torch.ones(1)
+            group.all_reduce(ones).wait()
+            return ones.item()
+
+    store = ActorStore.start()
+    try:
+        assert ray.get([total.remote(store, rank) for rank in range(2)], timeout=60) == [2.0, 2.0]
+    finally:
+        ray.kill(store._actor)

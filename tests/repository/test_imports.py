@@ -35,7 +35,8 @@ ORDER = {
     "actors": [
         (
             *("errors", "calls", "versions", "run_status", "whereabouts", "messages"),
-            *("actor_store", "meter", "journal", "outcomes"),
+            *("actor_store", "meter", "journal", "private_mapping", "parcels", "pickling"),
+            "outcomes",
         ),
         "driver",
         "worker",

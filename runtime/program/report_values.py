@@ -1,0 +1,82 @@
+"""What `ctx.report` takes, as plain values that every listener can read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from actors.messages import ReportValue
+
+MOST_NUMBERS = 1024
+"""In one value of a report. Reports travel in the order in which they come, so a large one would
+hold up all others."""
+
+_TAKES = (
+    "a report takes numbers, strings, small tensors and arrays, and lists and dictionaries of these"
+)
+
+
+def plain_values(values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of one report. Raises TypeError or ValueError that names the value."""
+    if values is not None and not isinstance(values, Mapping):
+        raise TypeError(
+            f"ctx.report takes a dictionary, or values by name, got {type(values).__name__}; write "
+            "ctx.report(loss=loss)"
+        )
+    both: dict[Any, Any] = dict(values or {})
+    if twice := sorted(both.keys() & named.keys()):
+        raise ValueError(f"ctx.report got {', '.join(map(repr, twice))} twice; give it once")
+    plain: dict[str, Any] = {}
+    for name, value in {**both, **named}.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the names in a report must be strings, got {name!r}")
+        plain[name] = value if type(value) is float else _plain(name, value, name)
+    return plain
+
+
+def _plain(name: str, value: Any, place: str) -> ReportValue:
+    """name: of the value in the report. place: of this part of it."""
+    if isinstance(value, str | int | float):
+        return value.item() if isinstance(value, numpy.generic) else value
+    if isinstance(value, torch.Tensor):
+        _check_number(name, value.numel(), f"a tensor of shape {tuple(value.shape)}")
+        value = value.detach()
+        return _plain(name, value.item() if value.numel() == 1 else value.tolist(), place)
+    if isinstance(value, numpy.ndarray | numpy.generic):
+        _check_number(name, value.size, f"an array of shape {value.shape}")
+        return _plain(name, value.item() if value.size == 1 else value.tolist(), place)
+    if isinstance(value, Mapping):
+        _check_number(name, len(value), f"a dictionary of {len(value)} values")
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"report({place}=...) got the key {key!r}; the keys of a dictionary in a "
+                    "report are strings"
+                )
+        parts = {key: _plain(name, one, f"{place}[{key!r}]") for key, one in value.items()}
+        _check_number(name, _count(parts), f"{_count(parts)} values")
+        return parts
+    if isinstance(value, list | tuple):
+        _check_number(name, len(value), f"a {type(value).__name__} of {len(value)} values")
+        items = [_plain(name, one, f"{place}[{i}]") for i, one in enumerate(value)]
+        _check_number(name, _count(items), f"{_count(items)} values")
+        return items
+    raise TypeError(f"report({place}=...) got a value of type {type(value).__name__}; {_TAKES}")
+
+
+def _count(value: ReportValue) -> int:
+    if isinstance(value, dict):
+        return sum(map(_count, value.values()))
+    return sum(map(_count, value)) if isinstance(value, list) else 1
+
+
+def _check_number(name: str, count: int, what: str) -> None:
+    if count > MOST_NUMBERS:
+        raise ValueError(
+            f"report({name}=...) got {what}; a report takes at most {MOST_NUMBERS:,} numbers "
+            "in one value. Report a summary, its mean() for example, or return the whole from the "
+            "function"
+        )

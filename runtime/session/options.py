@@ -1,0 +1,137 @@
+"""The options of a session, checked before anything starts: a wrong one is a sentence at once."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ray.runtime_env import RuntimeEnv
+
+NODE_ID = "ray.io/node-id"
+
+
+class Default(enum.Enum):
+    """The value of an argument that was left out, where None has a meaning of its own."""
+
+    DEFAULT = "default"
+
+
+DEFAULT = Default.DEFAULT
+
+
+def checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
+    both = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
+    if len(both) != 2 or not all(type(count) is int for count in both):
+        raise TypeError(
+            "num_workers must be a number of workers, or a pair (fewest, most) of them, got "
+            f"{num_workers!r}"
+        )
+    fewest, most = both
+    if fewest < 1:
+        raise ValueError(f"num_workers must be at least 1, got {num_workers!r}")
+    if most < fewest:
+        raise ValueError(f"num_workers=(fewest, most) must be in order, got {num_workers!r}")
+    return fewest, most
+
+
+def checked_failures(max_failures: int | None | Default, is_pair: bool) -> int | None:
+    if isinstance(max_failures, Default):
+        return None if is_pair else 0
+    if max_failures is not None and (type(max_failures) is not int or max_failures < 0):
+        raise ValueError(
+            "max_failures must be a number of workers that may be lost, at least 0, or None for "
+            f"any number, got {max_failures!r}"
+        )
+    return max_failures
+
+
+def check_seconds(**seconds: float) -> None:
+    for name, value in seconds.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+
+
+def checked_environment(
+    runtime_env: Mapping[str, Any] | None, env_vars: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """Both in one, as Ray takes them; empty if there are none."""
+    _check_texts("env_vars", env_vars, 'env_vars={"NCCL_DEBUG": "INFO"}')
+    if runtime_env is None:
+        environment: dict[str, Any] = {}
+    elif isinstance(runtime_env, Mapping):
+        environment = dict(runtime_env)
+    else:
+        raise TypeError(
+            f"runtime_env must be a dictionary as Ray takes it, got {type(runtime_env).__name__}; "
+            'write runtime_env={"pip": [...]}'
+        )
+    both = dict(environment.get("env_vars") or {})
+    for name, value in (env_vars or {}).items():
+        if both.setdefault(name, value) != value:
+            raise ValueError(
+                f"env_vars sets {name} to {value!r}, and runtime_env['env_vars'] to "
+                f"{both[name]!r}; give it once"
+            )
+    if both:
+        environment["env_vars"] = both
+    for name in ("working_dir", "py_modules"):
+        paths = environment.get(name) or []
+        for path in [paths] if isinstance(paths, str) else paths:
+            if "://" not in str(path):
+                raise ValueError(
+                    f"runtime_env[{name!r}] names the local path {path!r}, and Ray uploads local "
+                    "paths for whole jobs only; give it to the job (ray job submit --working-dir, "
+                    "or ray.init(runtime_env=...) before the session), or name a URI"
+                )
+    try:
+        RuntimeEnv(**environment)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"runtime_env cannot be used: {error}") from None
+    return environment
+
+
+def checked_labels(
+    label_selector: Mapping[str, str] | None, placement_strategy: str
+) -> dict[str, str]:
+    _check_texts("label_selector", label_selector, 'label_selector={"ray.io/market-type": "spot"}')
+    labels = dict(label_selector or {})
+    if NODE_ID in labels and placement_strategy == "STRICT_SPREAD":
+        raise ValueError(
+            f"label_selector names {NODE_ID}, which placement_strategy='STRICT_SPREAD' needs for "
+            "itself; choose nodes by another label, or take 'SPREAD'"
+        )
+    return labels
+
+
+def check_accelerator(accelerator_type: str | None, use_gpu: bool) -> None:
+    if accelerator_type is None:
+        return
+    if not isinstance(accelerator_type, str) or not accelerator_type:
+        raise ValueError(
+            "accelerator_type must be a name as in ray.util.accelerators, such as 'A100', got "
+            f"{accelerator_type!r}"
+        )
+    if not use_gpu:
+        raise ValueError(
+            f"accelerator_type={accelerator_type!r} asks for nodes with that GPU, but use_gpu is "
+            "False; set use_gpu=True, or choose nodes with label_selector"
+        )
+
+
+def _check_texts(name: str, texts: Mapping[str, str] | None, example: str) -> None:
+    if texts is None:
+        return
+    if not isinstance(texts, Mapping):
+        raise TypeError(
+            f"{name} must be a dictionary of strings, got {type(texts).__name__}; write {example}"
+        )
+    for key, value in texts.items():
+        if not isinstance(key, str) or not key:
+            raise TypeError(f"the names in {name} must be strings, got {key!r}; write {example}")
+        if not isinstance(value, str):
+            raise TypeError(
+                f"{name}[{key!r}] must be a string, got {value!r}; write {str(value)!r}"
+            )

@@ -1,0 +1,65 @@
+"""What a session can say of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from dataclasses import dataclass
+
+from actors.crew.crew import STEP_S
+from actors.driver.driver import GRACE_S
+from actors.messages import DriverSnapshot, WorkerSnapshot
+
+
+class SessionState(enum.Enum):
+    """NEW: nothing was started. READY: the workers are idle. RUNNING: a function runs. CLOSED: the
+    session has ended everything that it started, and cannot start again."""
+
+    NEW = "new"
+    READY = "ready"
+    RUNNING = "running"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSnapshot:
+    """The state of the session, its driver and its workers; print it when something hangs.
+
+    workers: by seat; a text in place of a snapshot says why that worker did not answer."""
+
+    state: SessionState
+    driver: DriverSnapshot | None
+    workers: tuple[WorkerSnapshot | str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"session {self.state.value}", str(self.driver or "no driver")]
+        lines += [f"  seat {seat}: {worker}" for seat, worker in enumerate(self.workers)]
+        return "\n".join(lines)
+
+
+REMEDIES = {
+    SessionState.NEW: "the session has not started; use `async with Session(...)` or start()",
+    SessionState.RUNNING: (
+        "the session runs another function; await that first, or make a second Session"
+    ),
+    SessionState.CLOSED: "the session is closed; make a new Session",
+    SessionState.READY: "",
+}
+"""Why a session does not run a function now, and what to do."""
+
+
+def how_interrupted(error: BaseException, is_between_steps: bool) -> str | None:
+    """A text for the user who interrupted a cell: what happened to the run. None for other ends."""
+    if not isinstance(error, asyncio.CancelledError):
+        return None
+    if is_between_steps:
+        where = "all ranks stopped between the same two steps"
+    else:
+        where = (
+            f"no step ended within {STEP_S:g} s, so the run was aborted (a rank that stays stuck "
+            f"for {GRACE_S:g} s is replaced, and loses what it keeps)"
+        )
+    return (
+        f"Interrupted: {where}. The session is ready, and keeps what ctx.keep made and the "
+        "variables of %%ranks; run the cell again to go on."
+    )

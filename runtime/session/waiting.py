@@ -1,0 +1,46 @@
+"""What a start waits for, told once if it takes long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+TOLD_AFTER_S = 8.0
+"""Longer than a start on an idle machine takes."""
+
+_log = logging.getLogger("chorusline")
+
+
+@contextlib.contextmanager
+def told_if_slow(what: str) -> Iterator[None]:
+    """While the body blocks this thread: say after TOLD_AFTER_S what it waits for."""
+    timer = threading.Timer(TOLD_AFTER_S, _tell, [what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.asynccontextmanager
+async def telling(what: Callable[[], Awaitable[str]]) -> AsyncIterator[None]:
+    """While the body suspends: as `told_if_slow`. what: asked when it is time."""
+
+    async def tell() -> None:
+        await asyncio.sleep(TOLD_AFTER_S)
+        _tell(await what())
+
+    task = asyncio.create_task(tell(), name="start-notice")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _tell(what: str) -> None:
+    _log.warning("the session has waited %g s for %s", TOLD_AFTER_S, what)

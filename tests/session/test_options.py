@@ -1,0 +1,76 @@
+"""Options of sessions that reach the workers, and those that are refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import ray
+
+import chorusline as cl
+
+FEW = {"CPU": 0.1}
+
+
+async def test_variables_and_labels_reach_the_workers_and_the_driver(cluster: None) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    async with cl.Session(
+        2,
+        resources_per_worker=FEW,
+        env_vars={"OF_THE_SESSION": "yes"},
+        runtime_env={"env_vars": {"OF_RAY": "too"}},
+        label_selector={"ray.io/node-id": here},
+        pause_s=7,
+    ) as session:
+        results = await session.run(
+            lambda ctx: (os.environ["OF_THE_SESSION"], os.environ["OF_RAY"])
+        )
+        assert results == [("yes", "too")] * 2
+        assert session._crew is not None
+        look = session._crew._driver.__ray_call__
+        assert await look.remote(lambda _: os.environ["OF_THE_SESSION"]) == "yes"
+        assert session._new_request(None).pause_s == 7
+    assert "OF_THE_SESSION" not in os.environ
+
+
+async def test_a_label_that_no_node_has_is_named(cluster: None) -> None:
+    session = cl.Session(
+        1, resources_per_worker=FEW, label_selector={"disk": "fast"}, startup_timeout_s=1
+    )
+    with pytest.raises(cl.StartupError, match=r"label_selector=\{'disk': 'fast'\}"):
+        await session.start()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"env_vars": ["A=1"]}, TypeError, "env_vars must be a dictionary of strings"),
+        ({"env_vars": {"A": 1}}, TypeError, r"env_vars\['A'\] must be a string, got 1; write '1'"),
+        (
+            {"env_vars": {"A": "1"}, "runtime_env": {"env_vars": {"A": "2"}}},
+            ValueError,
+            "sets A to '1'.* to '2'; give it once",
+        ),
+        ({"runtime_env": "torch"}, TypeError, "runtime_env must be a dictionary"),
+        ({"runtime_env": {"working_dir": "."}}, ValueError, "give it to the job"),
+        ({"runtime_env": {"pip": 3}}, TypeError, "runtime_env cannot be used"),
+        ({"label_selector": "spot"}, TypeError, "label_selector must be a dictionary"),
+        (
+            {"label_selector": {"ray.io/node-id": "a"}, "placement_strategy": "STRICT_SPREAD"},
+            ValueError,
+            "choose nodes by another label",
+        ),
+        ({"accelerator_type": "A100"}, ValueError, "set use_gpu=True"),
+        ({"accelerator_type": 100, "use_gpu": True}, ValueError, "such as 'A100', got 100"),
+        ({"pause_s": 0}, ValueError, "pause_s must be a positive number of seconds, got 0"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s must be a positive number"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_a_sentence(
+    options: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        cl.Session(1, **options)
+    with pytest.raises(kind, match=says):
+        cl.run(lambda ctx: None, **options)

@@ -1,0 +1,81 @@
+"""What a report may carry, and what is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import chorusline as cl
+from runtime.program.report_values import plain_values
+from runtime.session.progress import Seen
+
+received: list[cl.Report] = []
+
+
+@pytest.fixture(scope="module")
+async def session(cluster: None) -> AsyncIterator[cl.Session]:
+    async with cl.Session(
+        1, resources_per_worker={"CPU": 0.1}, on_report=received.append
+    ) as session:
+        yield session
+
+
+async def test_vectors_and_nested_numbers_arrive_as_lists_and_dictionaries(
+    session: cl.Session,
+) -> None:
+    def train(ctx: cl.Context) -> None:
+        weight = torch.ones(2, requires_grad=True)
+        ctx.report({"loss": torch.tensor([0.5]), "by layer": {"first": [1, 2.5], "second": weight}})
+        ctx.report(norms=numpy.ones((2, 2), numpy.float32), rate=numpy.float64(0.1), flag=True)
+        ctx.report({"a": 1}, text="b", none=(), half=torch.tensor(1.5, dtype=torch.bfloat16))
+
+    await session.run(train)
+    assert [report.values for report in received] == [
+        {"loss": 0.5, "by layer": {"first": [1, 2.5], "second": [1.0, 1.0]}},
+        {"norms": [[1.0, 1.0], [1.0, 1.0]], "rate": 0.1, "flag": True},
+        {"a": 1, "text": "b", "none": [], "half": 1.5},
+    ]
+    assert type(received[1].values["rate"]) is float
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "says"),
+    [
+        (
+            {"loss": None},
+            TypeError,
+            r"report\(loss=...\) got a value of type NoneType; a report takes",
+        ),
+        ({"a": {"b": [1, {1}]}}, TypeError, r"report\(a\['b'\]\[1\]=...\) got a value of type set"),
+        ({"a": {1: 2}}, TypeError, r"report\(a=...\) got the key 1"),
+        ({"a": 1j}, TypeError, "type complex"),
+        ({"a": torch.ones(40, 40)}, ValueError, r"got a tensor of shape \(40, 40\); .* 1,024"),
+        ({"a": numpy.ones(1025)}, ValueError, r"got an array of shape \(1025,\)"),
+        ({"a": {"b": [1] * 600, "c": [1] * 600}}, ValueError, r"report\(a=...\) got 1200 values"),
+        ({"a": torch.ones(2, dtype=torch.complex64)}, TypeError, r"report\(a\[0\]=...\)"),
+        ({1: 2}, TypeError, "names in a report must be strings, got 1"),
+        (0.5, TypeError, r"write ctx.report\(loss=loss\)"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused_by_its_name(
+    values: Any, kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        plain_values(values, {})
+
+
+def test_a_value_is_given_once() -> None:
+    with pytest.raises(ValueError, match="'loss' twice"):
+        plain_values({"loss": 1}, {"loss": 2})
+
+
+def test_the_display_takes_a_vector_of_a_known_name_for_no_number() -> None:
+    seen = Seen().add(cl.Report(0, 0, 1.0, {"loss": [1.0, 2.0], "epoch": "first", "tokens": []}))
+    assert seen.loss is None
+    nan = Seen().add(cl.Report(0, 0, 1.0, {"loss": math.nan, "batches_left": math.inf}))
+    assert nan.loss is not None and math.isnan(nan.loss)

@@ -1,0 +1,72 @@
+"""What is said while something takes long, and no deadline has come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import pytest
+
+import chorusline as cl
+from tests.harness.standing_ranks import StandingRanks
+
+pytestmark = pytest.mark.slow  # They wait for what takes long.
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def all_reduce_late(group: cl.Group, late_s: float) -> list[str]:
+    import torch
+
+    heard = Heard()
+    logging.getLogger("chorusline").addHandler(heard)
+    try:
+        for _ in range(2):
+            if group.rank == 1:
+                time.sleep(late_s)
+            group.all_reduce(torch.ones(3)).wait()
+    finally:
+        logging.getLogger("chorusline").removeHandler(heard)
+    return heard.lines
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_the_first_late_arrival_is_told_once_with_the_rank_and_the_line(
+    ranks_of: Callable[[int], StandingRanks], transport: str
+) -> None:
+    ranks = ranks_of(3) if transport == "shared_memory" else StandingRanks(3, transport)
+    try:
+        first, second, third = ranks.run(all_reduce_late, 7.0)
+    finally:
+        if transport == "gloo":
+            ranks.stop()
+    assert (second, third) == ([], [])
+    (told,) = first
+    assert "all_reduce" in told
+    assert "at test_told_in_time.py:" in told
+    assert "for ranks [1]" in told
+    assert "After 30 s" in told
+
+
+async def test_a_start_that_takes_long_says_what_it_waits_for(
+    cluster: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cl.Session(1, resources_per_worker={"CPU": 4}):
+        second = cl.Session(2, resources_per_worker={"CPU": 2}, startup_timeout_s=30)
+        with caplog.at_level(logging.WARNING, "chorusline"):
+            starting = asyncio.create_task(second.start())
+            await asyncio.sleep(10)
+            starting.cancel()
+            await asyncio.wait([starting])
+    (told,) = [record.getMessage() for record in caplog.records if "has waited" in record.msg]
+    assert "room in the cluster for 2 workers" in told
+    assert "startup_timeout_s" in told
