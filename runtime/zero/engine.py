@@ -176,6 +176,19 @@ class OptimizerEngine:
         if self._recovery is not None:
             self._recovery.has_stepped(self)
 
+    @torch.no_grad()
+    def switch(self, mode: str) -> None:
+        """Call `train()` or `eval()` of the optimizers of all shards, on all ranks, and gather the
+        parameters, which schedule-free optimizers then change."""
+        if self.face._join is not None:
+            raise RuntimeError(
+                f"optimizer.{mode}() changes the shards of all ranks, and ranks that have run out "
+                "of data do not call it inside Join; call it before or after the Join"
+            )
+        self.shard.bring_home()
+        self.shard.switch(mode, self.face.param_groups)
+        self.shard.gather()
+
     @property
     def step_counts(self) -> bool:
         """Whether the ranks have agreed on the current step. Then the loop's body must run the
