@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import Group
 from collectives.contract.torch_words import TOO_MANY, says
@@ -108,6 +109,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         check_same_model("DistributedDataParallel", list(module.named_parameters()), group)
         self._sync_norms = _sync_norms(module, group)
         self._norms_group = group
+        self._hooked = WeakIdKeyDictionary()
+        """Outputs that outlive a pass, such as a parameter, have had the hook since the first."""
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, group)
         recovery = recovery_of(group)
@@ -166,7 +169,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self._reducer.clock.forward_ran(began_at)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                if leaf.is_leaf and leaf in self._hooked:  # A parameter, returned once more.
+                    continue
                 leaf.register_hook(self._output_has_gradient)
+                if leaf.is_leaf:
+                    self._hooked[leaf] = True
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(

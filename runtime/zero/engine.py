@@ -274,8 +274,15 @@ class OptimizerEngine:
         return gathers
 
     def _check_gradients(self, agreement: Agreement) -> None:
-        """Raise RuntimeError if a parameter has a gradient on other ranks and none here."""
+        """Raise RuntimeError if a parameter has a gradient on other ranks and none here, and
+        ValueError for a gradient that is not dense."""
         for parameter, is_used in zip(self.shard.parameters, agreement.used, strict=True):
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a {parameter.grad.layout} "
+                    "gradient, and only dense ones are sharded; write parameter.grad = "
+                    "parameter.grad.to_dense() before step() (for nn.Embedding: sparse=False)"
+                )
             if is_used and parameter.grad is None:
                 error = RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient on other ranks "

@@ -88,6 +88,19 @@ def check_arguments(
             raise TypeError(f"{optimizer_class.__name__} has no option {name!r}; write {ours}=")
 
 
+def check_dense(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for a sparse parameter."""
+    for number, options in enumerate(groups):
+        for parameter in options["params"]:
+            if parameter.layout is not torch.strided:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} in group {number} is "
+                    f"{parameter.layout}, and shards are cut from dense parameters only; use "
+                    "parameter.to_dense(), or give it an optimizer of its own without "
+                    "ZeroRedundancyOptimizer"
+                )
+
+
 def check_shardable(optimizer_class: type[torch.optim.Optimizer]) -> None:
     """Raises ValueError, with the reason, for an optimizer that cannot be sharded."""
     for refused, reason in _REFUSED.items():
@@ -129,19 +142,20 @@ def complete_options(
     They come from an optimizer over empty tensors. It makes no state, and it raises its errors for
     unsupported options or dimensions on all ranks, not only on those that own the parameter.
     """
-    probe = optimizer_class(
-        [
-            {
-                **options,
-                "params": [
-                    torch.nn.Parameter(p.new_empty((0,) * max(1, p.dim())))
-                    for p in options["params"]
-                ],
-            }
-            for options in groups
-        ],
-        **defaults,
-    )
+    empty = [
+        {
+            **options,
+            "params": [
+                torch.nn.Parameter(p.new_empty((0,) * max(1, p.dim()))) for p in options["params"]
+            ],
+        }
+        for options in groups
+    ]
+    try:
+        probe = optimizer_class(empty, **defaults)
+    except Exception:
+        optimizer_class([dict(options) for options in groups], **defaults)  # It names real shapes.
+        raise
     for options, complete in zip(groups, probe.param_groups, strict=True):
         for name, value in complete.items():
             options.setdefault(name, value)

@@ -25,6 +25,7 @@ from .parameter_shard import ParameterShard
 from .shardable_optimizers import (
     ELEMENTWISE,
     check_arguments,
+    check_dense,
     check_shardable,
     complete_options,
     describe_parameters,
@@ -94,6 +95,7 @@ class ZeroRedundancyOptimizer(Face):
         check_arguments(params, optimizer_class, group, defaults)
         check_shardable(optimizer_class)
         super().__init__(params, {})
+        check_dense(self.param_groups)
         self.defaults = complete_options(optimizer_class, self.param_groups, defaults)
         verdict = verdict_on(optimizer_class, self.param_groups, defaults)
         is_elementwise = verdict.elementwise
@@ -180,6 +182,7 @@ class ZeroRedundancyOptimizer(Face):
         fresh = list(dict.fromkeys(group["params"]))
         try:
             shard, model = self._engine.shard, self._engine.model
+            check_dense([group])
             complete_options(shard.optimizer_class, [group], shard.defaults)
             verdict = verdict_on(shard.optimizer_class, self.param_groups, shard.defaults)
             if shard.elementwise and not verdict.elementwise:
