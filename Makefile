@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: run test test-slow check docs bench clean
+.PHONY: run test test-slow test-real check docs bench clean
 
 run: $(INSTALLED)  ## train the example on two CPU workers, with Join and ZeRO on
 	$(BIN)/chorusline run examples/stdlib_gpt.py $(ARGS)
@@ -14,6 +14,10 @@ test: $(INSTALLED)  ## the whole test suite but for what is marked slow
 
 test-slow: $(INSTALLED)  ## the tests that take longer than the suite allows
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-real: $(INSTALLED)  ## models and optimizers of other libraries (extra "real"), which it installs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'
+	$(BIN)/python -m pytest tests/real_models $(ARGS)
 
 check: $(INSTALLED)  ## lint, format and types
 	$(BIN)/ruff check
