@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: run test test-slow test-oldest check docs bench compared clean
+.PHONY: run test test-slow test-oldest test-real check docs bench compared clean
 
 run: $(INSTALLED)  ## train the example on two CPU workers, with Join and ZeRO on
 	$(BIN)/chorusline run examples/stdlib_gpt.py $(ARGS)
@@ -19,6 +19,10 @@ test-oldest:  ## the fast tests on the oldest torch and Ray that pyproject.toml 
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[test]'
 	.venv-oldest/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-real: $(INSTALLED)  ## models and optimizers of other libraries (extra "real"), which it installs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'
+	$(BIN)/python -m pytest tests/real_models $(ARGS)
 
 check: $(INSTALLED)  ## lint, format and types
 	$(BIN)/ruff check

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ..partition.resharding import Range
-from ..zero.optimizer_state import is_summary
+from ..zero.optimizer_trial import Verdict
 from ..zero.shard_state import MASTER, Layout, ShardState, is_per_element
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .contents import add_leaf, pickled
@@ -34,12 +34,14 @@ class SavedOptimizer:
     parameters: the names of the parameters, by number in the layout; numbers for unnamed ones.
     layout: where the elements of the parameters lie.
     groups: the user's parameter groups, with the names of their parameters.
+    verdict: how finely the state may be cut.
     """
 
     name: str
     parameters: Sequence[str]
     layout: Layout
     groups: list[dict[str, Any]]
+    verdict: Verdict
 
     @classmethod
     def of(cls, name: str, optimizer: ZeroRedundancyOptimizer) -> Self:
@@ -54,7 +56,8 @@ class SavedOptimizer:
             for options in optimizer.param_groups
         ]
         shard = optimizer_engine_of(optimizer).shard
-        return cls(name, [names[id(p)] for p in shard.parameters], shard.layout, groups)
+        parameters = [names[id(p)] for p in shard.parameters]
+        return cls(name, parameters, shard.layout, groups, shard.verdict)
 
     def collect(self, state: ShardState, ranges: Iterable[Range], found: Contents) -> None:
         """Add the state of these ranges, all of which `state` holds, to `found`."""
@@ -119,7 +122,8 @@ class SavedOptimizer:
                 if key != MASTER or has_master:
                     elements[key] = reader.tensor(entry, start, start + where.numel)
                 continue
-            if entry.dtype is not None and entry.numel > 1 and not is_summary(entry.shape, shape):
+            is_large = entry.dtype is not None and entry.numel > 1
+            if is_large and (key == MASTER or not self.verdict.has_any_shape(key)):
                 raise CheckpointMismatch(
                     reader.path,
                     f"{name_of(entry.path)} is {entry} in it, and the parameter is {shape} here",

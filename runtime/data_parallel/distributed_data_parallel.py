@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from collectives import CollectiveMismatch, Group
 from collectives.contract.torch_words import TOO_MANY, says
@@ -118,6 +119,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         check_same_model("DistributedDataParallel", parameters, group, buffers)
         self._sync_norms = _sync_norms(module, group)
         self._norms_group = group
+        self._hooked = WeakIdKeyDictionary()
+        """Outputs that outlive a pass, such as a parameter, have had the hook since the first."""
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, group)
         recovery = recovery_of(group)
@@ -179,7 +182,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self._reducer.clock.forward_ran(began_at)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                if leaf.is_leaf and leaf in self._hooked:  # A parameter, returned once more.
+                    continue
                 leaf.register_hook(self._output_has_gradient)
+                if leaf.is_leaf:
+                    self._hooked[leaf] = True
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(

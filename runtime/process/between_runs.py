@@ -7,6 +7,7 @@
     engines   which model reduces the gradient of a parameter.
     of_group  what is known of a group, which may serve several runs.
     world     torch's default process group, if a run has made it.
+    verdicts  how finely the state of an optimizer class may be cut.
     printed   the stream to which cells of `%%ranks` print.
 
 A process has one BetweenRuns, since a worker process serves one rank of one session.
@@ -108,6 +109,9 @@ class BetweenRuns:
         """How often a module of this process got a parameter or a module, since the first model was
         wrapped: while it stays, no model has grown."""
         self._counts_registrations = False
+        self.verdicts: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
+        """By class of optimizers, and by the options and shapes, the result of the trial
+        (zero/optimizer_trial.py)."""
         self.world: World | None = None
         """A function that has failed leaves it behind, and the next call ends it
         (torch_distributed.py)."""

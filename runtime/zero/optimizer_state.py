@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from collectives import Group
 from collectives.objects.blocking import all_gather_object
 
 from ..partition.resharding import Range
 from ..partition.shards import shard_numel
-from .shard_state import Description, Layout, ShardState
+from .optimizer_trial import Verdict
+from .shard_state import MASTER, Description, Layout, ShardState
 
 CHUNK_BYTES = 4 << 20
 """Size of a chunk, all ranks together, while state is gathered."""
@@ -37,6 +39,7 @@ def gather_state(
     for theirs in all_gather_object(group, mine):  # 1
         described = {**theirs, **described}
     result: dict[int, dict[str, Any]] = {}
+    targets: dict[int, dict[str, torch.Tensor]] = {}
     for everything in layout.everything():  # 2
         kinds: set[tuple[str, torch.dtype]] = set()
         for parameter, _, _ in layout.plans[everything.bucket].spans:
@@ -45,12 +48,13 @@ def gather_state(
             kinds.update(elements.items())
             if group.rank == to and (one is not None or elements):
                 shape = layout.shapes[parameter]
-                result[parameter] = {
-                    **(one.whole if one is not None else {}),
-                    **{name: torch.empty(shape, dtype=dtype) for name, dtype in elements.items()},
+                targets[parameter] = {
+                    name: torch.empty(shape, dtype=dtype) for name, dtype in elements.items()
                 }
+                whole = one.whole if one is not None else {}
+                result[parameter] = {**whole, **targets[parameter]}
         for name, dtype in sorted(kinds, key=str):
-            _gather_bucket(name, dtype, everything, layout, state, result, group, to)
+            _gather_bucket(name, dtype, everything, layout, state, targets, group, to)
     return dict(sorted(result.items()))
 
 
@@ -60,11 +64,11 @@ def _gather_bucket(
     everything: Range,
     layout: Layout,
     state: ShardState,
-    result: Mapping[int, Mapping[str, Any]],
+    targets: Mapping[int, Mapping[str, torch.Tensor]],
     group: Group,
     to: int,
 ) -> None:
-    """Gather one named tensor of all parameters of one bucket into `result` on rank `to`."""
+    """Gather one named tensor of all parameters of one bucket into `targets` on rank `to`."""
     bucket, length = everything.bucket, shard_numel(everything.stop, group.size)
     chunk = max(1, CHUNK_BYTES // dtype.itemsize // group.size)
     own = torch.zeros(min(chunk, length), dtype=dtype, device=group.device)
@@ -78,34 +82,27 @@ def _gather_bucket(
         for rank, row in enumerate(parts.view(group.size, -1).cpu() if parts is not None else ()):
             at = rank * length + start
             for number, first, where in layout.parameters_in(Range(bucket, at, at + len(row))):
-                target = result.get(number, {}).get(name)
-                if isinstance(target, torch.Tensor) and target.dtype == dtype:
+                target = targets.get(number, {}).get(name)
+                if target is not None and target.dtype == dtype:
                     target.view(-1)[first : first + where.numel] = row[
                         where.start - at : where.stop - at
                     ]
 
 
 def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
 
 
-def check_fits(state: Mapping[str, Any], shape: torch.Size, name: str, *, may_be_cut: bool) -> None:
+def check_fits(state: Mapping[str, Any], shape: torch.Size, name: str, verdict: Verdict) -> None:
     """Raises ValueError if a state tensor cannot belong to a parameter of `shape`.
 
-    name: of the parameter. may_be_cut: state of the whole parameter must be a scalar then.
+    name: of the parameter. verdict: on the optimizer.
     """
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.shape == shape or value.dim() == 0:
             continue
-        if may_be_cut or not is_summary(value.shape, shape):
+        if key == MASTER or not verdict.has_any_shape(key):
             raise ValueError(
                 f"the state {key!r} of parameter {name} has shape {tuple(value.shape)}, but the "
                 f"parameter has {tuple(shape)}; was this state saved for another model?"
             )
-
-
-def is_summary(shape: Sequence[int], parameter_shape: Sequence[int]) -> bool:
-    """Whether `shape` is the parameter's shape with some lengths replaced by 1 (row sums)."""
-    return len(shape) == len(parameter_shape) and all(
-        ours in (1, whole) for ours, whole in zip(shape, parameter_shape, strict=True)
-    )

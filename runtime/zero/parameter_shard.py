@@ -20,6 +20,7 @@ from ..partition.buckets import BucketPlan, plan_buckets
 from ..partition.resharding import Range, kept_by
 from ..partition.shards import Piece, pieces_of, shard_numel, whole_parameter_spans
 from .optimizer_state import check_fits, gather_state
+from .optimizer_trial import Verdict
 from .parameter_bucket import Gather, ParameterBucket, ShardRange
 from .shard_state import MASTER, Inventory, Layout, ShardState, complete, divided
 from .shardable_optimizers import ELEMENTWISE
@@ -48,6 +49,7 @@ class KeptPiece:
 class ParameterShard:
     """The buckets of all parameters, and this rank's optimizer over its pieces of them.
 
+    verdict: how finely the optimizer's state may be cut.
     elementwise: pieces are flat and may be cut anywhere; otherwise no parameter is cut, and its
         piece keeps the shape.
     replicas: number of ranks that keep each shard, the owner included.
@@ -61,7 +63,7 @@ class ParameterShard:
         defaults: Mapping[str, Any],
         group: Group,
         *,
-        elementwise: bool,
+        verdict: Verdict,
         replicas: int = 1,
     ) -> None:
         self.optimizer_class = optimizer_class
@@ -73,7 +75,8 @@ class ParameterShard:
         self.pieces: list[list[KeptPiece]] = []  # by bucket
         self.num_groups = 0
         self.replicas = replicas
-        self.elementwise = elementwise
+        self.verdict = verdict
+        self.elementwise = verdict.elementwise
         self._load = [0] * group.size  # elements per rank, where parameters are not cut
 
     def add(
@@ -229,17 +232,25 @@ class ParameterShard:
             if coefficient != 1 and gradient is not None:
                 gradient = gradient * coefficient
             mine.tensor.grad = gradient
-        for options, ours in zip(groups, self.optimizer.param_groups, strict=True):
-            # Schedulers and users change options in the groups of the user's optimizer.
-            ours.update(_options(options))
-        self.optimizer.step()
-        for options, ours in zip(groups, self.optimizer.param_groups, strict=True):
-            # The optimizer may count in its groups (schedule-free ones do).
-            for key, value in ours.items():
-                if key != "params" and options.get(key) is not value:
-                    options[key] = value
+        _call(self.optimizer, "step", groups)
         for mine in pieces:
             mine.tensor.grad = None
+        for part in kept:
+            part.publish_master()
+
+    def switch(self, mode: str, groups: Sequence[dict[str, Any]]) -> None:
+        """Call the optimizer's `train()` or `eval()`, which may change the parameters.
+
+        mode: the name of the method. groups: as in `apply`.
+        """
+        kept = [kept for bucket in self.buckets for kept in bucket.ranges]
+        for part in kept:
+            part.take_parameters()
+        optimizer = self.optimizer
+        if optimizer is None:  # This rank owns no piece, and its groups follow all the same.
+            nothing = [{**_options(options), "params": []} for options in groups]
+            optimizer = self.optimizer_class(nothing, **self.defaults)
+        _call(optimizer, mode, groups)
         for part in kept:
             part.publish_master()
 
@@ -392,7 +403,7 @@ class ParameterShard:
         saved: as in `load_state`."""
         for parameter in self.parameters:
             name, state = saved.get(id(parameter), ("", {}))
-            check_fits(state, parameter.shape, name, may_be_cut=self.elementwise)
+            check_fits(state, parameter.shape, name, self.verdict)
 
     def _whole(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> Iterator[ShardState]:
         for number, bucket in enumerate(self.buckets):
@@ -403,6 +414,19 @@ class ParameterShard:
                     elements, whole = divided(state, self.parameters[parameter].shape)
                     held.put(parameter, Range(number, offset, offset + numel), elements, whole)
             yield held
+
+
+def _call(optimizer: torch.optim.Optimizer, method: str, groups: Sequence[dict[str, Any]]) -> None:
+    """Call a method of the inner optimizer with the options of the user's groups."""
+    for options, ours in zip(groups, optimizer.param_groups, strict=True):
+        # Schedulers and users change options in the groups of the user's optimizer.
+        ours.update(_options(options))
+    getattr(optimizer, method)()
+    for options, ours in zip(groups, optimizer.param_groups, strict=True):
+        # The optimizer may count in its groups (schedule-free ones do).
+        for key, value in ours.items():
+            if key != "params" and options.get(key) is not value:
+                options[key] = value
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

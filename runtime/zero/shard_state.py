@@ -9,6 +9,7 @@ state that a rank steps, receives from other ranks, or loads from a user or a ch
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -217,7 +218,7 @@ class ShardState:
             for name, dtype in description.elements.items()
         }
         for name, value in description.whole.items():
-            state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            state[name] = copy.deepcopy(value)
         return state
 
 

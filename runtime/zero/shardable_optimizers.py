@@ -10,6 +10,9 @@ import torch
 
 from collectives import Group
 
+from ..process.between_runs import between_runs
+from .optimizer_trial import Verdict, trial_groups, try_out
+
 ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -23,8 +26,8 @@ ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-"""Optimizers whose update of an element depends on that element alone, so any cut is exact.
-Subclasses are assumed to keep this property; all other optimizers get whole parameters."""
+"""Optimizers whose update of an element depends on that element alone, so any cut is exact. For all
+others, subclasses of these too, a trial finds out (optimizer_trial.py)."""
 
 _REFUSED = {
     torch.optim.LBFGS: (
@@ -37,6 +40,14 @@ _REFUSED = {
 
 _OPTIONS = {"learning_rate": "lr", "process_group": "group"}
 """Names that are not those of an optimizer's options, and what to write."""
+
+_NO_PARAMETERS = {
+    "model": "a model",
+    "module": "a model",
+    "optimizer": "an optimizer",
+    "base_optimizer": "an optimizer",
+}
+"""Names of a constructor's first argument, and what it is."""
 
 
 def check_arguments(
@@ -65,9 +76,29 @@ def check_arguments(
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group must be a chorusline Group, got {type(group).__name__}")
     known = inspect.signature(optimizer_class).parameters
+    first = next(iter(known), "")
+    if first in _NO_PARAMETERS:
+        raise TypeError(
+            f"{optimizer_class.__name__} cannot be sharded: it takes {_NO_PARAMETERS[first]}, not "
+            "parameters, and shards are made of these. Use it without ZeroRedundancyOptimizer, on "
+            "a DistributedDataParallel"
+        )
     for name, ours in _OPTIONS.items():
         if name in defaults and name not in known:
             raise TypeError(f"{optimizer_class.__name__} has no option {name!r}; write {ours}=")
+
+
+def check_dense(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for a sparse parameter."""
+    for number, options in enumerate(groups):
+        for parameter in options["params"]:
+            if parameter.layout is not torch.strided:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} in group {number} is "
+                    f"{parameter.layout}, and shards are cut from dense parameters only; use "
+                    "parameter.to_dense(), or give it an optimizer of its own without "
+                    "ZeroRedundancyOptimizer"
+                )
 
 
 def check_shardable(optimizer_class: type[torch.optim.Optimizer]) -> None:
@@ -75,6 +106,29 @@ def check_shardable(optimizer_class: type[torch.optim.Optimizer]) -> None:
     for refused, reason in _REFUSED.items():
         if issubclass(optimizer_class, refused):
             raise ValueError(f"{optimizer_class.__name__} cannot be sharded: {reason}")
+
+
+def verdict_on(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+) -> Verdict:
+    """How finely the optimizer's state may be cut. groups: with all options.
+
+    The answer is remembered. Raises ValueError, with the reason and what to use instead, for an
+    optimizer that cannot be sharded.
+    """
+    if optimizer_class in ELEMENTWISE:
+        return Verdict(elementwise=True)
+    tried = trial_groups(groups)
+    known = between_runs().verdicts.setdefault(optimizer_class, {})
+    key = repr((tried, defaults))
+    if key not in known:
+        known[key] = try_out(optimizer_class, tried, defaults)
+    verdict: Verdict = known[key]
+    if verdict.refusal:
+        raise ValueError(verdict.refusal)
+    return verdict
 
 
 def complete_options(
@@ -88,19 +142,20 @@ def complete_options(
     They come from an optimizer over empty tensors. It makes no state, and it raises its errors for
     unsupported options or dimensions on all ranks, not only on those that own the parameter.
     """
-    probe = optimizer_class(
-        [
-            {
-                **options,
-                "params": [
-                    torch.nn.Parameter(p.new_empty((0,) * max(1, p.dim())))
-                    for p in options["params"]
-                ],
-            }
-            for options in groups
-        ],
-        **defaults,
-    )
+    empty = [
+        {
+            **options,
+            "params": [
+                torch.nn.Parameter(p.new_empty((0,) * max(1, p.dim()))) for p in options["params"]
+            ],
+        }
+        for options in groups
+    ]
+    try:
+        probe = optimizer_class(empty, **defaults)
+    except Exception:
+        optimizer_class([dict(options) for options in groups], **defaults)  # It names real shapes.
+        raise
     for options, complete in zip(groups, probe.param_groups, strict=True):
         for name, value in complete.items():
             options.setdefault(name, value)
@@ -108,10 +163,14 @@ def complete_options(
 
 
 def describe_parameters(
-    groups: Sequence[Mapping[str, Any]], first_group: int, defaults: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]],
+    first_group: int,
+    defaults: Mapping[str, Any],
+    verdict: Verdict,
 ) -> list[str]:
-    """One text per parameter with all that must be equal on all ranks: shape, dtype, and options
-    that are plain values. first_group: the number of groups[0]."""
+    """One text per parameter with all that must be equal on all ranks: shape, dtype, options that
+    are plain values, and the verdict. first_group: the number of groups[0]."""
+    cut = "cut anywhere" if verdict.elementwise else "never cut"
     descriptions = []
     for number, options in enumerate(groups, start=first_group):
         plain = {
@@ -122,7 +181,7 @@ def describe_parameters(
         text = ", ".join(f"{name} {value}" for name, value in sorted(plain.items()))
         descriptions += [
             f"{tuple(p.shape)} {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}, in "
-            f"group {number} with {text}"
+            f"group {number} with {text}; {cut}"
             for p in options["params"]
         ]
     return descriptions

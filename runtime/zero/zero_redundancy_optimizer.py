@@ -5,6 +5,7 @@ engine.py describes the phases of a step; this file holds the public class.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,9 +25,11 @@ from .parameter_shard import ParameterShard
 from .shardable_optimizers import (
     ELEMENTWISE,
     check_arguments,
+    check_dense,
     check_shardable,
     complete_options,
     describe_parameters,
+    verdict_on,
 )
 from .state_dict_format import match_state, parameter_name, plain_state, with_names
 
@@ -39,8 +42,10 @@ class ZeroRedundancyOptimizer(Face):
         DistributedDataParallel, gradients travel once: each rank receives the sum for its own
         shard, and `.grad` keeps the local gradient. Otherwise `.grad` must be equal on all ranks.
     optimizer_class: a torch.optim class, or one like it. The state of elementwise optimizers (SGD,
-        Adam, AdamW, …) is cut anywhere. Other optimizers (Muon, Adafactor, your own) get whole
-        parameters, distributed by size, and the model's gradients are all-reduced for them.
+        Adam, AdamW, …) is cut anywhere. Others (Muon, Adafactor, …) get whole parameters,
+        distributed by size, and the model's gradients are all-reduced for them. For a class that is
+        not torch's, a trial on small tensors finds out. Its `train()` and `eval()` (schedule-free
+        optimizers have them) are called on all ranks.
     group: default: the model's group, or else the session's.
     max_norm: the 2-norm to which the whole mean gradient is clipped. Use it instead of
         torch.nn.utils.clip_grad_norm_, which would see local gradients. `grad_norm` has the norm.
@@ -60,7 +65,8 @@ class ZeroRedundancyOptimizer(Face):
     In each step a rank sends 2·P·(N-1)/N elements (P parameters, N ranks) and the ballot: for each
     rank a few float64 and one per numeric option of a group, and one float64 per parameter tensor.
 
-    Raises ValueError for LBFGS and SparseAdam, with the reason, and for arguments that do not fit
+    Raises ValueError, with the reason, for optimizers that cannot be sharded (LBFGS, SparseAdam,
+    those with a statistic over all parameters), and for arguments that do not fit
     together; CollectiveMismatch, on all ranks, if parameters or options differ; and the errors of
     torch.optim.Optimizer for params.
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
@@ -88,9 +94,11 @@ class ZeroRedundancyOptimizer(Face):
             params = [p for p in params.parameters() if p.requires_grad]
         check_arguments(params, optimizer_class, group, defaults)
         check_shardable(optimizer_class)
-        is_elementwise = issubclass(optimizer_class, ELEMENTWISE)
         super().__init__(params, {})
+        check_dense(self.param_groups)
         self.defaults = complete_options(optimizer_class, self.param_groups, defaults)
+        verdict = verdict_on(optimizer_class, self.param_groups, defaults)
+        is_elementwise = verdict.elementwise
         given = [p for options in self.param_groups for p in options["params"]]
         model = owner_of(given)
         if model and group is not None and group is not model.group:
@@ -121,11 +129,9 @@ class ZeroRedundancyOptimizer(Face):
         """Whether losses are scaled; set by chorusline.GradScaler, on all ranks."""
         self.found_overflow = False
         """Whether the last step was left out because a scaled gradient was not finite."""
-        descriptions = describe_parameters(self.param_groups, 0, self.defaults)
+        descriptions = describe_parameters(self.param_groups, 0, self.defaults, verdict)
         check_same_parameters("ZeroRedundancyOptimizer", descriptions, group)
-        shard = ParameterShard(
-            optimizer_class, defaults, group, elementwise=is_elementwise, replicas=replicas
-        )
+        shard = ParameterShard(optimizer_class, defaults, group, verdict=verdict, replicas=replicas)
         self._engine = OptimizerEngine(self, shard, model)
         self._engine.begin(self._overlap(replicas) if overlap_with_ddp else None)
 
@@ -176,11 +182,19 @@ class ZeroRedundancyOptimizer(Face):
         fresh = list(dict.fromkeys(group["params"]))
         try:
             shard, model = self._engine.shard, self._engine.model
+            check_dense([group])
             complete_options(shard.optimizer_class, [group], shard.defaults)
+            verdict = verdict_on(shard.optimizer_class, self.param_groups, shard.defaults)
+            if shard.elementwise and not verdict.elementwise:
+                raise ValueError(
+                    f"{shard.optimizer_class.__name__} needs these parameters whole, and the "
+                    "shards of the others are cut anywhere; give the group to the optimizer when "
+                    "it is made"
+                )
             if model is not None:
                 model.check_has(fresh)
             first_group = len(self.param_groups) - 1
-            descriptions = describe_parameters([group], first_group, self.defaults)
+            descriptions = describe_parameters([group], first_group, self.defaults, verdict)
             check_same_parameters("add_param_group()", descriptions, self.group)
         except BaseException as error:
             self.param_groups.pop()
@@ -228,6 +242,14 @@ class ZeroRedundancyOptimizer(Face):
             is_live = engine.reducer.is_live
         engine.take_step(is_live)
         return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """`train()` and `eval()` of optimizers that have them (schedule-free ones); collective."""
+        engine: OptimizerEngine | None = self.__dict__.get("_engine")
+        kind = engine.shard.optimizer_class if engine is not None else None
+        if engine is not None and name in ("train", "eval") and callable(getattr(kind, name, None)):
+            return functools.partial(engine.switch, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- state ---------------------------------------------------------------------------------
 

@@ -30,6 +30,16 @@ def test_a_joined_rank_without_gradients_tells_all_instead_of_stepping_stale_one
     assert "rank 0" in told[1] and "inside Join, list the joinable that does so before" in told[1]
 
 
+def step_with_a_sparse_gradient():
+    with cl.Group.create(cl.HashStore(), 0, 1) as own:
+        embedding = torch.nn.Embedding(5, 3, sparse=True)
+        zero = cl.ZeroRedundancyOptimizer(
+            embedding.parameters(), torch.optim.SGD, group=own, lr=0.1
+        )
+        embedding(torch.tensor([1, 2])).sum().backward()
+        zero.step()
+
+
 def refusals(group):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     parameters = list(make_model(torch.float32).parameters())
@@ -56,6 +66,9 @@ def refusals(group):
         "twice": zero([{"params": parameters}, {"params": parameters[:1]}]),
         "not elementwise": zero(parameters, torch.optim.LBFGS),
         "max_norm": zero(parameters, max_norm=-1.0),
+        "vector": zero([torch.nn.Parameter(torch.zeros(7))], torch.optim.Muon),
+        "sparse parameter": zero([torch.nn.Parameter(torch.eye(3).to_sparse())]),
+        "sparse gradient": step_with_a_sparse_gradient,
         "step first": optimizer.step,
     }
     told = {}
@@ -82,6 +95,9 @@ def test_unfit_arguments_get_torchs_errors_and_a_mend(ranks_of):
         "empty": ("ValueError", "optimizer got an empty parameter list"),
         "wrong type": ("TypeError", "optimizer can only optimize Tensors"),
         "twice": ("ValueError", "some parameters appear in more than one parameter group"),
+        "vector": ("ValueError", "found a parameter with size: torch.Size([7])"),
+        "sparse parameter": ("ValueError", "use parameter.to_dense(), or give it an optimizer"),
+        "sparse gradient": ("ValueError", "torch.sparse_coo gradient, and only dense ones"),
         "not elementwise": ("ValueError", "LBFGS cannot be sharded: its line search"),
         "max_norm": ("ValueError", "max_norm must be positive, got -1.0"),
         "step first": ("RuntimeError", "run loss.backward()"),
