@@ -1,0 +1,55 @@
+"""Random programs on groups, by seed, against numpy (harness/random_programs.py).
+
+CHORUSLINE_SEEDS=5000 runs that many; CHORUSLINE_SEEDS=17:18 runs those of one range.
+"""
+
+import os
+
+import pytest
+
+from tests.harness import random_programs
+from tests.harness.ranks import GLOO
+from tests.harness.standing_ranks import StandingRanks
+
+SIZES = (2, 3, 4)
+
+
+def asked(default):
+    given = os.environ.get("CHORUSLINE_SEEDS", default)
+    first, _, last = given.rpartition(":")
+    return int(first or 0), int(last)
+
+
+def run_all(first, last, ranks_of_size):
+    for size, seeds in random_programs.spread(first, last, SIZES).items():
+        for part in random_programs.parts(seeds, 100):
+            steps = ranks_of_size(size).run(random_programs.run, part)
+            assert all(steps)
+
+
+def test_random_programs_give_what_numpy_gives(ranks_of):
+    run_all(*asked("200"), ranks_of)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_five_thousand_random_programs_give_what_numpy_gives(ranks_of):
+    run_all(*asked("5000"), ranks_of)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", SIZES)
+def test_random_programs_give_what_numpy_gives_between_hosts(size):
+    ranks = StandingRanks(size, GLOO)
+    try:
+        for part in random_programs.parts(random_programs.spread(0, 300, SIZES)[size], 25):
+            ranks.run(random_programs.run, part)
+    finally:
+        ranks.stop()
+
+
+def test_a_program_is_a_function_of_its_seed():
+    assert [random_programs.program(seed, 3) for seed in range(20)] == [
+        random_programs.program(seed, 3) for seed in range(20)
+    ]
