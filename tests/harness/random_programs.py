@@ -125,8 +125,10 @@ class Numbers:
 
     def of(self, rank: int, shape: Any, part: int = 0) -> np.ndarray:
         draw = np.random.default_rng((*self.key, rank, part))
-        low, high = (0, 2) if self.dtype is torch.bool else (0, 4)
-        if self.op is ReduceOp.PRODUCT:
+        low, high = 0, 4
+        if self.dtype is torch.bool:
+            high = 2
+        elif self.op is ReduceOp.PRODUCT:
             high = 3
         elif self.dtype.is_floating_point or self.dtype.is_complex:
             low = -3
@@ -161,7 +163,7 @@ class Numbers:
 
 def held(values: np.ndarray, dtype: torch.dtype, form: str) -> tuple[Any, Callable[[], None]]:
     """`values` in an argument of `form`, and what checks that nothing beside it was written."""
-    target = torch.from_numpy(np.ascontiguousarray(values).reshape(values.shape)).to(dtype)
+    target = torch.tensor(values).to(dtype)
     shape = tuple(values.shape)
 
     def nothing() -> None:
