@@ -112,19 +112,19 @@ def formerly(of: Any, name: str) -> Run:
     Where torch knows both names, its own method of the former name calls ours of the new one,
     unless it is one that it calls straight (`_allgather_base`).
     """
-    run, *form = of.made_of
+    run, num_tensors, options, num_others, single = of.made_of
     if name[0] != "_" and hasattr(dist.ProcessGroup, of.__name__):
-        of_torch: Run = vars(dist.ProcessGroup)[name]
+        of_torch: Run = vars(dist.ProcessGroup)[name]  # getattr would unbind it.
         return of_torch
-    return called_by(run, name, *form)
+    return called_by(run, name, num_tensors, options, num_others, single)
 
 
 def _factor(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The factor of a PREMUL_SUM, which torch does not pass on to Python kernels."""
     for value in (*args, *kwargs.values()):
         op = getattr(value, "reduceOp", value)
-        if isinstance(op, dist.ReduceOp) and op == dist.ReduceOp.PREMUL_SUM:
-            return op.factor  # type: ignore[attr-defined]
+        if getattr(op, "op", None) == dist.ReduceOp.PREMUL_SUM:
+            return op.factor
     return None
 
 

@@ -63,7 +63,9 @@ def apart(
             continue
         storage = tensor.untyped_storage().data_ptr()
         begin = tensor.storage_offset() * tensor.element_size()
-        span = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        span = sum(
+            (int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         if begin < ends.get(storage, 0):
             result[i] = tensor.detach().clone()
             copies.append((tensor, result[i]))
