@@ -103,7 +103,8 @@ def called_by(
     call.__name__ = name
     called: Any = _disable_dynamo(call)
     called.made_of = run, num_tensors, options, num_others, single
-    return called
+    result: Run = called
+    return result
 
 
 def formerly(of: Any, name: str) -> Run:

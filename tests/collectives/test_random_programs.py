@@ -4,12 +4,13 @@ CHORUSLINE_SEEDS=5000 runs that many; CHORUSLINE_SEEDS=17:18 runs those of one r
 """
 
 import os
+import time
 
 import pytest
 
 from tests.harness import random_programs
 from tests.harness.ranks import GLOO
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.standing_ranks import StandingRanks, another_group
 
 SIZES = (2, 3, 4)
 
@@ -53,3 +54,26 @@ def test_a_program_is_a_function_of_its_seed():
     assert [random_programs.program(seed, 3) for seed in range(20)] == [
         random_programs.program(seed, 3) for seed in range(20)
     ]
+
+
+def behind_another(group):
+    """Rank 1 issues an operation behind one that has only to end, and waits elsewhere."""
+    ours, other = another_group(group, timeout_s=5), another_group(group, timeout_s=5)
+    if group.rank == 0:
+        time.sleep(0.2)
+        first, second = ours.barrier(), ours.barrier()
+        second.wait()
+        other.barrier().wait()
+    else:
+        first, second = ours.barrier(), ours.barrier()
+        other.barrier().wait()
+        second.wait()
+    first.wait()
+    group.barrier().wait()
+    ours.close()
+    other.close()
+
+
+def test_an_operation_behind_another_goes_on_while_its_rank_waits_in_another_group(ranks_of):
+    """Seed 1134: it was taken for one that no rank waits for, and ran to the deadline."""
+    ranks_of(2).run(behind_another)
