@@ -64,7 +64,7 @@ def apart(
         storage = tensor.untyped_storage().data_ptr()
         begin = tensor.storage_offset() * tensor.element_size()
         span = sum(
-            (int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+            (int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)
         )
         if begin < ends.get(storage, 0):
             result[i] = tensor.detach().clone()
