@@ -2,7 +2,7 @@
 
 torch's own process groups are called in three steps: torch's binding parses the arguments, an
 operator (`c10d::allreduce_`) is dispatched, and its kernel calls the backend. A method of a process
-group in Python is called at once, which saves half the time, but then
+group in Python is called at once, which saves the dispatcher's time, but then
 
 - a tensor that is a wrapper (a class with `__torch_dispatch__`) is not asked what its operators
   mean: torch passes the operator to the class, which unwraps what it can, or raises;

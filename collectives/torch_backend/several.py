@@ -63,9 +63,8 @@ def apart(
             continue
         storage = tensor.untyped_storage().data_ptr()
         begin = tensor.storage_offset() * tensor.element_size()
-        span = sum(
-            (int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+        steps = zip(tuple(tensor.shape), tuple(tensor.stride()), strict=True)
+        span = sum((int(n) - 1) * int(step) for n, step in steps)
         if begin < ends.get(storage, 0):
             result[i] = tensor.detach().clone()
             copies.append((tensor, result[i]))

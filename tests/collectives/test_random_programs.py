@@ -4,9 +4,11 @@ CHORUSLINE_SEEDS=5000 runs that many; CHORUSLINE_SEEDS=17:18 runs those of one r
 """
 
 import os
+import threading
 import time
 
 import pytest
+import torch
 
 from tests.harness import random_programs
 from tests.harness.ranks import GLOO
@@ -77,3 +79,31 @@ def behind_another(group):
 def test_an_operation_behind_another_goes_on_while_its_rank_waits_in_another_group(ranks_of):
     """Seed 1134: it was taken for one that no rank waits for, and ran to the deadline."""
     ranks_of(2).run(behind_another)
+
+
+def beside_a_block(group):
+    """A message that another thread issues while a coalesced block is open."""
+    sent = torch.full((3,), float(group.rank))
+    place = torch.empty(3)
+    works = []
+
+    def message():
+        other = 1 - group.rank
+        works.extend([group.send(sent, other, 5), group.recv(place, other, 5)])
+        for work in works:
+            work.wait()
+
+    total = torch.ones(2)
+    with group.coalesce() as work:
+        group.all_reduce(total)
+        thread = threading.Thread(target=message)
+        thread.start()
+        thread.join()
+    work.wait()
+    assert place.tolist() == [1.0 - group.rank] * 3
+    assert total.tolist() == [2.0, 2.0]
+
+
+def test_a_message_of_another_thread_is_not_in_a_coalesced_block(ranks_of):
+    """Seed 379: its work could not be waited for before the block's end."""
+    ranks_of(2).run(beside_a_block)
