@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: run test test-slow check docs bench clean
+.PHONY: run test test-slow check docs bench compared clean
 
 run: $(INSTALLED)  ## train the example on two CPU workers, with Join and ZeRO on
 	$(BIN)/chorusline run examples/stdlib_gpt.py $(ARGS)
@@ -34,6 +34,10 @@ bench: $(INSTALLED)  ## every benchmark, as tables
 	$(BIN)/python benchmarks/bucket_order.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/torch_backend.py
+
+compared: $(INSTALLED)  ## the table of README.md: three runs of what it quotes, half an hour
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/compared.py $(ARGS)
 
 clean:
 	rm -rf .venv out site .mypy_cache .ruff_cache .pytest_cache *.egg-info

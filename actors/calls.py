@@ -7,6 +7,7 @@ timeout) does not stop the remote method: it has to tell the actor so with anoth
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Hashable, Mapping
 from typing import Any, TypeAlias, TypeVar
@@ -123,6 +124,20 @@ def why_gone(error: RayError) -> str:
         if line.startswith("The actor is dead because"):
             return line.split(" Some common causes", 1)[0].rstrip(". ")
     return text.strip()
+
+
+def head_is_gone(timeout_s: float) -> bool:
+    """Whether the cluster's head takes no connections, as when it was killed.
+
+    Ray's own calls do not say so: they wait for the head for a minute, and then Ray ends this
+    process. Blocks for `timeout_s` at most.
+    """
+    try:
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout_s):
+            return False
+    except OSError:
+        return True
 
 
 def nodes_leaving() -> dict[str, str]:

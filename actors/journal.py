@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from .calls import Actor, ActorGone, NoAnswer, answers
 from .messages import Report
@@ -52,16 +52,21 @@ class JournalReader:
 
     workers: by seat. It is the crew's own mapping, since a run may go on with other workers than it
     began with.
+    starting: seats whose workers have not answered yet. They have no reports, and whoever waited
+    for them would keep the reports of the others.
     """
 
-    def __init__(self, workers: Mapping[int, Actor], run: int) -> None:
+    def __init__(self, workers: Mapping[int, Actor], starting: Collection[int], run: int) -> None:
         self._workers = workers
+        self._starting = starting
         self._run = run
         self._received: dict[int, tuple[Actor, int]] = {}  # by seat: of whom, how many
 
     async def pull(self, timeout_s: float) -> list[Report]:
         """New reports, by step, then by rank. A worker that is gone gives none."""
-        asked = dict(self._workers)
+        asked = {
+            seat: worker for seat, worker in self._workers.items() if seat not in self._starting
+        }
         since = {
             seat: known[1] if (known := self._received.get(seat)) and known[0] is worker else 0
             for seat, worker in asked.items()

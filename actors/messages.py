@@ -266,6 +266,20 @@ class Resumption:
         return self.former.ranks()
 
 
+class Readiness(enum.Enum):
+    """What would become of the function of a rank if its generation were ended now. A driver asks
+    before it ends one for no need: to take a newcomer in, or to let ranks leave."""
+
+    RUNS_AGAIN = "runs again"
+    """It can run again from the top: all that has to survive is registered."""
+
+    PARKS = "parks"
+    """It cannot run again, and waits in its next step of a sharded optimizer."""
+
+    NOT_YET = "not yet"
+    """It could not go on: it has not registered what has to survive, perhaps not yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stand:
     """What a worker tells a new driver about the run that it is in.

@@ -1,6 +1,7 @@
 """A training whose workers are killed, stopped, drained and added, and whose driver is killed.
 
     python benchmarks/chaos.py [--seed 0] [--minutes 2] [--json]
+    python benchmarks/chaos.py --outside [--seed 0] [--rounds 8] [--kind zero] [--json]
 
 On a cluster on this machine, of nodes that each have room for one worker. Each round is one run of
 a session whose workers, three or four, train for some epochs, and a plan drawn from the seed
@@ -11,6 +12,7 @@ no process of an actor, no file in /dev/shm.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -34,8 +36,10 @@ from ray.cluster_utils import Cluster
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
+from benchmarks import chaos_outside
 from benchmarks.alternation import finish, parser, table
 from benchmarks.chaos_faults import DRAIN_S, FAULTS, PHASES, Fault, Plan, draw, entries_of
+from benchmarks.chaos_kinds import KINDS
 from benchmarks.chaos_training import Told, complaints, train
 
 TIMEOUT_S = 8.0
@@ -224,11 +228,37 @@ def shared_memory_files() -> set[str]:
     return {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("torch_", "chorus"))}
 
 
+def from_outside(args: argparse.Namespace) -> None:
+    rounds = chaos_outside.run(args.seed, args.rounds, args.kind, args.minutes)
+    wrong = [told for one in rounds for told in one.wrong]
+    figures = {
+        "rounds": len(rounds),
+        "faults": sum(len(one.struck) for one in rounds),
+        "ended": sum(bool(one.ended_with) for one in rounds),
+        "wrong": len(wrong),
+    }
+    print(", ".join(f"{name} {value}" for name, value in figures.items()))
+    finish(args, {}, figures)
+    if wrong:
+        sys.exit(1)
+
+
 def main() -> None:
     flags = parser(__doc__.splitlines()[0])
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--minutes", type=float, default=2.0)
+    flags.add_argument("--outside", action="store_true", help="kill by pid, at random instants")
+    flags.add_argument(
+        "--rounds",
+        type=int,
+        default=8,
+        help="with --outside: seeds, one by one, as long as there are minutes",
+    )
+    flags.add_argument("--kind", choices=KINDS, help="with --outside: of the training function")
     args = flags.parse_args()
+    if args.outside:
+        from_outside(args)
+        return
     files = shared_memory_files()
     nodes = Nodes()
     try:

@@ -116,7 +116,10 @@ class Subgroups(ABC):
             passed = ", ".join(
                 f"rank {r} passed {what[0]}, name {what[1]!r}" for r, what in enumerate(said)
             )
-            raise CollectiveMismatch(f"new_group #{number}", self.generation, blamed, passed)
+            remedy = "Every rank must call new_group with the same ranks and name, in one order."
+            raise CollectiveMismatch(
+                f"new_group #{number}", self.generation, blamed, passed, remedy
+            )
         return self._make(ranks, name, f"{number}")
 
     def split(

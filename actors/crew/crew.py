@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from ..calls import Actor, ActorGone, NoAnswer, answer, answers
+from ..calls import Actor, ActorGone, NoAnswer, answer, answers, head_is_gone
 from ..driver.driver import GRACE_S, Unfit, driver_class
 from ..errors import DriverLost, StartupError
 from ..journal import JournalReader
@@ -34,10 +34,19 @@ INCARNATION = "/driver-"
 STEP_S = 2.0
 """Seconds that a run which is to stop has for the step in progress, before it is aborted in it."""
 
-_DRIVERS_PER_RUN = 4
-"""One that begins the run, and three that take it over. A run that kills its drivers has to end."""
+_DRIVERS_IN_A_ROW = 6
+"""A run that kills its drivers has to end; but one that took the run over, and lived for a while,
+did not die of that."""
+
+_PROVEN_S = 5.0
 
 _DRIVER_START_S = 30.0
+
+HEAD_S, HEAD_ANSWER_S = 30.0, 2.0
+"""Seconds after which the cluster's head is taken for dead, and within which it takes a connection.
+A head that is restarted by a supervisor is back earlier."""
+
+_HEAD_WATCH_S = 5.0
 
 _LOOK_S = 0.5
 
@@ -93,7 +102,7 @@ class Crew:
         A driver that dies meanwhile is replaced by another. While all is well nothing is asked, so
         that a run costs no questions. Raises StartupError.
         """
-        for left in reversed(range(_DRIVERS_PER_RUN)):
+        for left in reversed(range(_DRIVERS_IN_A_ROW)):
             try:
                 await self._assemble(timeout_s)
                 break
@@ -200,23 +209,31 @@ class Crew:
         self._is_assembled = False  # Until the run has ended well.
         program = [ray.put(payload)]
         call = self._living_driver().run.remote(request, program)
+        began_with = dict(self._workers)
         has_taken_over = False
+        num_failed = 0
+        began_at = time.monotonic()
         try:
-            for left in reversed(range(_DRIVERS_PER_RUN)):
+            while True:
                 try:
                     if driver is None:
                         driver = await self._start_driver(_DRIVER_START_S)
+                        began_at = time.monotonic()
                         call = driver.take_over.remote(request, program, dict(self._workers))
                         has_taken_over = True
                     async with self._recruiting(driver, request, has_taken_over):
-                        outcome = await answer(call)
+                        outcome = await self._outcome(call)
                     break
                 except (ActorGone, StartupError):
                     self._kill_driver()
                     driver = None
-                    if not left:
+                    has_lived = time.monotonic() - began_at > _PROVEN_S
+                    num_failed = 1 if has_lived else num_failed + 1
+                    if num_failed == _DRIVERS_IN_A_ROW:
                         raise
         except asyncio.CancelledError:
+            if await asyncio.to_thread(head_is_gone, HEAD_ANSWER_S):
+                raise  # Ray's calls would only keep the caller waiting.
             if not await self._stopped_after_step(request.run, call):
                 await self.cancel(request.run, "the caller of run() was cancelled")
                 with contextlib.suppress(ActorGone, NoAnswer):
@@ -233,12 +250,44 @@ class Crew:
             await self._stop_workers("the driver actor failed")
             raise
         if outcome is None:
-            self._kill_driver()
-            await self._stop_workers("the driver actor died")  # A call of it may be on its way.
-            early = "it died before any worker had heard of the run"
-            raise DriverLost(self._incarnation - 1, early, nobody_began=True)
+            raise await self._nobody_is_in(began_with)
         self._is_assembled = self._leaves_all(outcome)
         return outcome  # type: ignore[no-any-return]
+
+    async def _outcome(self, call: Any) -> RunSucceeded | RunFailed | None:
+        """What the driver returns. Raises DriverLost if the cluster's head is gone for HEAD_S: Ray
+        would wait for ever."""
+        watch = asyncio.create_task(_until_head_is_gone(), name="head-watch")
+        outcome = asyncio.ensure_future(answer(call))
+        try:
+            await asyncio.wait((watch, outcome), return_when=asyncio.FIRST_COMPLETED)
+            if outcome.done():
+                return outcome.result()  # type: ignore[no-any-return]
+        finally:
+            watch.cancel()
+            outcome.cancel()
+        raise DriverLost(
+            self._incarnation,
+            f"the head of the cluster has taken no connections for {HEAD_S:g} s, and no outcome of "
+            "the run can come without it. Start the cluster anew, and connect again",
+        )
+
+    async def _nobody_is_in(self, began_with: Mapping[int, Actor]) -> DriverLost:
+        """The error of a run that a driver died in, and that no worker is in which lives."""
+        self._kill_driver()
+        await self._stop_workers("the driver actor died")  # A call of it may be on its way.
+        calls = {seat: worker.snapshot.remote() for seat, worker in began_with.items()}
+        said = (await answers(calls, _ANSWER_S)).values()
+        if not all(isinstance(one, ActorGone) for one in said):
+            # Functions are called when all ranks have met, and this worker knows of no run.
+            early = "it died before any worker had heard of the run"
+            return DriverLost(self._incarnation - 1, early, nobody_began=True)
+        return DriverLost(
+            self._incarnation - 1,
+            f"it died, and so did all {len(began_with)} workers: nobody is left who knows how far "
+            "the run was. It is not begun again by itself; a session with checkpoint= goes on from "
+            "its last checkpoint",
+        )
 
     async def _stopped_after_step(self, run: int, call: Any) -> bool:
         """Ask the ranks to stop at the end of their step. Returns whether that has ended the run.
@@ -273,6 +322,7 @@ class Crew:
             self._seats,
             self._workers,
             self._start_worker,
+            self._starting,
             self._starting.discard,
         )
         async with recruiter.at_work(has_taken_over=has_taken_over):
@@ -288,7 +338,7 @@ class Crew:
             await self._stop_workers(reason)
 
     def reports(self, run: int) -> JournalReader:
-        return JournalReader(self._workers, run)
+        return JournalReader(self._workers, self._starting, run)
 
     async def snapshots(
         self, timeout_s: float
@@ -384,3 +434,15 @@ class Crew:
         self._is_assembled = False
         if driver is not None:
             ray.kill(driver)
+
+
+async def _until_head_is_gone() -> None:
+    gone_since: float | None = None
+    while True:
+        await asyncio.sleep(_HEAD_WATCH_S)
+        if not await asyncio.to_thread(head_is_gone, HEAD_ANSWER_S):
+            gone_since = None
+        elif gone_since is None:
+            gone_since = time.monotonic()
+        elif time.monotonic() - gone_since > HEAD_S:
+            return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -49,6 +49,7 @@ class Recruiter:
 
     workers: by seat; the crew's own mapping, as it changes.
     start: makes a worker in a seat, in the place of the one that was there.
+    starting: seats whose workers have not answered yet; the crew's own set.
     has_started: called with the seat when that worker has answered.
     """
 
@@ -59,6 +60,7 @@ class Recruiter:
         seats: Seats,
         workers: Mapping[int, Actor],
         start: Callable[[int], Actor],
+        starting: Collection[int],
         has_started: Callable[[int], None],
     ) -> None:
         self._driver = driver
@@ -66,6 +68,7 @@ class Recruiter:
         self._seats = seats
         self._workers = workers
         self._start = start
+        self._starting = starting
         self._has_started = has_started
 
     @asynccontextmanager
@@ -96,6 +99,9 @@ class Recruiter:
             with contextlib.suppress(ActorGone):
                 fill(seat for seat in range(self._seats.most) if seat not in self._workers)
                 if has_taken_over:
+                    # Who was starting when the driver before died is known to nobody.
+                    for seat in [seat for seat in self._starting if seat in self._workers]:
+                        tasks.create_task(self._await_start(seat), name=f"seat-{seat}")
                     fill(await self._lost_before())
                 known = 0
                 while lost := await self._lost_since(known):
@@ -114,22 +120,33 @@ class Recruiter:
     async def _lost_before(self) -> list[int]:
         """Seats whose workers died with the driver before. Idle workers, which it had not put into
         the run yet, become known to this driver on the way."""
-        call = self._driver.adopt.remote(dict(self._workers), _ANSWER_S, versions_here())
+        known = {s: worker for s, worker in self._workers.items() if s not in self._starting}
+        call = self._driver.adopt.remote(known, _ANSWER_S, versions_here())
         return [unfit.seat for unfit in await answer(call) if unfit.is_gone]
+
+    async def _await_start(self, seat: int) -> None:
+        """As `_fill`, where a worker is on its way to the seat already."""
+        with contextlib.suppress(ActorGone):
+            if not await self._has_come(seat, self._workers[seat]):
+                await self._fill(seat)
 
     async def _fill(self, seat: int) -> None:
         pause_s = _AGAIN_S
         with contextlib.suppress(ActorGone):
             while True:
                 await self._seats.wait_for(seat)
-                newcomer = {seat: self._start(seat)}
-                # Its node may have gone just now: the worker has as long to come as the run waits.
-                call = self._driver.adopt.remote(newcomer, self._request.pause_s, versions_here())
-                if not await answer(call):
-                    self._has_started(seat)
+                if await self._has_come(seat, self._start(seat)):
                     return
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
+
+    async def _has_come(self, seat: int, newcomer: Actor) -> bool:
+        # Its node may have gone just now: the worker has as long to come as the run waits.
+        call = self._driver.adopt.remote({seat: newcomer}, self._request.pause_s, versions_here())
+        if await answer(call):
+            return False
+        self._has_started(seat)
+        return True
 
     async def _watch_nodes(self) -> None:
         """Tell the driver of nodes that are drained or preempted, while they are still there."""

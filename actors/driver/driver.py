@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,10 @@ GRACE_S = 5.0
 
 _ANSWER_S = 2.0
 """Seconds for a control loop to answer; one that is silent for longer counts as stopped."""
+
+_AGAIN_S, _AGAIN_AT_MOST_S = 0.5, 30.0
+"""Seconds between two questions whether ranks are ready for a newcomer: at first, and at most. It
+doubles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,16 @@ class Driver(StoreActor):
 
     async def leaves(self, run: int, who: str, why: str) -> None:
         """A node or a worker was told to go; its ranks leave the run first. who: the id."""
-        self._report(run, events.Leaving(who, why))
+        if self._run != run:
+            return
+        ranks = [
+            info.worker_id
+            for info, state in self._membership.snapshot(0).members
+            if state is messages.MemberState.RUNNING
+        ]
+        # The notice comes again: if the ranks could not go on now, perhaps they can then.
+        said = await self.readiness(run, ranks)
+        self._report(run, events.Leaving(who, why, messages.Readiness.NOT_YET not in said))
 
     async def froze(self, run: int, frozen: messages.Frozen) -> None:
         """A rank of the run has frozen itself; `Worker.resume` will tell it how to go on."""
@@ -239,8 +252,24 @@ class Driver(StoreActor):
             ),
         )
 
+    async def readiness(self, run: int, worker_ids: Iterable[str]) -> list[messages.Readiness]:
+        """What would become of these ranks if their generation were ended now."""
+        calls = {
+            worker_id: self._workers[worker_id].readiness.remote(run)
+            for worker_id in worker_ids
+            if worker_id in self._workers
+        }
+        said = await answers(calls, _ANSWER_S)
+        return [
+            word if isinstance(word, messages.Readiness) else messages.Readiness.NOT_YET
+            for word in said.values()
+        ]
+
     def worker(self, worker_id: str) -> Actor:
         return self._workers[worker_id]
+
+    def is_in(self, generation: int) -> bool:
+        return self._membership.snapshot(0).generation == generation
 
     def knows(self, worker_id: str) -> bool:
         return worker_id in self._workers
@@ -286,6 +315,8 @@ class _Errands:
                     self._start(attached, f"attach-{worker_id}")
                 case instructions.AskRanks(worker_ids):
                     self._start(self._ask(worker_ids), "ask-ranks")
+                case instructions.AwaitReadiness(worker_ids, generation):
+                    self._start(self._await_readiness(worker_ids, generation), "readiness")
                 case instructions.FreezeRank(worker_id):
                     self._start(self._freeze(one), f"freeze-{worker_id}")
                 case instructions.AbortRank(worker_id, error):
@@ -364,6 +395,16 @@ class _Errands:
             for rank, word in said.items()
         }
         self._events.put_nowait(events.RanksAnswered(by_rank))
+
+    async def _await_readiness(self, worker_ids: tuple[str, ...], generation: int) -> None:
+        pause_s = _AGAIN_S
+        while self._driver.is_in(generation):
+            said = await self._driver.readiness(self._request.run, worker_ids)
+            if all(one is messages.Readiness.RUNS_AGAIN for one in said):
+                self._events.put_nowait(events.RanksReady(generation))
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
 
     async def _after(self, delay_s: float, event: Event) -> None:
         await asyncio.sleep(delay_s)

@@ -102,10 +102,19 @@ class Leaving:
 
     who: id of a node or of a worker.
     why: what is known of the reason.
+    can_end: the ranks were asked, and would survive the end of their generation now.
     """
 
     who: str
     why: str
+    can_end: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RanksReady:
+    """The functions of all ranks can run again now, with newcomers."""
+
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +168,7 @@ Event: TypeAlias = (
     | RankFinished
     | RankSilent
     | PatienceEnded
+    | RanksReady
     | PauseEnded
     | LastSaveEnded
     | Leaving

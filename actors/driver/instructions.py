@@ -38,6 +38,18 @@ class AskRanks:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitReadiness:
+    """A newcomer has come. Ask the ranks, again and again, whether their functions can run again;
+    when all can, send RanksReady.
+
+    worker_ids: by rank.
+    """
+
+    worker_ids: tuple[str, ...]
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class AbortRank:
     """Tell a rank that still runs to stop; `error` is what its collectives raise."""
 
@@ -127,6 +139,7 @@ Instruction: TypeAlias = (
     StartRank
     | AttachRank
     | AskRanks
+    | AwaitReadiness
     | AbortRank
     | DismissRank
     | StartGrace

@@ -33,7 +33,8 @@ or too late, as are events that carry the number of another generation.
    event             RUNNING      FREEZING  PAUSED    SAVING_LAST  FREEZING_LAST  RELEASED  STOPPING
    a rank is lost    open         decide    decide    open         decide         stop      note
    a rank froze      open         decide    decide    open         decide
-   a newcomer        open (a)     decide    decide
+   a newcomer        ask (a)      decide    decide
+   ranks are ready   open
    a notice          open (b)     note      note
    a rank raised     stop         stop      stop      stop         stop           stop      note
    a rank returned   release (c)  stop (c)  stop (c)  stop (c)     stop (c)       note      note
@@ -46,7 +47,10 @@ or too late, as are events that carry the number of another generation.
 
     open: end the generation for all its ranks; FREEZING, or FREEZING_LAST where it was the last.
     stop: note the cause and tell the ranks to stop; STOPPING. The run ends with the last of them.
-    (a) if functions can be run again as far as is known. (b) if the others are enough.
+    ask: whether the functions of all ranks could run again now, until they can. No generation is
+         ended for a newcomer while a function is in its constructors, or registers nothing.
+    (a) if functions can be run again as far as is known.
+    (b) if the others are enough, and all ranks would survive it now.
     (c) in a run that goes on: `_rank_returned` says why. In another one it is noted.
 
 A loss stops the run at once where it is one too many and nothing can be saved, or where no rank is
@@ -86,7 +90,7 @@ from .run_state import (
     is_echo,
     stop_error,
 )
-from .situation import Plan, Situation, assess
+from .situation import Plan, Situation, assess, newcomers_of
 from .takeover import found_in
 
 
@@ -121,8 +125,8 @@ class Membership:
         match event:
             case events.RankEnded(ending, worker_id):
                 return self._rank_ended(run, ending, worker_id)
-            case events.Leaving(who, why):
-                return self._leaving(run, who, why)
+            case events.Leaving():
+                return self._leaving(run, event)
             case events.RanksAnswered(answers):
                 return self._ranks_answered(run, answers)
             case events.RunCancelled(reason):
@@ -141,6 +145,8 @@ class Membership:
             case events.PatienceEnded():
                 late = [run.members[rank].info.worker_id for rank in run.round.unfrozen]
                 return self._fence(run, late, "its function did not come to a stop in time")
+            case events.RanksReady():
+                return self._ranks_ready(run)
             case events.PauseEnded():
                 if run.phase is not Phase.PAUSED:
                     return []  # Enough workers came, or the run ends.
@@ -309,6 +315,11 @@ class Membership:
 
     def _lose(self, run: RunState, loss: Loss) -> list[Instruction]:
         """A rank that ran is lost, and is not in `run.running` any more."""
+        if run.phase is Phase.RELEASED:
+            returned = "the function had returned on all ranks, and the result of this one is lost"
+            loss = replace(loss, detail=f"{loss.detail}; {returned}")
+        elif run.goes_on and not run.running and run.cause is None:
+            loss = replace(loss, detail=f"{loss.detail}; no other rank was left to go on")
         run.losses.append(loss)
         if run.phase in (Phase.RELEASED, Phase.STOPPING) or not run.running:
             return self._stop(run, loss)
@@ -330,19 +341,34 @@ class Membership:
             case Phase.FREEZING | Phase.PAUSED:
                 return self._decide(run)  # It may be the one that the run waits for.
             case Phase.RUNNING if run.goes_on and run.takes_newcomers:
-                come = GroupAborted(self._generation, [], f"{worker} has come")
-                return self._open_round(run, come)
+                if run.asked_in == self._generation:
+                    return []  # Another newcomer waits for the same answer.
+                run.asked_in = self._generation
+                ranks = tuple(member.info.worker_id for member in run.members)
+                return [instructions.AwaitReadiness(ranks, self._generation)]
         return []  # It waits for the next run.
 
-    def _leaving(self, run: RunState, who: str, why: str) -> list[Instruction]:
+    def _ranks_ready(self, run: RunState) -> list[Instruction]:
+        """Newcomers wait, and the functions can run again with them."""
+        come = newcomers_of(run, self._members.values())
+        if run.phase is not Phase.RUNNING or not come:
+            return []
+        who = "; ".join(str(member.info) for member in come)
+        return self._open_round(run, GroupAborted(self._generation, [], f"{who} has come"))
+
+    def _leaving(self, run: RunState, notice: events.Leaving) -> list[Instruction]:
         if not run.goes_on or run.phase not in (Phase.RUNNING, Phase.FREEZING, Phase.PAUSED):
             return []
-        run.departures.note(who, why)
+        run.departures.note(notice.who, notice.why)
         infos = [member.info for member in run.members]
-        # In an open round the note counts when the round is decided.
-        if run.phase is not Phase.RUNNING or not run.departures.is_due(who, infos, run.fewest):
+        # In an open round the note counts when the round is decided. A round that is opened must
+        # not cost the run, so a rank that could not go on now keeps the leavers until it can.
+        if run.phase is not Phase.RUNNING or not notice.can_end:
             return []
-        return self._open_round(run, GroupAborted(self._generation, [], f"ranks leave: {why}"))
+        if not run.departures.is_due(notice.who, infos, run.fewest):
+            return []
+        leave = GroupAborted(self._generation, [], f"ranks leave: {notice.why}")
+        return self._open_round(run, leave)
 
     def _open_round(
         self, run: RunState, error: CollectiveError, but: int = -1

@@ -69,6 +69,7 @@ class RunState:
     returned: the results of ranks that have ended with one.
     losses: workers that the run has lost, in this order.
     takes_newcomers: False once the functions of some rank could not be run again from the top.
+    asked_in: the last generation in which ranks are asked whether they are ready for newcomers.
     departures: workers that leave on notice.
     fenced: by worker id, why the driver has ended a worker's process.
     gives_up: what the run ends with when its last generation is over; None before that.
@@ -93,6 +94,7 @@ class RunState:
     returned: dict[int, messages.Success] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
     takes_newcomers: bool = True
+    asked_in: int = -1
     departures: Departures = field(default_factory=Departures)
     fenced: dict[str, str] = field(default_factory=dict)
     gives_up: Loss | Failure | None = None

@@ -81,7 +81,7 @@ def assess(run: RunState, known: Iterable[Member]) -> Outlook:
             f"because {missing_in(frozen)}"
         )
     # A newcomer begins at the top of the function, and the others have to go there, too.
-    newcomers = _newcomers(run, known) if can_restart else []
+    newcomers = newcomers_of(run, known) if can_restart else []
     restarts = bool(unparked or newcomers)
     leavers, handing = run.departures.leavers(
         [member.info for member in run.members],
@@ -132,7 +132,7 @@ def _hopeless(why: str) -> Outlook:
     return Outlook(Situation.HOPELESS, why)
 
 
-def _newcomers(run: RunState, known: Iterable[Member]) -> list[Member]:
+def newcomers_of(run: RunState, known: Iterable[Member]) -> list[Member]:
     """Idle workers that have no rank in the run, and no notice to leave."""
     members = {id(member) for member in run.members}
     return [

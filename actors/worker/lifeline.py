@@ -17,7 +17,7 @@ from collectives.contract.errors import CollectiveError, GroupAborted, fresh_cop
 
 from ..calls import Actor
 from ..errors import ends_a_generation
-from ..messages import NOWHERE, Assignment, Frozen, Resumption, RunRequest
+from ..messages import NOWHERE, Assignment, Frozen, Readiness, Resumption, RunRequest
 
 if TYPE_CHECKING:
     from collectives.group import Group
@@ -54,6 +54,8 @@ class Lifeline:
         self._freeze_error: CollectiveError | None = None
         self._is_released = False
         self.last_resumption = resumption
+        self.readiness: Callable[[], Readiness] = lambda: Readiness.NOT_YET
+        """Set by the run's program. For any thread."""
         self._unanswered: Callable[[Actor], object] | None = None
         """The call to the driver that this rank waits for the answer to."""
 

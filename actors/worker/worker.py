@@ -39,6 +39,7 @@ from ..journal import Journal
 from ..messages import (
     Assignment,
     Failure,
+    Readiness,
     Report,
     Resumption,
     RunRequest,
@@ -268,6 +269,18 @@ class Worker:
             lifeline = current.lifeline
             resumption = lifeline.last_resumption if lifeline is not None else None
             return Stand(self._info, current.assignment, resumption)
+
+    @ray.method(concurrency_group="control")
+    async def readiness(self, run: int) -> Readiness:
+        """Whether the generation could be ended now without need, as far as this rank knows."""
+        with self._lock:
+            current = self._run
+        if current is None or current.request.run != run or current.lifeline is None:
+            return Readiness.NOT_YET
+        try:
+            return current.lifeline.readiness()
+        except RuntimeError:  # The training thread has changed what was looked through.
+            return Readiness.NOT_YET
 
     @ray.method(concurrency_group="control")
     async def attach(self, run: int, driver: Actor) -> Success | Failure:

@@ -236,12 +236,10 @@ class ObjectMessages:
 
     def _mismatch(self, operation: Operation, count: int) -> CollectiveMismatch:
         rank, source = self._communicator.rank, operation.peer
-        detail = (
-            f"rank {source} sent {count} objects and rank {rank} expects {operation.numel}: the "
-            "lists must be of one length"
-        )
+        detail = f"rank {source} sent {count} objects and rank {rank} expects {operation.numel}"
+        remedy = "The lists of both ranks must be of one length."
         error = CollectiveMismatch(
-            str(operation), operation.generation, sorted({rank, source}), detail
+            str(operation), operation.generation, sorted({rank, source}), detail, remedy
         )
         self._abort(error)
         return error

@@ -10,13 +10,22 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collectives import ChoruslineError, Group, PeerLost, StoreTimeout
+from collectives import ChoruslineError, Group, PeerLost, StoreLost, StoreTimeout
 from collectives.stores.store import PrefixStore
 
 from .config import CheckpointConfig
 from .format import catalog
 from .format.errors import CheckpointError, CheckpointWriteFailed
-from .format.manifest import METADATA, Manifest, Part, merged, name_of, within, write_manifest
+from .format.manifest import (
+    METADATA,
+    Manifest,
+    Part,
+    is_whole,
+    merged,
+    name_of,
+    within,
+    write_manifest,
+)
 from .format.pieces import Path
 from .format.plain_values import beyond_plain
 from .format.storage import Storage
@@ -25,6 +34,9 @@ from .saving import Saving, SavingTimes
 LAST_WORD_S = 2.0
 """Seconds for a checkpoint in flight to become whole after the loss of another rank. This is less
 than the grace period of a run, after which a worker that has not stopped is replaced."""
+
+STORE_S = 60.0
+"""Seconds, besides a collective's, in which another driver takes the place of one that died."""
 
 _LOOK_S = 0.5
 """Seconds between two checks for the end of the group while the thread waits for the store."""
@@ -74,19 +86,15 @@ class Writing:
         trouble: str | None = None
         try:
             store = PrefixStore(f"checkpoint/{self.key_prefix}", self.group._store)
-            store.set(f"called/{rank}", self.site)
+            with contextlib.suppress(StoreLost):
+                store.set(f"called/{rank}", self.site)
             try:
                 self._warn_of_pickles()
                 part = self.write()  # (3)
             except Exception as error:
                 trouble = self._in_words(error)
             wrote_s = time.monotonic() - began_at
-            store.set(f"part/{rank}", pickle.dumps((part, trouble, self.progress)))  # (4)
-            if rank == 0:
-                failure = self._conclude(store)
-                store.set("outcome", pickle.dumps(failure))  # (8)
-            else:
-                failure = pickle.loads(self._await(store, "outcome", (0,)))
+            failure = self._agree(store, part, trouble)
             if failure is not None:
                 raise failure
             num_bytes = sum(part.files.values()) if part else 0
@@ -97,6 +105,35 @@ class Writing:
         except BaseException as error:
             detail = trouble or f"{type(error).__name__}: {error}"
             self.saving.end(CheckpointWriteFailed(self.saving.path, detail, (rank,)))
+
+    def _agree(
+        self, store: PrefixStore, part: Part | None, trouble: str | None
+    ) -> CheckpointError | None:
+        """Phases (4) to (8). Returns the error, or None if the checkpoint is whole.
+
+        The store is the driver's. If the driver dies, another one has an empty store, and all ranks
+        that do not know the outcome put in it what they have put into the first.
+        """
+        rank, record = self.group.rank, pickle.dumps((part, trouble, self.progress))
+        give_up_at = time.monotonic() + self.group.timeout_s + STORE_S
+        while True:
+            try:
+                store.set(f"called/{rank}", self.site)
+                store.set(f"part/{rank}", record)  # (4)
+                if rank != 0:
+                    failure = pickle.loads(self._await(store, "outcome", (0,)))
+                    break
+                failure = self._conclude(store)
+                with contextlib.suppress(StoreLost):  # The others look for the manifest then.
+                    store.set("outcome", pickle.dumps(failure))  # (8)
+                break
+            except StoreLost:
+                if rank != 0 and is_whole(self.storage, self.folder):
+                    return None
+                if self.group.failure() is not None or time.monotonic() > give_up_at:
+                    raise
+                time.sleep(_LOOK_S)
+        return failure  # type: ignore[no-any-return]
 
     def _warn_of_pickles(self) -> None:
         """Say of each object, when it is first saved, if it would not load by default."""
@@ -138,13 +175,16 @@ class Writing:
                 progress=self.progress_by_rank or [progress for _, _, progress in records],
             )
             write_manifest(self.storage, self.folder, manifest)  # (6)
+        except StoreLost:
+            raise  # `_agree` tries it again.
         except CheckpointError as error:
             self._clear()
             return error
         except Exception as error:
             self._clear()
             return CheckpointWriteFailed(self.saving.path, self._in_words(error), (0,))
-        self._delete_records(store, size)
+        with contextlib.suppress(StoreLost):  # They are gone with it.
+            self._delete_records(store, size)
         if self.folder and self.config is not None:
             try:
                 catalog.prune(  # (7)
@@ -200,6 +240,8 @@ class Writing:
                 return store.get(key)
             except StoreTimeout:
                 pass
+            except StoreLost:
+                raise
             except ChoruslineError as error:
                 raise CheckpointWriteFailed(self.saving.path, str(error), ranks) from error
             now = time.monotonic()

@@ -18,7 +18,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.messages import NOWHERE, Frozen, Progress, Resumption
+from actors.messages import DROPPED, NOWHERE, Frozen, Progress, Readiness, Resumption
 
 
 class Stage(enum.Enum):
@@ -149,11 +149,25 @@ class RankState:
         """Whether the function would run again if it were left now, as far as this rank knows."""
         return not self._missing(facts, where)
 
+    def readiness(self, facts: Facts) -> Readiness:
+        """What would become of the function if its generation were ended now, for no need."""
+        if self.has_kept or not facts.missing:
+            return Readiness.RUNS_AGAIN
+        is_sharded = facts.spare is not None and not facts.has_plain_steps
+        if self.stage is Stage.RUNNING and is_sharded and not facts.follows_groups:
+            return Readiness.PARKS
+        return Readiness.NOT_YET
+
     def _progress(self, facts: Facts) -> tuple[Progress, ...]:
-        if not self.has_kept:
-            return facts.progress
-        # Optimizers that the function has not made again yet keep their progress.
-        return (*facts.progress, *self._kept.progress[len(facts.progress) :])
+        match self.stage:
+            case Stage.FRESH | Stage.RUNNING:
+                return facts.progress
+            case Stage.NEWCOMER:
+                # What its optimizers know, they have from ranks that say it themselves; and before
+                # they are registered they know nothing.
+                return (DROPPED,) * len(facts.progress)
+        # An optimizer that was made again is where the kept one is, also before it is registered.
+        return (*self._kept.progress, *facts.progress[len(self._kept.progress) :])
 
     def _missing(self, facts: Facts, where: Where) -> str:
         # Kept state is of registered objects. A function that has not begun needs none.

@@ -57,6 +57,7 @@ class Recovery:
         self._state = RankState(lifeline.generation)
         self.in_place = InPlace(lifeline, self._state, self._objects)
         self.from_the_top = FromTheTop(lifeline, self._state, self._objects)
+        lifeline.readiness = lambda: self._state.readiness(self._objects.facts())
 
     @property
     def num_recoveries(self) -> int:

@@ -15,7 +15,8 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from actors.crew.crew import STEP_S, Crew
+from actors.calls import head_is_gone
+from actors.crew.crew import HEAD_ANSWER_S, STEP_S, Crew
 from actors.driver.driver import GRACE_S
 from actors.errors import DriverLost
 from actors.journal import JournalReader
@@ -224,6 +225,8 @@ class Session:
         crew, self._crew = self._crew, None
         seats, self._seats = self._seats, None
         is_local, self._is_local = self._is_local, False
+        if crew and ray.is_initialized() and await asyncio.to_thread(head_is_gone, HEAD_ANSWER_S):
+            crew = seats = None  # Ray's calls would wait for it for a minute, and end this process.
         # End actors, then their resources, then the cluster, also if one of these fails. After a
         # ray.shutdown() of the user there is nothing left to end.
         try:
@@ -377,12 +380,14 @@ class Session:
             listeners.append(view.add)
 
         async def pass_on() -> None:
-            while not is_over.is_set():
+            is_last = False
+            while not is_last:
                 try:
                     async with asyncio.timeout(_PULL_S):
                         await is_over.wait()
                 except TimeoutError:
                     pass
+                is_last = is_over.is_set()  # What comes during a pull needs another one.
                 if listeners:
                     for report in await journals.pull(_LAST_PULL_S):
                         for listener in listeners:
@@ -397,8 +402,9 @@ class Session:
                     yield
                 finally:
                     is_over.set()
-                    # After an interrupt, too: the task group would cancel the last pull.
-                    await asyncio.wait([passing], timeout=_LAST_PULL_S)
+                    # After an interrupt, too: the task group would cancel the last pull. It begins when
+                    # the pull that is under way has ended.
+                    await asyncio.wait([passing], timeout=2 * _LAST_PULL_S)
         except BaseExceptionGroup as group:
             if len(group.exceptions) == 1:
                 raise group.exceptions[0] from None

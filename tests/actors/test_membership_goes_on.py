@@ -17,13 +17,16 @@ from actors.driver.events import (
     RankFinished,
     RankFroze,
     RankSilent,
+    RanksReady,
     RunStarted,
     RunTakenOver,
+    WorkerDied,
     WorkerRegistered,
 )
 from actors.driver.instructions import (
     AbortRank,
     AttachRank,
+    AwaitReadiness,
     DismissRank,
     EndRun,
     Fence,
@@ -204,7 +207,9 @@ def test_a_newcomer_is_taken_in_with_a_rank_of_its_seat() -> None:
     membership, _ = running(worker(0), worker(1), worker(2))
     for event in (death(1), froze(0, can_restart=True), froze(2, can_restart=True)):
         membership.handle(event)
-    told = membership.handle(WorkerRegistered(worker(1, incarnation=1)))
+    (ask,) = membership.handle(WorkerRegistered(worker(1, incarnation=1)))
+    assert ask == AwaitReadiness(("worker-0-0", "worker-2-0"), 1)
+    told = membership.handle(RanksReady(1))
     assert sum(isinstance(one, FreezeRank) for one in told) == 2
     membership.handle(froze(0, 1, generation=1, can_restart=True))
     told = membership.handle(froze(1, 1, generation=1, can_restart=True))
@@ -214,6 +219,39 @@ def test_a_newcomer_is_taken_in_with_a_rank_of_its_seat() -> None:
     assert start.resumption is not None
     assert start.resumption.former_ranks == (0, -1, 1)
     assert all(word.restarts for word in resumptions(told).values())
+
+
+def test_no_generation_is_ended_for_a_newcomer_before_all_functions_can_run_again() -> None:
+    membership, _ = running(worker(0), worker(1))
+    (ask,) = membership.handle(WorkerRegistered(worker(2)))
+    assert ask == AwaitReadiness(("worker-0-0", "worker-1-0"), 0)
+    assert membership.handle(WorkerRegistered(worker(3))) == [], "they are asked once"
+    told = membership.handle(RanksReady(0))
+    assert sum(isinstance(one, FreezeRank) for one in told) == 2
+    for rank in (0, 1):
+        told = membership.handle(froze(rank, can_restart=True))
+    starts = [one.worker_id for one in told if isinstance(one, StartRank)]
+    assert starts == ["worker-2-0", "worker-3-0"]
+    assert membership.handle(RanksReady(0)) == [], "that was another generation"
+
+
+def test_a_newcomer_that_died_before_the_ranks_were_ready_ends_nothing() -> None:
+    membership, _ = running(worker(0), worker(1))
+    membership.handle(WorkerRegistered(worker(2)))
+    membership.handle(WorkerDied("worker-2-0", "SIGKILL"))
+    assert membership.handle(RanksReady(0)) == []
+
+
+def test_ranks_that_could_not_go_on_now_keep_those_that_are_to_leave() -> None:
+    """In the constructors of its function a rank has registered nothing yet, so a round would end
+    the run. The notice comes again; a round that others open counts it."""
+    membership, _ = running(worker(0), worker(1), worker(2))
+    assert membership.handle(Leaving("worker-2-0", "SIGTERM", can_end=False)) == []
+    membership.handle(death(1))
+    membership.handle(froze(0, spare=2))
+    told = membership.handle(froze(2, spare=2))
+    assert set(resumptions(told)) == {"worker-0-0"}
+    assert [one.worker_id for one in told if isinstance(one, DismissRank)] == ["worker-2-0"]
 
 
 @pytest.mark.parametrize(

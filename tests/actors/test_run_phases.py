@@ -124,8 +124,9 @@ TABLE: dict[str, Row] = {
     "a rank froze": (lambda at: froze(1, at), (F, F, P, L, STOP, VOID, VOID)),
     "a newcomer": (
         lambda _: events.WorkerRegistered(worker(3)),
-        (F, F, Phase.RUNNING, VOID, VOID, VOID, VOID),
+        (Phase.RUNNING, F, Phase.RUNNING, VOID, VOID, VOID, VOID),
     ),
+    "ranks are ready": (events.RanksReady, (VOID,) * 7),
     "a notice": (
         lambda _: events.Leaving(worker(1).worker_id, "SIGTERM"),
         (F, VOID, VOID, VOID, VOID, VOID, VOID),
@@ -363,7 +364,8 @@ def test_a_result_that_died_with_the_driver_ends_the_run_with_the_loss(still_wai
 def test_a_released_generation_that_a_new_driver_has_ended_is_told_as_such() -> None:
     """A newcomer came before the new driver heard that the function had returned."""
     membership, _ = taken_over(0, 1, size=2)
-    assert called(membership.handle(events.WorkerRegistered(worker(3)))) == {
+    membership.handle(events.WorkerRegistered(worker(3)))
+    assert called(membership.handle(events.RanksReady(membership._generation))) == {
         "worker-0-0",
         "worker-1-0",
     }
@@ -380,3 +382,24 @@ def test_a_driver_that_takes_over_asks_the_ranks_though_one_has_died_with_the_on
     assert [type(one) for one in told] == [instructions.AskRanks]
     states = [state for _, state in membership.snapshot(0).members]
     assert states == [MemberState.READY, MemberState.RUNNING]
+
+
+def detail_of(told: list[instructions.Instruction]) -> str:
+    (end,) = [one for one in told if isinstance(one, instructions.EndRun)]
+    assert isinstance(end.outcome, RunFailed) and isinstance(end.outcome.cause, Loss)
+    return end.outcome.cause.detail
+
+
+def test_a_rank_that_dies_between_its_release_and_its_result_is_told_as_such() -> None:
+    membership = in_phase(Phase.RELEASED)
+    membership.handle(death(1))
+    membership.handle(returned(0))
+    detail = detail_of(membership.handle(returned(2)))
+    assert detail == (
+        "SIGKILL; the function had returned on all ranks, and the result of this one is lost"
+    )
+
+
+def test_the_loss_of_the_last_rank_says_that_none_was_left() -> None:
+    membership = membership_after(death(0), death(1))
+    assert detail_of(membership.handle(death(2))) == "SIGKILL; no other rank was left to go on"

@@ -10,7 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from actors.driver.events import Event, RankFroze, RunStarted, WorkerDied, WorkerRegistered
+from actors.driver.events import (
+    Event,
+    RankFroze,
+    RunStarted,
+    WorkerDied,
+    WorkerRegistered,
+)
 from actors.driver.instructions import EndRun, ResumeRank
 from actors.driver.membership import Membership
 from actors.messages import (
@@ -19,12 +25,14 @@ from actors.messages import (
     FormerRanks,
     Frozen,
     Progress,
+    Readiness,
     Resumption,
     WorkerInfo,
 )
 from collectives.contract.errors import PeerLost
 from runtime.recovery.rank_state import Facts, RankState, Stage, Where
 from tests import ROOT
+from tests.references.driver_events import resumptions
 
 GONE = PeerLost("all_reduce #7", 0, [1], "gone")
 
@@ -144,7 +152,9 @@ def test_in_every_order_of_events_a_report_says_what_was_left_since_the_last_ste
         # The optimizers that a new call has not made yet are where they were.
         unmade = state.report(began(), replace(now, progress=()), Where.OUTSIDE)
         assert [one.ballots for one in unmade.progress] == ([kept] if kept else []), events
-        assert [one.ballots for one in report.progress] == [100], events
+        # Those that it has made again have no more to tell, and those of a newcomer nothing.
+        expected = -1 if is_new and not is_saved else kept or 100
+        assert [one.ballots for one in report.progress] == [expected], events
     assert num_histories > 4000
 
 
@@ -295,3 +305,61 @@ def test_wherever_ranks_stand_the_driver_has_them_go_on_from_the_last_step(
             seen = max(BALLOTS.get(place, 0) for place in stood)
             assert [one.ballots for one in word.progress] == ([seen] if seen else [])
             assert word.entered == (NOWHERE if set(stood) == {fresh} else 0)
+
+
+# -- optimizers that were made again, and have not got their state yet ----------------------------
+
+
+def again(ballots: int) -> RankState:
+    """A rank that was left after so many ballots, and whose function runs again."""
+    state = RankState(0)
+    state.step_counts()
+    state.left(facts(ballots))
+    state.runs_again(1)
+    return state
+
+
+@pytest.mark.parametrize("num_made", [0, 1])
+def test_an_optimizer_that_was_made_again_is_where_the_kept_one_was(num_made: int) -> None:
+    """Before it is registered it has seen no ballot, and a failure may come in between."""
+    made = Facts((Progress(0),) * num_made, missing="it is not registered", spare=1)
+    word = again(5).report(began(), made, Where.OUTSIDE)
+    assert word.progress == (Progress(5, (5.0,)),)
+    assert word.can_restart
+
+
+@pytest.mark.parametrize("ballots", [1, 5])
+def test_ranks_that_are_interrupted_at_different_places_of_their_constructors_go_on(
+    ballots: int,
+) -> None:
+    membership = Membership()
+    for seat in range(3):
+        membership.handle(WorkerRegistered(worker(seat)))
+    membership.handle(RunStarted(0, 1, None))
+    newcomer = RankState(0)
+    newcomer.is_new()
+    made = Facts((Progress(0),), missing="it is not registered", spare=1)
+    words = [
+        again(ballots).report(began(0), Facts(missing="nothing is registered"), Where.OUTSIDE),
+        again(ballots).report(began(1), made, Where.OUTSIDE),
+        newcomer.report(began(2), made, Where.OUTSIDE),
+    ]
+    for word in words:
+        told = membership.handle(RankFroze(word))
+    resumed = resumptions(told)
+    assert len(resumed) == 3
+    assert all(one.restarts for one in resumed.values())
+    assert {one.progress for one in resumed.values()} == {(Progress(ballots, (float(ballots),)),)}
+
+
+def test_a_rank_is_ready_for_the_end_of_its_generation_when_it_could_go_on() -> None:
+    state = RankState(0)
+    nothing = Facts(missing="it is not registered")
+    assert state.readiness(nothing) is Readiness.NOT_YET
+    assert state.readiness(facts(0)) is Readiness.RUNS_AGAIN
+    assert state.readiness(facts(0, missing="the model")) is Readiness.NOT_YET
+    state.step_counts()
+    assert state.readiness(facts(missing="the model")) is Readiness.PARKS
+    plain = facts(missing="the model", has_plain_steps=True)
+    assert state.readiness(plain) is Readiness.NOT_YET
+    assert again(5).readiness(nothing) is Readiness.RUNS_AGAIN, "all that it needs is kept"

@@ -143,6 +143,14 @@ def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
     storage.write(within(folder, MANIFEST), text.encode())
 
 
+def is_whole(storage: Storage, folder: str) -> bool:
+    """Whether the manifest is there, which is written last."""
+    try:
+        return storage.size(within(folder, MANIFEST)) > 0
+    except OSError:
+        return False
+
+
 def read_manifest(storage: Storage, folder: str) -> Manifest:
     """Raises FileNotFoundError if there is no manifest, CheckpointCorrupted if it is damaged."""
     name = within(folder, MANIFEST)

@@ -1,0 +1,197 @@
+"""The coordinator is lost: the driver alone, with workers, or in a save; the head; the session."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+import chorusline as cl
+
+FEW = {"CPU": 0.2}
+
+
+def processes(session: cl.Session) -> dict[str, int]:
+    """Pids of the session's actors: of the driver, and of the workers by seat."""
+    assert session._crew is not None
+    workers = {str(seat): worker for seat, worker in session._crew._workers.items()}
+    return {
+        name: ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+        for name, actor in {"driver": session._crew._driver, **workers}.items()
+    }
+
+
+async def test_a_run_whose_driver_and_workers_have_all_died_is_not_begun_again(
+    cluster: None, tmp_path: Path
+) -> None:
+    def train(ctx: cl.Context) -> int:
+        (tmp_path / f"{ctx.rank}-{os.getpid()}").touch()
+        time.sleep(3)
+        return os.getpid()
+
+    async with cl.Session(2, resources_per_worker=FEW, timeout_s=20) as session:
+        await session.run(lambda ctx: None)
+        pids = processes(session)
+        running = asyncio.create_task(session.run(train))
+        while len(list(tmp_path.iterdir())) < 2:
+            await asyncio.sleep(0.05)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(cl.DriverLost, match="nobody is left who knows how far the run was"):
+            await running
+        assert len(list(tmp_path.iterdir())) == 2, "no function was called again"
+        assert not set(await session.run(train)) & set(pids.values())
+
+
+async def test_all_reports_arrive_of_a_run_that_ends_while_a_worker_starts(cluster: None) -> None:
+    def train(ctx: cl.Context) -> None:
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for number in range(40):
+            ctx.report(number=number)
+            time.sleep(0.02)
+
+    heard = []
+    session = cl.Session((1, 2), resources_per_worker=FEW, timeout_s=20, on_report=heard.append)
+    async with session:
+        assert session.num_workers == 2
+        assert await session.run(train) == [None]
+    assert [report.values["number"] for report in heard if report.rank == 0] == list(range(40))
+
+
+def train_until_two(ctx: cl.Context, folder: str) -> int:
+    """On one rank, and then on two."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
+    optim = ctx.register("optim", torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in ctx.epochs(1000):
+        with cl.Join([model], step_along=[optim]):
+            for batch in ctx.shard(torch.ones(8, 1), 1, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                (Path(folder) / str(os.getpid())).touch()
+                time.sleep(0.02)
+        if ctx.world_size == 2 and epoch > 3:
+            break
+    return ctx.world_size
+
+
+@pytest.mark.slow
+async def test_a_worker_that_starts_while_the_driver_dies_gets_into_the_run(
+    cluster: None, tmp_path: Path
+) -> None:
+    async with cl.Session((1, 2), resources_per_worker=FEW, timeout_s=20) as session:
+        pids = processes(session)
+        running = asyncio.create_task(session.run(train_until_two, folder=str(tmp_path)))
+        while len(list(tmp_path.iterdir())) < 2:
+            await asyncio.sleep(0.05)
+        os.kill(pids["1"], signal.SIGKILL)
+        assert session._crew is not None
+        while not session._crew._starting:  # Another one, in its place.
+            await asyncio.sleep(0.01)
+        os.kill(pids["driver"], signal.SIGKILL)
+        async with asyncio.timeout(40):
+            assert await running == [2, 2]
+
+
+def save_often(ctx: cl.Context) -> int:
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(64, 64)))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.Adam, lr=0.1))
+    for epoch in ctx.epochs(1):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(torch.ones(120, 64), 1, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                time.sleep(0.1)
+    return ctx.step
+
+
+@pytest.mark.slow
+async def test_drivers_that_die_during_saves_cost_neither_the_run_nor_the_checkpoint(
+    cluster: None, tmp_path: Path
+) -> None:
+    """Six of them: more than may die one after the other without having carried the run on."""
+    config = cl.CheckpointConfig(tmp_path, every_n_steps=1, num_to_keep=2)
+    async with cl.Session(2, resources_per_worker=FEW, timeout_s=20, checkpoint=config) as session:
+        running = asyncio.create_task(session.run(save_often))
+        crew, killed = session._crew, set()
+        assert crew is not None
+        while not running.done() and len(killed) < 3:
+            await asyncio.sleep(1.5)
+            if crew._driver is not None and crew._driver not in killed:
+                killed.add(crew._driver)
+                ray.kill(crew._driver)
+        assert await running == [60, 60]
+        assert len(killed) == 3
+    newest = max(tmp_path.glob("step-*"))
+    assert newest.name.startswith("step-00000060") and (newest / "chorusline.json").exists()
+
+
+LEAVES = """
+import asyncio, json, os, signal, subprocess, sys, time
+import ray
+import chorusline as cl
+
+def train(ctx):
+    ctx.report(began=1)
+    time.sleep(100)
+
+def begun(report):
+    loop = asyncio.get_running_loop()
+    if report.rank == 0 and sys.argv[1] == "group":
+        loop.call_later(0.1, os.killpg, 0, signal.SIGTERM)
+    elif report.rank == 0:
+        processes = ray._private.worker._global_node.all_processes["gcs_server"]
+        loop.call_later(0.1, os.kill, processes[0].process.pid, signal.SIGKILL)
+
+async def main():
+    began_at = None
+    async with cl.Session(2, on_report=begun) as session:
+        try:
+            await session.run(train)
+        except BaseException as error:
+            print(type(error).__name__, error, flush=True)
+            raise
+        finally:
+            began_at = time.monotonic()
+    print("closed in", time.monotonic() - began_at)
+
+try:
+    asyncio.run(main())
+finally:
+    print("over", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("what", "said", "within_s"), [("group", "CancelledError", 50), ("head", "DriverLost", 100)]
+)
+def test_a_session_ends_without_its_cluster(what: str, said: str, within_s: float) -> None:
+    """SIGTERM to the process group, as `timeout` sends it, takes Ray's processes along; or the head
+    dies by itself."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    began_at = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES, what],
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=140,
+    )
+    lines = done.stdout.splitlines()
+    assert time.monotonic() - began_at < within_s, done.stdout + done.stderr
+    assert any(line.startswith(said) for line in lines), done.stdout + done.stderr
+    assert "over" in lines
