@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -373,7 +374,8 @@ class Group(Operations, ObjectCollectives, Subgroups):
             )
         if self._closed:
             raise GroupClosed(kind.name.lower(), self.generation)
-        usual_s = self.timeout_s if self._coalesced is None else self._coalesced.operation.timeout_s
+        block = self._block_here()
+        usual_s = self.timeout_s if block is None else block.operation.timeout_s
         deadline_s = usual_s if timeout_s is None else timeout_s
         if deadline_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {deadline_s}")
@@ -387,7 +389,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
         return deadline_s
 
     def _object_messages(self, operation: str) -> ObjectMessages:
-        if self._coalesced is not None and not self._communicator.has_tags:
+        if self._block_here() is not None and not self._communicator.has_tags:
             raise RuntimeError(
                 f"{operation} inside coalesce(): on the {self.backend} backend its length must "
                 "arrive before the rest can be issued; move it out of the block"
@@ -405,7 +407,15 @@ class Group(Operations, ObjectCollectives, Subgroups):
         return self._channel
 
     def _issued(self, work: Work, output: Any = None) -> Work:
-        if self._coalesced is None:
+        block = self._block_here()
+        if block is None:
             return work._giving(output)
-        self._coalesced.add(work)
-        return self._coalesced
+        block.add(work)
+        return block
+
+    def _block_here(self) -> Coalesced | None:
+        """The coalesced block that is open, if what this thread issues belongs to it."""
+        block = self._coalesced
+        if block is None or (block.thread != get_ident() and self.device.type == "cpu"):
+            return None
+        return block

@@ -14,6 +14,8 @@
         ├── PayloadUnreadable      a rank could not unpickle an object it received; the group lives
         └── UnsupportedOperation   the backend lacks the operation or the dtype
 
+Errors of stores and of collectives are RuntimeErrors as well, as torch's are.
+
 A caller's mistake on one rank (a wrong shape, a root out of range) is a `ValueError` or a
 `TypeError`, as in torch, and is raised before anything is enqueued.
 
@@ -42,7 +44,7 @@ class ChoruslineError(Exception):
 
 
 @dataclass(eq=False, repr=False)
-class StoreTimeout(ChoruslineError):
+class StoreTimeout(ChoruslineError, RuntimeError):
     """A key did not appear in a store in time: a rank never came to the rendezvous.
 
     keys: the missing keys. waited_s: seconds. detail: the ranks concerned, and the remedy.
@@ -58,7 +60,7 @@ class StoreTimeout(ChoruslineError):
 
 
 @dataclass(eq=False, repr=False)
-class StoreLost(ChoruslineError):
+class StoreLost(ChoruslineError, RuntimeError):
     """The store itself is gone or silent; `StoreTimeout` is a key that no rank wrote."""
 
     operation: str
@@ -69,7 +71,7 @@ class StoreLost(ChoruslineError):
 
 
 @dataclass(eq=False, repr=False)
-class StaleStore(ChoruslineError):
+class StaleStore(ChoruslineError, RuntimeError):
     """A store's file was left behind by a run that is over. Its content was not used or changed.
 
     made_by: the process that made the file, and when.

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
-_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def in_a_mode() -> bool:
@@ -49,7 +49,7 @@ def outside_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def refuse_fake_mode() -> None:
     """Raise TypeError under FakeTensorMode, in which no operation has data."""
-    if torch._C._get_dispatch_mode(_FAKE) is not None:  # type: ignore[attr-defined]
+    if torch._C._get_dispatch_mode(_FAKE) is not None:
         raise TypeError(
             "FakeTensorMode is on, in which tensors have no data that ranks could exchange; run "
             "the operation outside of it"

@@ -45,6 +45,7 @@ def checked(
     """`value` as a tensor without autograd, in the same memory; raises if an operation cannot use
     its type, dtype, device, layout or strides, or if it is a wrapper."""
     kind = type(value)
+    tensor: torch.Tensor
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         tensor = value
     elif isinstance(value, torch.Tensor):

@@ -18,6 +18,8 @@ class Coalesced(Work):
     wait for each other may stand in any order. Between CPUs each operation starts when it is
     issued. Waiting inside the block raises RuntimeError. After an error in the block, the
     operations issued before it still run, because the other ranks depend on them.
+
+    thread: the thread whose block it is. Between CPUs, what other threads issue is not in it.
     """
 
     def __init__(self, operation: Operation, end: Callable[[], None]) -> None:
@@ -25,6 +27,7 @@ class Coalesced(Work):
         self._end = end
         self._works: list[Work] = []
         self.is_open = True  # operations are still being added
+        self.thread = threading.get_ident()
 
     def add(self, work: Work) -> None:
         if not any(work is other for other in self._works):

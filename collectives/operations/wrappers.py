@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
@@ -27,7 +28,7 @@ def unwrapped(value: torch.Tensor, name: str) -> torch.Tensor:
     if functional is not None and isinstance(value, functional.AsyncCollectiveTensor):
         behind: torch.Tensor = value.trigger_wait()
         return behind
-    if isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(value, UninitializedTensorMixin):
         raise TypeError(
             f"{name} is an {kind.__name__}, which has no elements yet; run the model once first"
         )

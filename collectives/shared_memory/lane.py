@@ -54,6 +54,8 @@ class LaneWork(DrivenWork):
 
     def has_said_all(self) -> bool:
         """Whether this rank has published its last tick, so that no rank waits for it."""
+        if self.body is None:
+            return False  # It stands behind another work.
         return self.num_ticks > 0 and self.awaited_tick == self.first_tick + self.num_ticks - 1
 
     def _look(self) -> bool:

@@ -2,7 +2,7 @@
 
 torch's own process groups are called in three steps: torch's binding parses the arguments, an
 operator (`c10d::allreduce_`) is dispatched, and its kernel calls the backend. A method of a process
-group in Python is called at once, which saves half the time, but then
+group in Python is called at once, which saves the dispatcher's time, but then
 
 - a tensor that is a wrapper (a class with `__torch_dispatch__`) is not asked what its operators
   mean: torch passes the operator to the class, which unwraps what it can, or raises;
@@ -103,7 +103,8 @@ def called_by(
     call.__name__ = name
     called: Any = _disable_dynamo(call)
     called.made_of = run, num_tensors, options, num_others, single
-    return called
+    result: Run = called
+    return result
 
 
 def formerly(of: Any, name: str) -> Run:
@@ -112,19 +113,19 @@ def formerly(of: Any, name: str) -> Run:
     Where torch knows both names, its own method of the former name calls ours of the new one,
     unless it is one that it calls straight (`_allgather_base`).
     """
-    run, *form = of.made_of
+    run, num_tensors, options, num_others, single = of.made_of
     if name[0] != "_" and hasattr(dist.ProcessGroup, of.__name__):
-        of_torch: Run = vars(dist.ProcessGroup)[name]
+        of_torch: Run = vars(dist.ProcessGroup)[name]  # getattr would unbind it.
         return of_torch
-    return called_by(run, name, *form)
+    return called_by(run, name, num_tensors, options, num_others, single)
 
 
 def _factor(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The factor of a PREMUL_SUM, which torch does not pass on to Python kernels."""
     for value in (*args, *kwargs.values()):
         op = getattr(value, "reduceOp", value)
-        if isinstance(op, dist.ReduceOp) and op == dist.ReduceOp.PREMUL_SUM:
-            return op.factor  # type: ignore[attr-defined]
+        if getattr(op, "op", None) == dist.ReduceOp.PREMUL_SUM:
+            return op.factor
     return None
 
 

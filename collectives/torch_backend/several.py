@@ -62,12 +62,14 @@ def apart(
         if not tensor.numel():
             continue
         storage = tensor.untyped_storage().data_ptr()
-        begin = tensor.storage_offset() * tensor.element_size()
-        span = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        steps = zip(tuple(tensor.shape), tuple(tensor.stride()), strict=True)
+        span = sum((int(n) - 1) * int(step) for n, step in steps)
         if begin < ends.get(storage, 0):
             result[i] = tensor.detach().clone()
             copies.append((tensor, result[i]))
-        ends[storage] = max(ends.get(storage, 0), begin + (span + 1) * tensor.element_size())
+        end = begin + (span + 1) * tensor.element_size()
+        ends[storage] = max(ends.get(storage, 0), end)
     if not copies:
         return tensors, None
 

@@ -308,7 +308,7 @@ class TorchOperations:
 def _together(group: Group, issue: Callable[..., Work], *arguments: Sequence[Any]) -> Work:
     """Call `issue` for each tuple of `arguments`, as one work."""
     calls = list(zip(*arguments, strict=True))
-    if len(calls) == 1 or group._coalesced is not None:
+    if len(calls) == 1 or group._block_here() is not None:
         return [issue(*call) for call in calls][-1]  # In an open block all return the block's work.
     with group.coalesce() as work:
         for call in calls:

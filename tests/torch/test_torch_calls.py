@@ -65,7 +65,7 @@ def wrappers(rank, size):
     with pytest.raises(NotImplementedError, match=r"no c10d\.allreduce_"):
         dist.all_reduce(Closed(torch.ones(2), torch.ones(2)))
     if rank == 0:  # It is one rank's affair: nothing was sent.
-        with pytest.raises(RuntimeError, match="vmap|Batching"):
+        with pytest.raises(RuntimeError, match=r"vmap|Batching"):
             torch.func.vmap(lambda t: dist.all_reduce(t) or t)(torch.ones(3, 2))
     with FakeTensorMode():
         fake = torch.ones(3)
