@@ -252,7 +252,7 @@ class Crew:
         if outcome is None:
             raise await self._nobody_is_in(began_with)
         self._is_assembled = self._leaves_all(outcome)
-        return outcome  # type: ignore[no-any-return]
+        return outcome
 
     async def _outcome(self, call: Any) -> RunSucceeded | RunFailed | None:
         """What the driver returns. Raises DriverLost if the cluster's head is gone for HEAD_S: Ray

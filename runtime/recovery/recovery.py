@@ -24,6 +24,7 @@ or collective, and is left there.
 from __future__ import annotations
 
 from actors.errors import ends_a_generation
+from actors.fault_plan import Instant
 from actors.messages import NOWHERE, Resumption
 from actors.worker.lifeline import Lifeline
 from collectives import GroupAborted, GroupClosed
@@ -53,6 +54,7 @@ class Recovery:
 
     def __init__(self, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
+        self.faults = lifeline.faults
         self._objects = LiveObjects(self._plain_step_counts)
         self._state = RankState(lifeline.generation)
         self.in_place = InPlace(lifeline, self._state, self._objects)
@@ -168,6 +170,7 @@ class Recovery:
                     raise FunctionLeft
                 if not resumption.leaving:
                     self.in_place.go_on(resumption)
+                    self.faults.reach(Instant.RECOVERED)
                     return
                 self.in_place.hand_over(resumption)
                 reason = f"ranks {list(resumption.leaving)} have handed over their state, and leave"

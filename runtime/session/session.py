@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import json
+import os
+import warnings
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
+from actors import fault_plan
 from actors.calls import head_is_gone
 from actors.crew.crew import HEAD_ANSWER_S, STEP_S, Crew
 from actors.driver.driver import GRACE_S
@@ -141,6 +144,10 @@ class Session:
                 f"checkpoint must be a CheckpointConfig, got {type(checkpoint).__name__}; write "
                 "checkpoint=CheckpointConfig(storage_path=...)"
             )
+        self._fault_plan = fault_plan.parsed(os.environ.get(fault_plan.VARIABLE, ""), self._most)
+        if self._fault_plan:
+            orders = "; ".join(map(str, self._fault_plan))
+            warnings.warn(f"{fault_plan.VARIABLE} orders faults: {orders}", stacklevel=2)
         self._use_gpu = use_gpu
         self._resources_per_worker = resources_per_worker
         self._placement_strategy = placement_strategy
@@ -364,6 +371,7 @@ class Session:
             self._fewest,
             self._max_failures,
             last_save_s=self._checkpoint.timeout_s if self._checkpoint is not None else None,
+            fault_plan=self._fault_plan,
         )
 
     @asynccontextmanager
@@ -402,8 +410,8 @@ class Session:
                     yield
                 finally:
                     is_over.set()
-                    # After an interrupt, too: the task group would cancel the last pull. It begins when
-                    # the pull that is under way has ended.
+                    # After an interrupt, too: the task group would cancel the last pull. It begins
+                    # when the pull that is under way has ended.
                     await asyncio.wait([passing], timeout=2 * _LAST_PULL_S)
         except BaseExceptionGroup as group:
             if len(group.exceptions) == 1:

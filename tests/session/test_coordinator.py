@@ -119,12 +119,13 @@ def save_often(ctx: cl.Context) -> int:
 async def test_drivers_that_die_during_saves_cost_neither_the_run_nor_the_checkpoint(
     cluster: None, tmp_path: Path
 ) -> None:
-    """Six of them: more than may die one after the other without having carried the run on."""
     config = cl.CheckpointConfig(tmp_path, every_n_steps=1, num_to_keep=2)
     async with cl.Session(2, resources_per_worker=FEW, timeout_s=20, checkpoint=config) as session:
         running = asyncio.create_task(session.run(save_often))
         crew, killed = session._crew, set()
         assert crew is not None
+        while not list(tmp_path.glob("step-*")):
+            await asyncio.sleep(0.1)
         while not running.done() and len(killed) < 3:
             await asyncio.sleep(1.5)
             if crew._driver is not None and crew._driver not in killed:
