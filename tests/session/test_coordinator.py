@@ -137,6 +137,39 @@ async def test_drivers_that_die_during_saves_cost_neither_the_run_nor_the_checkp
     assert newest.name.startswith("step-00000060") and (newest / "chorusline.json").exists()
 
 
+def slow_to_go_back(ctx: cl.Context, folder: str) -> tuple[int, float]:
+    """When it has gone back to a checkpoint, it is long before its first step."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(64, 1).double()))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.001))
+    if ctx.resumed_from:
+        (Path(folder) / f"back-{os.getpid()}").touch()
+        time.sleep(8)
+    for epoch in ctx.epochs(2):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(torch.ones(80, 64).double(), 1, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                time.sleep(0.1)
+                if ctx.rank == 1 and ctx.step == 12 and not list(Path(folder).glob("back-*")):
+                    os.kill(os.getpid(), signal.SIGKILL)
+    return ctx.world_size, float(next(model.parameters())[0, 0])
+
+
+@pytest.mark.slow
+async def test_a_worker_that_comes_when_a_run_has_gone_back_to_a_checkpoint_gets_into_it(
+    cluster: None, tmp_path: Path
+) -> None:
+    config = cl.CheckpointConfig(tmp_path / "saved", every_n_steps=4)
+    async with cl.Session(
+        (1, 3), resources_per_worker=FEW, timeout_s=30, checkpoint=config
+    ) as session:
+        told = await session.run(slow_to_go_back, folder=str(tmp_path))
+    assert list(tmp_path.glob("back-*"))
+    assert len(told) == 3 and {one[0] for one in told} == {3}
+    assert len(set(told)) == 1
+
+
 LEAVES = """
 import asyncio, json, os, signal, subprocess, sys, time
 import ray
