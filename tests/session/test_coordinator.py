@@ -180,7 +180,8 @@ def train(ctx):
     time.sleep(100)
 
 def begun(report):
-    loop = asyncio.get_running_loop()
+    global killed_at
+    loop, killed_at = asyncio.get_running_loop(), time.monotonic()
     if report.rank == 0 and sys.argv[1] == "group":
         loop.call_later(0.1, os.killpg, 0, signal.SIGTERM)
     elif report.rank == 0:
@@ -188,34 +189,29 @@ def begun(report):
         loop.call_later(0.1, os.kill, processes[0].process.pid, signal.SIGKILL)
 
 async def main():
-    began_at = None
     async with cl.Session(2, on_report=begun) as session:
         try:
             await session.run(train)
         except BaseException as error:
             print(type(error).__name__, error, flush=True)
             raise
-        finally:
-            began_at = time.monotonic()
-    print("closed in", time.monotonic() - began_at)
 
 try:
     asyncio.run(main())
 finally:
-    print("over", flush=True)
+    print("over", time.monotonic() - killed_at, flush=True)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("what", "said", "within_s"), [("group", "CancelledError", 50), ("head", "DriverLost", 100)]
+    ("what", "said", "within_s"), [("group", "CancelledError", 40), ("head", "HeadLost", 75)]
 )
 def test_a_session_ends_without_its_cluster(what: str, said: str, within_s: float) -> None:
     """SIGTERM to the process group, as `timeout` sends it, takes Ray's processes along; or the head
     dies by itself."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    began_at = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", LEAVES, what],
         start_new_session=True,
@@ -223,9 +219,9 @@ def test_a_session_ends_without_its_cluster(what: str, said: str, within_s: floa
         text=True,
         env=environment,
         check=False,
-        timeout=140,
+        timeout=220,
     )
     lines = done.stdout.splitlines()
-    assert time.monotonic() - began_at < within_s, done.stdout + done.stderr
     assert any(line.startswith(said) for line in lines), done.stdout + done.stderr
-    assert "over" in lines
+    (over,) = [line for line in lines if line.startswith("over")]
+    assert float(over.split()[1]) < within_s, done.stdout + done.stderr
