@@ -36,7 +36,7 @@ GRACE_S = 5.0
 _ANSWER_S = 2.0
 """Seconds for a control loop to answer; one that is silent for longer counts as stopped."""
 
-_AGAIN_S, _AGAIN_AT_MOST_S = 0.5, 30.0
+_AGAIN_S, _AGAIN_AT_MOST_S = 0.5, 10.0
 """Seconds between two questions whether ranks are ready for a newcomer: at first, and at most. It
 doubles."""
 
