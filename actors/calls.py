@@ -7,7 +7,9 @@ timeout) does not stop the remote method: it has to tell the actor so with anoth
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Hashable, Mapping
 from typing import Any, TypeAlias, TypeVar
@@ -28,6 +30,8 @@ from ray.exceptions import (
 )
 
 Key = TypeVar("Key", bound=Hashable)
+
+_PARENT_WATCH_S = 0.2
 
 Actor: TypeAlias = Any
 """A Ray actor's handle. Its methods exist only remotely: no type checker sees them."""
@@ -124,6 +128,22 @@ def why_gone(error: RayError) -> str:
         if line.startswith("The actor is dead because"):
             return line.split(" Some common causes", 1)[0].rstrip(". ")
     return text.strip()
+
+
+def end_with_parent() -> None:
+    """End this actor's process soon after its raylet has died, which is its parent.
+
+    Ray does not, as long as the actor is busy. To an actor without its raylet all others seem dead,
+    and what it then does to them would be a mistake.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_WATCH_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="raylet-watch", daemon=True).start()
 
 
 def head_is_gone(timeout_s: float) -> bool:

@@ -8,6 +8,7 @@
     ├── Interrupted            the caller had all ranks stop, between two steps
     ├── RankFailed             a rank raised something that cannot be rebuilt in this process
     ├── DriverLost             the driver actor is gone; the workers may live
+    │   └── HeadLost           the head of the cluster is gone
     └── StateLost              owner and replicas of a shard are gone; no rank has its state
 
 An ordinary exception of the user's function is none of these: it reaches the caller as itself.
@@ -106,6 +107,18 @@ class DriverLost(ChoruslineError):
             f"the driver actor (incarnation {self.incarnation}) is gone: {self.detail}. "
             "The workers were told to stop. Call run() again: it starts a new driver, which asks "
             "the workers that live."
+        )
+
+
+class HeadLost(DriverLost):
+    """The head of the cluster takes no connections any more, so no driver's word can come, and no
+    new driver can be started."""
+
+    def __str__(self) -> str:
+        return (
+            f"the head of the cluster is gone: {self.detail}. No outcome of the run can come. "
+            "Start the cluster anew, and make a new Session; with checkpoint= it goes on from the "
+            "last one"
         )
 
 

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 from collectives.contract.errors import CollectiveError
 from collectives.diagnosis.debug import DebugLevel
 
+from .fault_plan import Order
 from .run_status import RunStatus
 
 
@@ -99,6 +100,7 @@ class RunRequest:
     pause_s: how long the run waits for new workers when fewer than `fewest` are left.
     last_save_s: how long the run waits for the checkpoint that the ranks write before it is given
     up; None if the session keeps no checkpoints.
+    fault_plan: what a person has ordered to happen to workers (fault_plan.py).
     """
 
     run: int
@@ -109,6 +111,7 @@ class RunRequest:
     max_failures: int | None = 0
     pause_s: float = 300.0
     last_save_s: float | None = None
+    fault_plan: tuple[Order, ...] = ()
 
     def __post_init__(self) -> None:
         if self.run < 0:

@@ -25,6 +25,7 @@ from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
 import chorusline as cl
+from actors.fault_plan import Instant
 from runtime.program.context import call_of
 from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 
@@ -105,67 +106,21 @@ ENDS_A_WORKER = ("kill", "stop", "drain")
 # -- where ---------------------------------------------------------------------------------------
 
 
-def around(owner: Any, name: str, act: Callable[[], None], *, is_after: bool) -> None:
-    """Act once, before or after the next call of `owner.name`."""
-    original = getattr(owner, name)
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        setattr(owner, name, original)
-        if not is_after:
-            act()
-        result = original(*args, **kwargs)
-        if is_after:
-            act()
-        return result
-
-    setattr(owner, name, called)
-
-
-Arm = Callable[[cl.Context, Any, Callable[[], None]], None]
-
-PHASES: dict[str, Arm] = {
-    "(1) before": lambda _, optim, act: around(
-        optimizer_engine_of(optim).reducer, "wait", act, is_after=False
-    ),
-    "(1) after": lambda _, optim, act: around(
-        optimizer_engine_of(optim).reducer, "wait", act, is_after=True
-    ),
-    "(2)": lambda _, optim, act: around(
-        optimizer_engine_of(optim).shard, "start_replicating", act, is_after=True
-    ),
-    "(3) before": lambda _, optim, act: around(
-        optimizer_engine_of(optim)._ballot, "hold", act, is_after=False
-    ),
-    "(3) after": lambda _, optim, act: around(
-        optimizer_engine_of(optim)._ballot, "hold", act, is_after=True
-    ),
-    "(4) before": lambda _, optim, act: around(
-        optimizer_engine_of(optim).shard, "apply", act, is_after=False
-    ),
-    "(4) after": lambda _, optim, act: around(
-        optimizer_engine_of(optim).shard, "apply", act, is_after=True
-    ),
-    "(5)": lambda _, optim, act: around(
-        optimizer_engine_of(optim).shard, "start_gather", act, is_after=True
-    ),
-    "after the step": lambda _, optim, act: around(
-        optimizer_engine_of(optim), "_try_step", act, is_after=True
-    ),
-    "recovery (c)": lambda ctx, _, act: around(
-        call_of(ctx).recovery._lifeline, "connect", act, is_after=False
-    ),
-    "recovery (d)": lambda _, optim, act: around(
-        optimizer_engine_of(optim).shard, "complete", act, is_after=False
-    ),
-    "recovery (e)": lambda ctx, _, act: around(
-        call_of(ctx).recovery.in_place, "deal", act, is_after=False
-    ),
-    "recovery (f)": lambda _, optim, act: around(
-        optimizer_engine_of(optim).shard, "gather", act, is_after=True
-    ),
-    "after the recovery": lambda ctx, _, act: around(
-        call_of(ctx).recovery, "recover", act, is_after=True
-    ),
+PHASES = {
+    "(1) before": Instant.REDUCE,
+    "(1) after": Instant.REDUCED,
+    "(2)": Instant.REPLICATE,
+    "(3) before": Instant.VOTE,
+    "(3) after": Instant.SEEN,
+    "(4) before": Instant.APPLY,
+    "(4) after": Instant.APPLIED,
+    "(5)": Instant.GATHER,
+    "after the step": Instant.STEPPED,
+    "recovery (c)": Instant.MEET,
+    "recovery (d)": Instant.MOVE,
+    "recovery (e)": Instant.ENTER,
+    "recovery (f)": Instant.GATHER_AGAIN,
+    "after the recovery": Instant.RECOVERED,
 }
 """Where a fault may strike. Those of a recovery strike in the next one that there is."""
 
@@ -188,7 +143,7 @@ def strike(ctx: cl.Context, optim: Any, plan: Plan, seat: int, folder: Path) -> 
                 append(folder / "struck", astuple(fault))
                 FAULTS[fault.kind](ctx, folder)
 
-            PHASES[fault.phase](ctx, optim, act)
+            optimizer_engine_of(optim).faults.at(PHASES[fault.phase], act)
 
 
 def append(path: Path, entry: Any) -> None:

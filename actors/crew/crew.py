@@ -18,7 +18,7 @@ import ray
 
 from ..calls import Actor, ActorGone, NoAnswer, answer, answers, head_is_gone
 from ..driver.driver import GRACE_S, Unfit, driver_class
-from ..errors import DriverLost, StartupError
+from ..errors import DriverLost, HeadLost, StartupError
 from ..journal import JournalReader
 from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from ..versions import versions_here
@@ -259,10 +259,10 @@ class Crew:
         if outcome is None:
             raise await self._nobody_is_in(began_with)
         self._is_assembled = self._leaves_all(outcome)
-        return outcome  # type: ignore[no-any-return]
+        return outcome
 
     async def _outcome(self, call: Any) -> RunSucceeded | RunFailed | None:
-        """What the driver returns. Raises DriverLost if the cluster's head is gone for HEAD_S: Ray
+        """What the driver returns. Raises HeadLost if the cluster's head is gone for HEAD_S: Ray
         would wait for ever."""
         watch = asyncio.create_task(_until_head_is_gone(), name="head-watch")
         outcome = asyncio.ensure_future(answer(call))
@@ -273,11 +273,7 @@ class Crew:
         finally:
             watch.cancel()
             outcome.cancel()
-        raise DriverLost(
-            self._incarnation,
-            f"the head of the cluster has taken no connections for {HEAD_S:g} s, and no outcome of "
-            "the run can come without it. Start the cluster anew, and connect again",
-        )
+        raise HeadLost(self._incarnation, f"it has taken no connections for {HEAD_S:g} s")
 
     async def _nobody_is_in(self, began_with: Mapping[int, Actor]) -> DriverLost:
         """The error of a run that a driver died in, and that no worker is in which lives."""

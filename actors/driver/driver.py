@@ -21,7 +21,7 @@ import ray
 
 from .. import messages
 from ..actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
-from ..calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers
+from ..calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers, end_with_parent
 from ..messages import RunFailed, RunRequest, RunSucceeded
 from ..meter import DriverCounters
 from ..versions import difference
@@ -36,7 +36,7 @@ GRACE_S = 5.0
 _ANSWER_S = 2.0
 """Seconds for a control loop to answer; one that is silent for longer counts as stopped."""
 
-_AGAIN_S, _AGAIN_AT_MOST_S = 0.5, 30.0
+_AGAIN_S, _AGAIN_AT_MOST_S = 0.5, 10.0
 """Seconds between two questions whether ranks are ready for a newcomer: at first, and at most. It
 doubles."""
 
@@ -59,6 +59,7 @@ class Driver(StoreActor):
     def __init__(self, incarnation: int, session: str = "") -> None:
         super().__init__()
         self._incarnation = incarnation
+        end_with_parent()
         self._counters = DriverCounters(session)
         self._membership = Membership()
         self._workers: dict[str, Actor] = {}  # by worker id

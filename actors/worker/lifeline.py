@@ -13,10 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import ray
+
 from collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
 
 from ..calls import Actor
 from ..errors import ends_a_generation
+from ..fault_plan import Faults, Instant
 from ..messages import NOWHERE, Assignment, Frozen, Readiness, Resumption, RunRequest
 
 if TYPE_CHECKING:
@@ -39,7 +42,11 @@ class Lifeline:
         assignment: Assignment,
         connect: Callable[[], Group],
         resumption: Resumption | None = None,
+        seat: int = -1,
     ) -> None:
+        """seat: of this worker, if it is one with which the run began: it commits what is ordered
+        for that seat."""
+        self.faults = Faults.of(request.fault_plan, seat, lambda: ray.kill(self._driver))
         self.goes_on = request.goes_on
         self.group: Group | None = None
         self.assignment = assignment
@@ -114,6 +121,7 @@ class Lifeline:
         return resumption
 
     def connect(self) -> Group:
+        self.faults.reach(Instant.MEET)
         self.group = self._connect()
         return self.group
 

@@ -26,7 +26,13 @@ import ray
 from ray.exceptions import RayError
 
 import collectives
-from collectives.contract.errors import CollectiveError, CollectiveTimeout, GroupAborted, fresh_copy
+from collectives.contract.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    GroupAborted,
+    StoreLost,
+    fresh_copy,
+)
 from collectives.diagnosis.debug import get_debug_level, set_debug_level
 
 from .. import outcomes
@@ -394,7 +400,12 @@ class Worker:
         set_debug_level(max(run.request.debug_level, get_debug_level()))
         program: Program = parcel.opened()
         lifeline = Lifeline(
-            run.request, run.driver, run.assignment, lambda: self._meet(run), resumption
+            run.request,
+            run.driver,
+            run.assignment,
+            lambda: self._meet(run),
+            resumption,
+            self._info.seat if resumption is None else -1,
         )
         with self._lock:
             run.lifeline = lifeline
@@ -480,7 +491,9 @@ class Worker:
                 as_counted=self._group.as_counted_here if self._group else None,
             )
             if run.nobody_began and ends_a_generation(error):
-                ending = replace(ending, nobody_began=True)
+                # The driver has died, and the store with it: no rank is to blame.
+                is_echo = ending.is_echo or isinstance(error, StoreLost)
+                ending = replace(ending, nobody_began=True, is_echo=is_echo)
         if isinstance(ending, Failure) and self._group is not None:
             generation = run.assignment.generation
             self._group.abort(

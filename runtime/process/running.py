@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from actors.fault_plan import Faults
 from collectives.group import Group
 
 T = TypeVar("T")
@@ -21,6 +22,10 @@ class Survival(Protocol):
     """What models and optimizers ask of recovery (recovery.py), which takes them into the next
     generation. `model` and `optimizer` are the engines of a DistributedDataParallel and of a
     ZeroRedundancyOptimizer."""
+
+    @property
+    def faults(self) -> Faults:
+        """What was ordered to happen to this rank."""
 
     def watch_model(self, model: Any) -> None:
         """Take this model along into later generations, as long as it lives."""

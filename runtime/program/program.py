@@ -145,10 +145,12 @@ class FunctionRun:
         )
         self._call = call
         config = self._program.checkpoint
-        if config is not None and self._goes_back:
+        if config is not None and resumption is not None:
+            # The run goes on from memory, also when it has gone back to a checkpoint before: new
+            # workers know nothing of that.
+            config = replace(config, resume=NEVER)
+        elif config is not None and self._goes_back:
             config = replace(config, resume=AUTO)
-        elif config is not None and resumption is not None:
-            config = replace(config, resume=NEVER)  # The run goes on from memory.
         checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
         checkpoints.tell_progress = call.data_state
         with running(call), checkpoints:
@@ -157,6 +159,8 @@ class FunctionRun:
                 call.resume_data(positions)
             elif checkpoints.reader is not None:
                 call.resume_data(checkpoints.reader.manifest.progress)
+                if self._recovery is not None and self._program.checkpoint is not None:
+                    self._recovery.can_resume_again = self._program.checkpoint.resume == AUTO
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[FunctionCall]:

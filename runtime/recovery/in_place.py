@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from actors.fault_plan import Instant
 from actors.messages import Assignment, Resumption
 from actors.worker.lifeline import Lifeline
 from collectives import Group
@@ -102,6 +103,7 @@ class InPlace:
         join.change_group(group)
         for number in everywhere:  # (f)
             optimizers[number].shard.gather()
+            self._lifeline.faults.reach(Instant.GATHER_AGAIN)
         for number, model in models.items():
             if all(number in one.synced for one in standings):
                 synced, step, live = [one.synced[number] for one in standings], 0, []
@@ -150,6 +152,7 @@ class InPlace:
         for number in everywhere:
             inventories = [standing.held[number] for standing in standings]
             shard = optimizers[number].shard
+            self._lifeline.faults.reach(Instant.MOVE)
             self.bytes_moved += shard.complete(self.held[number], inventories, group, leaving)
         return everywhere
 
@@ -166,6 +169,7 @@ class InPlace:
 
     def deal(self, entry: Entry) -> None:
         """Deal the samples of lost ranks to the remaining ranks."""
+        self._lifeline.faults.reach(Instant.ENTER)
         rank = entry.assignment.rank
         left = self._objects.call.dealer.redeal(rank, entry.positions, entry.former_ranks)
         inside = join.active_join()

@@ -24,6 +24,7 @@ or collective, and is left there.
 from __future__ import annotations
 
 from actors.errors import ends_a_generation
+from actors.fault_plan import Instant
 from actors.messages import NOWHERE, Resumption
 from actors.worker.lifeline import Lifeline
 from collectives import GroupAborted, GroupClosed
@@ -53,8 +54,12 @@ class Recovery:
 
     def __init__(self, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
+        self.faults = lifeline.faults
         self._objects = LiveObjects(self._plain_step_counts)
         self._state = RankState(lifeline.generation)
+        self.can_resume_again = False
+        """The function has begun from a checkpoint, and would find it again. As long as no step
+        counts, it does that: not all of its objects may have their state yet."""
         self.in_place = InPlace(lifeline, self._state, self._objects)
         self.from_the_top = FromTheTop(lifeline, self._state, self._objects)
         lifeline.readiness = lambda: self._state.readiness(self._objects.facts())
@@ -75,6 +80,7 @@ class Recovery:
     def attach(self, call: RunningCall) -> None:
         """The function begins to run, in this call."""
         self._objects.begin(call)
+        self.can_resume_again = False
         self.in_place.begin()
         self.from_the_top.begin_call()
 
@@ -168,6 +174,7 @@ class Recovery:
                     raise FunctionLeft
                 if not resumption.leaving:
                     self.in_place.go_on(resumption)
+                    self.faults.reach(Instant.RECOVERED)
                     return
                 self.in_place.hand_over(resumption)
                 reason = f"ranks {list(resumption.leaving)} have handed over their state, and leave"
@@ -209,7 +216,8 @@ class Recovery:
         return self._lifeline.regenerate(self._state.report(frozen, self._objects.facts(), where))
 
     def _where_left(self) -> Where:
-        has_begun = self._state.stage is not Stage.FRESH or self._objects.has_taken_part()
+        is_fresh = self._state.stage is Stage.FRESH
+        has_begun = not is_fresh or (self._objects.has_taken_part() and not self.can_resume_again)
         return Where.OUTSIDE if has_begun else Where.NOT_BEGUN
 
     # -- how a function begins ---------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import warnings
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
+from actors import fault_plan
 from actors.calls import head_is_gone
 from actors.crew.crew import HEAD_ANSWER_S, Crew
 from actors.errors import DriverLost
@@ -132,6 +135,10 @@ class Session:
                 f"checkpoint must be a CheckpointConfig, got {type(checkpoint).__name__}; write "
                 "checkpoint=CheckpointConfig(storage_path=...)"
             )
+        self._fault_plan = fault_plan.parsed(os.environ.get(fault_plan.VARIABLE, ""), self._most)
+        if self._fault_plan:
+            orders = "; ".join(map(str, self._fault_plan))
+            warnings.warn(f"{fault_plan.VARIABLE} orders faults: {orders}", stacklevel=2)
         self._use_gpu = use_gpu
         self._accelerator_type = accelerator_type
         self._pause_s = pause_s
@@ -388,6 +395,7 @@ class Session:
             self._max_failures,
             self._pause_s,
             last_save_s=self._checkpoint.timeout_s if self._checkpoint is not None else None,
+            fault_plan=self._fault_plan,
         )
 
     @asynccontextmanager

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from actors.errors import ends_a_generation
+from actors.fault_plan import Faults, Instant
 from actors.messages import Progress
 from collectives import CollectiveError, Group
 
@@ -93,10 +94,13 @@ class OptimizerEngine:
         self._ballot_of_step = 0
         """The ballot of the current step, or of the last one."""
         self._recovery: Survival | None = None
+        self.faults = Faults()
         given = [p for options in face.param_groups for p in options["params"]]
         if model is not None and shard.elementwise:
             self.reducer = model.reducer
             self._recovery = recovery_of(self.group)
+            if self._recovery is not None:
+                self.faults = self._recovery.faults
             self.reducer.reduce_by_shards()
             self._own(self.reducer.parameters, self.reducer.buckets)
         laid_out = {id(p) for p in shard.parameters}
@@ -211,13 +215,22 @@ class OptimizerEngine:
             gather.wait()
         if self.model is not None and self.reducer is not None:
             self.model.sync_buffers(outcome.agreement.live, self.face._join)
+        self.faults.reach(Instant.STEPPED)
 
     def _hold_ballot(self, is_live: bool) -> tuple[float, ...]:
+        reach = self.faults.reach
+        reach(Instant.REDUCE)
         if self.reducer is not None:
             self.reducer.wait()  # (1)
-        for work in self.shard.start_replicating():  # (2)
+        reach(Instant.REDUCED)
+        replicating = self.shard.start_replicating()  # (2)
+        reach(Instant.REPLICATE)
+        for work in replicating:
             work.wait()
-        return self._ballot.hold(self._vote(is_live))  # (3)
+        reach(Instant.VOTE)
+        payload = self._ballot.hold(self._vote(is_live))  # (3)
+        reach(Instant.SEEN)
+        return payload
 
     def _vote(self, is_live: bool) -> Vote:
         needs_norm = self.face.max_norm is not None or self.face.uses_scaler
@@ -275,10 +288,13 @@ class OptimizerEngine:
         coefficient = self._clip_coefficient() / scale
         failure: CollectiveError | None = None
         for portion in self.shard.portions[len(gathers) :]:
+            self.faults.reach(Instant.APPLY)
             self.shard.apply(portion, self.face.param_groups, agreement.used, divisor, coefficient)
+            self.faults.reach(Instant.APPLIED)
             try:
                 if failure is None:
                     gathers += self.shard.start_gather(portion)
+                    self.faults.reach(Instant.GATHER)
             except CollectiveError as error:
                 failure = error  # The step counts, so the remaining shards are stepped first.
         self.face.num_steps += 1
@@ -377,6 +393,7 @@ class OptimizerEngine:
         progress, num_steps, options: of the earlier optimizer.
         """
         assert self.reducer is not None
+        self.faults.reach(Instant.MOVE)
         for ours, theirs in zip(self.face.param_groups, options, strict=True):
             ours.update(theirs)
         self.face.num_steps, self._seen = num_steps, progress

@@ -151,6 +151,7 @@ def test_many_waiters_do_not_keep_the_store_from_answering(actor: Any, store: Ac
         errors.StartupError("num_workers=9", "the cluster has CPU 4"),
         errors.RankFailed(1, 3, "SystemExit: 2"),
         errors.DriverLost(0, "SIGKILL"),
+        errors.HeadLost(0, "it takes no connections"),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 from ray.exceptions import (
@@ -70,3 +73,25 @@ def test_other_errors_of_ray_are_no_death():
 def test_silence_is_no_death():
     with pytest.raises(NoAnswer):
         asyncio.run(answer(asyncio.sleep(5.0), 0.01))
+
+
+CHILD = """
+import os, sys, time
+from actors.calls import end_with_parent
+
+if os.fork():
+    time.sleep(60)
+end_with_parent()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_actor_ends_with_its_raylet_before_it_takes_others_for_dead() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    os.kill(child, 0)
+    parent.kill()
+    parent.wait()
+    assert parent.stdout.read() == "", "this ends when the child does, which has the other end"

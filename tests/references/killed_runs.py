@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from actors.fault_plan import Instant
 from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.training_to_kill import BATCH_SIZE, NUM_SAMPLES, Samples, die
 
@@ -158,32 +159,20 @@ def look_in_vain(ctx: cl.Context, optim: Any) -> None:
     raise failure
 
 
+def dies_at(instant: Instant) -> Callable[[Any], None]:
+    return lambda optim: optimizer_engine_of(optim).faults.at(instant, die)
+
+
 PHASES: dict[str, Callable[[Any], None]] = {
-    "while gradients are reduced (1)": lambda optim: wrap(
-        optimizer_engine_of(optim).reducer, "wait", first=die
-    ),
-    "after they are reduced": lambda optim: wrap(
-        optimizer_engine_of(optim).reducer, "wait", then=die
-    ),
-    "while replicas get theirs (2)": lambda optim: wrap(
-        optimizer_engine_of(optim).shard, "start_replicating", then=die
-    ),
-    "before it votes (3)": lambda optim: wrap(
-        optimizer_engine_of(optim)._ballot, "hold", first=die
-    ),
-    "when it has seen the ballot": lambda optim: wrap(
-        optimizer_engine_of(optim)._ballot, "hold", then=die
-    ),
-    "before it applies (4)": lambda optim: wrap(
-        optimizer_engine_of(optim).shard, "apply", first=die
-    ),
-    "when it has applied (4)": lambda optim: wrap(
-        optimizer_engine_of(optim).shard, "apply", then=die
-    ),
-    "while parameters are gathered (5)": lambda optim: wrap(
-        optimizer_engine_of(optim).shard, "start_gather", then=die
-    ),
-    "after the step": lambda optim: wrap(optimizer_engine_of(optim), "_try_step", then=die),
+    "while gradients are reduced (1)": dies_at(Instant.REDUCE),
+    "after they are reduced": dies_at(Instant.REDUCED),
+    "while replicas get theirs (2)": dies_at(Instant.REPLICATE),
+    "before it votes (3)": dies_at(Instant.VOTE),
+    "when it has seen the ballot": dies_at(Instant.SEEN),
+    "before it applies (4)": dies_at(Instant.APPLY),
+    "when it has applied (4)": dies_at(Instant.APPLIED),
+    "while parameters are gathered (5)": dies_at(Instant.GATHER),
+    "after the step": dies_at(Instant.STEPPED),
 }
 SIX_PHASES = [
     phase

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from benchmarks import chaos_training
+from benchmarks import chaos_kinds, chaos_outside, chaos_training
 from benchmarks.chaos import play
 from benchmarks.chaos_faults import (
     BATCH,
@@ -114,3 +115,47 @@ def test_two_minutes_of_chaos_leave_nothing_to_complain_about() -> None:
     """Of this seed, the first four rounds have faults of all kinds."""
     figures = figures_of("chaos.py", "--seed", "542", "--minutes", "2", timeout_s=380)
     assert figures["faults"] > 0 and figures["wrong"] == 0
+
+
+# -- from outside ----------------------------------------------------------------------------------
+
+
+def test_a_seed_draws_the_same_faults_from_outside_for_all_kinds_of_functions() -> None:
+    plans = [chaos_outside.draw(seed) for seed in range(200)]
+    assert plans == [chaos_outside.draw(seed) for seed in range(200)]
+    assert {plan.kind.name for plan in plans} == set(chaos_kinds.KINDS)
+    assert {plan.num_workers for plan in plans} == {2, 3, 4}
+    assert {len(plan.faults) for plan in plans} == {1, 2, 3, 4, 5}
+    assert {fault.kind for plan in plans for fault in plan.faults} == set(chaos_outside.FAULTS)
+
+
+def ledger(num_steps: int = 30) -> list[torch.Tensor]:
+    """The parameters of a run in which steps were shared by one, two, three and four ranks."""
+    ranks = torch.arange(chaos_kinds.EPOCHS * chaos_kinds.NUM_SAMPLES) % chaos_kinds.MOST + 1
+    used = (chaos_kinds.RATE / ranks.double()).view(chaos_kinds.EPOCHS, chaos_kinds.NUM_SAMPLES)
+    return [used, torch.tensor([chaos_kinds.clock_values()[num_steps - 1]], dtype=torch.float64)]
+
+
+def test_a_ledger_tells_what_was_used_again_or_never_and_steps_that_were_taken_back() -> None:
+    def said(used: torch.Tensor, clock: torch.Tensor) -> list[str]:
+        told = [chaos_kinds.Told(rank, [used, clock], 2, None) for rank in range(2)]
+        return chaos_kinds.complaints(chaos_kinds.Kind("zero"), told)
+
+    used, clock = ledger()
+    assert said(used, clock) == []
+    assert len(said(used, clock * 1.001)) == 1 and "clock" in said(used, clock * 1.001)[0]
+    for first, second in itertools.product(range(1, 5), repeat=2):
+        rate = chaos_kinds.RATE
+        used[1, 7] = rate / first + (1 - rate / first) * rate / second
+        assert said(used, clock) == ["epoch 1: samples [] not used, [7] more than once"]
+    used[1, 7] = 0
+    assert said(used, clock) == ["epoch 1: samples [7] not used, [] more than once"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kills_from_outside_leave_nothing_to_complain_about() -> None:
+    """A seed for each kind of function."""
+    flags = ("--outside", "--seed", "104", "--rounds", "8", "--minutes", "12")
+    figures = figures_of("chaos.py", *flags, timeout_s=880)
+    assert figures["rounds"] == 8 and figures["faults"] > 0 and figures["wrong"] == 0

@@ -34,7 +34,7 @@ ORDER = {
     ],
     "actors": [
         (
-            *("errors", "calls", "versions", "run_status", "whereabouts", "messages"),
+            *("errors", "calls", "versions", "run_status", "whereabouts", "fault_plan", "messages"),
             *("actor_store", "meter", "journal", "private_mapping", "parcels", "pickling"),
             "outcomes",
         ),

@@ -119,12 +119,13 @@ def save_often(ctx: cl.Context) -> int:
 async def test_drivers_that_die_during_saves_cost_neither_the_run_nor_the_checkpoint(
     cluster: None, tmp_path: Path
 ) -> None:
-    """Six of them: more than may die one after the other without having carried the run on."""
     config = cl.CheckpointConfig(tmp_path, every_n_steps=1, num_to_keep=2)
     async with cl.Session(2, resources_per_worker=FEW, timeout_s=20, checkpoint=config) as session:
         running = asyncio.create_task(session.run(save_often))
         crew, killed = session._crew, set()
         assert crew is not None
+        while not list(tmp_path.glob("step-*")):
+            await asyncio.sleep(0.1)
         while not running.done() and len(killed) < 3:
             await asyncio.sleep(1.5)
             if crew._driver is not None and crew._driver not in killed:
@@ -134,6 +135,39 @@ async def test_drivers_that_die_during_saves_cost_neither_the_run_nor_the_checkp
         assert len(killed) == 3
     newest = max(tmp_path.glob("step-*"))
     assert newest.name.startswith("step-00000060") and (newest / "chorusline.json").exists()
+
+
+def slow_to_go_back(ctx: cl.Context, folder: str) -> tuple[int, float]:
+    """When it has gone back to a checkpoint, it is long before its first step."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(64, 1).double()))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.001))
+    if ctx.resumed_from:
+        (Path(folder) / f"back-{os.getpid()}").touch()
+        time.sleep(8)
+    for epoch in ctx.epochs(2):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(torch.ones(80, 64).double(), 1, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                time.sleep(0.1)
+                if ctx.rank == 1 and ctx.step == 12 and not list(Path(folder).glob("back-*")):
+                    os.kill(os.getpid(), signal.SIGKILL)
+    return ctx.world_size, float(next(model.parameters())[0, 0])
+
+
+@pytest.mark.slow
+async def test_a_worker_that_comes_when_a_run_has_gone_back_to_a_checkpoint_gets_into_it(
+    cluster: None, tmp_path: Path
+) -> None:
+    config = cl.CheckpointConfig(tmp_path / "saved", every_n_steps=4)
+    async with cl.Session(
+        (1, 3), resources_per_worker=FEW, timeout_s=30, checkpoint=config
+    ) as session:
+        told = await session.run(slow_to_go_back, folder=str(tmp_path))
+    assert list(tmp_path.glob("back-*"))
+    assert len(told) == 3 and {one[0] for one in told} == {3}
+    assert len(set(told)) == 1
 
 
 LEAVES = """
@@ -146,7 +180,8 @@ def train(ctx):
     time.sleep(100)
 
 def begun(report):
-    loop = asyncio.get_running_loop()
+    global killed_at
+    loop, killed_at = asyncio.get_running_loop(), time.monotonic()
     if report.rank == 0 and sys.argv[1] == "group":
         loop.call_later(0.1, os.killpg, 0, signal.SIGTERM)
     elif report.rank == 0:
@@ -154,34 +189,29 @@ def begun(report):
         loop.call_later(0.1, os.kill, processes[0].process.pid, signal.SIGKILL)
 
 async def main():
-    began_at = None
     async with cl.Session(2, on_report=begun) as session:
         try:
             await session.run(train)
         except BaseException as error:
             print(type(error).__name__, error, flush=True)
             raise
-        finally:
-            began_at = time.monotonic()
-    print("closed in", time.monotonic() - began_at)
 
 try:
     asyncio.run(main())
 finally:
-    print("over", flush=True)
+    print("over", time.monotonic() - killed_at, flush=True)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("what", "said", "within_s"), [("group", "CancelledError", 50), ("head", "DriverLost", 100)]
+    ("what", "said", "within_s"), [("group", "CancelledError", 40), ("head", "HeadLost", 75)]
 )
 def test_a_session_ends_without_its_cluster(what: str, said: str, within_s: float) -> None:
     """SIGTERM to the process group, as `timeout` sends it, takes Ray's processes along; or the head
     dies by itself."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    began_at = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", LEAVES, what],
         start_new_session=True,
@@ -189,9 +219,9 @@ def test_a_session_ends_without_its_cluster(what: str, said: str, within_s: floa
         text=True,
         env=environment,
         check=False,
-        timeout=140,
+        timeout=220,
     )
     lines = done.stdout.splitlines()
-    assert time.monotonic() - began_at < within_s, done.stdout + done.stderr
     assert any(line.startswith(said) for line in lines), done.stdout + done.stderr
-    assert "over" in lines
+    (over,) = [line for line in lines if line.startswith("over")]
+    assert float(over.split()[1]) < within_s, done.stdout + done.stderr

@@ -1,0 +1,184 @@
+"""Faults that a person orders: processes of a run die or stop at instants that have names.
+
+    CHORUSLINE_FAULT_PLAN="kill 1 at vote 3; stop 0 at gather 5" python train.py
+    CHORUSLINE_FAULT_PLAN="seed 7" python train.py
+
+An order is `WHAT SEAT at INSTANT N`: when the worker in that seat comes to the instant for the Nth
+time. Only workers with which the run began commit faults, so those that replace them do not repeat
+them. The code that trains calls `Faults.reach` at these instants; without orders that is one look
+at an empty table. Tests arm the same instants with acts of their own (`Faults.at`).
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+VARIABLE = "CHORUSLINE_FAULT_PLAN"
+
+
+class Instant(enum.Enum):
+    """Of the step of a ZeroRedundancyOptimizer (runtime/zero/engine.py), and of a recovery
+    (runtime/recovery/in_place.py)."""
+
+    REDUCE = "reduce"
+    """(1) Gradients are on their way; this rank has not waited for them."""
+
+    REDUCED = "reduced"
+    """They are reduced here."""
+
+    REPLICATE = "replicate"
+    """(2) Reduced parts are on their way to their replicas."""
+
+    VOTE = "vote"
+    """(3) This rank has not voted."""
+
+    SEEN = "seen"
+    """It has seen the ballot."""
+
+    APPLY = "apply"
+    """(4) It has not stepped the bucket that is next."""
+
+    APPLIED = "applied"
+    """It has stepped a bucket."""
+
+    GATHER = "gather"
+    """(5) New parameters of a bucket are on their way."""
+
+    STEPPED = "stepped"
+    """The step is over here."""
+
+    MEET = "meet"
+    """The ranks of a generation are about to meet, also those of the first one that make a new
+    group."""
+
+    MOVE = "move"
+    """(d) They have met, and are about to move state."""
+
+    ENTER = "enter"
+    """(e) This rank is about to deal the samples anew, and to cut its shards."""
+
+    GATHER_AGAIN = "gather again"
+    """(f) Parameters that some rank may lack are on their way."""
+
+    RECOVERED = "recovered"
+    """This rank goes on with its step."""
+
+
+class What(enum.Enum):
+    KILL = "kill"
+    STOP = "stop"
+    TERMINATE = "terminate"
+    DRIVER = "driver"
+    """The worker kills the driver."""
+
+
+SIGNALS = {
+    What.KILL: signal.SIGKILL,
+    What.STOP: signal.SIGSTOP,
+    What.TERMINATE: signal.SIGTERM,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    what: What
+    seat: int
+    instant: Instant
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.what.value} {self.seat} at {self.instant.value} {self.number}"
+
+
+_ORDER = re.compile(r"(\w+) (\d+) at ([a-z ]+?) (\d+)")
+_SEED = re.compile(r"seed (\d+)")
+
+
+def parsed(text: str, num_workers: int) -> tuple[Order, ...]:
+    """The orders in the value of CHORUSLINE_FAULT_PLAN. num_workers: for those drawn by a seed.
+
+    Raises ValueError with the words that are known.
+    """
+    if seed := _SEED.fullmatch(text.strip()):
+        return drawn(int(seed[1]), num_workers)
+    orders = []
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        found = _ORDER.fullmatch(entry)
+        try:
+            if found is None or int(found[4]) < 1:
+                raise ValueError
+            orders.append(Order(What(found[1]), int(found[2]), Instant(found[3]), int(found[4])))
+        except ValueError:
+            whats = ", ".join(one.value for one in What)
+            instants = ", ".join(one.value for one in Instant)
+            raise ValueError(
+                f"{VARIABLE} has an order {entry!r}; write `WHAT SEAT at INSTANT N` with orders "
+                f"between semicolons, or `seed N`. WHAT: {whats}. INSTANT: {instants}. N: from 1, "
+                "which time the worker comes to it"
+            ) from None
+    return tuple(orders)
+
+
+def drawn(seed: int, num_workers: int) -> tuple[Order, ...]:
+    """One to three orders, for different seats."""
+    rng = random.Random(seed)
+    seats = rng.sample(range(num_workers), min(num_workers, rng.randint(1, 3)))
+    whats = rng.choices(list(What), (6, 1, 1, 2), k=len(seats))
+    return tuple(
+        Order(what, seat, rng.choice(list(Instant)), rng.randint(1, 20))
+        for what, seat in zip(whats, seats, strict=True)
+    )
+
+
+class Faults:
+    """What happens to one rank in one run, by instant."""
+
+    def __init__(self) -> None:
+        self._armed: dict[Instant, list[tuple[int, Callable[[], object]]]] = {}
+
+    @classmethod
+    def of(cls, orders: tuple[Order, ...], seat: int, kill_driver: Callable[[], object]) -> Faults:
+        """The orders for the worker in a seat."""
+        faults = cls()
+        for order in orders:
+            if order.seat == seat:
+                act = kill_driver if order.what is What.DRIVER else _sender(SIGNALS[order.what])
+                faults.at(order.instant, act, order.number)
+        return faults
+
+    def at(self, instant: Instant, act: Callable[[], object], number: int = 1) -> None:
+        """Act once, when the rank comes to the instant for the `number`th time from now."""
+        self._armed.setdefault(instant, []).append((number, act))
+
+    def reach(self, instant: Instant) -> None:
+        """The rank is at this instant. Called by the code that trains, on its thread."""
+        if self._armed:
+            self._reach(instant)
+
+    def _reach(self, instant: Instant) -> None:
+        waiting, due = [], []
+        for number, act in self._armed.pop(instant, []):
+            if number > 1:
+                waiting.append((number - 1, act))
+            else:
+                due.append(act)
+        if waiting:
+            self._armed[instant] = waiting
+        for act in due:
+            act()
+
+
+def _sender(number: signal.Signals) -> Callable[[], None]:
+    def send() -> None:
+        os.kill(os.getpid(), number)
+        if number is not signal.SIGTERM:
+            time.sleep(0.5)  # The signal may need a moment; nothing is to happen in it.
+
+    return send
