@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: run test test-slow check docs bench clean
+.PHONY: run test test-slow test-oldest check docs bench compared clean
 
 run: $(INSTALLED)  ## train the example on two CPU workers, with Join and ZeRO on
 	$(BIN)/chorusline run examples/stdlib_gpt.py $(ARGS)
@@ -14,6 +14,11 @@ test: $(INSTALLED)  ## the whole test suite but for what is marked slow
 
 test-slow: $(INSTALLED)  ## the tests that take longer than the suite allows
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-oldest:  ## the fast tests on the oldest torch and Ray that pyproject.toml allows, in .venv-oldest
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[test]'
+	.venv-oldest/bin/python -m pytest -m "not slow" $(ARGS)
 
 check: $(INSTALLED)  ## lint, format and types
 	$(BIN)/ruff check
@@ -35,8 +40,12 @@ bench: $(INSTALLED)  ## every benchmark, as tables
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/torch_backend.py
 
+compared: $(INSTALLED)  ## the table of README.md: three runs of what it quotes, half an hour
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/compared.py $(ARGS)
+
 clean:
-	rm -rf .venv out site .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf .venv .venv-oldest out site .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
 # The stamp is newer than what says what to install, or everything is installed again.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -19,7 +19,7 @@ from torch.autograd import profiler
 
 from .contract.communicator import Communicator
 from .contract.errors import GroupClosed
-from .contract.inference import outside_inference_mode
+from .contract.modes import outside_modes
 from .contract.operation import Kind, Operation
 from .contract.torch_words import instead_of_method, says
 from .contract.work import Work
@@ -131,7 +131,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
         self._announce: Announce | None = None
 
     @classmethod
-    @outside_inference_mode
+    @outside_modes
     def create(
         cls,
         store: Store,

@@ -26,7 +26,7 @@ from .contract.errors import (
     StoreTimeout,
     fresh_copy,
 )
-from .contract.inference import outside_inference_mode
+from .contract.modes import outside_modes
 from .contract.operation import Operation
 from .contract.torch_words import says
 from .contract.work import Work
@@ -116,7 +116,10 @@ class Subgroups(ABC):
             passed = ", ".join(
                 f"rank {r} passed {what[0]}, name {what[1]!r}" for r, what in enumerate(said)
             )
-            raise CollectiveMismatch(f"new_group #{number}", self.generation, blamed, passed)
+            remedy = "Every rank must call new_group with the same ranks and name, in one order."
+            raise CollectiveMismatch(
+                f"new_group #{number}", self.generation, blamed, passed, remedy
+            )
         return self._make(ranks, name, f"{number}")
 
     def split(
@@ -137,7 +140,7 @@ class Subgroups(ABC):
         members.sort(key=lambda rank: (said[rank][1], rank))
         return self._make(members, name, f"{number}.{color}")
 
-    @outside_inference_mode
+    @outside_modes
     def connect_child(
         self,
         members: Sequence[int],

@@ -99,33 +99,49 @@ class CollectiveError(ChoruslineError, RuntimeError):
     ranks: list[int]
 
 
+SAME_ORDER = (
+    "Every rank must issue the same collectives in the same order, with equal sizes and dtypes."
+)
+ALL_ARRIVE = (
+    "Ranks that may run out of data at different steps belong inside Join(); if steps are only "
+    "slow, raise the timeout (timeout_s)."
+)
+
+
 @dataclass(eq=False, repr=False)
 class CollectiveTimeout(CollectiveError):
-    """Ranks did not arrive before the deadline. Their processes exist; else it is `PeerLost`."""
+    """Ranks did not arrive before the deadline. Their processes exist; else it is `PeerLost`.
+
+    remedy: a sentence.
+    """
 
     timeout_s: float
     whereabouts: str = ""
+    remedy: str = ALL_ARRIVE
 
     def __str__(self) -> str:
         where = f"; {self.whereabouts}" if self.whereabouts else ""
         return (
             f"{self.operation} in generation {self.generation}: ranks {self.ranks} did not arrive "
-            f"within {self.timeout_s:g} s{where}. Ranks that may run out of data at different "
-            "steps belong inside Join(); if steps are only slow, raise the timeout (timeout_s)."
+            f"within {self.timeout_s:g} s{where}. {self.remedy}"
         )
 
 
 @dataclass(eq=False, repr=False)
 class CollectiveMismatch(CollectiveError):
-    """Ranks issued different operations in one place. No rank's tensor was changed."""
+    """Ranks issued different operations in one place, or gave one operation different arguments.
+    No rank's tensor was changed.
+
+    remedy: a sentence.
+    """
 
     detail: str
+    remedy: str = SAME_ORDER
 
     def __str__(self) -> str:
         return (
             f"{self.operation} in generation {self.generation} does not match on ranks "
-            f"{self.ranks}: {self.detail}. Every rank must issue the same collectives in the same "
-            "order, with equal sizes and dtypes."
+            f"{self.ranks}: {self.detail}. {self.remedy}"
         )
 
 

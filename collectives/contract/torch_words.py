@@ -2,7 +2,7 @@
 
 Python's TypeError for an unknown argument names the argument and no mend. Functions with the
 decorators of this file say in it what to write. The texts are looked up only when a call has
-failed; until then the decorator `tensor_operation` costs nothing beside leaving the inference mode.
+failed; until then the decorator `tensor_operation` costs nothing beside leaving torch's modes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-import torch
+from .modes import in_a_mode, modes_left, refuse_fake_mode
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -118,17 +118,18 @@ def object_operation(**instead: str) -> Callable[[Callable[_P, _T]], Callable[_P
 
 
 def tensor_operation(**instead: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """`says` for an operation on tensors, which runs outside of torch.inference_mode (inference.py)
-    as well: one wrapper, because each adds to the time of every operation."""
+    """`says` for an operation on tensors, which runs outside of torch's modes (modes.py) as well:
+    one wrapper, because each adds to the time of every operation."""
     instead = _OF_OPERATIONS | instead
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         @functools.wraps(function)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             try:
-                if not torch.is_inference_mode_enabled():
+                if not in_a_mode():
                     return function(*args, **kwargs)
-                with torch.inference_mode(False):
+                refuse_fake_mode()
+                with modes_left():
                     return function(*args, **kwargs)
             except TypeError as error:
                 _explain(error, function, kwargs, instead)

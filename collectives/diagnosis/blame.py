@@ -72,14 +72,16 @@ def tell_issued(said: Sequence[object]) -> str:
     )
 
 
-def check_like_rank_0(operation: str, generation: int, said: Sequence[object], detail: str) -> None:
+def check_like_rank_0(
+    operation: str, generation: int, said: Sequence[object], detail: str, remedy: str
+) -> None:
     """Raise CollectiveMismatch that names the ranks whose value differs from rank 0's, if any.
 
-    said: by rank. operation, generation, detail: for the error.
+    said: by rank. operation, generation, detail, remedy: for the error.
     """
     unlike = [rank for rank, what in enumerate(said) if what != said[0]]
     if unlike:
-        raise CollectiveMismatch(operation, generation, unlike, detail)
+        raise CollectiveMismatch(operation, generation, unlike, detail, remedy)
 
 
 def _ranks(ranks: list[int]) -> str:

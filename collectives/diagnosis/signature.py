@@ -64,7 +64,8 @@ def pair_mismatch(
         for sender, receiver, sent, expected in wrong
     )
     blamed = sorted({rank for pair in wrong for rank in pair[:2]})
-    return CollectiveMismatch(str(operation), generation, blamed, detail)
+    remedy = "A rank must expect from another rank as many elements as that one sends to it."
+    return CollectiveMismatch(str(operation), generation, blamed, detail, remedy)
 
 
 def message_mismatch(
@@ -77,4 +78,6 @@ def message_mismatch(
         f"rank {operation.peer} sent {elements(numel, dtype)} and rank {rank} expects "
         f"{elements(operation.numel, operation.dtype)}"
     )
-    return CollectiveMismatch(str(operation), generation, sorted({rank, operation.peer}), detail)
+    blamed = sorted({rank, operation.peer})
+    remedy = "A message and its recv must have equal sizes and dtypes."
+    return CollectiveMismatch(str(operation), generation, blamed, detail, remedy)

@@ -23,7 +23,7 @@ import torch
 from ..contract.communicator import Communicator
 from ..contract.dtypes import DTYPE_INDEX
 from ..contract.errors import CollectiveError, CollectiveMismatch, GroupAborted, PayloadUnreadable
-from ..contract.inference import outside_inference_mode
+from ..contract.modes import outside_modes
 from ..contract.operation import FIRST_OBJECT_TAG, STARTED, Kind, OnBehalf, Operation
 from ..contract.work import SettledWork, Work
 from .payloads import MapLocation, bytes_of, loads, words_of
@@ -98,7 +98,7 @@ class ScriptedWork(SettledWork):
         else:
             self._resume()
 
-    @outside_inference_mode
+    @outside_modes
     def _resume(self) -> None:
         try:
             following = next(self._script)
@@ -155,7 +155,7 @@ class ObjectMessages:
         self._abort = abort
         self._sent: Counter[int] = Counter()  # lists, by receiver
 
-    @outside_inference_mode
+    @outside_modes
     def send(self, operation: Operation, payload: bytes) -> ScriptedWork:
         number = self._sent[operation.peer]
         self._sent[operation.peer] += 1
@@ -236,12 +236,10 @@ class ObjectMessages:
 
     def _mismatch(self, operation: Operation, count: int) -> CollectiveMismatch:
         rank, source = self._communicator.rank, operation.peer
-        detail = (
-            f"rank {source} sent {count} objects and rank {rank} expects {operation.numel}: the "
-            "lists must be of one length"
-        )
+        detail = f"rank {source} sent {count} objects and rank {rank} expects {operation.numel}"
+        remedy = "The lists of both ranks must be of one length."
         error = CollectiveMismatch(
-            str(operation), operation.generation, sorted({rank, source}), detail
+            str(operation), operation.generation, sorted({rank, source}), detail, remedy
         )
         self._abort(error)
         return error

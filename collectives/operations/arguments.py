@@ -20,8 +20,9 @@ from torch.utils.dlpack import from_dlpack
 
 from ..contract.dtypes import DTYPE_INDEX, DTYPES
 from ..contract.errors import UnsupportedOperation
-from ..contract.inference import alias
+from ..contract.modes import alias
 from ..contract.operation import ReduceOp
+from .wrappers import check_memory, unwrapped
 
 Finisher = Callable[[], object]
 
@@ -42,8 +43,14 @@ def checked(
     value: Any, name: str, device: torch.device, backend: str, written: bool
 ) -> torch.Tensor:
     """`value` as a tensor without autograd, in the same memory; raises if an operation cannot use
-    its type, dtype, device, layout or strides."""
-    tensor = value if isinstance(value, torch.Tensor) else _foreign(value, name, written)
+    its type, dtype, device, layout or strides, or if it is a wrapper."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        tensor = value
+    elif isinstance(value, torch.Tensor):
+        tensor = unwrapped(value, name)
+    else:
+        tensor = _foreign(value, name, written)
     if tensor.is_inference():
         tensor = alias(tensor)
     elif tensor.requires_grad:
@@ -64,6 +71,7 @@ def checked(
             f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} has several "
             "elements in one place, so results cannot be written into it; pass .clone()"
         )
+    check_memory(tensor, name)
     return tensor
 
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 
 from ..contract.errors import CollectiveError, GroupClosed, PeerLost
-from ..contract.inference import outside_inference_mode
+from ..contract.modes import outside_modes
 from ..contract.operation import STARTED, Operation
 from .driving import WAKE_DELAY_S, DrivenQueue, DrivenWork
 from .segment import SharedSegment
@@ -126,7 +126,7 @@ class Lane(DrivenQueue):
             if (until is not None and until.done) or self._end is not None:
                 return
 
-    @outside_inference_mode
+    @outside_modes
     def _run(self, work: LaneWork, block: bool, spin: bool) -> bool:
         """Run `work` to its end or, unless `block`, to its first wait; whether it ended."""
         segment = self.segment

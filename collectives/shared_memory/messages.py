@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from ..contract.errors import CollectiveError, CollectiveTimeout, PeerLost
-from ..contract.inference import outside_inference_mode
+from ..contract.modes import outside_modes
 from ..contract.operation import ANY_RANK, Operation
 from ..contract.work import Work
 from ..diagnosis.blame import tell_waits, to_blame
@@ -98,7 +98,7 @@ class Messages(DrivenQueue):
 
     # -- moving bytes, with the lock -------------------------------------------------------------
 
-    @outside_inference_mode
+    @outside_modes
     def _advance(self) -> None:
         """Move all bytes that can move without waiting."""
         if self._end is not None:

@@ -3,11 +3,13 @@
     options.py            the backend's name and options
     process_group.py      registration; a process group: its identity, how it is made and ended
     torch_operations.py   the operations, as torch calls them
+    dispatcher.py         which calls go through torch's own binding, to wrappers and modes
     translation.py        torch's arguments, converted to those of `Group`
     depths.py             the group that an operation runs on
     ordered_future.py     futures whose callbacks run in one order on all ranks
     torch_work.py         an operation in flight, as torch sees it
     sparse.py monitored_barrier.py   two operations that consist of several
+    several.py            lists of several tensors, as Gloo takes them
 
 **Why depths.** A callback of a future may issue collectives (those of PowerSGD and of ZeRO's
 overlap do), while the main thread issues others. On one group the order of the two would differ

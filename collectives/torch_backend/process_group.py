@@ -18,6 +18,7 @@ from ..contract.errors import UnsupportedOperation
 from ..group import Group
 from ..stores.torch_store import StoreFromTorch
 from .depths import Depths
+from .dispatcher import hand_on_functional_operators
 from .options import NAME, Options
 from .torch_operations import TorchOperations
 
@@ -77,6 +78,7 @@ class ChoruslineProcessGroup(TorchOperations, _TorchProcessGroup):
         """torch_store: returned to torch as the store of this process group."""
         _TorchProcessGroup.__init__(self, host.rank, host.size)
         TorchOperations.__init__(self, Depths(host))
+        hand_on_functional_operators()
         self._torch_store = torch_store
         self._group_name = host.name
         self._group_desc = "undefined"

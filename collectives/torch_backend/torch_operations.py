@@ -2,8 +2,8 @@
 
 torch calls the operations in two ways. Its C++ (DDP's reducer, functional collectives) finds
 overridden methods by their C++ names and passes lists of tensors and an options object. Its Python
-also calls methods by other names, most of which are aliases here. torch.compile must not trace into
-the methods, so all of them are excluded.
+also calls methods by former names. The decorator `operation` (dispatcher.py) lets only plain calls
+in, and keeps torch.compile from tracing into the methods.
 """
 
 from __future__ import annotations
@@ -13,16 +13,29 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 
 from ..contract.work import Work
 from ..group import Group
-from . import sparse
+from . import several, sparse
 from .depths import Depths
+from .dispatcher import formerly, operation
 from .monitored_barrier import monitored_barrier
 from .options import NAME
-from .torch_work import TorchWork
-from .translation import all_moved, listed, moved, reduction, seconds
+from .several import only
+from .torch_work import TorchWork, in_turn
+from .translation import all_moved, moved, reduction, seconds
 
 _MAX_TAG = (1 << 29) - 2  # monitored_barrier uses the tag above
 
@@ -42,69 +55,88 @@ class TorchOperations:
     def group(self) -> Group:
         return self._depths.host
 
-    @_disable_dynamo
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> TorchWork:
-        tensors = listed(tensors)
+    @operation("allreduce_", 1, AllreduceOptions)
+    def allreduce(self, tensors: Any, opts: Any = None) -> TorchWork:
+        """Reduce one tensor; of several, as Gloo does, all tensors of all ranks into each."""
         op, factor = reduction(opts)
-        limit_s = seconds(opts if timeout is None else timeout)
+        limit_s = seconds(opts)
         group = self._depths.group(tensors[0].device)
-        if tensors[0].layout is not torch.strided:
-            work, add_up = sparse.all_reduce(group, tensors[0], op, limit_s)
+        tensor, after = tensors[0], None
+        if len(tensors) > 1:
+            tensor = several.reduced(tensors, op)
+            after = several.copying(tensor, tensors)
+        if tensor.layout is not torch.strided:
+            work, add_up = sparse.all_reduce(group, tensor, op, limit_s)
+            return self._in_flight(work, tensors, "all_reduce", in_turn(add_up, after))
+        work = group.all_reduce(tensor.data, op, factor=factor, timeout_s=limit_s)
+        return self._in_flight(work, tensors, "all_reduce", after)
+
+    @operation("allreduce_coalesced_", 1, AllreduceCoalescedOptions)
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> TorchWork:
+        op, factor = reduction(opts)
+        limit_s = seconds(opts)
+        group = self._depths.group(tensors[0].device)
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            for tensor in tensors:
+                work, add_up = sparse.all_reduce(group, tensor, op, limit_s)
+                if tensor is not tensors[-1]:
+                    work.wait()
+                    add_up()
             return self._in_flight(work, tensors, "all_reduce", add_up)
+        apart, after = several.apart(tensors)
         work = _together(
             group,
-            lambda tensor: group.all_reduce(tensor, op, factor=factor, timeout_s=limit_s),
-            tensors,
+            lambda tensor: group.all_reduce(tensor.data, op, factor=factor, timeout_s=limit_s),
+            apart,
         )
-        return self._in_flight(work, tensors, "all_reduce")
+        return self._in_flight(work, tensors, "all_reduce", after)
 
-    allreduce_coalesced = allreduce
-
-    @_disable_dynamo
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> TorchWork:
-        tensors = listed(tensors)
-        root = opts if isinstance(opts, int) else 0 if opts is None else opts.rootRank
-        limit_s = seconds(opts if timeout is None else timeout)
+    @operation("broadcast_", 1, BroadcastOptions)
+    def broadcast(self, tensors: Any, opts: Any = None) -> TorchWork:
+        """Copy the tensor `rootTensor` of the root into all tensors of all ranks."""
+        root, of = (0, 0) if opts is None else (opts.rootRank, opts.rootTensor)
+        if not 0 <= of < len(tensors):
+            raise ValueError(f"invalid root tensor: {of}, of {len(tensors)} tensors")
         group = self._depths.group(tensors[0].device)
-        work = _together(
-            group,
-            lambda tensor: group.broadcast(tensor, root, timeout_s=limit_s),
-            all_moved(tensors),
-        )
-        return self._in_flight(work, tensors, "broadcast")
+        work = group.broadcast(moved(tensors[of]), root, timeout_s=seconds(opts))
+        after = several.copying(tensors[of], tensors) if len(tensors) > 1 else None
+        return self._in_flight(work, tensors, "broadcast", after)
 
-    @_disable_dynamo
-    def reduce(self, tensors: Any, opts: Any) -> TorchWork:
-        tensors = listed(tensors)
+    @operation("reduce_", 1, ReduceOptions)
+    def reduce(self, tensors: Any, opts: Any = None) -> TorchWork:
         op, factor = reduction(opts)
-        group = self._depths.group(tensors[0].device)
-        work = group.reduce(tensors[0], opts.rootRank, op, factor=factor, timeout_s=seconds(opts))
+        root = 0 if opts is None else opts.rootRank
+        group = self._depths.group(only(tensors).device)
+        work = group.reduce(tensors[0].data, root, op, factor=factor, timeout_s=seconds(opts))
         return self._in_flight(work, tensors, "reduce")
 
-    @_disable_dynamo
+    @operation("allgather_", 2, AllgatherOptions)
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        if isinstance(inputs, torch.Tensor):
-            outputs, inputs = [outputs], [inputs]
-        group = self._depths.group(inputs[0].device)
-        limit_s = seconds(opts)
-        work = _together(
-            group,
-            lambda output, input: group.all_gather(
-                all_moved(output), moved(input), timeout_s=limit_s
-            ),
-            outputs,
-            inputs,
-        )
+        """Gather one tensor of each rank; of several, as Gloo does, those of all ranks into each
+        list."""
         written = [tensor for output in outputs for tensor in output]
-        return self._in_flight(work, written, "all_gather", shapes_of=inputs)
+        after = None
+        if len(inputs) > 1:
+            inputs, outputs, after = several.gathered(inputs, outputs, self.group.size)
+        work = self._all_gather(outputs[0], inputs[0], opts)
+        return self._in_flight(work, written, "all_gather", after, shapes_of=inputs)
 
-    @_disable_dynamo
+    @operation("allgather_coalesced_", 2, AllgatherOptions)
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """outputs[r][i] receives inputs[i] of rank r."""
         by_input = [[by_rank[i] for by_rank in outputs] for i in range(len(inputs))]
-        return self.allgather(by_input, inputs, opts)
+        written = [tensor for output in outputs for tensor in output]
+        group = self._depths.group(inputs[0].device)
+        work = _together(
+            group, lambda output, input: self._all_gather(output, input, opts), by_input, inputs
+        )
+        return self._in_flight(work, written, "all_gather", shapes_of=inputs)
 
-    @_disable_dynamo
+    def _all_gather(self, output: Any, input: torch.Tensor, opts: Any) -> Work:
+        group = self._depths.group(input.device)
+        return group.all_gather(all_moved(output), moved(input), timeout_s=seconds(opts))
+
+    @operation("allgather_into_tensor_coalesced_", 2, AllgatherOptions)
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         group = self._depths.group(inputs[0].device)
         limit_s = seconds(opts)
@@ -116,54 +148,48 @@ class TorchOperations:
         )
         return self._in_flight(work, list(outputs), "_all_gather_base", shapes_of=inputs)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
+    @operation("_allgather_base_", 2, AllgatherOptions, single=True)
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> TorchWork:
-        return self.all_gather_single_coalesced([output], [input], opts)
+        group = self._depths.group(input.device)
+        work = group.all_gather(moved(output), moved(input), timeout_s=seconds(opts))
+        return self._in_flight(work, [output], "_all_gather_base", shapes_of=[input])
 
-    _allgather_base = all_gather_single
-
-    @_disable_dynamo
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> TorchWork:
-        group = self._depths.group(inputs[0].device)
+    @operation("gather_", 2, GatherOptions)
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        group = self._depths.group(only(inputs).device)
         output = list(outputs[0]) if outputs else None
         work = group.gather(
             moved(inputs[0]),
             None if output is None else all_moved(output),
-            opts.rootRank,
+            0 if opts is None else opts.rootRank,
             timeout_s=seconds(opts),
         )
         return self._in_flight(work, output or [], "gather", shapes_of=inputs)
 
-    @_disable_dynamo
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> TorchWork:
-        group = self._depths.group(outputs[0].device)
+    @operation("scatter_", 2, ScatterOptions)
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        group = self._depths.group(only(outputs).device)
         work = group.scatter(
             moved(outputs[0]),
             all_moved(inputs[0]) if inputs else None,
-            opts.rootRank,
+            0 if opts is None else opts.rootRank,
             timeout_s=seconds(opts),
         )
         return self._in_flight(work, list(outputs), "scatter")
 
-    @_disable_dynamo
+    @operation("reduce_scatter_", 2, ReduceScatterOptions)
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        if isinstance(outputs, torch.Tensor):
-            outputs, inputs = [outputs], [inputs]
         return self._reduce_scatter(outputs, [list(parts) for parts in inputs], opts)
 
-    @_disable_dynamo
+    @operation("reduce_scatter_tensor_coalesced_", 2, ReduceScatterOptions)
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> TorchWork:
         return self._reduce_scatter(outputs, inputs, opts)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
+    @operation("_reduce_scatter_base_", 2, ReduceScatterOptions, single=True)
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> TorchWork:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    _reduce_scatter_base = reduce_scatter_single
+        return self._reduce_scatter([output], [input], opts)
 
     def _reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> TorchWork:
         """inputs: for each output, a tensor, or a list with one tensor for each rank."""
@@ -173,14 +199,20 @@ class TorchOperations:
         work = _together(
             group,
             lambda output, input: group.reduce_scatter(
-                output, input, op, factor=factor, timeout_s=limit_s
+                output.data, input, op, factor=factor, timeout_s=limit_s
             ),
             outputs,
             inputs,
         )
         return self._in_flight(work, list(outputs), "reduce_scatter")
 
-    @_disable_dynamo
+    @operation(
+        "alltoall_base_",
+        2,
+        AllToAllOptions,
+        ("output_split_sizes", "input_split_sizes"),
+        single=True,
+    )
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -199,44 +231,48 @@ class TorchOperations:
         )
         return self._in_flight(work, [output], "all_to_all")
 
-    alltoall_base = all_to_all_single
-
-    @_disable_dynamo
+    @operation("alltoall_", 2, AllToAllOptions)
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         group = self._depths.group(outputs[0].device)
         work = group.all_to_all(all_moved(outputs), all_moved(inputs), timeout_s=seconds(opts))
         return self._in_flight(work, list(outputs), "all_to_all")
 
-    @_disable_dynamo
-    def barrier(self, opts: Any = None, timeout: Any = None) -> TorchWork:
+    @operation("barrier", 0, BarrierOptions)
+    def barrier(self, opts: Any = None) -> TorchWork:
         """A barrier on the GPU that `opts` names, or on the host."""
         device = getattr(opts, "device", None)
         if device is None or device.type != "cuda":
             device = torch.device("cpu")
-        group = self._depths.group(device)
-        work = group.barrier(timeout_s=seconds(opts if timeout is None else timeout))
+        work = self._depths.group(device).barrier(timeout_s=seconds(opts))
         return self._in_flight(work, [], "barrier")
 
-    @_disable_dynamo
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> TorchWork:
-        tensor = listed(tensors)[0]
-        group = self._depths.group(tensor.device)
-        work = group.send(moved(tensor), dst, _checked_tag(tag))
-        return self._in_flight(work, [tensor], "send")
+    @operation("send", 1, None, ("dst", "tag"))
+    def send(self, tensors: Any, dst: int, tag: int, opts: Any = None) -> TorchWork:
+        group = self._depths.group(only(tensors).device)
+        work = group.send(moved(tensors[0]), dst, _checked_tag(tag))
+        return self._in_flight(work, tensors, "send")
 
-    @_disable_dynamo
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> TorchWork:
-        tensor = listed(tensors)[0]
-        group = self._depths.group(tensor.device)
-        work = group.recv(moved(tensor), src, _checked_tag(tag))
-        return self._in_flight(work, [tensor], "recv")
+    @operation("recv_", 1, None, ("src", "tag"))
+    def recv(self, tensors: Any, src: int, tag: int, opts: Any = None) -> TorchWork:
+        group = self._depths.group(only(tensors).device)
+        work = group.recv(moved(tensors[0]), src, _checked_tag(tag))
+        return self._in_flight(work, tensors, "recv")
 
-    @_disable_dynamo
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
-        tensor = listed(tensors)[0]
-        group = self._depths.group(tensor.device)
-        work = group.recv(moved(tensor), None, _checked_tag(tag))
-        return self._in_flight(work, [tensor], "recvAnySource")
+    @operation("recv_any_source_", 1, None, ("tag",))
+    def recv_anysource(self, tensors: Any, tag: int, opts: Any = None) -> TorchWork:
+        group = self._depths.group(only(tensors).device)
+        work = group.recv(moved(tensors[0]), None, _checked_tag(tag))
+        return self._in_flight(work, tensors, "recvAnySource")
+
+    _allgather_base = formerly(all_gather_single, "_allgather_base")
+    allgather_into_tensor_coalesced = formerly(
+        all_gather_single_coalesced, "allgather_into_tensor_coalesced"
+    )
+    _reduce_scatter_base = formerly(reduce_scatter_single, "_reduce_scatter_base")
+    reduce_scatter_tensor_coalesced = formerly(
+        reduce_scatter_single_coalesced, "reduce_scatter_tensor_coalesced"
+    )
+    alltoall_base = formerly(all_to_all_single, "alltoall_base")
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

@@ -160,3 +160,14 @@ class TorchWork(_TorchWork):
         self._span.__enter__()
         # torch shows a range as asynchronous if another thread ends it than began it.
         self.get_future()
+
+
+def in_turn(*steps: Callable[[], None] | None) -> Callable[[], None]:
+    """One function that calls those of `steps` that are not None."""
+
+    def run() -> None:
+        for step in steps:
+            if step is not None:
+                step()
+
+    return run

@@ -54,14 +54,13 @@ def seconds(timeout: Any) -> float | None:
     return total if total > 0 else None
 
 
-def listed(tensors: Any) -> list[torch.Tensor]:
-    """A list of tensors, as torch passes it; a user may pass one tensor."""
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
 def moved(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` for an operation that only moves it; as bytes if `Group` lacks its dtype."""
-    return tensor if tensor.dtype in DTYPE_INDEX else tensor.view(torch.uint8)
+    """`tensor` for an operation that only moves it; as bytes if `Group` lacks its dtype.
+
+    By `.data`, torch's autograd does not count what is written: torch's collectives do not count as
+    changes in place either, and programs reduce activations that a backward pass has kept.
+    """
+    return tensor.data if tensor.dtype in DTYPE_INDEX else tensor.data.view(torch.uint8)
 
 
 def all_moved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -229,7 +229,7 @@ def _with_sites(error: CollectiveMismatch, said: Sequence[Description]) -> Colle
     """The same error with the calling lines of the ranks that it blames."""
     at = ", ".join(f"rank {r} is at {said[r].site}" for r in error.ranks if said[r].site)
     detail = f"{error.detail}; {at}" if at else error.detail
-    return CollectiveMismatch(error.operation, error.generation, error.ranks, detail)
+    return CollectiveMismatch(error.operation, error.generation, error.ranks, detail, error.remedy)
 
 
 def _packed(description: Description) -> torch.Tensor:

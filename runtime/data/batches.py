@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from ..join.join import active_join
+from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .cursor import Cursor, Passage, Rest
 from .dealer import Dealer, Dealt
@@ -77,6 +79,8 @@ class Batches(Dealt):
                     # A stream does not know its batches; there each step agrees on the next one.
                     join.begin_epoch(self._batches_by_rank())
                     join.at_boundary = self._at_boundary
+                elif torch.is_grad_enabled() and between_runs().engines:
+                    self._warn_without_join()
                 if join and not self._has_more():
                     # This rank has no batch at all: it shadows from the first step.
                     join.shadow(until=self._has_more)
@@ -109,6 +113,19 @@ class Batches(Dealt):
             raise
         finally:
             self._dealer.end(self)
+
+    def _warn_without_join(self) -> None:
+        """The ranks' numbers of batches differ, and the loop trains: it needs a Join."""
+        batches = self._batches_by_rank() or [0]
+        if self._dealer.rank == 0 and min(batches) < max(batches):
+            by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(batches))
+            warnings.warn(
+                f"the ranks have different numbers of batches ({by_rank}), and the loop over them "
+                "is not inside a Join: where a rank has run out of data, the others wait for it "
+                "until the deadline. Write `with chorusline.Join([model, optimizer]):` around the "
+                "loop",
+                stacklevel=3,
+            )
 
     def _coming(self) -> Rest:
         """The rest of the coming iteration: everything, unless the run resumes inside it."""

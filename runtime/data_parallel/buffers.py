@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives import Group
+from collectives import CollectiveMismatch, Group
 
 from .same_model import broadcast_tensors
 
@@ -34,6 +34,7 @@ class Buffers:
         """Whether a step counts as soon as all ranks have agreed on it."""
         self.synced_step = 0
         """The number of steps whose buffers this rank has synchronised."""
+        self._shapes = {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
         self._kept: list[torch.Tensor] = []
         self._agreed: list[torch.Tensor] = []
 
@@ -46,8 +47,29 @@ class Buffers:
         """Copy the buffers of rank `root` after a step; None: no rank took the step."""
         buffers = list(self._module.buffers())
         if self.travel and buffers and root is not None:
-            broadcast_tensors(buffers, root, group)
+            try:
+                broadcast_tensors(buffers, root, group)
+            except CollectiveMismatch as error:
+                raise self._named(error, group.rank) from error
         self._have_synced()
+
+    def _named(self, error: CollectiveMismatch, rank: int) -> CollectiveMismatch:
+        """The same error, with the buffers that have become others on this rank."""
+        others = [
+            f"{name} is {tuple(buffer.shape)} and was {self._shapes.get(name, 'not there')}"
+            for name, buffer in self._module.named_buffers()
+            if self._shapes.get(name) != tuple(buffer.shape)
+        ]
+        since = "; ".join(others) or "none is another one"
+        return CollectiveMismatch(
+            error.operation,
+            error.generation,
+            error.ranks,
+            f"{error.detail}; these are the model's buffers: since the model was wrapped, on rank "
+            f"{rank}: {since}",
+            "A buffer must have the same shape on all ranks, or the model be wrapped with "
+            "broadcast_buffers=False.",
+        )
 
     def sync_again(
         self, synced: Sequence[int], step: int, live: Sequence[int], group: Group

@@ -146,4 +146,5 @@ class CommHook:
         """Raises CollectiveMismatch on all ranks if the names of their hooks differ."""
         names = all_gather_object(group, self.name)
         detail = f"the hooks are, by rank: {dict(enumerate(names))}"
-        check_like_rank_0("register_comm_hook", group.generation, names, detail)
+        remedy = "Register the same hook on all ranks, between the same two steps."
+        check_like_rank_0("register_comm_hook", group.generation, names, detail, remedy)

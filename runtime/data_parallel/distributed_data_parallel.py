@@ -9,7 +9,9 @@ from typing import Any, Self
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from collectives import Group
 from collectives.contract.torch_words import TOO_MANY, says
@@ -105,7 +107,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self.module = module
         group = group if group is not None else current_group()
         check_devices(named, group)
-        check_same_model("DistributedDataParallel", list(module.named_parameters()), group)
+        parameters, buffers = list(module.named_parameters()), module.named_buffers()
+        check_same_model("DistributedDataParallel", parameters, group, buffers)
         self._sync_norms = _sync_norms(module, group)
         self._norms_group = group
         state = [*module.parameters(), *module.buffers()]
@@ -116,9 +119,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             group,
             int(bucket_cap_mb * (1 << 20)),
             has_repeats=static_graph,
+            on_backward_begin=self._on_backward_begin,
             on_backward_end=self._on_backward_end,
             on_agreement=self._on_agreement,
             has_next=self._has_next,
+            is_uneven=lambda: self._join is not None,
             cursors=recovery.cursors if recovery is not None else None,
         )
         if is_informing():
@@ -320,6 +325,38 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         groups = [norm.group for norm in self._sync_norms if norm.group]
         return [group for group in dict.fromkeys(groups) if group.size > 1]
 
+    def _on_backward_begin(self) -> None:
+        if self._join is None:
+            return
+        if not self._reducer.is_sharded:
+            self._join.check_may_begin(self)
+            if not self._reducer.ends_steps and self._reducer.num_in_step:
+                self._check_second_pass(self._join)
+
+    def _check_second_pass(self, join: Join) -> None:
+        """Raises RuntimeError for a second pass before `step()` of an optimizer that shards whole
+        parameters: a rank without data would hold the ballot by then."""
+        absent = [rank for rank in range(self.group.size) if rank not in join.last_step_live]
+        if join.last_step_live and absent:
+            raise RuntimeError(
+                f"a second backward pass before optimizer.step(), but ranks {absent} have run out "
+                "of data, and take part in one pass per step of an optimizer that is sharded by "
+                "whole parameters. Run all passes of a step but the last in model.no_sync()"
+            )
+
+    def _watch_steps(self) -> RemovableHandle | None:
+        reducer = self._reducer
+        if not reducer.ends_steps:
+            return None
+        own = {id(parameter) for parameter in reducer.parameters}
+        earlier = reducer.earlier
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"][:1]):
+                earlier.sees_steps = earlier.has_stepped = True
+
+        return register_optimizer_step_post_hook(stepped)
+
     def _on_backward_end(self) -> None:
         if self._join:
             self._join.begin_hook(self)
@@ -363,6 +400,8 @@ class _Hook(JoinHook):
         assert model._join is not None
         ledger = model._join.ledger
         state: list[torch.Tensor] = []
+        if model._reducer.ends_steps and ledger.somebody_missed_a_step:
+            self._settle(model._join)
         # With sharded state every rank steps its shard in every step, and gathers the others.
         if not model._reducer.is_sharded and ledger.somebody_missed_a_step:
             state += [*model.module.parameters(), *model.module.buffers()]
@@ -373,6 +412,17 @@ class _Hook(JoinHook):
             broadcast_tensors([tensor.detach() for tensor in state], root, model.group)
             if model._engine.recovery is not None:
                 model._engine.recovery.has_taken_over()
+
+    def _settle(self, join: Join) -> None:
+        """Learn from a rank that took the last step whether a step followed its last pass."""
+        if not join.has_followers:
+            return
+        group, earlier = self._model.group, self._model._reducer.earlier
+        has_stepped = torch.tensor(
+            [earlier.has_stepped or not earlier.sees_steps], device=group.device
+        )
+        broadcast_tensors([has_stepped], join.newest_rank(join.ledger.last_live), group)
+        join.settle(bool(has_stepped))
 
 
 def _sync_norms(module: torch.nn.Module, group: Group) -> list[SyncBatchNorm]:

@@ -8,6 +8,13 @@ all ranks, and the network works while the pass goes on. Buckets are reduced in 
 After the first step the reducer lays out the buckets anew, in the order in which the gradients
 came on the lowest rank that took the step. A broadcast makes the order the same on all ranks.
 Where an optimizer has cut its shards along the buckets, they stay as they are.
+
+A step may have several backward passes. Without an optimizer that shards, each pass is reduced by
+itself, and its mean is added to the mean of the passes before (earlier_passes.py). A sharded step
+sends the sum of its passes. The first pass is launched at once; if others follow, the ballot says
+so on all ranks, and all launch the buckets once more. The steps after such a step launch their
+buckets in `step()`, until a step has one pass again. So a rank that has run out of data need not
+know how many passes the others run.
 """
 
 from __future__ import annotations
@@ -23,10 +30,18 @@ from torch.utils.hooks import RemovableHandle
 from actors.errors import ends_a_generation
 from collectives import CollectiveError, Group
 
-from ..process.agreement import MAX_ITERATIONS, Agreement, read_agreement, vote_numel, write_vote
+from ..process.agreement import (
+    MAX_ITERATIONS,
+    Agreement,
+    Note,
+    read_agreement,
+    vote_numel,
+    write_vote,
+)
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
+from .earlier_passes import EarlierPasses, check_passes
 from .gradient_bucket import GradientBucket, Gradients
 from .reductions import AllReduce, ByHook, ReduceScatter, Reduction
 from .step_statistics import StepClock, UnusedParameters
@@ -56,8 +71,10 @@ class Reducer:
         the same on all ranks.
     group: the ranks that reduce gradients. bucket_bytes: the size of a bucket.
     has_repeats: a pass may bring a parameter several gradients, always as many (`static_graph`).
-    on_backward_end: called at the end of a synchronised backward pass, before any wait.
+    on_backward_begin: called when a synchronised backward pass brings its first gradient.
+    on_backward_end: called at its end, before any wait; in a sharded step for the first pass only.
     on_agreement: called with the agreement of each step that is voted on here; returns the divisor.
+    is_uneven: whether some rank may have run out of data.
     has_next, cursors: called when a vote is written; cursors is None where no vote counts samples.
     """
 
@@ -68,9 +85,11 @@ class Reducer:
         bucket_bytes: int,
         *,
         has_repeats: bool = False,
+        on_backward_begin: Callable[[], None],
         on_backward_end: Callable[[], None],
         on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
+        is_uneven: Callable[[], bool],
         cursors: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self.gradients = Gradients(bucket_bytes)
@@ -96,12 +115,23 @@ class Reducer:
         self.on_new_order: Callable[[], None] | None = None
         """Called when the buckets have been laid out in the measured order."""
         self.num_passes = 0
-        """The number of backward passes and shadowed steps that have sent gradients."""
+        """How often gradients were sent: with a sharded step once in a step."""
+        self.num_in_step = 0
+        """The number of backward passes since the optimizer's last step, where it takes the steps
+        over."""
+        self.sends_late = False
+        """Whether a sharded step sends its gradients in `step()`, as the last step had several
+        passes; equal on all ranks."""
+        self.has_more = False
+        """Whether the buckets have changed since this sharded step launched them."""
+        self.earlier = EarlierPasses(self.gradients)
         self._reduction: Reduction = AllReduce()
         self._pass = Pass.NONE
+        self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
         self._on_agreement = on_agreement
         self._has_next = has_next
+        self._is_uneven = is_uneven
         self._cursors = cursors
         self._failure: CollectiveError | None = None
         self._expected: dict[int, int] | None = None if has_repeats else {}
@@ -109,6 +139,7 @@ class Reducer:
         self._arrivals: dict[int, int] = {}
         """By parameter number, the gradients in this pass so far, ordered by the latest one."""
         self._num_launched = 0
+        self._launches_now = True
         self._has_measured_order = False
         self._has_leftover = False
         """Whether gradients from no_sync are still to be sent."""
@@ -178,9 +209,16 @@ class Reducer:
     def output_has_gradient(self) -> None:
         """Called when a backward pass reaches the model's output: the reducer waits for the end of
         this pass. Checkpointed segments run passes of their own inside it."""
+        if self._pass is Pass.NONE and not self.is_sharded:
+            self._set_earlier_aside()
         if self.is_syncing and self._pass is Pass.NONE:
             self._pass = Pass.ENTERED
             self._ask_for_the_end()
+
+    def _set_earlier_aside(self) -> None:
+        if self.earlier.has_mean:
+            aside = self.is_syncing and (self._is_uneven() or self.weight is not None)
+            self.earlier.begin_pass(set_aside=aside, has_leftover=self._has_leftover)
 
     def _ask_for_the_end(self) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
@@ -190,6 +228,8 @@ class Reducer:
         # A pass that has only entered has computed gradients of other tensors than parameters.
         if stood is Pass.ARRIVING:
             self._end_backward()
+        else:
+            self.earlier.restore()
 
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
         """Called when autograd has added to a parameter's gradient."""
@@ -203,7 +243,7 @@ class Reducer:
         self._arrivals[number] = so_far + 1
         if so_far < self._num_expected(number):
             bucket.missing -= 1
-        elif bucket in self.buckets[: self._num_launched]:
+        elif self._launches_now and bucket in self.buckets[: self._num_launched]:
             # A launched bucket lacks this gradient. One that is not launched holds the sum.
             raise RuntimeError(
                 f"parameter {self.gradients.names[number]} of shape {tuple(parameter.shape)} got "
@@ -221,16 +261,28 @@ class Reducer:
 
     def _begin_backward(self) -> None:
         is_announced = self._pass is Pass.ENTERED
+        self._on_backward_begin()
         self._pass = Pass.ARRIVING
         self.is_live = True
-        self._begin_launching()
         if not is_announced:  # The pass began inside the model, not at its output.
             self._ask_for_the_end()
+            if not self.is_sharded and self.earlier.has_mean:
+                # Some gradients have arrived already, and are mixed with what was there.
+                self.earlier.begin_pass(set_aside=False, has_leftover=self._has_leftover)
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        self._launches_now = not (self.is_sharded and (self.sends_late or self.num_in_step))
+        self.num_in_step += 1
+        self._arrivals.clear()
+        if self._launches_now:
+            self._begin_launching()
+        elif self.on_launched is not None and self.has_begun:
+            self.on_launched(0)  # Refuses it, if it has stepped parameters already.
 
     def _begin_launching(self) -> None:
         self.num_passes += 1
         self._num_launched = 0
-        self._arrivals.clear()
         for bucket in self.buckets:
             bucket.missing = sum(self._num_expected(number) for number in bucket.views)
             for number, view in bucket.views.items():
@@ -240,7 +292,7 @@ class Reducer:
 
     def _launch_complete_buckets(self) -> None:
         # Until the gradients of a pass have been counted, no bucket is known to be complete.
-        if not self.launches_early or self._expected is None:
+        if not (self.launches_early and self._launches_now) or self._expected is None:
             return
         # The vote says which parameters were used. A rank knows that at the end of the pass, so
         # the last bucket waits for the end; a sharded step has no vote here.
@@ -273,16 +325,48 @@ class Reducer:
         """Launch the other buckets; parameters outside this pass send the gradients they hold."""
         if self._expected is None:
             self._expected = dict(self._arrivals)
-        self._on_backward_end()
+        if self._launches_now or self.num_in_step == 1:
+            self._on_backward_end()
         if self.clock is not None:
             self.clock.backward_ended()
         if self.unused is not None:
             self.unused.tell([number in self._arrivals for number in range(len(self.parameters))])
-        for bucket in self.buckets[self._num_launched :]:
+        if self._launches_now:
+            self._clear_unused(self.buckets[self._num_launched :])
+            self._send_rest()
+        else:
+            self._keep_for_later()
+
+    def _clear_unused(self, buckets: Sequence[GradientBucket]) -> None:
+        for bucket in buckets:
             for number, view in bucket.views.items():
-                if number not in self._arrivals and self.parameters[number].grad is None:
+                if self.parameters[number].grad is None:
                     view.zero_()
+
+    def _keep_for_later(self) -> None:
+        """`step()` will send the buckets of a sharded step, as they are now."""
+        self.has_more = self.has_begun
+        for bucket in self.buckets:
+            bucket.launched_version = bucket.flat._version
+
+    def send_late(self) -> None:
+        """Launch the buckets of a sharded step, if no pass has done so."""
+        if not self.has_begun:
+            self._clear_unused(self.buckets)
+            self._begin_launching()
+            self._send_rest()
+
+    def send_again(self) -> None:
+        """Launch all buckets of a sharded step once more: on some rank they have changed."""
+        self._clear_unused(self.buckets)
+        self._num_launched = 0
+        self.has_more = False
         self._send_rest()
+
+    def notes(self) -> list[Note]:
+        """What the ballot of a sharded step says about its passes."""
+        noted = [Note.HAS_MORE] if self.has_more else []
+        return [*noted, Note.SEVERAL] if self.num_in_step > 1 else noted
 
     def _send_rest(self) -> None:
         self._launch_rest()
@@ -310,6 +394,7 @@ class Reducer:
             weight=self.weight,
             stop=boundary().steps.stop_is_wanted,
             cursors=self._cursors() if self._cursors is not None else (),
+            notes=self.earlier.notes(is_own=bool(self._arrivals)) if self.is_live else (),
         )
 
     def _finish(self) -> None:
@@ -320,8 +405,10 @@ class Reducer:
         assert vote is not None
         agreement = read_agreement(vote.tolist(), self.group.size, self._num_cursors)
         self.weight = None
+        check_passes(agreement, self.group.size)
         divisor = self._on_agreement(agreement)
         self._reduction.divide(self.buckets, divisor)
+        self.earlier.end_pass(agreement)
         for number, parameter in enumerate(self.parameters):
             # A parameter without a gradient on any rank keeps none: optimizers must not step it.
             parameter.grad = self.gradients.views[number] if agreement.used[number] else None
@@ -389,12 +476,22 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in one step of other ranks, with gradients left over from no_sync, else with
         zeros. As after a backward pass, `.grad` holds the result."""
+        if self.is_sharded and self.num_in_step:
+            # The loop has ended between a pass and its step: hand in what it has left behind.
+            self.is_live = any(self.gradients.usage())
+            self._keep_for_later()
+            return
         self.is_live = self._has_leftover
+        if not self.is_sharded and not self._has_leftover:
+            self.earlier.begin_pass(set_aside=True, has_leftover=False)
         for number, view in self.gradients.views.items():
             if not self._has_leftover or self.parameters[number].grad is None:
                 view.zero_()
-        self._begin_launching()
-        self._send_rest()
+        self._begin_pass()
+        if self._launches_now:
+            self._send_rest()
+        else:
+            self._keep_for_later()
 
     @property
     def has_begun(self) -> bool:
@@ -420,6 +517,8 @@ class Reducer:
     def end_step(self) -> None:
         """Called when the optimizer has used the reduced gradients."""
         self._num_launched = 0
+        self.num_in_step = 0
+        self.has_more = False
         self.weight = None
 
     # -- from one generation to the next -------------------------------------------------------
@@ -437,7 +536,8 @@ class Reducer:
         return self.buckets if self.is_sharded and self.has_launched else []
 
     def launch_again(self, bucket: GradientBucket) -> None:
-        """Reduce a kept bucket once more, in the present group."""
+        """Reduce a kept bucket once more, in the present group, as it is now."""
+        self.has_more = False
         self._reduce(bucket, self.buckets.index(bucket))
 
     def move_to(self, group: Group) -> None:
@@ -452,4 +552,6 @@ class Reducer:
         for bucket in self.buckets:
             bucket.work = None
         self.gradients.drop()
+        self.earlier.forget()
+        self.sends_late = False
         self.end_step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -51,37 +51,54 @@ def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group)
 
 
 def check_same_model(
-    operation: str, named: Sequence[tuple[str, torch.nn.Parameter]], group: Group
+    operation: str,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    group: Group,
+    buffers: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> None:
-    """`check_same_parameters` for names, shapes, dtypes, and which parameters are frozen."""
+    """`check_same_parameters` for names, shapes, dtypes, and which parameters are frozen; and for
+    the buffers' names, shapes and dtypes."""
     check_same_parameters(
         operation,
         [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
         group,
+        [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in buffers],
     )
 
 
-def check_same_parameters(operation: str, descriptions: Sequence[str], group: Group) -> None:
-    """Compare the ranks' parameters by number, in two small collectives.
+def check_same_parameters(
+    operation: str, parameters: Sequence[str], group: Group, buffers: Sequence[str] = ()
+) -> None:
+    """Compare the ranks' parameters and buffers by number, in two small collectives.
 
     operation: the name of the operation whose arguments are compared, for the error.
-    descriptions: a text for each parameter, equal on all ranks: its shape, dtype and so on.
+    parameters, buffers: a text for each, equal on all ranks: its shape, dtype and so on.
 
-    Raises CollectiveMismatch on all ranks, naming the first parameter that differs.
+    Raises CollectiveMismatch on all ranks, naming the first one that differs.
     """
-    counts = [count for (count,) in all_gather_row(group, [len(descriptions)])]
-    by_rank = dict(enumerate(counts))
-    detail = f"the models have different numbers of parameters, by rank: {by_rank}"
-    check_like_rank_0(operation, group.generation, counts, detail)
+    kinds = {"parameter": parameters, "buffer": buffers}
+    rows = all_gather_row(group, [len(texts) for texts in kinds.values()])
+    remedy = (
+        "All ranks must make the same model: the same parameters and buffers, of equal shapes and "
+        "dtypes, in the same order, with the same options."
+    )
+    for place, kind in enumerate(kinds):
+        counts = [row[place] for row in rows]
+        by_rank = dict(enumerate(counts))
+        detail = f"the models have different numbers of {kind}s, by rank: {by_rank}"
+        check_like_rank_0(operation, group.generation, counts, detail, remedy)
+    descriptions = [*parameters, *buffers]
     digests = [
         int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
         for text in descriptions
     ]
     everybody = all_gather_row(group, digests)
-    for number, text in enumerate(descriptions):
-        detail = f"parameter {number} differs from rank 0's; on rank {group.rank} it is {text}"
-        said = [theirs[number] for theirs in everybody]
-        check_like_rank_0(operation, group.generation, said, detail)
+    named = [(kind, number) for kind, texts in kinds.items() for number in range(len(texts))]
+    for place, (kind, number) in enumerate(named):
+        text = descriptions[place]
+        detail = f"{kind} {number} differs from rank 0's; on rank {group.rank} it is {text}"
+        said = [theirs[place] for theirs in everybody]
+        check_like_rank_0(operation, group.generation, said, detail, remedy)
 
 
 @torch.no_grad()

@@ -24,16 +24,19 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from actors.errors import Interrupted
 from collectives import Group, Work
 
-from ..process.agreement import Agreement
+from ..process.agreement import Agreement, Note
 from ..process.running import Survival
 from ..process.step_boundary import boundary
 from .conductor import Conductor
+from .explained import explain, tell_skew, why_exhausted, why_not_one_more, why_not_skipped
 from .ledger import JoinLedger
-from .listed import check_step_along, not_a_list, not_joinable
+from .listed import check_groups, check_step_along, not_a_list, not_joinable
+from .pass_pattern import PassPattern
 
 
 class JoinHook:
@@ -51,6 +54,8 @@ class Joinable(ABC):
     """An object whose collectives a joined rank can shadow: list it in `Join([...])`."""
 
     _join: Join | None = None
+    _pattern: PassPattern | None = None
+    """How often its agreements come, as far as its Joins have seen."""
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -92,6 +97,10 @@ class Joinable(ABC):
         the joinable before it."""
         return True
 
+    def _watch_steps(self) -> RemovableHandle | None:
+        """Watch which optimizers step the joinable's parameters; the handle ends that."""
+        return None
+
     def _end_shadowed_step(self) -> None:
         """Called at the end of each step that this rank has shadowed."""
 
@@ -121,7 +130,7 @@ class GroupJoinable(Joinable):
 
     def _has_next(self) -> bool:
         """Whether this rank may take another step."""
-        return self._join.ledger.has_next if self._join is not None else True
+        return self._join.ledger.may_go_on if self._join is not None else True
 
     def _divisor(self, agreement: Agreement) -> float:
         """The number by which the summed gradient is divided to get the mean."""
@@ -236,7 +245,7 @@ class Join:
         self._groups = [joinable.join_group for joinable in joinables]
         self._group = self._groups[0]
         followed = [*groups, *(g for j in joinables for g in j._groups_to_follow())]
-        self._check_groups(followed)
+        check_groups(self._groups, followed)
         self._followed = list(dict.fromkeys(followed))
         self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
         self._device = joinables[0].join_device
@@ -262,24 +271,13 @@ class Join:
         self.ledger = JoinLedger(
             self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
         )
+        if self._counts_steps is not None:
+            if self._counts_steps._pattern is None:
+                self._counts_steps._pattern = PassPattern()
+            self.ledger.pattern = self._counts_steps._pattern
+        self._watches: list[RemovableHandle] = []
         self._conductor = Conductor(self._followed, self.ledger, self._begun) if followed else None
         self._follows_evaluation = bool(groups)
-
-    def _check_groups(self, followed: Sequence[Group]) -> None:
-        first = self._group
-        for group in (*self._groups, *followed):
-            if group.ranks != first.ranks or group.rank != first.rank:
-                raise ValueError(
-                    "Using join context manager with multiple process groups of different ranks: "
-                    f"{group} has {list(group.ranks)}, {first} has {list(first.ranks)}. A rank "
-                    "joins in all of them or in none; give each set of ranks a Join of its own"
-                )
-        for group in followed:
-            if group in self._groups:
-                raise ValueError(
-                    f"{group} is the group of a joinable, which issues collectives of its own on "
-                    "it. Pass another group of these ranks: group.new_group(range(group.size))"
-                )
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
@@ -295,6 +293,9 @@ class Join:
                 self._conductor.attach()
             self._boundary = boundary()
             self._boundary.joins.append(self)
+            self.ledger.pattern.begin()
+            watches = [joinable._watch_steps() for joinable in self._joinables]
+            self._watches = [watch for watch in watches if watch is not None]
         return self
 
     def __exit__(
@@ -309,6 +310,7 @@ class Join:
             if isinstance(error, Interrupted):
                 return  # All ranks raise it at the same step, so no peer waits.
             if error is not None:  # Peers may wait in a collective of this step.
+                explain(error, self.absent_ranks, follows=self.is_following)
                 self._release_peers(error)
                 return
             try:
@@ -317,6 +319,7 @@ class Join:
                 for hook in self._hooks:
                     hook.post_hook(is_last_joiner)
             except BaseException as mine:
+                explain(mine, self.absent_ranks, follows=self.is_following)
                 if not self._is_exhausted:  # If it is, all ranks raise, and no peer waits.
                     self._release_peers(mine)
                 raise
@@ -325,6 +328,8 @@ class Join:
             self._boundary.joins.remove(self)
             if self._conductor:
                 self._conductor.detach()
+            for watch in self._watches:
+                watch.remove()
             for joinable in self._joinables:
                 joinable._join = None
 
@@ -352,8 +357,7 @@ class Join:
         """Shadow the steps that other ranks still take, until no rank takes any, or `until` is
         true: the samples of a lost rank may go to ranks that shadow."""
         ledger, bound = self.ledger, boundary()
-        ledger.live = False
-        ledger.has_next = False
+        ledger.join()
         bound.stop_if_agreed()
         if self._conductor:
             # The collectives differ from step to step: do what the conductor announces. After that
@@ -387,12 +391,43 @@ class Join:
 
     def _follow_step(self) -> None:
         if self.last_step_live:  # In the blind step at the end no rank had data: nothing is due.
-            for follower in self._step_along:
-                follower.step()
+            if not self.ledger.pattern.expects_step:
+                return  # The ranks with data run another pass for this step first.
+            self._step_followers()
             for joinable in self._joinables:
                 joinable._end_shadowed_step()
             if self.at_boundary is not None:
                 self.at_boundary()
+
+    def _step_followers(self) -> None:
+        for follower in self._step_along:
+            follower.step()
+
+    @property
+    def has_followers(self) -> bool:
+        return bool(self._step_along)
+
+    def settle(self, has_stepped: bool) -> None:
+        """The last pass of this Join is over on all ranks. has_stepped: whether the optimizer of a
+        rank with data has stepped behind it."""
+        expected = self.ledger.pattern.expects_step
+        if expected and not has_stepped:
+            raise RuntimeError(why_not_skipped(self.absent_ranks))
+        if has_stepped and not expected and self._group.rank not in self.last_step_live:
+            self._step_followers()
+
+    @property
+    def absent_ranks(self) -> list[int]:
+        """The ranks that are known to have run out of data."""
+        live = self.live_ranks
+        return [rank for rank in range(self._group.size) if live and rank not in live]
+
+    def check_may_begin(self, joinable: Joinable) -> None:
+        """`joinable` begins a step, or a backward pass, on a rank with data. Raises RuntimeError if
+        the other ranks have left the Join: they were told that this one takes no more."""
+        ledger = self.ledger
+        if joinable is self._counts_steps and ledger.is_over:
+            raise RuntimeError(why_not_one_more(ledger.pattern.of_batch))
 
     @property
     def takes_forward_for_step(self) -> bool:
@@ -414,8 +449,7 @@ class Join:
 
     def begin_batch(self, number: int, *, is_last: bool) -> None:
         """An iteration over a shard gives this rank its batch `number`."""
-        self.ledger.batch = number
-        self.ledger.has_next = not is_last
+        self.ledger.begin_batch(number, is_last=is_last)
         if self._conductor:
             self._conductor.begin_batch(number)
 
@@ -438,8 +472,13 @@ class Join:
 
     def record(self, joinable: Joinable, agreement: Agreement) -> None:
         """A step of `joinable` has ended with this agreement."""
+        is_step = joinable is self._counts_steps
+        if is_step and agreement.live:
+            was_expected = self.ledger.pattern.note(agreement.says(Note.UNSTEPPED) == 0)
+            if not was_expected and self._step_along and self.absent_ranks:
+                raise RuntimeError(why_not_skipped(self.absent_ranks))
         self.last_step_live = agreement.live
-        self.ledger.record(agreement, is_step=joinable is self._counts_steps)
+        self.ledger.record(agreement, is_step=is_step)
         self._raise_if_exhausted(agreement.live)
 
     @staticmethod
@@ -488,20 +527,11 @@ class Join:
     def _raise_if_exhausted(self, live: tuple[int, ...]) -> None:
         if self._throws and 0 < len(live) < self._group.size:
             self._is_exhausted = True
-            exhausted = [rank for rank in range(self._group.size) if rank not in live]
-            raise RuntimeError(
-                f"Detected at least one rank that exhausted inputs: ranks {exhausted}. Every rank "
-                "raises this at the same step, because throw_on_early_termination is set"
-            )
+            absent = [rank for rank in range(self._group.size) if rank not in live]
+            raise RuntimeError(why_exhausted(absent))
 
     def _warn_of_skew(self) -> None:
         ledger = self.ledger
         if self._skew_warning is None or ledger.skew() <= self._skew_warning:
             return
-        by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(ledger.steps_taken))
-        warnings.warn(
-            f"uneven inputs: a rank had no data for {ledger.skew():.0%} of the steps inside Join "
-            f"({by_rank}). Training is exact, but that rank only waited; deal the data out more "
-            "evenly, or raise skew_warning",
-            stacklevel=4,
-        )
+        warnings.warn(tell_skew(ledger.skew(), ledger.steps_taken), stacklevel=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..process.agreement import Agreement
+from .pass_pattern import PassPattern
 
 
 class JoinLedger:
@@ -23,6 +24,8 @@ class JoinLedger:
         self.has_next = True
         self.last_live: tuple[int, ...] = tuple(range(num_ranks))
         self.steps_taken = [0] * num_ranks
+        self.pattern = PassPattern()
+        self._is_last_batch = False
         self._began_earlier = False
         # Before the first agreement any rank may have data.
         self._may_continue = tuple(range(num_ranks))
@@ -44,6 +47,27 @@ class JoinLedger:
         self._may_continue = self.ranks_with_batch(0)
         self.batch = 0
 
+    def join(self) -> None:
+        """This rank has run out of data."""
+        self.live = self.has_next = self._is_last_batch = False
+
+    def begin_batch(self, number: int, *, is_last: bool) -> None:
+        """This rank gets its batch `number` of an iteration over a shard."""
+        self.batch = number
+        self.pattern.begin_batch()
+        self.has_next = not is_last
+        self._is_last_batch = is_last
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether this rank may take another step: with another batch, or with this one."""
+        return self.has_next or (self._is_last_batch and self.pattern.may_repeat)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the ranks have agreed in this batch, the last one, that no step follows."""
+        return self._is_last_batch and self.pattern.of_batch > 0 and not self._may_continue
+
     def ranks_with_batch(self, number: int) -> tuple[int, ...]:
         return tuple(rank for rank, n in enumerate(self._batches_per_rank) if n > number)
 
@@ -60,6 +84,8 @@ class JoinLedger:
             self.last_live = agreement.live
             for rank in agreement.live if is_step else ():
                 self.steps_taken[rank] += 1
+            if is_step and self.batch is not None and (self.has_next or self._is_last_batch):
+                self.pattern.of_batch += 1
 
     @property
     def somebody_missed_a_step(self) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from collectives import Group
+
 _OF_TORCH = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
 """Classes of torch that a Join takes only from chorusline."""
 
@@ -43,3 +45,21 @@ def check_step_along(given: object) -> None:
         "step_along takes a list of objects with a step(), as in "
         f"Join([model], step_along=[optimizer, schedule]); got {given!r}"
     )
+
+
+def check_groups(groups: Sequence[Group], followed: Sequence[Group]) -> None:
+    """Raises ValueError for groups that cannot be in one Join. groups: of the joinables."""
+    first = groups[0]
+    for group in (*groups, *followed):
+        if group.ranks != first.ranks or group.rank != first.rank:
+            raise ValueError(
+                "Using join context manager with multiple process groups of different ranks: "
+                f"{group} has {list(group.ranks)}, {first} has {list(first.ranks)}. A rank "
+                "joins in all of them or in none; give each set of ranks a Join of its own"
+            )
+    for group in followed:
+        if group in groups:
+            raise ValueError(
+                f"{group} is the group of a joinable, which issues collectives of its own on "
+                "it. Pass another group of these ranks: group.new_group(range(group.size))"
+            )

@@ -11,6 +11,7 @@ ballot), in float32 or wider: bfloat16 cannot count beyond 256.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,23 @@ import torch
 MAX_ITERATIONS = 4
 """The most iterations over shards that a rank can be in at once: the vote of a step whose samples
 are counted has one cursor for each."""
+
+
+class Note(enum.IntEnum):
+    """What a rank notes about its backward passes; all ranks learn how many ranks note it."""
+
+    CONTINUES = 0
+    """The pass adds to the mean of earlier passes of the same step."""
+    HANDS_IN = 1
+    """There is no pass: the rank has run out of data, and hands in gradients from no_sync."""
+    MIXES = 2
+    """The gradients of this rank were added to a mean before they were reduced."""
+    UNSTEPPED = 3
+    """No optimizer has stepped since the pass before."""
+    HAS_MORE = 4
+    """The gradients have changed since they were sent, so all ranks send theirs again."""
+    SEVERAL = 5
+    """The step has several passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +49,7 @@ class Agreement:
     weight: sum of the weights of the live ranks; 0 if no rank weighed its loss.
     stop: whether all ranks stop after this step, as some rank was asked to.
     cursors: by rank, how many samples it has taken of each iteration; empty if not counted.
+    notes: by Note, how many ranks note it; empty where nobody asked.
     """
 
     live: tuple[int, ...]
@@ -39,16 +58,26 @@ class Agreement:
     weight: float = 0.0
     stop: bool = False
     cursors: tuple[tuple[int, ...], ...] = ()
+    notes: tuple[int, ...] = ()
+
+    def says(self, note: Note) -> int:
+        """How many ranks note it."""
+        return self.notes[note] if self.notes else 0
 
 
+NOTES_AT = 3
+"""Where the notes are in a vote."""
+
+_HEAD = NOTES_AT + len(Note)
 _LOW = 1 << 23
 """A cursor travels as two numbers, since float32 counts only to 2^24."""
 
 
 def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int:
     """The length of a vote: the weight, the number of weighing ranks, the number of ranks that ask
-    for a stop; live and has_next per rank; used per parameter; two numbers per cursor and rank."""
-    return 3 + 2 * num_ranks + num_parameters + 2 * num_cursors * num_ranks
+    for a stop; the notes; live and has_next per rank; used per parameter; two numbers per cursor
+    and rank."""
+    return _HEAD + 2 * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
 
 def write_vote(
@@ -62,6 +91,7 @@ def write_vote(
     weight: float | None,
     stop: bool,
     cursors: Sequence[int] = (),
+    notes: Sequence[Note] = (),
 ) -> None:
     """Overwrite `vote` with the vote of `rank`.
 
@@ -78,14 +108,16 @@ def write_vote(
         if weight is not None:
             vote[0] = weight
             vote[1] = 1
-        vote[3 + rank] = 1
-        vote[3 + 2 * num_ranks : 3 + 2 * num_ranks + len(used)] = torch.tensor(
+        vote[_HEAD + rank] = 1
+        vote[_HEAD + 2 * num_ranks : _HEAD + 2 * num_ranks + len(used)] = torch.tensor(
             used, dtype=vote.dtype
         )
     if stop:
         vote[2] = 1
+    for note in notes:
+        vote[NOTES_AT + note] = 1
     if has_next:
-        vote[3 + num_ranks + rank] = 1
+        vote[_HEAD + num_ranks + rank] = 1
     if cursors:
         halves = [half for cursor in cursors for half in divmod(cursor, _LOW)]
         first = vote_numel(num_ranks, len(used))
@@ -98,7 +130,8 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
 
     Raises RuntimeError, on all ranks alike, if some live ranks weighed their loss and others did
     not, or all weights are zero."""
-    weight, num_weighing, num_asking, *values = total
+    weight, num_weighing, num_asking = total[:NOTES_AT]
+    values = total[_HEAD:]
     live = tuple(r for r in range(num_ranks) if values[r])
     if num_weighing not in (0, len(live)):
         raise RuntimeError(
@@ -118,6 +151,7 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         used=tuple(v > 0 for v in values[2 * num_ranks : len(values) - len(numbers)]),
         weight=weight,
         stop=num_asking > 0,
+        notes=tuple(map(int, total[NOTES_AT:_HEAD])),
         cursors=tuple(
             tuple(taken[at : at + num_cursors]) for at in range(0, len(taken), num_cursors or 1)
         ),

@@ -355,6 +355,7 @@ class Context:
 
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
+        self._call.check_all_take_part("ctx.barrier()")
         self.group.barrier().wait()
 
     def broadcast(self, value: T, root: int = 0) -> T:
@@ -362,6 +363,7 @@ class Context:
 
         `value` is ignored on other ranks. The root gets the same object back.
         """
+        self._call.check_all_take_part("ctx.broadcast()")
         return self._call.broadcast(value, root)
 
     def reduce(
@@ -449,6 +451,7 @@ class Context:
             tensor = tensor.to(torch.float64)
         elif tensor.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
             tensor = tensor.to(torch.int64)
+        self._call.check_all_take_part("ctx.reduce()")
         total = tensor.to(self.device, copy=True).contiguous()
         self.group.all_reduce(total, _OPS[op]).wait()
         return total.to(tensor.device)

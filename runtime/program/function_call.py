@@ -91,6 +91,19 @@ class FunctionCall:
         if self.recovery is not None:
             self.recovery.finish()
 
+    def check_all_take_part(self, call: str) -> None:
+        """Raises RuntimeError if some rank is known to have run out of data inside a Join: it does
+        not come to this collective. call: as the user wrote it."""
+        join = active_join()
+        absent = join.absent_ranks if join is not None else []
+        if absent:
+            raise RuntimeError(
+                f"{call} inside Join, but ranks {absent} have run out of data and do not run the "
+                "loop's body. Call it behind the Join; or make a group for the collectives of the "
+                "body, beside = ctx.group.new_group(range(ctx.world_size)), let the Join follow "
+                "it, Join([...], groups=[beside]), and write beside.all_reduce(tensor).wait()"
+            )
+
     def broadcast(self, value: T, root: int = 0) -> T:
         """The value of rank `root`, on every rank; anything that pickles."""
         received: T = broadcast_object(self.group, value, root, cloudpickle.dumps)
@@ -137,8 +150,7 @@ class FunctionCall:
         if self.checkpoints is None:
             raise RuntimeError("this Context was made outside a session, so it has no checkpoints")
         join = active_join()
-        if join is not None and 0 < len(join.last_step_live) < self.world_size:
-            joined = [r for r in range(self.world_size) if r not in join.last_step_live]
+        if join is not None and (joined := join.absent_ranks):
             raise RuntimeError(
                 f"ctx.save() inside Join, but ranks {joined} have run out of data and no longer "
                 "run the loop's body; call ctx.save() after the Join, or set "

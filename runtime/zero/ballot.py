@@ -16,7 +16,15 @@ import torch
 
 from collectives import CollectiveMismatch, Group
 
-from ..process.agreement import MAX_ITERATIONS, Agreement, read_agreement, vote_numel, write_vote
+from ..process.agreement import (
+    MAX_ITERATIONS,
+    NOTES_AT,
+    Agreement,
+    Note,
+    read_agreement,
+    vote_numel,
+    write_vote,
+)
 
 _STEP, _STEP_SQUARED, _SQUARED_NORM, _LOSS_SCALE, _PER_RANK = range(5)
 
@@ -36,6 +44,7 @@ class Vote:
     cursors: samples that the rank has taken of each iteration that it is in (dealer.py).
     num_samples: length of the dataset that the rank iterates, or 0.
     stop: the rank was asked to stop all ranks after this step.
+    notes: about the backward passes of the step.
     """
 
     step: int
@@ -49,6 +58,7 @@ class Vote:
     cursors: Sequence[int] = ()
     num_samples: int = 0
     stop: bool = False
+    notes: Sequence[Note] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,7 @@ class Ballot:
             weight=vote.weight,
             stop=vote.stop,
             cursors=vote.cursors,
+            notes=vote.notes,
         )
         group.all_reduce(vector).wait()
         seen: tuple[float, ...] = tuple(vector.tolist())
@@ -115,8 +126,9 @@ class Ballot:
                 "step()",
                 group.generation,
                 list(range(group.size)),
-                f"the ranks have taken different numbers of steps (this rank: {vote.step}); every "
-                "rank must call step() equally often; ranks that may run out of data use Join",
+                f"the ranks have taken different numbers of steps (this rank: {vote.step})",
+                "Every rank must call step() equally often; ranks that may run out of data at "
+                "different steps belong inside Join().",
             )
         self._check_lengths(seen)
         return seen
@@ -132,9 +144,14 @@ class Ballot:
                 self._group.generation,
                 list(lengths),
                 f"the dataset has different numbers of samples on the ranks ({by_rank}), so "
-                "ctx.shard dealt some of them to no rank or to several; every rank must pass the "
-                "same dataset to ctx.shard, also when it changes between two epochs",
+                "ctx.shard dealt some of them to no rank or to several",
+                "Every rank must pass the same dataset to ctx.shard, also when it changes between "
+                "two epochs.",
             )
+
+    def says(self, note: Note, seen: Sequence[float]) -> bool:
+        """Whether some rank notes it."""
+        return seen[self._vote_at + NOTES_AT + note] > 0
 
     def read(self, seen: Sequence[float]) -> Outcome:
         """Decode the sums, whether this rank took part in the all-reduce or received them."""
@@ -186,10 +203,10 @@ def check_same_options(
                 "step()",
                 generation,
                 different,
-                f"{label} is {each}, so each rank would step its shard by another value. Every "
-                "rank must set the same options. What the loop's body steps or sets is not done on "
-                "a rank that has run out of data: list a schedule in "
-                "Join(..., step_along=[schedule])",
+                f"{label} is {each}, so each rank would step its shard by another value",
+                "Every rank must set the same options. What the loop's body steps or sets is not "
+                "done on a rank that has run out of data: list a schedule in "
+                "Join(..., step_along=[schedule]).",
             )
 
 

@@ -38,7 +38,7 @@ from ..data_parallel.engine import ModelEngine
 from ..data_parallel.gradient_bucket import GradientBucket
 from ..data_parallel.reducer import Reducer
 from ..join.join import GroupJoinable
-from ..process.agreement import Agreement
+from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs
 from ..process.running import Survival, recovery_of
 from ..process.step_boundary import boundary
@@ -166,6 +166,9 @@ class OptimizerEngine:
         self.shard.bring_home()
         if self.reducer is not None:
             self.reducer.check_unchanged()
+            self.reducer.send_late()
+        elif self.model is not None:
+            self.model.reducer.num_in_step = 0
         self._ballot_of_step = self._seen.ballots + 1
         while self._seen.ballots < self._ballot_of_step:
             try:
@@ -187,6 +190,22 @@ class OptimizerEngine:
         return self._seen.ballots >= self._ballot_of_step
 
     def _try_step(self, is_live: bool) -> None:
+        payload = self._hold_ballot(is_live)
+        if self.reducer is not None and self._ballot.says(Note.HAS_MORE, payload):
+            # A rank ran more passes since the launch. All send again, with these, and vote again.
+            self.reducer.send_again()
+            payload = self._hold_ballot(is_live)
+        self.faults.reach(Instant.SEEN)
+        outcome = self._see(payload, is_live)
+        if self.reducer is None:
+            self._check_gradients(outcome.agreement)
+        for gather in self._apply(outcome):  # (4), and (5) begins
+            gather.wait()
+        if self.model is not None and self.reducer is not None:
+            self.model.sync_buffers(outcome.agreement.live, self.face._join)
+        self.faults.reach(Instant.STEPPED)
+
+    def _hold_ballot(self, is_live: bool) -> tuple[float, ...]:
         reach = self.faults.reach
         reach(Instant.REDUCE)
         if self.reducer is not None:
@@ -197,16 +216,7 @@ class OptimizerEngine:
         for work in replicating:
             work.wait()
         reach(Instant.VOTE)
-        payload = self._ballot.hold(self._vote(is_live))  # (3)
-        reach(Instant.SEEN)
-        outcome = self._see(payload, is_live)
-        if self.reducer is None:
-            self._check_gradients(outcome.agreement)
-        for gather in self._apply(outcome):  # (4), and (5) begins
-            gather.wait()
-        if self.model is not None and self.reducer is not None:
-            self.model.sync_buffers(outcome.agreement.live, self.face._join)
-        reach(Instant.STEPPED)
+        return self._ballot.hold(self._vote(is_live))  # (3)
 
     def _vote(self, is_live: bool) -> Vote:
         needs_norm = self.face.max_norm is not None or self.face.uses_scaler
@@ -222,6 +232,7 @@ class OptimizerEngine:
             cursors=self._recovery.cursors() if self._recovery else (),
             num_samples=boundary().num_samples,
             stop=boundary().steps.stop_is_wanted,
+            notes=self.reducer.notes() if self.reducer else (),
         )
 
     def _see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
@@ -244,6 +255,7 @@ class OptimizerEngine:
         self.face.found_overflow = self.face.uses_scaler and not math.isfinite(outcome.squared_norm)
         if self.reducer is not None:
             self.reducer.end_step()
+            self.reducer.sends_late = outcome.agreement.says(Note.SEVERAL) > 0
         return outcome
 
     def _apply(self, outcome: Outcome) -> list[Gather]:

@@ -213,12 +213,14 @@ class ZeroRedundancyOptimizer(Face):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._join is not None:
+            self._join.check_may_begin(self)
         Join.notify_join_context(self)
         engine = self._engine
         engine.loss_scale = given_scale(self, self.uses_scaler)
         is_live = self._join.ledger.live if self._join else True
         if engine.reducer is not None:
-            if not engine.reducer.has_launched:
+            if not (engine.reducer.has_launched or engine.reducer.num_in_step):
                 raise RuntimeError(
                     "step() needs gradients that were reduced since the last step: run "
                     "loss.backward() on the DistributedDataParallel model, outside no_sync(), first"

@@ -36,6 +36,7 @@ async def _ends_with(error: Exception | None) -> str:
     return "a value"
 
 
+@pytest.mark.promise("Ray's memory monitor kills a worker, since the node runs low on memory")
 def test_a_worker_that_rays_memory_monitor_killed_has_died_and_the_error_says_what_to_do():
     with pytest.raises(ActorGone) as raised:
         asyncio.run(answer(_ends_with(OutOfMemoryError(KILLED))))

@@ -238,6 +238,7 @@ class _Ballast:
         self.state = state
 
 
+@pytest.mark.promise("a death while a checkpoint is written")
 def test_if_a_rank_is_killed_while_it_writes_the_checkpoint_before_is_the_one_that_loads(
     ranks_of, tmp_path
 ):

@@ -79,7 +79,7 @@ exit $ended
 """
 
 
-@pytest.mark.slow
+@pytest.mark.promise("a full disk, a full /dev/shm")
 def test_a_training_goes_on_when_its_disk_and_dev_shm_are_full_and_saves_when_there_is_room(
     tmp_path: Path,
 ) -> None:

@@ -72,7 +72,7 @@ wait
 """
 
 
-@pytest.mark.slow
+@pytest.mark.promise("a stopped process, a network that carries nothing any more")
 def test_a_partition_is_found_by_the_deadline_on_both_sides_and_they_meet_again(
     tmp_path: Path,
 ) -> None:

@@ -57,6 +57,7 @@ KINDS = {
 }
 
 
+@pytest.mark.promise("a worker that is told to end, a node that is drained")
 @pytest.mark.parametrize(
     "name, leaver",
     [

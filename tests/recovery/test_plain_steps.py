@@ -27,9 +27,15 @@ from tests.references.plain_runs import (
 DEATHS = [moment for moment in MOMENTS if not moment.startswith(("is ", "when it has asked"))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", range(3))
-@pytest.mark.parametrize("moment", DEATHS)
+@pytest.mark.promise("SIGKILL of a worker at any instant of a step", "samples")
+@pytest.mark.parametrize(
+    "moment, victim",
+    [
+        pytest.param(moment, victim, marks=[] if number % 3 == victim else pytest.mark.slow)
+        for number, moment in enumerate(DEATHS)
+        for victim in range(3)
+    ],
+)
 async def test_a_death_costs_no_step_and_no_sample(
     session: cl.Session, tmp_path: Path, moment: str, victim: int
 ) -> None:

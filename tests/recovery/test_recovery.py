@@ -115,20 +115,28 @@ CASES = [
     pytest.param(
         phase,
         victim,
-        marks=[] if number % 2 == 0 and number % 3 == victim else [pytest.mark.slow],
+        marks=[] if number % 3 == victim else [pytest.mark.slow],
         id=f"{phase}-{victim}",
     )
     for number, phase in enumerate(PHASES)
     for victim in range(3)
 ]
-"""Every phase on every rank; in the fast suite every other phase, on one of them."""
+"""Every phase on every rank; in the fast suite every phase on one of them."""
 
 
+@pytest.mark.promise(
+    "SIGKILL of a worker at any instant of a step",
+    "the survivors' gradients of that step",
+    "samples",
+    "the surviving processes",
+)
 @pytest.mark.parametrize("phase, victim", CASES)
 async def test_a_killed_worker_costs_no_step_and_no_sample(
     session: cl.Session, phase: str, victim: int
 ) -> None:
+    pids = await session.run(lambda ctx: os.getpid())
     told = await session.run(train, victims={victim: (2, phase)})
+    assert [one.pid for one in told] == pids[:victim] + pids[victim + 1 :]
     assert {one.world_size for one in told} == {2}
     assert_equal_and_whole(told)
     expected = reference(told, victim, num_ranks=3)
@@ -164,6 +172,7 @@ IN_RECOVERY = {
 }
 
 
+@pytest.mark.promise("a second death while the ranks recover from the first")
 @pytest.mark.parametrize(
     "moment",
     [
@@ -185,6 +194,7 @@ async def test_a_death_while_the_others_recover_from_a_death_is_survived(
     assert_equal_and_whole(told)
 
 
+@pytest.mark.promise("all ranks that kept a shard die at once")
 async def test_without_replicas_the_lost_state_is_named(session: cl.Session) -> None:
     with pytest.raises(StateLost) as raised:
         await session.run(train, victims={1: (2, "before it votes (3)")}, replicas=1)
@@ -235,7 +245,7 @@ def stop_on_rank_1(ctx: cl.Context) -> Told:
     return train(ctx, {}, in_recovery=dict.fromkeys(range(3), prepare))
 
 
-@pytest.mark.slow
+@pytest.mark.promise("a stopped process, a network that carries nothing any more")
 async def test_a_stopped_process_is_killed_and_survived(cluster: None) -> None:
     few = {"CPU": 0.1}
     async with cl.Session((1, 3), resources_per_worker=few, timeout_s=30) as session:

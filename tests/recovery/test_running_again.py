@@ -179,6 +179,7 @@ async def test_a_coroutine_runs_again_with_what_it_has_registered(session: cl.Se
     assert any(one.calls == 2 for one in told)
 
 
+@pytest.mark.promise("a new worker")
 async def test_a_new_worker_comes_in_while_the_others_train(
     session: cl.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +263,7 @@ async def test_a_function_that_registers_nothing_cannot_run_again(cluster: None)
             await session.run(train, dies_on=1, dies_at=3, where="step", registers=False)
 
 
+@pytest.mark.promise("all ranks that kept a shard die at once")
 async def test_when_a_shard_is_lost_the_run_goes_back_to_the_last_checkpoint(
     cluster: None, tmp_path: Path
 ) -> None:

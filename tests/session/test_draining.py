@@ -60,8 +60,8 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.promise("a worker that is told to end, a node that is drained")
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_leave_a_node_that_is_drained_and_the_others_go_on(
     tmp_path: Path, replicas: int
 ) -> None:

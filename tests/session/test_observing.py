@@ -294,6 +294,36 @@ async def test_ranks_take_steps_while_the_drivers_process_is_stopped(session: Se
     assert await running == [250, 250]
 
 
+def take_steps_and_count(ctx: Context, count: int, driver: Any) -> tuple[list[str], list[str]]:
+    """Which methods of actors this process calls during its steps; and with one call, to see that
+    it is counted."""
+    sent: list[str] = []
+    send = ray.actor.ActorMethod._remote
+
+    def counted(method: Any, *args: Any, **kwargs: Any) -> Any:
+        sent.append(method._method_name)
+        return send(method, *args, **kwargs)
+
+    take_steps(ctx, count=3)
+    ray.actor.ActorMethod._remote = counted
+    try:
+        take_steps(ctx, count)
+        during = list(sent)
+        driver.snapshot.remote()
+    finally:
+        ray.actor.ActorMethod._remote = send
+    return during, sent
+
+
+@pytest.mark.promise("a step without a failure")
+async def test_a_step_sends_no_message_to_the_driver_or_any_actor(session: Session) -> None:
+    assert session._crew is not None
+    driver = session._crew._driver
+    for during, all_of_them in await session.run(take_steps_and_count, count=50, driver=driver):
+        assert during == []
+        assert all_of_them == ["snapshot"]
+
+
 # ── Versions ─────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -324,6 +324,7 @@ async def test_a_session_that_is_not_open_says_what_to_do(cluster: None) -> None
 # ── A rank fails ─────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("an exception in your function")
 async def test_an_exception_reaches_the_caller_as_itself_while_others_block(
     session: Session,
 ) -> None:
@@ -505,6 +506,7 @@ async def test_a_stuck_worker_is_told_and_replaced(session: Session) -> None:
     assert after[1] == before[1]
 
 
+@pytest.mark.promise("the death of the driver")
 async def test_a_killed_driver_is_replaced_and_training_does_not_stop(session: Session) -> None:
     before = await session.run(lambda ctx: (os.getpid(), ctx.generation))
     running = asyncio.create_task(session.run(loop_until_told, seconds=4.0))
@@ -579,6 +581,7 @@ async def test_closing_ends_a_run_in_progress(cluster: None) -> None:
         await running
 
 
+@pytest.mark.promise("the end of a session")
 def test_run_starts_a_local_cluster_and_leaves_nothing() -> None:
     script = """
 import os, threading, time

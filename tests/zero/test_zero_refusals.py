@@ -225,7 +225,7 @@ def test_a_dataset_may_change_between_epochs_if_it_does_so_on_all_ranks(ranks_of
     told = ranks_of(2).run(train_on_grown_data)
     for error, _ in told:
         assert "different numbers of samples on the ranks (rank 0: 9, rank 1: 10)" in error
-        assert "every rank must pass the same dataset" in error
+        assert "Every rank must pass the same dataset" in error
     for epoch, length in enumerate((6, 9)):
         used = [n for _, batches in told for e, batch in batches if e == epoch for n in batch]
         assert sorted(used) == list(range(length))

@@ -1,0 +1,165 @@
+"""The table of README.md: ours against the peers, from one run of one command.
+
+    python benchmarks/compared.py [--json] [--runs 3] [--only step,torch_backend]
+
+Runs the benchmarks that README.md quotes one after another, and all of them `--runs` times. A row
+shows the medians of the runs and, in brackets, the ratio of every run, so that a reader sees how
+far they lie apart; no run is left out. Below the table stand the commit, the versions, and the
+machine's load before each benchmark. Half an hour on two cores, of which recovery takes most.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(_ROOT)
+
+from benchmarks.alternation import finish, parser
+
+COMMANDS = {
+    "collectives": (
+        "collectives.py --no-ray --ranks 2 --operations all_reduce --sizes 4B,1MiB,16MiB"
+    ),
+    "step": "step.py",
+    "torch_backend": "torch_backend.py --sizes 2M",
+    "recovery": "recovery.py",
+}
+
+Figures: TypeAlias = dict[str, Any]
+"""What a benchmark prints under "figures" with --json."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """seconds: ours and the peer's, out of a benchmark's figures. unit: what they are shown in."""
+
+    title: str
+    benchmark: str
+    unit: str
+    seconds: Callable[[Figures], tuple[float, float]]
+
+
+def all_reduce(size: str) -> Callable[[Figures], tuple[float, float]]:
+    def seconds(figures: Figures) -> tuple[float, float]:
+        medians = figures["medians_s"][f"all_reduce/2/{size}"]
+        return medians["ours"], medians["gloo"]
+
+    return seconds
+
+
+def of_ways(case: str, ours: str, peer: str) -> Callable[[Figures], tuple[float, float]]:
+    def seconds(figures: Figures) -> tuple[float, float]:
+        medians = figures[case]["medians_s"]
+        return medians[ours], medians[peer]
+
+    return seconds
+
+
+def recovery(figures: Figures) -> tuple[float, float]:
+    ours, peer = (
+        statistics.median(trial["seconds"] for trial in figures[who])
+        for who in ("ours", "Ray Train")
+    )
+    return ours, peer
+
+
+ROWS = (
+    Row("all_reduce 4 B, 2 ranks (Gloo)", "collectives", "µs", all_reduce("4B")),
+    Row("all_reduce 1 MiB, 2 ranks (Gloo)", "collectives", "µs", all_reduce("1MiB")),
+    Row("all_reduce 16 MiB, 2 ranks (Gloo)", "collectives", "ms", all_reduce("16MiB")),
+    Row("step, 2 M parameters, DDP + AdamW", "step", "ms", of_ways("2M", "ddp", "torch ddp")),
+    Row("step, 2 M parameters, DDP + ZeRO", "step", "ms", of_ways("2M", "zero", "torch zero")),
+    Row("step, 25 M parameters, DDP + AdamW", "step", "ms", of_ways("25M", "ddp", "torch ddp")),
+    Row("step, 25 M parameters, DDP + ZeRO", "step", "ms", of_ways("25M", "zero", "torch zero")),
+    Row(
+        "step in Join, 2 M parameters, DDP + ZeRO",
+        "step",
+        "ms",
+        of_ways("2M", "zero in Join", "torch zero in Join"),
+    ),
+    Row(
+        "stock FSDP2 on our groups, 2 M parameters (Gloo)",
+        "torch_backend",
+        "ms",
+        of_ways("2M parameters", "fsdp2 chorusline", "fsdp2 gloo"),
+    ),
+    Row("SIGKILL of one of 4 workers to the next step (Ray Train)", "recovery", "s", recovery),
+)
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "µs": 1e6}
+
+
+def markdown(rows: list[tuple[Row, list[tuple[float, float]]]]) -> str:
+    """The table. rows: each with ours and the peer's seconds, by run."""
+    lines = ["| | ours | peer | ours/peer (each run) |", "|---|---|---|---|"]
+    for row, runs in rows:
+        factor = _PER_SECOND[row.unit]
+        ours, peer = (statistics.median(column) * factor for column in zip(*runs, strict=True))
+        ratios = [ours_s / peer_s for ours_s, peer_s in runs]
+        each = ", ".join(f"{ratio:.2g}" for ratio in ratios)
+        lines.append(
+            f"| {row.title}, {row.unit} | {ours:.3g} | {peer:.3g} | "
+            f"{statistics.median(ratios):.2g} ({each}) |"
+        )
+    return "\n".join(lines)
+
+
+def printed_by(command: str) -> dict[str, Any]:
+    """The JSON object that a benchmark prints."""
+    file, *flags = command.split()
+    done = subprocess.run(
+        [sys.executable, str(_ROOT / "benchmarks" / file), *flags, "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def main() -> None:
+    flags = parser(__doc__.splitlines()[0])
+    flags.add_argument("--runs", type=int, default=3)
+    flags.add_argument("--only", default=",".join(COMMANDS), help="of " + ", ".join(COMMANDS))
+    args = flags.parse_args()
+    chosen = [name for name in COMMANDS if name in args.only.split(",")]
+    said: dict[str, list[Figures]] = {name: [] for name in chosen}
+    loads = []
+    for run in range(args.runs):
+        for name in chosen:
+            loads.append(os.getloadavg()[0])
+            print(f"run {run + 1}: {COMMANDS[name]}, load {loads[-1]:.1f}", file=sys.stderr)
+            said[name].append(printed_by(COMMANDS[name])["figures"])
+    rows = [
+        (row, [row.seconds(figures) for figures in said[row.benchmark]])
+        for row in ROWS
+        if row.benchmark in chosen
+    ]
+    commit = subprocess.run(
+        ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    print(markdown(rows))
+    print(
+        f"\ncommit {commit or 'unknown'}; {args.runs} runs of `python benchmarks/compared.py`; "
+        f"load before each benchmark {', '.join(f'{load:.1f}' for load in loads)}"
+    )
+    ratios = {
+        row.title: statistics.median(ours / peer for ours, peer in runs) for row, runs in rows
+    }
+    by_run = {row.title: runs for row, runs in rows}
+    finish(args, ratios, {"seconds_by_run": by_run, "commit": commit, "loads": loads})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Several backward passes for one step, where each pass is reduced by itself.
+
+After a pass `.grad` holds the mean over all ranks. If the program runs another pass before it
+clears the gradients, autograd adds to that mean. When every rank has data, and no loss is weighed,
+the mean of such sums is right as it is: the first mean is the same on all ranks. But a rank that
+has run out of data contributes zeros, and weights divide each pass by a number of its own. So in
+these cases the earlier mean is set aside while the pass is reduced, and added at its end. It takes
+the memory of the gradients for that time.
+
+A pass that autograd enters elsewhere than at the model's output, and gradients that no_sync has
+added to a mean, cannot be told apart any more (`MIXES`). They are refused where they would be
+wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from ..process.agreement import Agreement, Note
+from .gradient_bucket import Gradients
+
+
+class EarlierPasses:
+    """What one rank holds of the passes before the present one.
+
+    has_mean: whether a pass was reduced, whose mean `.grad` may still hold.
+    sees_steps: whether steps of optimizers of these parameters are watched.
+    has_stepped: whether one of them has stepped since the last pass.
+    """
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.has_mean = False
+        self.sees_steps = False
+        self.has_stepped = False
+        self._gradients = gradients
+        self._kind: Note | None = None  # CONTINUES or MIXES
+        self._aside: dict[int, torch.Tensor] = {}
+        self._weight = 0.0  # of the losses of the mean
+
+    def forget(self) -> None:
+        self.has_mean = False
+        self._kind, self._aside, self._weight = None, {}, 0.0
+
+    def begin_pass(self, *, set_aside: bool, has_leftover: bool) -> None:
+        """A pass begins, and no gradient has arrived yet.
+
+        has_leftover: gradients from no_sync are still to be sent, so this is not the first pass
+            since the mean.
+        """
+        held = {
+            number: parameter.grad.detach()
+            for number, parameter in enumerate(self._gradients.parameters)
+            if parameter.grad is not None
+        }
+        if not held:
+            self.forget()
+        elif not self.has_mean or has_leftover:
+            return
+        elif not set_aside:
+            self._kind = Note.MIXES
+        elif _are_zero(held.values()):  # `zero_grad(set_to_none=False)`
+            self.forget()
+        else:
+            self._kind = Note.CONTINUES
+            self._aside = {number: gradient.clone() for number, gradient in held.items()}
+            for gradient in held.values():
+                gradient.zero_()
+
+    def restore(self) -> None:
+        """The pass has brought no parameter a gradient, as `torch.autograd.grad` does."""
+        for number, aside in self._aside.items():
+            gradient = self._gradients.parameters[number].grad
+            assert gradient is not None
+            gradient.detach().add_(aside)
+        self._aside, self._kind = {}, None
+
+    def notes(self, *, is_own: bool) -> list[Note]:
+        """What this rank's vote says of its pass. is_own: False for a rank that has run out of data
+        and hands in gradients from no_sync."""
+        if not is_own:
+            return [Note.HANDS_IN, Note.MIXES] if self._kind is Note.MIXES else [Note.HANDS_IN]
+        noted = [self._kind] if self._kind is not None else []
+        if not self.has_stepped and (self.sees_steps or self._kind is not None):
+            noted.append(Note.UNSTEPPED)
+        self.has_stepped = False
+        return noted
+
+    def end_pass(self, agreement: Agreement) -> None:
+        """The buckets hold the mean of the present pass: add that of the passes before."""
+        continues = bool(agreement.says(Note.CONTINUES))
+        before, weight = self._weight if continues else 0.0, agreement.weight
+        for number, aside in self._aside.items() if continues else ():
+            view = self._gradients.views[number]
+            if before and weight:  # The mean over the samples of all passes.
+                view.mul_(weight / (before + weight)).add_(aside, alpha=before / (before + weight))
+            else:
+                view.add_(aside)
+        self._aside, self._kind = {}, None
+        self._weight, self.has_mean = before + weight, True
+
+
+def _are_zero(gradients: Collection[torch.Tensor]) -> bool:
+    # On a GPU the host would have to wait; there zeros are set aside as well.
+    return not any(one.device.type != "cpu" or bool(one.any()) for one in gradients)
+
+
+def check_passes(agreement: Agreement, num_ranks: int) -> None:
+    """Raise RuntimeError, on all ranks alike, for passes whose mean would be wrong."""
+    if not any(agreement.notes):
+        return
+    live = list(agreement.live)
+    num_own = len(live) - agreement.says(Note.HANDS_IN)
+    if 0 < (continuing := agreement.says(Note.CONTINUES)) < num_own:
+        raise RuntimeError(
+            f"{continuing} of the ranks {live} add this backward pass to the gradients of the pass "
+            "before, and the others have cleared theirs, so their gradients would differ. All "
+            "ranks with data must call zero_grad() between the same two passes"
+        )
+    if agreement.says(Note.MIXES) and (agreement.weight or len(live) < num_ranks):
+        absent = [rank for rank in range(num_ranks) if rank not in live]
+        why = f"ranks {absent} have run out of data" if absent else "losses are weighed"
+        raise RuntimeError(
+            "a backward pass was added to gradients that an earlier pass had reduced already, "
+            "in no_sync() or by a pass that does not begin at the model's output, and "
+            f"{why}, so the mean would be wrong. Run the earlier passes of a step in no_sync(), "
+            "and only the last one outside"
+        )

@@ -1,0 +1,83 @@
+"""Errors inside a Join: what they say, and what other errors mean there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from collectives import CollectiveMismatch, CollectiveTimeout
+from collectives.contract.errors import ALL_ARRIVE, SAME_ORDER
+
+
+def explain(error: BaseException, absent: Sequence[int], *, follows: bool) -> None:
+    """Make an error of a collective say what it means inside a Join, if it says no more than what
+    it means anywhere.
+
+    absent: the ranks that have run out of data, as far as known. follows: whether Join follows
+    groups.
+    """
+    if isinstance(error, CollectiveMismatch) and error.remedy == SAME_ORDER:
+        who = f"ranks {list(absent)}, which have" if absent else "a rank that has"
+        error.remedy = (
+            f"This was inside Join(): {who} run out of data, take part in the steps of the listed "
+            "joinables and in nothing else. If the loop's body issues collectives of its own "
+            "(ctx.reduce, ctx.broadcast and barriers are some), issue them on a group that Join "
+            "follows: beside = ctx.group.new_group(range(ctx.world_size)), "
+            "Join([...], groups=[beside]), beside.all_reduce(...); or behind the Join."
+            if absent
+            else "This was inside Join(): if one of the ranks has run out of data, it takes part "
+            "in the steps of the listed joinables and in nothing else, so collectives of the "
+            "loop's body need a group that Join follows, groups=[beside]. Ranks with data must "
+            "issue the same collectives in the same order."
+        )
+        error.__post_init__()
+    elif isinstance(error, CollectiveTimeout) and error.remedy == ALL_ARRIVE:
+        error.remedy = (
+            "This was inside Join(), which waits for ranks that run out of data, but not for one "
+            "that is busy elsewhere, or has left the loop on its own: "
+            + (
+                "leave a loop over a Join that follows groups on all ranks at the same step, or on "
+                "none"
+                if follows
+                else "a rank that stops early must leave the Join as well"
+            )
+            + "; if steps are only slow, raise the timeout (timeout_s)."
+        )
+        error.__post_init__()
+
+
+def why_not_skipped(absent: Sequence[int]) -> str:
+    """absent: the ranks that have run out of data, and stepped what is in step_along."""
+    return (
+        "the ranks with data ran another number of backward passes for this step than for the step "
+        f"before, or left out optimizer.step(), but ranks {list(absent)} have run out of data and "
+        "step what is in step_along after as many passes as before. Run the same number of passes "
+        "in every step, run all but the last in model.no_sync(), or use a "
+        "ZeroRedundancyOptimizer, with which ranks without data need not know it"
+    )
+
+
+def why_not_one_more(so_far: int) -> str:
+    """so_far: the steps, or synchronised passes, of the last batch."""
+    return (
+        "the last batch of this epoch has more steps, or synchronised backward passes, than any "
+        f"batch before ({so_far} so far), and the other ranks do not wait for another one. Give "
+        "all batches the same number of them (passes that only accumulate belong in "
+        "model.no_sync()), or give the Join a group to follow, groups=[…]; then each one is "
+        "announced"
+    )
+
+
+def why_exhausted(absent: Sequence[int]) -> str:
+    return (
+        f"Detected at least one rank that exhausted inputs: ranks {list(absent)}. Every rank "
+        "raises this at the same step, because throw_on_early_termination is set"
+    )
+
+
+def tell_skew(skew: float, steps_taken: Sequence[int]) -> str:
+    by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(steps_taken))
+    return (
+        f"uneven inputs: a rank had no data for {skew:.0%} of the steps inside Join ({by_rank}). "
+        "Training is exact, but that rank only waited; deal the data out more evenly, or raise "
+        "skew_warning"
+    )

@@ -1,0 +1,58 @@
+"""How many agreements a batch and a step of one joinable have: what a rank may expect to come.
+
+A rank that looks ahead knows its last batch, but not how often the loop's body will still step in
+it. And where each backward pass ends with an agreement, a rank without data does not see behind
+which of them the others step their optimizers. Bodies repeat, so the batches and steps before say
+it. Where that turns out wrong, later agreements show it.
+"""
+
+from __future__ import annotations
+
+
+class PassPattern:
+    """Of one joinable on one rank; it outlives the Joins.
+
+    of_batch: number of agreements in the current batch so far.
+    """
+
+    def __init__(self) -> None:
+        self.of_batch = 0
+        self._most_of_batch: int | None = None
+        self._of_step = 0  # passes since the last step, the present one included
+        self._usual = 1  # passes of a step
+
+    def begin(self) -> None:
+        """A Join begins."""
+        self._end_batch()
+        self._of_step = 0
+
+    def begin_batch(self) -> None:
+        self._end_batch()
+
+    def _end_batch(self) -> None:
+        if self.of_batch:
+            self._most_of_batch = max(self._most_of_batch or 1, self.of_batch)
+        self.of_batch = 0
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the body may ask for another agreement behind the next one, in one batch. In the
+        very first batch it may; if it does not, the ranks take part in one in vain."""
+        return self._most_of_batch is None or self.of_batch + 1 < self._most_of_batch
+
+    @property
+    def expects_step(self) -> bool:
+        """Whether an optimizer steps behind the present pass."""
+        return self._of_step >= self._usual
+
+    def note(self, has_stepped: bool) -> bool:
+        """A pass of the ranks with data is agreed on. has_stepped: whether an optimizer of theirs
+        has stepped since their pass before. Returns whether that was expected."""
+        was_expected = self._of_step == 0 or has_stepped == self.expects_step
+        if has_stepped and self._of_step:
+            self._usual = self._of_step
+            self._of_step = 0
+        elif not has_stepped:
+            self._usual = max(self._usual, self._of_step + 1)
+        self._of_step += 1
+        return was_expected

@@ -1,0 +1,104 @@
+"""What goes wrong around a Join is told at once, and names what to write instead."""
+
+import warnings
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, loss_of, make_model
+
+
+def reduce_in_the_body(group: cl.Group, after: int) -> str:
+    """From batch `after` on; the ranks have two and four batches."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        with pytest.raises(cl.CollectiveError) as raised, cl.Join([model, optimizer]):
+            for number, batch in enumerate(batches_of(own.rank, 2 + 2 * own.rank, torch.float32)):
+                loss = loss_of(model, batch)
+                if number >= after:
+                    own.all_reduce(loss.detach().clone()).wait()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_collective_of_the_body_among_uneven_ranks_names_the_groups_to_follow(ranks_of, after):
+    for told in ranks_of(2).run(reduce_in_the_body, after):
+        assert "inside Join()" in told and "groups=[beside]" in told
+        assert "the same order, with equal sizes and dtypes" not in told
+
+
+def stop_early(group: cl.Group) -> str:
+    """Rank 0 leaves a Join that follows groups, and does something else."""
+    with another_group(group, timeout_s=1.5) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        beside = own.new_group(range(2))
+        try:
+            with cl.Join([model], groups=[beside]):
+                for number, batch in enumerate(batches_of(own.rank, 4, torch.float32)):
+                    if own.rank == 0 and number == 2:
+                        own.barrier().wait()
+                    loss_of(model, batch).backward()
+        except cl.CollectiveError as error:
+            return str(error)
+        return ""
+
+
+def test_a_rank_that_is_elsewhere_inside_a_join_is_not_sent_to_a_join(ranks_of):
+    for told in ranks_of(2).run(stop_early):
+        assert told and "belong inside Join()" not in told
+
+
+def grow_a_buffer(group: cl.Group, at_wrapping: bool) -> str:
+    with another_group(group) as own:
+        module = make_model(torch.float32)
+        module.register_buffer("seen", torch.zeros(3 + (own.rank if at_wrapping else 0)))
+        with pytest.raises(cl.CollectiveMismatch) as raised:
+            model = cl.DistributedDataParallel(module, own)
+            for step in range(3):
+                if own.rank == 1 and step == 1:
+                    module.register_buffer("seen", torch.zeros(4))
+                loss_of(model, batches_of(own.rank, 1, torch.float32)[0]).backward()
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("at_wrapping", [True, False])
+def test_a_buffer_whose_shape_differs_by_rank_is_named(ranks_of, at_wrapping):
+    first, second = ranks_of(2).run(grow_a_buffer, at_wrapping)
+    assert "buffer" in first and "the same collectives" not in first
+    assert "seen" in second and "(4,)" in second and "the same collectives" not in second
+
+
+def forget_the_join(group: cl.Group, inside: bool) -> list[str]:
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        keys = [0] * 3 + [1] * 2
+        shard = cl.Shard(
+            torch.randn(5, 7), 1, rank=own.rank, world_size=own.size, keep_together=keys
+        )
+        with (
+            warnings.catch_warnings(record=True) as seen,
+            cl.Join([model], enable=inside, skew_warning=None),
+        ):
+            warnings.simplefilter("always")
+            for number, batch in enumerate(shard):
+                if inside or number < 2:  # Without a Join the ranks would wait here.
+                    loss_of(model, batch).backward()
+            with torch.no_grad():
+                for batch in shard:
+                    model.module(batch)
+        return [str(one.message) for one in seen]
+
+
+def test_uneven_batches_outside_a_join_are_told_when_the_loop_begins(ranks_of):
+    (told,), others = ranks_of(2).run(forget_the_join, False)
+    assert (
+        "rank 0: " in told and "rank 1: " in told and "chorusline.Join([model, optimizer])" in told
+    )
+    assert others == [], "one rank tells it"
+    assert ranks_of(2).run(forget_the_join, True) == [[], []]

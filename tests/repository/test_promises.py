@@ -1,0 +1,28 @@
+"""Each promise of docs/failures.md is kept by a test that every run of the suite holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import ROOT
+
+
+def promises() -> list[str]:
+    """The first column of the table under "What is promised"."""
+    section = (ROOT / "docs/failures.md").read_text().split("## What is promised\n")[1]
+    rows = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("| ")]
+    return [row.split(" | ")[0].removeprefix("| ") for row in rows[1:]]
+
+
+def test_every_promise_has_a_test_in_this_run(request: pytest.FixtureRequest) -> None:
+    config = request.config
+    if config.args != config.getini("testpaths") or config.getoption("keyword"):
+        pytest.skip("only a part of the suite was asked for")
+    kept = {
+        what
+        for item in request.session.items
+        for mark in item.iter_markers("promise")
+        for what in mark.args
+    }
+    assert len(promises()) > 10
+    assert kept == set(promises())
