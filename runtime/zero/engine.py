@@ -183,19 +183,6 @@ class OptimizerEngine:
         if self._recovery is not None:
             self._recovery.has_stepped(self)
 
-    @torch.no_grad()
-    def switch(self, mode: str) -> None:
-        """Call `train()` or `eval()` of the optimizers of all shards, on all ranks, and gather the
-        parameters, which schedule-free optimizers then change."""
-        if self.face._join is not None:
-            raise RuntimeError(
-                f"optimizer.{mode}() changes the shards of all ranks, and ranks that have run out "
-                "of data do not call it inside Join; call it before or after the Join"
-            )
-        self.shard.bring_home()
-        self.shard.switch(mode, self.face.param_groups)
-        self.shard.gather()
-
     @property
     def step_counts(self) -> bool:
         """Whether the ranks have agreed on the current step. Then the loop's body must run the
@@ -208,6 +195,7 @@ class OptimizerEngine:
             # A rank ran more passes since the launch. All send again, with these, and vote again.
             self.reducer.send_again()
             payload = self._hold_ballot(is_live)
+        self.faults.reach(Instant.SEEN)
         outcome = self._see(payload, is_live)
         if self.reducer is None:
             self._check_gradients(outcome.agreement)
@@ -228,9 +216,7 @@ class OptimizerEngine:
         for work in replicating:
             work.wait()
         reach(Instant.VOTE)
-        payload = self._ballot.hold(self._vote(is_live))  # (3)
-        reach(Instant.SEEN)
-        return payload
+        return self._ballot.hold(self._vote(is_live))  # (3)
 
     def _vote(self, is_live: bool) -> Vote:
         needs_norm = self.face.max_norm is not None or self.face.uses_scaler
@@ -303,15 +289,8 @@ class OptimizerEngine:
         return gathers
 
     def _check_gradients(self, agreement: Agreement) -> None:
-        """Raise RuntimeError if a parameter has a gradient on other ranks and none here, and
-        ValueError for a gradient that is not dense."""
+        """Raise RuntimeError if a parameter has a gradient on other ranks and none here."""
         for parameter, is_used in zip(self.shard.parameters, agreement.used, strict=True):
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a {parameter.grad.layout} "
-                    "gradient, and only dense ones are sharded; write parameter.grad = "
-                    "parameter.grad.to_dense() before step() (for nn.Embedding: sparse=False)"
-                )
             if is_used and parameter.grad is None:
                 error = RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient on other ranks "
