@@ -7,7 +7,9 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,16 +23,17 @@ Numbers = dict[str, float]
 
 def numbers_in(name: str, state: Any) -> Numbers:
     found: Numbers = {}
-    waiting: dict[str, torch.Tensor] = {}
-    for path, value in _walk(name, state):
+    waiting: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for path, value in islice(_walk(name, state), _MOST):
         if isinstance(value, torch.Tensor):
-            waiting[path] = value.detach().reshape(()).to(torch.float64)
+            one = value.detach().reshape(()).to(torch.float64)
+            waiting.setdefault(one.device, {})[path] = one
         else:
-            found[path] = float(value)
-        if len(found) + len(waiting) == _MOST:
-            break
-    if waiting:  # At once: a host waits for a GPU here.
-        found.update(zip(waiting, torch.stack(list(waiting.values())).tolist(), strict=True))
+            with contextlib.suppress(OverflowError):  # No count is as large.
+                found[path] = float(value)
+    # At once, since a host waits for a GPU here. A step may be counted beside it, on the CPU.
+    for of_device in waiting.values():
+        found.update(zip(of_device, torch.stack([*of_device.values()]).tolist(), strict=True))
     return found
 
 
@@ -42,7 +45,8 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         for number, below in enumerate(value):
             yield from _walk(f"{path}.{number}", below)
     elif isinstance(value, torch.Tensor):
-        if value.numel() == 1 and value.layout == torch.strided and not value.is_complex():
+        is_number = value.numel() == 1 and value.layout == torch.strided
+        if is_number and not value.is_complex() and not value.is_meta:
             yield path, value
     elif isinstance(value, int | float):
         yield path, value

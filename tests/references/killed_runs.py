@@ -50,7 +50,8 @@ class Net(torch.nn.Module):
 @dataclass(frozen=True)
 class Kind:
     """One way to train. accumulate: batches to a step. scaler: of the loss; with it, a batch that
-    has sample 7 overflows. schedule: of the learning rate, along with the steps."""
+    has sample 7 overflows. schedule: of the learning rate, along with the steps. passes: backward
+    passes of a step, by its number; after the last one it begins anew."""
 
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.05})
@@ -58,6 +59,7 @@ class Kind:
     dtype: torch.dtype = torch.float64
     batch_norm: bool = False
     accumulate: int = 1
+    passes: tuple[int, ...] = (1,)
     scaler: bool = False
     schedule: bool = False
     keys: bool = False
@@ -69,11 +71,17 @@ class Kind:
     def network(self) -> torch.nn.Module:
         return Net(self.batch_norm).to(self.dtype)
 
-    def loss(self, model: torch.nn.Module, numbers: list[int], samples: Samples) -> torch.Tensor:
-        inputs = samples.inputs[numbers].to(self.dtype)
-        output = model(inputs, is_used=numbers[0] % 3 == 0)
+    def loss(
+        self, model: torch.nn.Module, numbers: list[int], samples: Samples, which: int = 0
+    ) -> torch.Tensor:
+        """which: of the passes of the step."""
+        inputs = samples.inputs[numbers].to(self.dtype) + which
+        output = model(inputs, is_used=(numbers[0] + which) % 3 == 0)
         loss = torch.nn.functional.mse_loss(output, samples.targets[numbers].to(self.dtype))
         return loss * torch.inf if self.scaler and 7 in numbers else loss
+
+    def passes_of(self, step: int) -> range:
+        return range(self.passes[step % len(self.passes)])
 
     def scheduler(self, optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
@@ -159,8 +167,8 @@ def look_in_vain(ctx: cl.Context, optim: Any) -> None:
     raise failure
 
 
-def dies_at(instant: Instant) -> Callable[[Any], None]:
-    return lambda optim: optimizer_engine_of(optim).faults.at(instant, die)
+def dies_at(instant: Instant, number: int = 1) -> Callable[[Any], None]:
+    return lambda optim: optimizer_engine_of(optim).faults.at(instant, die, number)
 
 
 PHASES: dict[str, Callable[[Any], None]] = {
@@ -174,6 +182,13 @@ PHASES: dict[str, Callable[[Any], None]] = {
     "while parameters are gathered (5)": dies_at(Instant.GATHER),
     "after the step": dies_at(Instant.STEPPED),
 }
+SENT_AGAIN = {
+    "while gradients are reduced again": dies_at(Instant.REDUCE, 2),
+    "after they are reduced again": dies_at(Instant.REDUCED, 2),
+    "while replicas get theirs again": dies_at(Instant.REPLICATE, 2),
+    "before it votes again": dies_at(Instant.VOTE, 2),
+}
+"""In a step in which passes followed when the gradients were on their way."""
 SIX_PHASES = [
     phase
     for phase in PHASES
@@ -227,14 +242,16 @@ def train(
             for numbers, _, _ in shard:
                 pending.append(numbers.tolist())
                 is_whole = len(pending) == kind.accumulate
+                ballots = optimizer_engine_of(optim).progress.ballots
                 with contextlib.nullcontext() if is_whole else model.no_sync():
-                    loss = kind.loss(model, numbers.tolist(), samples)
-                    scaler.scale(loss).backward()
+                    for which in kind.passes_of(ballots):
+                        loss = kind.loss(model, numbers.tolist(), samples, which)
+                        scaler.scale(loss).backward()
                 if not is_whole:
                     continue
                 step, phase = victims.get(seat, (-1, ""))
-                if optimizer_engine_of(optim).progress.ballots == step and phase in PHASES:
-                    PHASES[phase](optim)
+                if ballots == step and (kill := (PHASES | SENT_AGAIN).get(phase)):
+                    kill(optim)
                 diary.note((optimizer_engine_of(optim).progress.ballots, [*pending]))
                 pending.clear()
                 scaler.step(optim)
@@ -308,7 +325,8 @@ def reference(
                 buffer.copy_(value)
             model.zero_grad()
             for numbers in batches:
-                kind.loss(model, numbers, samples).backward()
+                for which in kind.passes_of(ballot):
+                    kind.loss(model, numbers, samples, which).backward()
             for i, p in enumerate(trained):
                 if p.grad is not None:
                     own = p.grad.float() if is_half else p.grad.clone()

@@ -1,0 +1,29 @@
+"""The numbers of an object that a save compares between the ranks."""
+
+import math
+
+import torch
+
+from runtime.checkpoint.alike import numbers_in, why_unlike
+
+
+def test_counts_are_found_and_what_is_no_count_is_left_out():
+    state = {
+        "step": 3,
+        "rates": [0.5, torch.tensor(0.25)],
+        "average": {"n": torch.tensor([7])},
+        "weights": torch.zeros(2),
+        "name": "sgd",
+        "large": 1 << 2000,
+        "nowhere": torch.zeros((), device="meta"),
+        "wave": torch.zeros((), dtype=torch.complex64),
+    }
+    found = {"o.step": 3.0, "o.rates.0": 0.5, "o.rates.1": 0.25, "o.average.n": 7.0}
+    assert numbers_in("o", state) == found
+
+
+def test_what_differs_is_named_with_its_ranks():
+    alike = {"o.step": 3.0, "o.loss": math.nan}
+    assert why_unlike([alike, None, dict(alike), {}]) is None
+    unlike = why_unlike([None, alike, {"o.step": 2.0}])
+    assert unlike == ("o.step is 3 on rank 1, 2 on rank 2", (2,))
