@@ -113,7 +113,8 @@ from runtime.data_parallel.pure_distributed_data_parallel import (  # noqa: E402
     PureDistributedDataParallel,
 )
 from runtime.data_parallel.sync_batch_norm import SyncBatchNorm  # noqa: E402
-from runtime.join.join import Join, Joinable, JoinHook  # noqa: E402
+from runtime.join.join import Join, Joinable  # noqa: E402
+from runtime.join.join_hook import JoinHook  # noqa: E402
 from runtime.notebook import load_ipython_extension, unload_ipython_extension  # noqa: E402, F401
 from runtime.process.random_state import RandomState  # noqa: E402
 from runtime.program.context import Context  # noqa: E402

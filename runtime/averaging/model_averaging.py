@@ -19,7 +19,7 @@ import torch
 
 from collectives import Group, ReduceOp
 
-from ..join.join import active_join
+from ..join.active import active_join
 from ..process.running import current_group
 
 

@@ -26,7 +26,7 @@ from collectives import CollectiveError, Group
 from collectives.contract.call_site import is_users_file, short_site, users_frame
 from collectives.objects.blocking import broadcast_object
 
-from ..join.join import active_join
+from ..join.active import active_join
 from ..process.between_runs import between_runs
 from ..process.registry import Registered, Registry
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from ..join.join import active_join
+from ..join.active import active_join
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .cursor import Cursor, Passage, Rest

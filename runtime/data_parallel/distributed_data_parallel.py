@@ -18,7 +18,8 @@ from collectives import CollectiveMismatch, Group
 from collectives.contract.torch_words import TOO_MANY, says
 from collectives.diagnosis.debug import is_informing
 
-from ..join.join import GroupJoinable, Join, Joinable, JoinHook
+from ..join.join import GroupJoinable, Join, Joinable
+from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement
 from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from collectives import CollectiveMismatch, CollectiveTimeout
@@ -74,10 +75,14 @@ def why_exhausted(absent: Sequence[int]) -> str:
     )
 
 
-def tell_skew(skew: float, steps_taken: Sequence[int]) -> str:
+def warn_of_skew(skew: float, limit: float | None, steps_taken: Sequence[int]) -> None:
+    """Warn in the lines that leave a Join, if a rank missed more than `limit` of the steps."""
+    if limit is None or skew <= limit:
+        return
     by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(steps_taken))
-    return (
+    warnings.warn(
         f"uneven inputs: a rank had no data for {skew:.0%} of the steps inside Join ({by_rank}). "
         "Training is exact, but that rank only waited; deal the data out more evenly, or raise "
-        "skew_warning"
+        "skew_warning",
+        stacklevel=4,
     )

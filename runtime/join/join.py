@@ -17,7 +17,6 @@ the rules of conductor.py.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -33,22 +32,12 @@ from ..process.agreement import Agreement, Note
 from ..process.running import Survival
 from ..process.step_boundary import boundary
 from .conductor import Conductor
-from .explained import explain, tell_skew, why_exhausted, why_not_one_more, why_not_skipped
+from .explained import explain, warn_of_skew, why_exhausted, why_not_one_more, why_not_skipped
 from .followers import followers_of, steps_any
+from .join_hook import JoinHook
 from .ledger import JoinLedger
 from .listed import check_groups, not_a_list, not_joinable
 from .pass_pattern import PassPattern
-
-
-class JoinHook:
-    """What a joinable does on a rank that has joined. Both methods do nothing by default."""
-
-    def main_hook(self) -> None:
-        """Shadow one step by taking part in its collectives. Called once per shadowed step."""
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Called once, when all ranks have joined. is_last_joiner: whether this rank took the last
-        step, as several ranks may have."""
 
 
 class Joinable(ABC):
@@ -156,34 +145,6 @@ class GroupJoinable(Joinable):
         if recovery is not None and (counts or (ends_step and agreement.live)):
             recovery.step_agreed(agreement.cursors, counts=counts)
         boundary().step_agreed(agreement, self.group, ends_step=ends_step)
-
-
-def change_ranks(former_ranks: Sequence[int]) -> None:
-    """Renumber the ranks of every Join that this process is in. former_ranks: by new rank, its
-    former rank; -1 for a newcomer."""
-    for join in boundary().joins:
-        join.ledger.change_ranks(former_ranks)
-
-
-def follows_groups() -> bool:
-    """Whether this process is in a Join that follows groups. These groups end with the generation,
-    and their collectives belong to no step, so the loop cannot go on in the next generation: the
-    function has to run again from the top."""
-    return any(join.is_following for join in boundary().joins)
-
-
-def change_group(group: Group) -> None:
-    """Move every Join that this process is in to another group. None of them may follow groups."""
-    for join in boundary().joins:
-        assert not join.is_following
-        join._group = group
-        join._groups = [group] * len(join._groups)
-
-
-def active_join() -> Join | None:
-    """The innermost Join that this process is in, if it is enabled."""
-    joins: list[Join] = boundary().joins
-    return joins[-1] if joins else None
 
 
 class Join:
@@ -320,7 +281,7 @@ class Join:
                 if not self._is_exhausted:  # If it is, all ranks raise, and no peer waits.
                     self._release_peers(mine)
                 raise
-            self._warn_of_skew()
+            warn_of_skew(self.ledger.skew(), self._skew_warning, self.ledger.steps_taken)
         finally:
             self._boundary.joins.remove(self)
             if self._conductor:
@@ -440,6 +401,11 @@ class Join:
         """Whether joined ranks follow collectives that are announced to them."""
         return self._conductor is not None
 
+    def change_group(self, group: Group) -> None:
+        """Go on in another group; a Join that follows groups cannot."""
+        assert not self.is_following
+        self._group, self._groups = group, [group] * len(self._groups)
+
     def begin_epoch(self, batches_per_rank: Sequence[int] | None) -> None:
         """An iteration over a shard begins. batches_per_rank: how many batches each rank has; None
         if unknown."""
@@ -530,9 +496,3 @@ class Join:
             self._is_exhausted = True
             absent = [rank for rank in range(self._group.size) if rank not in live]
             raise RuntimeError(why_exhausted(absent))
-
-    def _warn_of_skew(self) -> None:
-        ledger = self.ledger
-        if self._skew_warning is None or ledger.skew() <= self._skew_warning:
-            return
-        warnings.warn(tell_skew(ledger.skew(), ledger.steps_taken), stacklevel=4)

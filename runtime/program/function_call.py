@@ -23,7 +23,8 @@ from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.saving import Saving
 from ..data.cursor import Cursor, Used
 from ..data.dealer import Dealer
-from ..join.join import Joinable, active_join
+from ..join.active import active_join
+from ..join.join import Joinable
 from ..process.between_runs import Place, between_runs
 from ..process.registry import Registry, Stateful
 from ..process.step_boundary import boundary

@@ -29,7 +29,7 @@ from collectives import Group
 from collectives.objects.blocking import all_gather_object
 
 from ..data.dealer import DataPosition
-from ..join import join
+from ..join import active
 from ..zero.shard_state import Inventory, ShardState
 from .live_objects import LiveObjects
 from .rank_state import RankState
@@ -100,7 +100,7 @@ class InPlace:
             optimizers[number].change_group(group, self.held.pop(number))
         for model in models.values():
             model.change_group(group)
-        join.change_group(group)
+        active.change_group(group)
         for number in everywhere:  # (f)
             optimizers[number].shard.gather()
             self._lifeline.faults.reach(Instant.GATHER_AGAIN)
@@ -164,7 +164,7 @@ class InPlace:
         for optimizer in self._objects.optimizers().values():
             live = (new_rank[old] for old in optimizer.last_live if old in new_rank)
             optimizer.last_live = tuple(live)
-        join.change_ranks(entry.former_ranks)
+        active.change_ranks(entry.former_ranks)
         self.deal(entry)
 
     def deal(self, entry: Entry) -> None:
@@ -172,7 +172,7 @@ class InPlace:
         self._lifeline.faults.reach(Instant.ENTER)
         rank = entry.assignment.rank
         left = self._objects.call.dealer.redeal(rank, entry.positions, entry.former_ranks)
-        inside = join.active_join()
+        inside = active.active_join()
         if left is None:
             return
         if inside is not None:

@@ -18,7 +18,7 @@ from collectives.contract.operation import State
 from ..checkpoint.checkpoints import Checkpoints
 from ..data.dealer import Dealer
 from ..data_parallel.engine import ModelEngine
-from ..join import join
+from ..join import active
 from ..process.registry import Registry
 from ..zero.engine import OptimizerEngine
 from .plain_optimizer_steps import OnTaken, PlainSteps
@@ -112,7 +112,7 @@ class LiveObjects:
             self.plain.has_begun,
             min((one.shard.replicas - 1 for one in optimizers.values()), default=None),
             self._call.group.size - 1 if self.plain.is_watching else 0,
-            join.follows_groups(),
+            active.follows_groups(),
             checkpoints is not None and checkpoints.config is not None,
         )
 

@@ -9,7 +9,8 @@ import torch
 
 from collectives import Group
 
-from ..join.join import GroupJoinable, Joinable, JoinHook
+from ..join.join import GroupJoinable, Joinable
+from ..join.join_hook import JoinHook
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 

@@ -16,7 +16,8 @@ from collectives import CollectiveMismatch, Group
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..data_parallel.engine import names_of, owner_of
 from ..data_parallel.same_model import check_same_parameters
-from ..join.join import Join, Joinable, JoinHook
+from ..join.join import Join, Joinable
+from ..join.join_hook import JoinHook
 from ..process.running import current_group, recovery_of
 from .early_update import EarlyUpdate
 from .engine import Face, OptimizerEngine

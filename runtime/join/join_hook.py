@@ -1,0 +1,14 @@
+"""`JoinHook`: what a joinable does on a rank that has run out of data."""
+
+from __future__ import annotations
+
+
+class JoinHook:
+    """What a joinable does on a rank that has joined. Both methods do nothing by default."""
+
+    def main_hook(self) -> None:
+        """Shadow one step by taking part in its collectives. Called once per shadowed step."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Called once, when all ranks have joined. is_last_joiner: whether this rank took the last
+        step, as several ranks may have."""
