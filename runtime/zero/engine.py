@@ -183,6 +183,19 @@ class OptimizerEngine:
         if self._recovery is not None:
             self._recovery.has_stepped(self)
 
+    @torch.no_grad()
+    def switch(self, mode: str) -> None:
+        """Call `train()` or `eval()` of the optimizers of all shards, on all ranks, and gather the
+        parameters, which schedule-free optimizers then change."""
+        if self.face._join is not None:
+            raise RuntimeError(
+                f"optimizer.{mode}() changes the shards of all ranks, and ranks that have run out "
+                "of data do not call it inside Join; call it before or after the Join"
+            )
+        self.shard.bring_home()
+        self.shard.switch(mode, self.face.param_groups)
+        self.shard.gather()
+
     @property
     def step_counts(self) -> bool:
         """Whether the ranks have agreed on the current step. Then the loop's body must run the
@@ -289,8 +302,15 @@ class OptimizerEngine:
         return gathers
 
     def _check_gradients(self, agreement: Agreement) -> None:
-        """Raise RuntimeError if a parameter has a gradient on other ranks and none here."""
+        """Raise RuntimeError if a parameter has a gradient on other ranks and none here, and
+        ValueError for a gradient that is not dense."""
         for parameter, is_used in zip(self.shard.parameters, agreement.used, strict=True):
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a {parameter.grad.layout} "
+                    "gradient, and only dense ones are sharded; write parameter.grad = "
+                    "parameter.grad.to_dense() before step() (for nn.Embedding: sparse=False)"
+                )
             if is_used and parameter.grad is None:
                 error = RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient on other ranks "
