@@ -281,14 +281,15 @@ class Crew:
         await self._stop_workers("the driver actor died")  # A call of it may be on its way.
         calls = {seat: worker.snapshot.remote() for seat, worker in began_with.items()}
         said = (await answers(calls, _ANSWER_S)).values()
-        if not all(isinstance(one, ActorGone) for one in said):
-            # Functions are called when all ranks have met, and this worker knows of no run.
+        if any(isinstance(one, WorkerSnapshot) for one in said):
+            # Functions are called when all ranks have met, and this worker knows of no run. One
+            # that does not answer may know of it.
             early = "it died before any worker had heard of the run"
             return DriverLost(self._incarnation - 1, early, nobody_began=True)
         return DriverLost(
             self._incarnation - 1,
-            f"it died, and so did all {len(began_with)} workers: nobody is left who knows how far "
-            "the run was. It is not begun again by itself; a session with checkpoint= goes on from "
+            f"it died, and none of {len(began_with)} workers answers: nobody is left who knows how "
+            "far the run was. It is not begun again by itself; a session with checkpoint= goes on from "
             "its last checkpoint",
         )
 

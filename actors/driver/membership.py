@@ -350,6 +350,7 @@ class Membership:
 
     def _ranks_ready(self, run: RunState) -> list[Instruction]:
         """Newcomers wait, and the functions can run again with them."""
+        run.asked_in = -1  # Those that come from now on wait for another answer.
         come = newcomers_of(run, self._members.values())
         if run.phase is not Phase.RUNNING or not come:
             return []

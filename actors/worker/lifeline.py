@@ -61,7 +61,7 @@ class Lifeline:
         self._freeze_error: CollectiveError | None = None
         self._is_released = False
         self.last_resumption = resumption
-        self.readiness: Callable[[], Readiness] = lambda: Readiness.NOT_YET
+        self.readiness: Callable[[], Readiness] = _not_yet
         """Set by the run's program. For any thread."""
         self._unanswered: Callable[[Actor], object] | None = None
         """The call to the driver that this rank waits for the answer to."""
@@ -178,7 +178,15 @@ class Lifeline:
             self._is_released = True
             self._changed.notify_all()
 
+    def let_go(self) -> None:
+        """The function is over: refer to nothing of it any more. The worker keeps its last run."""
+        self.readiness = _not_yet
+
     def _as_collective_error(self, error: BaseException) -> CollectiveError:
         if isinstance(error, CollectiveError):
             return fresh_copy(error)
         return GroupAborted(self.generation, [], f"{type(error).__name__}: {error}")
+
+
+def _not_yet() -> Readiness:
+    return Readiness.NOT_YET

@@ -13,9 +13,7 @@ lock, which no thread holds while it blocks.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import socket
 import threading
 import time
@@ -23,7 +21,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError
 
 import collectives
 from collectives.contract.errors import (
@@ -58,6 +55,7 @@ from ..parcels import Parcel
 from ..run_status import RunStatus
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
+from .leaving import SIGTERM_EXIT, leave
 from .lifeline import Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes
 from .run_here import Program, RunHere
@@ -73,13 +71,6 @@ COROUTINE_GRACE_S = 1.0
 """Seconds for a function to end by the error of its collectives before its coroutine is cancelled,
 and as many more before it is interrupted in its Python code. Code that sees the error can tell its
 story; code that waits for something else, or only computes, would never see it."""
-
-SIGTERM_EXIT = 128 + signal.SIGTERM
-
-_NOTICE_S = 0.5
-_LAST_WORDS_S = 2.0
-"""Seconds without a run after which a process that was told to end does so: the result and the
-reports of the last run are read by then."""
 
 
 class Worker:
@@ -177,28 +168,20 @@ class Worker:
             with self._lock:
                 self._run = None
                 self._ended = run
+                lifeline = run.lifeline
+            if lifeline is not None:
+                lifeline.let_go()
             # After the answer, which refers to nothing of the user's.
             asyncio.get_running_loop().call_soon(self._leftovers.give_back)
 
     def _leave(self) -> None:
-        """This process was told to end: leave the run in progress first, if it can be left, or see
-        it through. Called in a thread of its own."""
+        """This process was told to end. Called in a thread of its own."""
         self._is_leaving = True
-        idle_s = 0.0
-        while idle_s < _LAST_WORDS_S:
-            with self._lock:
-                run = self._run
-            idle_s = 0.0 if run is not None else idle_s + _NOTICE_S
-            if run is not None and run.request.goes_on:
-                call = run.driver.leaves.remote(
-                    run.request.run,
-                    self._info.worker_id,
-                    f"process {self._info.pid} was sent SIGTERM",
-                )
-                with contextlib.suppress(RayError):  # A new driver is told it in the next round.
-                    ray.get(call, timeout=_NOTICE_S)
-            time.sleep(_NOTICE_S)
-        os._exit(SIGTERM_EXIT)
+        leave(self._in_progress, self._info)
+
+    def _in_progress(self) -> RunHere | None:
+        with self._lock:
+            return self._run
 
     def _look(self) -> Look:
         with self._lock:

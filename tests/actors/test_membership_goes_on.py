@@ -240,6 +240,10 @@ def test_a_newcomer_that_died_before_the_ranks_were_ready_ends_nothing() -> None
     membership.handle(WorkerRegistered(worker(2)))
     membership.handle(WorkerDied("worker-2-0", "SIGKILL"))
     assert membership.handle(RanksReady(0)) == []
+    (ask,) = membership.handle(WorkerRegistered(worker(2, incarnation=1)))
+    assert ask == AwaitReadiness(("worker-0-0", "worker-1-0"), 0), "the next one is asked for anew"
+    told = membership.handle(RanksReady(0))
+    assert sum(isinstance(one, FreezeRank) for one in told) == 2
 
 
 def test_ranks_that_could_not_go_on_now_keep_those_that_are_to_leave() -> None:
