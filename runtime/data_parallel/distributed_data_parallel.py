@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from actors.errors import ends_a_generation
 from collectives import CollectiveMismatch, Group
 from collectives.contract.torch_words import TOO_MANY, says
 from collectives.diagnosis.debug import is_informing
@@ -437,7 +438,12 @@ class _Hook(JoinHook):
         # Else joined ranks take no steps, and copy the parameters of a rank that does.
         if not (reducer.is_sharded or join.steps_along(model)) or join.ledger.began_earlier:
             return
-        found = unlike_values([p.detach() for p in reducer.parameters], model.group)
+        try:
+            found = unlike_values([p.detach() for p in reducer.parameters], model.group)
+        except Exception as error:
+            if model._engine.recovery is None or not ends_a_generation(error):
+                raise
+            return  # It is a comparison only: the next step, or the end of the function, recovers.
         if found is None:
             return
         number, _ = found

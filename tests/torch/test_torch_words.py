@@ -168,7 +168,6 @@ def test_what_torch_users_type_is_answered_with_what_to_write(ranks_of):
 
 
 IN_FUNCTIONS = {
-    "report": (lambda ctx: ctx.report({"loss": 1.0}), "write ctx.report(loss=loss), or **values"),
     "loader": (lambda ctx: ctx.shard(DataLoader([1, 2]), 1), "ctx.shard(loader.dataset"),
 }
 
