@@ -382,8 +382,11 @@ class _Trial:
         optimizer = self._optimizer_class(wanted, **copy.deepcopy(dict(self._defaults)))
         for options in optimizer.param_groups:
             rate = options.get("lr")
+            # A warm-up may begin with none, which would move nothing.
             if isinstance(rate, float | int) and rate < 1e-2:
-                options["lr"] = 1e-2  # A warm-up may begin with none, which would move nothing.
+                options["lr"] = 1e-2
+            elif isinstance(rate, torch.Tensor):
+                rate.clamp_(min=1e-2)
         if callable(train := getattr(optimizer, "train", None)):
             train()
         return optimizer, tensors

@@ -242,3 +242,18 @@ def test_the_constructor_refuses_in_the_same_words_each_time(ranks_of):
         assert first == again and "Clipped cannot be sharded" in first
         assert "optimizer_class must be a class of optimizers" in no_optimizer
         assert "_Around cannot be sharded: it takes an optimizer, not parameters" in around
+
+
+class ClippedOnly(Clipped):
+    """As above, and no state shows it."""
+
+    def change_of(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return parameter.grad
+
+
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_a_warm_up_that_begins_with_no_rate_hides_nothing(rate):
+    given = [{"params": [torch.zeros(40, 30), torch.zeros(30)], "lr": rate, "weight_decay": 0.0}]
+    verdict = try_out(ClippedOnly, trial_groups(given), {})
+    assert "depends on the other parameters" in verdict.refusal
+    assert float(rate) == 0
