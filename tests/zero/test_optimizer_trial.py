@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import chorusline as cl
 from runtime.process.random_state import RandomState
@@ -257,3 +258,15 @@ def test_a_warm_up_that_begins_with_no_rate_hides_nothing(rate):
     verdict = try_out(ClippedOnly, trial_groups(given), {})
     assert "depends on the other parameters" in verdict.refusal
     assert float(rate) == 0
+
+
+def test_hooks_on_the_steps_of_all_optimizers_do_not_see_the_trial():
+    seen: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    try_out(BySign, trial_groups(KINDS), {})
+    assert not seen
+    BySign([torch.zeros(1)]).step()
+    assert len(seen) == 1
+    handle.remove()
+    BySign([torch.zeros(1)]).step()
+    assert len(seen) == 1
