@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,7 +120,8 @@ def try_out(
 @contextlib.contextmanager
 def _without_global_hooks() -> Iterator[None]:
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-    tables: list[dict[int, Any]] = [getattr(torch.optim.optimizer, name, {}) for name in names]
+    module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its name.
+    tables: list[dict[int, Any]] = [getattr(module, name, {}) for name in names]
     before = [dict(table) for table in tables]
     for table in tables:
         table.clear()
