@@ -12,10 +12,12 @@ size from step to step, so that thresholds (clipping) are crossed in both direct
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,15 +105,31 @@ def try_out(
     groups: Sequence[TrialGroup],
     defaults: Mapping[str, Any],
 ) -> Verdict:
-    """Take the steps of the trial. The random generators are left as they were."""
+    """Take the steps of the trial. The random generators are left as they were, and the program's
+    hooks on the steps of all optimizers do not see them."""
     generators = RandomState()
     before = generators.state_dict()
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), _without_global_hooks():
             warnings.simplefilter("ignore")
             return _judge(optimizer_class, groups, defaults, before)
     finally:
         generators.load_state_dict(before)
+
+
+@contextlib.contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    module = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its name.
+    tables: list[dict[int, Any]] = [getattr(module, name, {}) for name in names]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
 
 
 def _judge(
@@ -382,8 +400,11 @@ class _Trial:
         optimizer = self._optimizer_class(wanted, **copy.deepcopy(dict(self._defaults)))
         for options in optimizer.param_groups:
             rate = options.get("lr")
+            # A warm-up may begin with none, which would move nothing.
             if isinstance(rate, float | int) and rate < 1e-2:
-                options["lr"] = 1e-2  # A warm-up may begin with none, which would move nothing.
+                options["lr"] = 1e-2
+            elif isinstance(rate, torch.Tensor):
+                rate.clamp_(min=1e-2)
         if callable(train := getattr(optimizer, "train", None)):
             train()
         return optimizer, tensors

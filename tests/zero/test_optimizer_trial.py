@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import chorusline as cl
 from runtime.process.random_state import RandomState
@@ -242,3 +243,30 @@ def test_the_constructor_refuses_in_the_same_words_each_time(ranks_of):
         assert first == again and "Clipped cannot be sharded" in first
         assert "optimizer_class must be a class of optimizers" in no_optimizer
         assert "_Around cannot be sharded: it takes an optimizer, not parameters" in around
+
+
+class ClippedOnly(Clipped):
+    """As above, and no state shows it."""
+
+    def change_of(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return parameter.grad
+
+
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_a_warm_up_that_begins_with_no_rate_hides_nothing(rate):
+    given = [{"params": [torch.zeros(40, 30), torch.zeros(30)], "lr": rate, "weight_decay": 0.0}]
+    verdict = try_out(ClippedOnly, trial_groups(given), {})
+    assert "depends on the other parameters" in verdict.refusal
+    assert float(rate) == 0
+
+
+def test_hooks_on_the_steps_of_all_optimizers_do_not_see_the_trial():
+    seen: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    try_out(BySign, trial_groups(KINDS), {})
+    assert not seen
+    BySign([torch.zeros(1)]).step()
+    assert len(seen) == 1
+    handle.remove()
+    BySign([torch.zeros(1)]).step()
+    assert len(seen) == 1
