@@ -288,9 +288,9 @@ class Crew:
             return DriverLost(self._incarnation - 1, early, nobody_began=True)
         return DriverLost(
             self._incarnation - 1,
-            f"it died, and none of {len(began_with)} workers answers: nobody is left who knows how "
-            "far the run was. It is not begun again by itself; a session with checkpoint= goes on from "
-            "its last checkpoint",
+            f"it died, and none of {len(began_with)} workers answers: nobody is left who knows "
+            "how far the run was. It is not begun again by itself; a session with checkpoint= goes "
+            "on from its last checkpoint",
         )
 
     async def _stopped_after_step(self, run: int, call: Any) -> bool:

@@ -71,11 +71,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from collectives.contract.errors import CollectiveError, CollectiveTimeout, GroupAborted
+from collectives.contract.errors import CollectiveError, GroupAborted
 
 from .. import messages, whereabouts
 from ..messages import Cancellation, Failure, Loss, MemberState
-from . import events, instructions, last_generation
+from . import events, instructions, last_generation, orders
 from .events import Event
 from .instructions import Instruction
 from .regeneration import Regeneration
@@ -344,8 +344,7 @@ class Membership:
                 if run.asked_in == self._generation:
                     return []  # Another newcomer waits for the same answer.
                 run.asked_in = self._generation
-                ranks = tuple(member.info.worker_id for member in run.members)
-                return [instructions.AwaitReadiness(ranks, self._generation)]
+                return [instructions.AwaitReadiness(run.worker_ids, self._generation)]
         return []  # It waits for the next run.
 
     def _ranks_ready(self, run: RunState) -> list[Instruction]:
@@ -384,16 +383,8 @@ class Membership:
             case _:
                 return []
         run.round = Regeneration(self._generation, range(len(run.members)))
-        freezes = [
-            instructions.FreezeRank(
-                run.members[rank].info.worker_id,
-                self._generation,
-                error,
-                isinstance(error, CollectiveTimeout) and rank in error.ranks,
-            )
-            for rank in sorted(run.running - {but})
-        ]
-        return [*freezes, instructions.StartPatience(self._generation)]
+        told = orders.freezes(run, self._generation, error, but)
+        return [*told, instructions.StartPatience(self._generation)]
 
     def _fence(self, run: RunState, worker_ids: Iterable[str], why: str) -> list[Instruction]:
         """Kill those of the workers that the open round still waits for."""
@@ -427,12 +418,7 @@ class Membership:
 
     def _form(self, run: RunState, plan: Plan) -> list[Instruction]:
         """Begin the next generation."""
-        dismissed = []
-        for member in plan.dismissed:
-            why = run.departures.why(member.info)
-            left = GroupAborted(self._generation, [], f"{member.info} has left: {why}")
-            dismissed.append(instructions.DismissRank(member.info.worker_id, left))
-        former = messages.FormerRanks.of(plan.former)
+        dismissed = orders.dismissals(run, plan, self._generation)
         entered = max(word.entered for word in run.round.frozen.values())
         run.departures.hand_over(plan.members[rank].info.worker_id for rank in plan.leaving)
         run.phase = Phase.RUNNING if run.gives_up is None else Phase.SAVING_LAST
@@ -443,25 +429,9 @@ class Membership:
         run.num_vain, run.achieved = plan.num_vain, plan.achieved
         self._generation += 1
         self._formed = tuple(member.info.worker_id for member in plan.members)
-        todo: list[Instruction] = [*dismissed]
-        assignments = assign(plan.members, self._generation)
-        for member, before, assignment in zip(plan.members, plan.former, assignments, strict=True):
+        for member in plan.members:
             member.state = MemberState.RUNNING
-            worker_id = member.info.worker_id
-            resumption = messages.Resumption(
-                assignment,
-                former,
-                plan.progress,
-                entered,
-                plan.restarts,
-                plan.leaving,
-                run.gives_up,
-            )
-            if before >= 0:
-                todo.append(instructions.ResumeRank(worker_id, resumption))
-            else:
-                todo.append(instructions.StartRank(worker_id, assignment, resumption))
-        return todo
+        return [*dismissed, *orders.beginnings(plan, self._generation, entered, run.gives_up)]
 
     def _give_up(self, run: RunState, why: str) -> list[Instruction]:
         """The run cannot go on: it ends with the last loss, or with the error of a rank. All ranks
@@ -493,12 +463,8 @@ class Membership:
         self._formed = ()
         ask: list[Instruction] = []
         if isinstance(cause, Failure) and cause.asks_all and run.story is None:
-            run.is_asking, run.story = (
-                True,
-                "",
-            )  # Once in a run: the story is not None from here on.
-            ids = tuple(member.info.worker_id for member in run.members)
-            ask.append(instructions.AskRanks(ids))
+            run.is_asking, run.story = True, ""  # Once: the story is not None from here on.
+            ask.append(instructions.AskRanks(run.worker_ids))
         was_stopping, run.phase = run.phase is Phase.STOPPING, Phase.STOPPING
         if not run.running:
             return ask if run.is_asking else self._end(run)

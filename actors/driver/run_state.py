@@ -112,6 +112,11 @@ class RunState:
         return self.max_failures != 0
 
     @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """By rank."""
+        return tuple(member.info.worker_id for member in self.members)
+
+    @property
     def has_lost_too_many(self) -> bool:
         return self.max_failures is not None and len(self.losses) > self.max_failures
 

@@ -195,6 +195,7 @@ class ModelEngine:
         self.buffers.drop_kept()
         self.reducer.parks = False
         self.reducer.tell_no_samples()
+        self.reducer.loosen()
 
     def release(self) -> None:
         """Stop reducing gradients, so that another model can wrap the same module."""

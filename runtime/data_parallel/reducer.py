@@ -22,10 +22,8 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from actors.errors import ends_a_generation
 from collectives import CollectiveError, Group
@@ -44,6 +42,7 @@ from .comm_hooks import CommHook
 from .earlier_passes import EarlierPasses, check_passes
 from .gradient_bucket import GradientBucket, Gradients
 from .gradient_errors import why_not_changed, why_not_sharded, why_not_twice
+from .gradient_watch import GradientWatch
 from .reductions import AllReduce, ByHook, ReduceScatter, Reduction
 from .step_statistics import StepClock, UnusedParameters
 
@@ -135,7 +134,7 @@ class Reducer:
         self._has_measured_order = False
         self._has_leftover = False
         """Whether gradients from no_sync are still to be sent."""
-        self._watches: list[RemovableHandle] = []
+        self._watch = GradientWatch(self._on_gradient)
         self.add_parameters(named)
 
     @property
@@ -169,9 +168,7 @@ class Reducer:
         numel = vote_numel(self.group.size, first + len(named), self._num_cursors)
         fresh = self.gradients.add(named, self.group, numel)
         self._reduction.adopt(fresh, self.group)
-        for number, (_, parameter) in enumerate(named, start=first):
-            watch = parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
-            self._watches.append(watch)
+        self._watch.add([parameter for _, parameter in named], first)
         self._place_vote()
         self._has_measured_order = len(self.buckets) == 1  # One bucket has only one order.
         for bucket in fresh if is_in_step else ():
@@ -458,8 +455,11 @@ class Reducer:
 
     def release(self) -> None:
         """Remove the hooks from the parameters: no gradient is reduced any more."""
-        for watch in self._watches:
-            watch.remove()
+        self._watch.remove()
+
+    def loosen(self) -> None:
+        """The parameters do not keep the reducer alive any more."""
+        self._watch.loosen()
 
     def shadow(self) -> None:
         """Take part in one step of other ranks, with gradients left over from no_sync, else with

@@ -9,6 +9,8 @@ from typing import Any
 
 from ray.runtime_env import RuntimeEnv
 
+from ..checkpoint.config import CheckpointConfig
+
 NODE_ID = "ray.io/node-id"
 
 
@@ -45,6 +47,18 @@ def checked_failures(max_failures: int | None | Default, is_pair: bool) -> int |
             f"any number, got {max_failures!r}"
         )
     return max_failures
+
+
+def check_kinds(address: object, on_report: object, checkpoint: object) -> None:
+    if address is not None and not isinstance(address, str):
+        raise TypeError(f"address must be a string, got {type(address).__name__}")
+    if on_report is not None and not callable(on_report):
+        raise TypeError(f"on_report must be a function of a Report, got {type(on_report).__name__}")
+    if checkpoint is not None and not isinstance(checkpoint, CheckpointConfig):
+        raise TypeError(
+            f"checkpoint must be a CheckpointConfig, got {type(checkpoint).__name__}; write "
+            "checkpoint=CheckpointConfig(storage_path=...)"
+        )
 
 
 def check_seconds(**seconds: float) -> None:

@@ -34,6 +34,7 @@ from .options import (
     DEFAULT,
     Default,
     check_accelerator,
+    check_kinds,
     check_seconds,
     checked_environment,
     checked_failures,
@@ -124,17 +125,7 @@ class Session:
         check_accelerator(accelerator_type, use_gpu)
         self._labels = checked_labels(label_selector, placement_strategy)
         self._environment = checked_environment(runtime_env, env_vars)
-        if address is not None and not isinstance(address, str):
-            raise TypeError(f"address must be a string, got {type(address).__name__}")
-        if on_report is not None and not callable(on_report):
-            raise TypeError(
-                f"on_report must be a function of a Report, got {type(on_report).__name__}"
-            )
-        if checkpoint is not None and not isinstance(checkpoint, CheckpointConfig):
-            raise TypeError(
-                f"checkpoint must be a CheckpointConfig, got {type(checkpoint).__name__}; write "
-                "checkpoint=CheckpointConfig(storage_path=...)"
-            )
+        check_kinds(address, on_report, checkpoint)
         self._fault_plan = fault_plan.parsed(os.environ.get(fault_plan.VARIABLE, ""), self._most)
         if self._fault_plan:
             orders = "; ".join(map(str, self._fault_plan))

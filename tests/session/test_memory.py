@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -156,6 +157,24 @@ async def test_what_a_run_keeps_of_an_argument_stays_whole(session: cl.Session) 
         ray.put(numpy.full(MB, float(filler)))
     assert await session.run(look) == [(7.0, 7.0)] * 2
     await session.run(lambda ctx: ctx.forget("data"))
+
+
+async def test_the_objects_of_a_run_that_may_lose_workers_are_gone_in_the_next_run(
+    cluster: None,
+) -> None:
+    def train(ctx: cl.Context) -> None:
+        model = cl.DistributedDataParallel(torch.nn.Linear(77, 1))
+        optim = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        model(torch.ones(1, 77)).sum().backward()
+        optim.step()
+
+    def left(ctx: cl.Context) -> int:
+        gc.collect()
+        return sum(isinstance(one, torch.nn.Linear) for one in gc.get_objects())
+
+    async with cl.Session(2, timeout_s=30, max_failures=1) as session:
+        await session.run(train)
+        assert await session.run(left) == [0, 0]
 
 
 async def test_heavy_data_is_told_once_with_its_name(
