@@ -7,6 +7,7 @@ timeout) does not stop the remote method: it has to tell the actor so with anoth
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -32,6 +33,9 @@ from ray.exceptions import (
 Key = TypeVar("Key", bound=Hashable)
 
 _PARENT_WATCH_S = 0.2
+
+_OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""Reasons why a connection cannot be made that say nothing about the other side."""
 
 Actor: TypeAlias = Any
 """A Ray actor's handle. Its methods exist only remotely: no type checker sees them."""
@@ -156,8 +160,8 @@ def head_is_gone(timeout_s: float) -> bool:
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout_s):
             return False
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno not in _OF_THIS_PROCESS
 
 
 def nodes_leaving() -> dict[str, str]:
