@@ -76,7 +76,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not tensor.has_names()  # torch refuses them.
         and not tensor.__dict__
         and tensor._backward_hooks is None
     )
