@@ -25,6 +25,7 @@ from collectives.contract.work import Work
 from collectives.group import Group
 from tests.contracts.handle import *  # noqa: F403  # Ranks look checks up by name, in here.
 from tests.contracts.handle import HANDLE_CONTRACT, awaited, check_many_objects_between_two
+from tests.references.reductions import UFUNCS
 
 SMALL_SIZES = (0, 1, 10)
 LARGE_SIZE = 600_007
@@ -106,18 +107,9 @@ def reduced(parts: list[torch.Tensor], op: ReduceOp) -> NDArray[Any]:
         return mean if dtype.is_floating_point else np.trunc(mean)
     if dtype is torch.bool:
         stack = stack.astype(bool)
-    reduce: dict[ReduceOp, Any] = {
-        ReduceOp.SUM: np.add,
-        ReduceOp.PRODUCT: np.multiply,
-        ReduceOp.MIN: np.minimum,
-        ReduceOp.MAX: np.maximum,
-        ReduceOp.BAND: np.bitwise_and,
-        ReduceOp.BOR: np.bitwise_or,
-        ReduceOp.BXOR: np.bitwise_xor,
-    }
     if dtype is torch.bool and op in (ReduceOp.SUM, ReduceOp.PRODUCT):
         return np.asarray(stack.any(0) if op is ReduceOp.SUM else stack.all(0))
-    return np.asarray(reduce[op].reduce(stack, axis=0))
+    return np.asarray(UFUNCS[op].reduce(stack, axis=0))
 
 
 def assert_equal(tensor: torch.Tensor, expected: NDArray[Any]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from collectives import Group, ReduceOp
+from tests.references.reductions import UFUNCS
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -149,16 +150,7 @@ class Numbers:
             return stack.sum(0) / len(parts)
         if op is ReduceOp.PREMUL_SUM:
             return 2 * stack.sum(0)
-        ways = {
-            ReduceOp.SUM: np.add,
-            ReduceOp.PRODUCT: np.multiply,
-            ReduceOp.MIN: np.minimum,
-            ReduceOp.MAX: np.maximum,
-            ReduceOp.BAND: np.bitwise_and,
-            ReduceOp.BOR: np.bitwise_or,
-            ReduceOp.BXOR: np.bitwise_xor,
-        }
-        return ways[op].reduce(stack, axis=0)
+        return UFUNCS[op].reduce(stack, axis=0)
 
 
 def held(values: np.ndarray, dtype: torch.dtype, form: str) -> tuple[Any, Callable[[], None]]:
