@@ -114,6 +114,8 @@ class ParameterShard:
         for kept in bucket.ranges:
             base = kept.owner * shard_numel(plan.content, size)
             for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile):
+                if not (piece.numel or self.elementwise):
+                    continue  # Those that look at whole parameters divide by their size.
                 start, stop = piece.shard_start, piece.shard_start + piece.numel
                 tensor = kept.master[start:stop]
                 if not self.elementwise:
@@ -420,7 +422,7 @@ class ParameterShard:
             held = ShardState()
             for parameter, offset, numel in bucket.plan.spans:
                 _, state = saved.get(id(self.parameters[parameter]), ("", {}))
-                if state and numel > 0:
+                if state:
                     elements, whole = divided(state, self.parameters[parameter].shape)
                     held.put(parameter, Range(number, offset, offset + numel), elements, whole)
             yield held
