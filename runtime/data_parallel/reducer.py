@@ -40,10 +40,9 @@ from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .earlier_passes import EarlierPasses, check_passes
-from .gradient_bucket import GradientBucket, Gradients
-from .gradient_errors import why_not_changed, why_not_sharded, why_not_twice
-from .gradient_watch import GradientWatch
-from .reductions import AllReduce, ByHook, ReduceScatter, Reduction
+from .gradient_bucket import GradientBucket, Gradients, why_not_changed
+from .gradient_watch import GradientWatch, why_not_twice
+from .reductions import AllReduce, ByHook, ReduceScatter, Reduction, why_not_sharded
 from .step_statistics import StepClock, UnusedParameters
 
 
