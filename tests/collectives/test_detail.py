@@ -21,6 +21,7 @@ from collectives.contract.errors import (
     CollectiveTimeout,
     StoreTimeout,
 )
+from tests.contracts import in_flight, operations
 from tests.harness.ranks import Rank, error_of, run_ranks, transports
 
 Do = Callable[[Group, torch.Tensor], Any]
@@ -309,14 +310,12 @@ def test_detail_on_some_ranks_only_is_told(tmp_path: Path) -> None:
 
 
 def run_the_contract(rank: Rank) -> None:
-    from tests.contracts import group as group_contract
-
     set_debug_level(DebugLevel.DETAIL)
     with rank.group() as group:
-        group_contract.check_shapes_and_views(group)
-        group_contract.check_many_in_flight(group)
-        group_contract.check_awaiting(group)
-        group_contract.check_statistics(group)
+        operations.check_shapes_and_views(group)
+        in_flight.check_many_in_flight(group)
+        in_flight.check_awaiting(group)
+        in_flight.check_statistics(group)
         group.barrier().wait()
 
 

@@ -19,7 +19,7 @@ from collectives.contract.errors import (
     GroupClosed,
     PeerLost,
 )
-from tests.contracts.group import finish
+from tests.contracts.handle import finish
 from tests.harness.ranks import Rank, error_of, run_ranks, transports
 
 # -- giving up -----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from collectives.contract.errors import (
 from collectives.contract.work import Work
 from collectives.group import Group
 from collectives.stores.store import HashStore
-from tests.contracts.group import finish
+from tests.contracts.handle import finish
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, error_of, run_ranks, transports
 
 PATIENCE_S = {SHARED_MEMORY: 2.0, GLOO: 8.0}
