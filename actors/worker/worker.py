@@ -51,7 +51,7 @@ from ..messages import (
     WorkerState,
 )
 from ..meter import Look, Publisher
-from ..parcels import Parcel
+from ..parcels.parcel import Parcel
 from ..run_status import RunStatus
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
