@@ -465,6 +465,8 @@ class Worker:
         if error is None:
             group = self._group
             issued = group.statistics.total_operations() if group else 0
+            if group is not None:
+                group.rest()
             ending = outcomes.success(rank, value, issued)
         else:
             ending = outcomes.failure(
