@@ -155,7 +155,7 @@ class CollectiveMismatch(CollectiveError):
 
 
 def waits_for_resting(operation: object, generation: int, ranks: list[int]) -> CollectiveMismatch:
-    """The error of an operation that waits for ranks that issue nothing more (Communicator.rest)."""
+    """The error of an operation that waits for ranks that take part in nothing more."""
     return CollectiveMismatch(str(operation), generation, ranks, HAVE_RETURNED, ALL_OR_NONE)
 
 
