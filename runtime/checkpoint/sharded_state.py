@@ -127,10 +127,10 @@ class SavedOptimizer:
                 if key != MASTER or has_master:
                     elements[key] = reader.tensor(entry, start, start + where.numel)
                 continue
-            if not where.numel and isinstance(value := reader.value(entry), torch.Tensor):
-                if is_per_element(key, value.shape, shape):
-                    elements[key] = value.reshape(-1)
-                    continue
+            value = None if where.numel else reader.value(entry)
+            if isinstance(value, torch.Tensor) and is_per_element(key, value.shape, shape):
+                elements[key] = value.reshape(-1)
+                continue
             is_large = entry.dtype is not None and entry.numel > 1
             if is_large and (key == MASTER or not self.verdict.has_any_shape(key)):
                 raise CheckpointMismatch(
