@@ -17,7 +17,7 @@ import ray
 from ray import cloudpickle
 
 from actors import fault_plan
-from actors.calls import head_is_gone
+from actors.calls import head_stays_gone
 from actors.crew.crew import HEAD_ANSWER_S, Crew
 from actors.errors import DriverLost
 from actors.journal import JournalReader
@@ -240,7 +240,7 @@ class Session:
         crew, self._crew = self._crew, None
         seats, self._seats = self._seats, None
         is_local, self._is_local = self._is_local, False
-        if crew and ray.is_initialized() and await asyncio.to_thread(head_is_gone, HEAD_ANSWER_S):
+        if crew and ray.is_initialized() and await head_stays_gone(HEAD_ANSWER_S):
             crew = seats = None  # Ray's calls would wait for it for a minute, and end this process.
         # End actors, then their resources, then the cluster, also if one of these fails. After a
         # ray.shutdown() of the user there is nothing left to end.
