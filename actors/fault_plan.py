@@ -125,8 +125,8 @@ def parsed(text: str, num_workers: int) -> tuple[Order, ...]:
             ) from None
         if orders[-1].seat >= num_workers:
             raise ValueError(
-                f"{VARIABLE} has an order {entry!r} for seat {orders[-1].seat}, and the session has "
-                f"the seats 0 to {num_workers - 1}, one for each of its workers"
+                f"{VARIABLE} has an order {entry!r} for seat {orders[-1].seat}, and the session "
+                f"has the seats 0 to {num_workers - 1}, one for each of its workers"
             )
     return tuple(orders)
 

@@ -37,7 +37,7 @@ def test_an_order_for_a_seat_that_does_not_exist_is_refused_with_those_that_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(VARIABLE, "kill 0 at vote 1; kill 3 at vote 1")
-    with pytest.raises(ValueError, match="'kill 3 at vote 1' for seat 3, .* the seats 0 to 2"):
+    with pytest.raises(ValueError, match=r"'kill 3 at vote 1' for seat 3, .* the seats 0 to 2"):
         cl.Session((1, 3))
 
 
