@@ -20,7 +20,7 @@ from ..data.dataset_batches import MapStyleDataset, Shard
 from ..data.streaming import Stream, StreamShard
 from ..process import torch_distributed
 from ..process.between_runs import Place, between_runs
-from ..process.random_state import RankSeed
+from ..process.random_state import RankSeed, check_seed
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
 from .function_call import FunctionCall
@@ -231,8 +231,12 @@ class Context:
 
         seed: at least 0. Raises ValueError for another number, and for a second call.
         """
-        if type(seed) is not int or seed < 0:
-            raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+        check_seed(seed)
+        if any(entry.name == "ctx.seed" for entry in self._call.registry):
+            raise ValueError(
+                "the generators of this run are seeded already, by ctx.seed() or by "
+                "Session(seed=...); seed them once"
+            )
         of_rank = RankSeed(seed, self.rank)
         self._call.register("ctx.seed", of_rank, per_rank=True, required=False)
         boundary().at_first_step = of_rank.begin_steps
