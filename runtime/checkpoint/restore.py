@@ -59,6 +59,32 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         stateful.load_state_dict(read_tree(reader, entry.name))
 
 
+def options_of(stateful: object) -> list[dict[str, Any]]:
+    """The options of each parameter group that a person gives: none for what is no optimizer. The
+    learning rate is the one that a schedule has begun with."""
+    if not isinstance(stateful, torch.optim.Optimizer):
+        return []
+    return [
+        {
+            key: group.get("initial_lr", value) if key == "lr" else value
+            for key, value in group.items()
+            if key != "initial_lr" and isinstance(value, bool | int | float | tuple)
+        }
+        for group in stateful.param_groups
+    ]
+
+
+def told_changes(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> str:
+    """For example `lr 0.1, not 0.01`; empty if no option has another value. Pure."""
+    changes = {
+        f"{key} {after[key]}, not {value}": None
+        for before, after in zip(given, loaded, strict=False)
+        for key, value in before.items()
+        if key in after and after[key] != value
+    }
+    return "; ".join(list(changes)[:_NAMED])
+
+
 def _load_plain(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
     for parameter, kept in optimizer.state.items():

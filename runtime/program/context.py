@@ -267,7 +267,7 @@ class Context:
         dataset: Stream,
         batch_size: int,
         *,
-        epoch: int = 0,
+        epoch: int | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> StreamShard: ...
@@ -278,7 +278,7 @@ class Context:
         dataset: MapStyleDataset,
         batch_size: int,
         *,
-        epoch: int = 0,
+        epoch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         keep_together: Sequence[Hashable] | None = None,
@@ -291,7 +291,7 @@ class Context:
         dataset: MapStyleDataset | Stream,
         batch_size: int,
         *,
-        epoch: int = 0,
+        epoch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         keep_together: Sequence[Hashable] | None = None,
@@ -305,7 +305,8 @@ class Context:
             whose rows go in their order to the rank that asks first (without an effect of seed and
             shuffle, and without keep_together).
         batch_size: samples per rank and step.
-        epoch, seed: they decide the order of the samples, unless shuffle is False.
+        epoch, seed: they decide the order of the samples, unless shuffle is False. None: the epoch
+            of the loop over `ctx.epochs` that is under way, or 0.
         keep_together: a key for each sample; samples of one key go to one rank.
         drop_last: drop a rank's last batch if it is smaller than batch_size.
         collate_fn: makes a batch of a list of samples; default: torch's default_collate.
@@ -315,6 +316,8 @@ class Context:
 
         Raises ValueError for an empty dataset, TypeError for one without a length.
         """
+        if epoch is None:
+            epoch = self._call.epoch_of(dataset, is_shuffled=shuffle)
         if isinstance(dataset, Stream):
             if keep_together is not None:
                 raise ValueError(

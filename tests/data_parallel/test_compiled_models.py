@@ -1,4 +1,4 @@
-"""torch.compile with fullgraph=True on the module inside the wrapper, or with breaks around it."""
+"""torch.compile on the module inside the wrapper, with fullgraph=True, or on the wrapper."""
 
 from __future__ import annotations
 
