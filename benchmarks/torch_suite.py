@@ -33,7 +33,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.alternation import parser, table
-from benchmarks.torch_files import reached_a_process_group, run_file
+from benchmarks.torch_files import reached_a_process_group, run_files
 
 _TEST_TIMEOUT_S = 100
 
@@ -162,39 +162,30 @@ def in_a_process_of_its_own(backend: str, num_ranks: int, wanted: str) -> dict[s
 
 FILES = (
     "test_c10d_common.py,test_c10d_gloo.py,test_c10d_object_collectives.py,test_functional_api.py,"
-    "test_c10d_functional_native.py,test_device_mesh.py,_tensor/test_*.py,tensor/parallel/test_*.py,"
-    "_composable/fsdp/test_*.py,checkpoint/**/test_*.py,pipelining/test_*.py"
+    "test_c10d_functional_native.py,test_device_mesh.py,checkpoint/**/test_*.py,"
+    "_composable/fsdp/test_*.py,pipelining/test_*.py,tensor/parallel/test_*.py,_tensor/test_*.py"
 )
 
 
 def files_of_a_checkout(args: argparse.Namespace) -> None:
-    """Run the files one after the other, each on Gloo and then on ours."""
-    source = Path(args.source).resolve()
-    paths = list(
-        dict.fromkeys(p for glob in args.files.split(",") for p in sorted(source.glob(glob)))
-    )
+    """Run the files on Gloo, then on ours; files one after the other."""
     backends = [args.only] if args.only else ["gloo", "ours"]
-    figures: dict[str, Any] = {}
+    by_backend = {backend: _files_in_a_process(backend, args) for backend in backends}
     rows = []
-    for path in paths:
-        name = str(path.relative_to(source))
-        by_backend = {backend: _file_in_a_process(backend, path, args) for backend in backends}
-        figures[name] = by_backend
-        for backend, tests in by_backend.items():
-            outcomes = {test: ended["outcome"] for test, ended in tests.items()}
-            reached = sum(bool(ended["reached"]) for ended in tests.values())
+    for name in next(iter(by_backend.values())):
+        for backend, files in by_backend.items():
+            outcomes = {test: ended["outcome"] for test, ended in files[name].items()}
+            reached = sum(bool(ended["reached"]) for ended in files[name].values())
             rows.append((name, backend, *map(str, counts(outcomes)), str(reached)))
-            print("  ".join(rows[-1]), file=sys.stderr, flush=True)
         if len(by_backend) == 2:
-            differing = differences(by_backend["gloo"], by_backend["ours"])
-            for test in differing:
+            gloos, ours = (by_backend[backend][name] for backend in backends)
+            for test in differences(gloos, ours):
                 print(f"\nDIFFERENCE in {name}: {test}")
-                for backend, tests in by_backend.items():
+                for backend, tests in (("gloo", gloos), ("ours", ours)):
                     print(f"{backend}: {tests.get(test, {}).get('outcome', 'absent')}")
-        sys.stdout.flush()
     table("torch's test files", ("file", "backend", "passed", "failed", "skipped", "reached"), rows)
     if args.json:
-        print(json.dumps({"figures": figures}))
+        print(json.dumps({"figures": by_backend}))
 
 
 def differences(gloos: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -207,11 +198,11 @@ def differences(gloos: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     return [name for name in {**gloos, **ours} if word(gloos, name) != word(ours, name)]
 
 
-def _file_in_a_process(backend: str, path: Path, args: argparse.Namespace) -> dict[str, Any]:
+def _files_in_a_process(backend: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "outcomes"
         command = [sys.executable, __file__, "--write", str(written), "--only", backend]
-        command += ["--source", args.source, "--files", str(path), "--match", args.match]
+        command += ["--source", args.source, "--files", args.files, "--match", args.match]
         subprocess.run(
             [*command, "--limit", str(args.limit)], check=True, stdout=subprocess.DEVNULL
         )
@@ -219,13 +210,15 @@ def _file_in_a_process(backend: str, path: Path, args: argparse.Namespace) -> di
     return outcomes
 
 
-def _write_file(args: argparse.Namespace) -> None:
+def _write_files(args: argparse.Namespace) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if args.only == "ours":
         import chorusline  # noqa: F401  # registers ours
 
         put_ours_in_the_place_of_gloo()
-    outcomes = run_file(Path(args.files), Path(args.source).resolve(), args.match, args.limit)
+    source = Path(args.source).resolve()
+    paths = [path for glob in args.files.split(",") for path in sorted(source.glob(glob))]
+    outcomes = run_files(list(dict.fromkeys(paths)), source, args.match, args.limit)
     Path(args.write).write_text(json.dumps(outcomes))
 
 
@@ -240,7 +233,7 @@ def main() -> None:
     flags.add_argument("--write", help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.source:
-        _write_file(args) if args.write else files_of_a_checkout(args)
+        _write_files(args) if args.write else files_of_a_checkout(args)
         return
     if args.write:
         outcomes = run_suite(args.only, int(args.ranks), args.match)
