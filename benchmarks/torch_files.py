@@ -33,13 +33,13 @@ _KEPT = 3000  # characters of what a failed test said
 
 
 def run_files(
-    paths: Sequence[Path], source: Path, wanted: str, limit_s: float
+    paths: Sequence[Path], source: Path, wanted: str, limit_s: float, on_cpu: bool
 ) -> dict[str, dict[str, Any]]:
     """By file and test: its `outcome` ("passed", "skipped", or the end of what it said), and
     `reached`: how many process groups it made in Gloo's place, 0 if nothing stands there.
 
     source: the folder test/distributed of PyTorch. wanted: a part of tests' names.
-    limit_s: seconds for one test.
+    limit_s: seconds for one test. on_cpu: tests for GPUs take CPUs instead.
     """
     import torch
     import torch.multiprocessing
@@ -53,20 +53,24 @@ def run_files(
     logging.getLogger(common_distributed.__name__).setLevel(logging.CRITICAL)
     common_distributed.TIMEOUT_DEFAULT = int(limit_s)
     common_distributed.TIMEOUT_OVERRIDE = {}
+    if on_cpu:
+        _let_tests_for_gpus_run()
     outcomes = {}
     for path in paths:
-        run = functools.partial(_run_file, path, source, wanted, limit_s)
+        run = functools.partial(_run_file, path, source, wanted, limit_s, on_cpu)
         told = _in_a_fork(run, None, None)
         died = {IMPORT: {"outcome": "the process of the file died", "reached": 0}}
         outcomes[str(path.relative_to(source))] = json.loads(told) if told else died
     return outcomes
 
 
-def _run_file(path: Path, source: Path, wanted: str, limit_s: float) -> dict[str, dict[str, Any]]:
+def _run_file(
+    path: Path, source: Path, wanted: str, limit_s: float, on_cpu: bool
+) -> dict[str, dict[str, Any]]:
     sys.path[:0] = [str(path.parent), str(source), str(source.parent)]
     sys.argv = [str(path)]
     try:
-        suite = unittest.defaultTestLoader.loadTestsFromModule(_imported(path))
+        suite = unittest.defaultTestLoader.loadTestsFromModule(_imported(path, on_cpu))
     except (Exception, SystemExit):
         return {IMPORT: {"outcome": traceback.format_exc()[-_KEPT:], "reached": 0}}
     outcomes = {}
@@ -89,13 +93,36 @@ def reached_a_process_group() -> None:
         file.write(b".")
 
 
-def _imported(path: Path) -> Any:
+_FOR_CPUS = {"cuda": "cpu", "CUDA": "CPU", "nccl": "gloo", "NCCL": "GLOO"}
+"""The words of a test for GPUs, and those that make it one for CPUs: torch.cpu has the functions of
+torch.cuda. What has none (memory, streams) fails on Gloo as well."""
+
+
+def _let_tests_for_gpus_run() -> None:
+    import torch
+    from torch.testing._internal import common_distributed
+
+    counting: Any = [torch.accelerator, torch.cpu]
+    for module in counting:
+        module.device_count = lambda: 4
+    every: Any = common_distributed
+    every.skip_if_lt_x_gpu = every.requires_nccl = lambda *_, **__: lambda test: test
+    every.skip_unless_torch_gpu = lambda test: test
+    every.at_least_x_gpu = lambda _: True
+    from torch.testing._internal import common_fsdp  # It takes those names as it is imported.
+
+    common_fsdp.DEVICE_COUNT = 2
+
+
+def _imported(path: Path, on_cpu: bool) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    text = path.read_text()
+    for gpu, cpu in _FOR_CPUS.items() if on_cpu else ():
+        text = text.replace(gpu, cpu)
+    exec(compile(text, str(path), "exec"), vars(module))
     return module
 
 

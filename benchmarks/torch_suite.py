@@ -1,7 +1,7 @@
 """PyTorch's own distributed tests, on our backend and on Gloo: passed, failed, skipped.
 
     python benchmarks/torch_suite.py [--ranks 2,4] [--only ours|gloo] [--match TEXT] [--json]
-    python benchmarks/torch_suite.py --source pytorch/test/distributed [--files GLOBS] [--only ...]
+    python benchmarks/torch_suite.py --source pytorch/test/distributed [--files GLOBS] [--on-cpu] …
 
 The suite ships in torch's wheel (torch.testing._internal.distributed.distributed_test) and decides
 by the name of the backend what it runs. So ours runs under the name of Gloo: in these processes
@@ -10,7 +10,8 @@ under our own name, which some test may ask for, and is counted as it ends then.
 passes and ours does not is a difference; docs/torch-suite.md explains each.
 
 With --source, the test files of a checkout of PyTorch run instead, in the same two ways. GLOBS,
-with commas between, choose files; without them those run that docs/torch-suite.md counts.
+with commas between, choose files; without them those run that docs/torch-suite.md counts. Most of
+those tests are for GPUs: with --on-cpu they run as if they were for CPUs, and many do.
 
 Needs the package expecttest.
 """
@@ -203,9 +204,8 @@ def _files_in_a_process(backend: str, args: argparse.Namespace) -> dict[str, Any
         written = Path(folder) / "outcomes"
         command = [sys.executable, __file__, "--write", str(written), "--only", backend]
         command += ["--source", args.source, "--files", args.files, "--match", args.match]
-        subprocess.run(
-            [*command, "--limit", str(args.limit)], check=True, stdout=subprocess.DEVNULL
-        )
+        command += ["--limit", str(args.limit), *(["--on-cpu"] if args.on_cpu else [])]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         outcomes: dict[str, Any] = json.loads(written.read_text())
     return outcomes
 
@@ -218,7 +218,9 @@ def _write_files(args: argparse.Namespace) -> None:
         put_ours_in_the_place_of_gloo()
     source = Path(args.source).resolve()
     paths = [path for glob in args.files.split(",") for path in sorted(source.glob(glob))]
-    outcomes = run_files(list(dict.fromkeys(paths)), source, args.match, args.limit)
+    outcomes = run_files(
+        list(dict.fromkeys(paths)), source, args.match, args.limit, on_cpu=args.on_cpu
+    )
     Path(args.write).write_text(json.dumps(outcomes))
 
 
@@ -230,6 +232,9 @@ def main() -> None:
     flags.add_argument("--source", help="test/distributed of a checkout of PyTorch")
     flags.add_argument("--files", default=FILES, help="globs below --source")
     flags.add_argument("--limit", type=float, default=100, help="seconds for a test of a file")
+    flags.add_argument(
+        "--on-cpu", action="store_true", help="let the files' tests for GPUs run on CPUs"
+    )
     flags.add_argument("--write", help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.source:
