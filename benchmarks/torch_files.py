@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -93,7 +94,7 @@ def reached_a_process_group() -> None:
         file.write(b".")
 
 
-_FOR_CPUS = {"cuda": "cpu", "CUDA": "CPU", "nccl": "gloo", "NCCL": "GLOO"}
+_FOR_CPUS = {"cuda": "cpu", "nccl": "gloo", "NCCL": "GLOO"}
 """The words of a test for GPUs, and those that make it one for CPUs: torch.cpu has the functions of
 torch.cuda. What has none (memory, streams) fails on Gloo as well."""
 
@@ -121,7 +122,7 @@ def _imported(path: Path, on_cpu: bool) -> Any:
     sys.modules[path.stem] = module
     text = path.read_text()
     for gpu, cpu in _FOR_CPUS.items() if on_cpu else ():
-        text = text.replace(gpu, cpu)
+        text = re.sub(rf"\b{gpu}\b", cpu, text)
     exec(compile(text, str(path), "exec"), vars(module))
     return module
 
