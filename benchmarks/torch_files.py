@@ -50,7 +50,6 @@ def run_files(
     replaced: Any = torch.multiprocessing
     replaced.get_context = lambda method=None: context
     replaced.set_start_method = lambda *_, **__: None
-    torch.set_num_threads(1)
     logging.getLogger(common_distributed.__name__).setLevel(logging.CRITICAL)
     common_distributed.TIMEOUT_DEFAULT = int(limit_s)
     common_distributed.TIMEOUT_OVERRIDE = {}
