@@ -93,7 +93,13 @@ def reached_a_process_group() -> None:
         file.write(b".")
 
 
-_FOR_CPUS = {"cuda": "cpu", "nccl": "gloo", "NCCL": "GLOO"}
+_FOR_CPUS = (
+    (r"\bcpu:gloo,cuda:nccl\b", "gloo"),
+    (r"\.cuda\([^()]*\)", ".cpu()"),
+    (r"\bcuda\b", "cpu"),
+    (r"\bnccl\b", "gloo"),
+    (r"\bNCCL\b", "GLOO"),
+)
 """The words of a test for GPUs, and those that make it one for CPUs: torch.cpu has the functions of
 torch.cuda. What has none (memory, streams) fails on Gloo as well."""
 
@@ -120,9 +126,9 @@ def _imported(path: Path, on_cpu: bool) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     text = path.read_text()
-    for gpu, cpu in _FOR_CPUS.items() if on_cpu else ():
-        text = re.sub(rf"\b{gpu}\b", cpu, text)
-    exec(compile(text, str(path), "exec"), vars(module))
+    for gpu, cpu in _FOR_CPUS if on_cpu else ():
+        text = re.sub(gpu, cpu, text)
+    exec(compile(text, str(path), "exec", dont_inherit=True), vars(module))
     return module
 
 

@@ -67,5 +67,5 @@ def test_a_file_of_tests_runs_on_gloo_and_on_ours_and_ends_whatever_its_tests_do
         assert ended["Small.test_passes"] == {"outcome": "passed", "reached": 2 * is_ours}
         assert ended["Small.test_skips"]["outcome"] == "skipped"
         assert "AssertionError" in ended["Small.test_fails"]["outcome"]
-        assert "terminated or timed out" in ended["Small.test_hangs"]["outcome"]
+        assert ended["Small.test_hangs"]["outcome"].startswith("Traceback")
         assert "the process of the test died" in ended["Plain.test_dies"]["outcome"]
