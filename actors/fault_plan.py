@@ -17,6 +17,7 @@ import random
 import re
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -99,6 +100,16 @@ class Order:
 
 _ORDER = re.compile(r"(\w+) (\d+) at ([a-z ]+?) (\d+)")
 _SEED = re.compile(r"seed (\d+)")
+
+
+def ordered(num_workers: int) -> tuple[Order, ...]:
+    """The orders of this process's environment; a warning shows them. For a constructor that a
+    person calls. Raises ValueError, as `parsed`."""
+    orders = parsed(os.environ.get(VARIABLE, ""), num_workers)
+    if orders:
+        told = "; ".join(map(str, orders))
+        warnings.warn(f"{VARIABLE} orders faults: {told}", stacklevel=3)
+    return orders
 
 
 def parsed(text: str, num_workers: int) -> tuple[Order, ...]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import warnings
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -128,10 +126,7 @@ class Session:
         self._labels = checked_labels(label_selector, placement_strategy)
         self._environment = checked_environment(runtime_env, env_vars)
         check_kinds(address, on_report, checkpoint, seed)
-        self._fault_plan = fault_plan.parsed(os.environ.get(fault_plan.VARIABLE, ""), self._most)
-        if self._fault_plan:
-            orders = "; ".join(map(str, self._fault_plan))
-            warnings.warn(f"{fault_plan.VARIABLE} orders faults: {orders}", stacklevel=2)
+        self._fault_plan = fault_plan.ordered(self._most)
         self._use_gpu = use_gpu
         self._accelerator_type = accelerator_type
         self._pause_s = pause_s
