@@ -42,7 +42,7 @@ class Work(ABC):
     after an error.
 
     On CUDA `wait()` orders the current stream behind the work, as in torch, and returns before
-    the GPU has finished; `await` returns when the host may read the data.
+    the GPU has finished; `wait_on_host()` and `await` return when the host may read the data.
 
     A transport implements the methods at the end. A thread that ends works must hold no lock of
     the transport while it runs callbacks.
@@ -71,8 +71,20 @@ class Work(ABC):
                 "wait() takes no timeout: the deadline of an operation counts from its issue, on "
                 "all ranks. Pass timeout_s=, in seconds, to the operation, or to the group"
             )
+        return self._wait(self._block)
+
+    def wait_on_host(self) -> Any:
+        """`wait()`, after which the host may read the data: on CUDA too it returns when the work is
+        done. Behind `wait()`, a read such as `tolist()` would also come back when a failure ends
+        the GPU's kernel, with whatever is there, and no error.
+
+        Raises what `wait()` raises.
+        """
+        return self._wait(self._block_host)
+
+    def _wait(self, block: Callable[[], None]) -> Any:
         try:
-            self._block()
+            block()
         finally:
             # The thread that ended the work may not have run the callbacks yet.
             if self._future is not None and self.is_completed():
@@ -187,6 +199,10 @@ class Work(ABC):
 
         An interrupt, or any exception other than the work's error, ends the generation.
         """
+
+    def _block_host(self) -> None:
+        """`_block`, until the host may read the data: the same, except on a GPU."""
+        self._block()
 
     @abstractmethod
     def is_completed(self) -> bool:

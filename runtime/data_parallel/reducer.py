@@ -32,6 +32,7 @@ from ..process.agreement import (
     MAX_ITERATIONS,
     Agreement,
     Note,
+    check_votes,
     read_agreement,
     vote_numel,
     write_vote,
@@ -388,7 +389,9 @@ class Reducer:
         self._reduction.finish(self.buckets, self.group)
         vote = self._reduction.vote
         assert vote is not None
-        agreement = read_agreement(vote.tolist(), self.group.size, self._num_cursors)
+        total = vote.tolist()
+        check_votes(total, self.group)
+        agreement = read_agreement(total, self.group.size, self._num_cursors)
         self.weight = None
         check_passes(agreement, self.group.size)
         divisor = self._on_agreement(agreement)
@@ -407,7 +410,7 @@ class Reducer:
         expected = self.gradients.order
         rest = [number for number in expected if number not in self._arrivals]
         measured = torch.tensor([*self._arrivals, *rest], dtype=torch.int32).to(self.group.device)
-        self.group.broadcast(measured, rank).wait()
+        self.group.broadcast(measured, rank).wait_on_host()
         order = measured.tolist()
         if order != expected:
             self.lay_out(order)
@@ -420,9 +423,13 @@ class Reducer:
             raise self._failure
         operations = [bucket.work.operation for bucket in self.buckets if bucket.work is not None]
         began_at = time.monotonic()
+        carrier = self._reduction.carrier
         for bucket in self.buckets:
             if bucket.work is not None:
-                bucket.work.wait()
+                if bucket is carrier:
+                    bucket.work.wait_on_host()  # The host reads the vote behind the gradients.
+                else:
+                    bucket.work.wait()
                 bucket.work = None
         waited_s = time.monotonic() - began_at
         boundary().steps.waited_s += waited_s
