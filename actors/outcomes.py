@@ -47,7 +47,8 @@ class RemoteTraceback(Exception):
 
 def success(rank: int, value: object, collectives: int) -> Success | Failure:
     """The message of a result; a Failure if the result cannot be pickled."""
-    from .pickling import pickled  # Not at the top of the file: the driver runs without torch.
+    # Not at the top of the file: the driver runs without torch.
+    from .parcels.pickling import pickled
 
     try:
         return Success(rank, pickled(value), collectives)

@@ -261,11 +261,22 @@ class Group(Operations, ObjectCollectives, Subgroups):
     def meet(self) -> Work:
         """A barrier before the ranks turn to another task. It is numbered as all operations are,
         but not a user's operation, so statistics and recordings leave it out."""
+        self.turn()
         deadline_s = self._deadline_s(Kind.BARRIER, None)
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
         operation = Operation(Kind.BARRIER, sequence, self.generation, 0, -1, -1, deadline_s)
         return self._communicator.barrier(operation)
+
+    def turn(self) -> None:
+        """All ranks turn to another task: none of them rests any longer."""
+        self._communicator.turn()
+
+    def rest(self) -> None:
+        """This rank issues nothing more before the next `meet` or `turn`: peers whose collectives
+        wait for it fail at once, with a CollectiveMismatch, instead of at their deadline."""
+        if not self._closed and not self._recorder.has_pending:
+            self._communicator.rest(self._next_sequence)
 
     def announce_to(self, announce: Announce | None) -> None:
         """Call `announce` before this rank issues and numbers an operation; None ends that.

@@ -132,6 +132,8 @@ class Lifeline:
         regeneration first. Raises the error that the run was stopped with.
         """
         run, rank, generation = self._request.run, self.assignment.rank, self.generation
+        assert self.group is not None
+        self.group.rest()
         self._tell(lambda driver: driver.finished.remote(run, rank, generation))
         with self._changed:
             self._changed.wait_for(
@@ -140,7 +142,10 @@ class Lifeline:
             self._unanswered = None
             if self._stop_error is not None:
                 raise fresh_copy(self._stop_error)
-            return None if self._is_released else self._freeze_error
+            if self._is_released:
+                self.group.turn()  # To what follows the function, as all ranks do.
+                return None
+            return self._freeze_error
 
     def _tell(self, report: Callable[[Actor], object]) -> None:
         """Make a call that is not awaited: if the driver dies, `attach` repeats it to the next."""

@@ -51,7 +51,7 @@ from ..messages import (
     WorkerState,
 )
 from ..meter import Look, Publisher
-from ..parcels import Parcel
+from ..parcels.parcel import Parcel
 from ..run_status import RunStatus
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
@@ -465,6 +465,8 @@ class Worker:
         if error is None:
             group = self._group
             issued = group.statistics.total_operations() if group else 0
+            if group is not None:
+                group.rest()
             ending = outcomes.success(rank, value, issued)
         else:
             ending = outcomes.failure(

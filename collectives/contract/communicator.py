@@ -130,6 +130,17 @@ class Communicator(ABC):
     def on_wait(self, callback: Callable[[Sequence[int], float], None]) -> None:
         """Call `callback(ranks, since)`, as in `show_waits`, when this rank waits here."""
 
+    def turn(self) -> None:
+        """The ranks turn to another task, as all of them do equally often: who rested until now
+        does so no longer."""
+
+    def rest(self, operations: int) -> None:
+        """Tell the other ranks, where the transport can, that this one issues nothing more before
+        the next turn. A collective that needs it until then raises a CollectiveMismatch at once.
+
+        operations: how many this rank has issued. None is in flight.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Free all resources. Pending works raise GroupClosed, and peers that wait PeerLost."""

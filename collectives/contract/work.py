@@ -125,7 +125,8 @@ class Work(ABC):
 
         The other ranks issue the operation too, and cannot finish it without this rank. All of
         them raise GroupAborted that names this rank, the operation and the calling line.
-        Returns False, and does nothing, if the work has ended already.
+        Returns False, and does nothing, if the work has ended already, which on CUDA `wait()` does
+        not tell.
         """
         if self.is_completed():
             return False

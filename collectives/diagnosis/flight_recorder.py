@@ -112,6 +112,10 @@ class FlightRecorder:
         operation.caller_at = frame.f_lasti
         self._operations.append(operation)
 
+    @property
+    def has_pending(self) -> bool:
+        return any(operation.ended_at is None for operation in self._operations.copy())
+
     def activity(self, since: float, until: float) -> Activity:
         """The activity between two times of time.monotonic(); any thread may call it.
 

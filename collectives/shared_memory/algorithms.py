@@ -110,6 +110,12 @@ class SharedMemoryCommunicator(Communicator):
     def on_wait(self, callback: Callable[[Sequence[int], float], None]) -> None:
         self._segment.on_wait = callback
 
+    def turn(self) -> None:
+        self._segment.turn()
+
+    def rest(self, operations: int) -> None:
+        self._segment.rest()
+
     def failure(self) -> CollectiveError | None:
         return None if self._closed else self._segment.failure()
 

@@ -22,7 +22,13 @@ MAGIC = 0x43484F5255534C31  # "CHORUSL1"
 HEADER_WORDS = 8
 ABORT_WORD = 1
 BLOCK_WORDS = 48  # 384 bytes: words that different ranks write never share a cache line
-TICK, SLEEPS_ON, STATE, SIGNATURE = 0, 8, 16, 24  # words from the start of a rank's block
+TICK, SLEEPS_ON, STATE, RESTS, SIGNATURE = (
+    0,
+    8,
+    16,
+    17,
+    24,
+)  # words from the start of a rank's block
 BELL, ASLEEP = 32, 40
 CHANNEL_WORDS = 16
 HEAD, SENDER_WAITS, ELSEWHERE = 0, 1, 2  # words of a channel that the sender writes

@@ -35,7 +35,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..contract.call_site import SITE_BYTES
-from ..contract.errors import CollectiveError, CollectiveTimeout, PeerLost
+from ..contract.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    PeerLost,
+    waits_for_resting,
+)
 from ..contract.operation import Kind, Operation
 from ..diagnosis.blame import tell_waits, to_blame
 from ..diagnosis.flight_recorder import tell_positions
@@ -49,6 +54,7 @@ from .layout import (
     BELL,
     ELSEWHERE,
     RECEIVER_WAITS,
+    RESTS,
     RING_BYTES,
     SENDER_WAITS,
     SIGNATURE,
@@ -118,6 +124,7 @@ class SharedSegment:
         # serves one thread at a time.
         self._polling = threading.Lock()
         self._meet_timeout_s = 0.0
+        self._turns = 1
         self._lateness = Lateness(rank, self.size)
         # Set for a subgroup: passes on to its parent which ranks this rank waits for, and since.
         self.on_wait: Callable[[Sequence[int], float], None] | None = None
@@ -263,6 +270,10 @@ class SharedSegment:
         if closed:
             detail = "closed the group while others still used it"
             raise self.abort(PeerLost(str(operation), self.generation, closed, detail))
+        turns = self._turns
+        resting = [r for r in late if self._words[self._blocks[r] + RESTS] == turns]
+        if resting:
+            raise self.abort(waits_for_resting(operation, self.generation, resting))
         now = time.monotonic()
         if now >= give_up_at:
             timeout_s = self._meet_timeout_s
@@ -443,6 +454,13 @@ class SharedSegment:
         self._words[self._block + STATE] = _OPEN
         self.publish(1)
         self.wait(1, "rendezvous", time.monotonic() + timeout_s, spin=True)
+
+    def turn(self) -> None:
+        self._turns += 1
+
+    def rest(self) -> None:
+        """Show the other ranks that this one issues nothing more before the next turn."""
+        self._words[self._block + RESTS] = self._turns
 
     def leave(self) -> None:
         """Show the other ranks that this rank has closed, and free its resources.

@@ -254,6 +254,12 @@ class GlooCommunicator(Communicator):
                 self._roll_call.publish_meanwhile(error)
             self._end(error)
 
+    def turn(self) -> None:
+        self._roll_call.turn()
+
+    def rest(self, operations: int) -> None:
+        self._roll_call.rest(operations)
+
     def failure(self) -> CollectiveError | None:
         return self._in_flight.failure
 

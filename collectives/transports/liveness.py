@@ -8,6 +8,7 @@ idle for a while, writes and reads these keys:
     abort/error       the error that ended the generation, as JSON; the first one written stands
     abort/closed      a line "rank operations" for every rank that closed, with the number of
                       operations it took part in
+    rest/<turns>      a line "rank operations" for every rank that rests (Communicator.rest)
     call/asked        a rank's transport failed without a cause: every live rank must answer
     call/<rank>       the answer of a rank
 
@@ -30,6 +31,7 @@ from ..contract.errors import (
     PeerLost,
     error_from_json,
     error_to_json,
+    waits_for_resting,
 )
 from ..contract.operation import ANY_RANK, Operation
 from ..diagnosis.blame import tell_waits, to_blame
@@ -91,6 +93,7 @@ class RollCall:
         self.generation = generation
         self._published: StorePosition | None = None
         self._answered = False
+        self._turns = 1
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -125,6 +128,14 @@ class RollCall:
             return True
         return False
 
+    def turn(self) -> None:
+        self._turns += 1
+
+    def rest(self, operations: int) -> None:
+        """Publish that this rank issues nothing after `operations` operations, until it turns."""
+        with contextlib.suppress(Exception):
+            self.store.append(f"rest/{self._turns}", f"{self.rank} {operations}\n")
+
     def all_close(self, patience_s: float) -> bool:
         """Wait for the other ranks to close; whether all of them did, without an error."""
         give_up_at = time.monotonic() + patience_s
@@ -149,13 +160,20 @@ class RollCall:
             if gone:
                 how = "closed the group without taking part"
                 return PeerLost(str(operation), self.generation, gone, how)
+            resting = self._with_operations(f"rest/{self._turns}")
+            never = sorted(r for r, taken in resting.items() if taken <= operation.sequence)
+            if never and not operation.is_between_two:
+                return waits_for_resting(operation, self.generation, never)
         return None
 
     def _closed(self) -> dict[int, int]:
-        """The ranks that closed, and the number of operations they took part in."""
-        if not self.store.check(["abort/closed"]):
+        return self._with_operations("abort/closed")
+
+    def _with_operations(self, key: str) -> dict[int, int]:
+        """The ranks that have written to `key`, and the number of operations they took part in."""
+        if not self.store.check([key]):
             return {}
-        lines = self.store.get("abort/closed").decode().splitlines()
+        lines = self.store.get(key).decode().splitlines()
         return {int(rank): int(operations) for rank, operations in map(str.split, lines)}
 
     # -- who is late -----------------------------------------------------------------------------

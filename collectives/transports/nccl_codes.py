@@ -33,7 +33,7 @@ def lacks(op: ReduceOp, dtype: torch.dtype) -> str:
     if dtype not in DTYPE_CODES:
         return f"NCCL does not add {dtype}; convert to torch.int32 (moving it works)"
     if op is ReduceOp.AVG and dtype in (torch.int8, torch.uint8):
-        return f"NCCL adds {dtype} in {dtype} before it divides, which overflows; convert to torch.int32"
+        return f"NCCL adds before it divides, and {dtype} overflows; convert to torch.int32"
     return ""
 
 

@@ -26,8 +26,8 @@ from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .engine import ModelEngine
-from .gradient_errors import why_not_sharded
 from .reducer import Reducer
+from .reductions import why_not_sharded
 from .same_model import (
     broadcast_tensors,
     check_devices,

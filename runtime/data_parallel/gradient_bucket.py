@@ -184,3 +184,14 @@ class Gradients:
     def drop(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def why_not_changed(changed: str) -> str:
+    """changed: names of parameters."""
+    return (
+        f"the gradient of a parameter ({changed}) was changed after the backward pass. With a "
+        "ZeroRedundancyOptimizer the gradients are sent to their shards by then, so the change "
+        "would have no effect. To clip by norm, write ZeroRedundancyOptimizer(..., max_norm=...); "
+        "to change single gradients, use parameter.register_hook; for anything else take a plain "
+        "optimizer"
+    )

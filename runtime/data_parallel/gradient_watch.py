@@ -59,3 +59,13 @@ class GradientWatch:
                 "reduces: the DistributedDataParallel around its module is gone since its run has "
                 "ended. Keep it with ctx.keep, or wrap the module again"
             )
+
+
+def why_not_twice(name: str, shape: tuple[int, ...]) -> str:
+    """name, shape: of a parameter."""
+    return (
+        f"parameter {name} of shape {shape} got another gradient in the same backward pass after "
+        "its bucket was sent: it is used in several checkpointed segments. Checkpoint with "
+        "use_reentrant=False, or pass static_graph=True, which waits for all gradients of a "
+        "parameter"
+    )

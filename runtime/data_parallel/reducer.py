@@ -2,8 +2,8 @@
 
 Gradients live in flat buckets; a parameter's `.grad` is a view of its bucket. When the backward
 pass has made the last gradient of a bucket, the reducer launches the bucket, in the same order on
-all ranks, and the network works while the pass goes on. Buckets are reduced in one of three ways
-(reductions.py), which is chosen between two steps.
+all ranks, and the network works while the pass goes on (launcher.py). Buckets are reduced in one of
+three ways (reductions.py), which is chosen between two steps.
 
 After the first step the reducer lays out the buckets anew, in the order in which the gradients
 came on the lowest rank that took the step. A broadcast makes the order the same on all ranks.
@@ -20,13 +20,11 @@ know how many passes the others run.
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from actors.errors import ends_a_generation
-from collectives import CollectiveError, Group
+from collectives import Group
 
 from ..process.agreement import (
     MAX_ITERATIONS,
@@ -41,11 +39,11 @@ from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .earlier_passes import EarlierPasses, check_passes
-from .gradient_bucket import GradientBucket, Gradients
-from .gradient_errors import why_not_changed, why_not_sharded, why_not_twice
-from .gradient_watch import GradientWatch
-from .reductions import AllReduce, ByHook, ReduceScatter, Reduction
-from .step_statistics import StepClock, UnusedParameters
+from .gradient_bucket import GradientBucket
+from .gradient_watch import GradientWatch, why_not_twice
+from .launcher import Launcher
+from .reductions import ByHook, ReduceScatter, why_not_sharded
+from .step_statistics import UnusedParameters
 
 
 class Pass(enum.Enum):
@@ -56,7 +54,7 @@ class Pass(enum.Enum):
     ARRIVING = "parameters get gradients, full buckets are launched; autograd will report the end"
 
 
-class Reducer:
+class Reducer(Launcher):
     """The gradients of one model on one rank.
 
     named: the parameters that require gradients, with their names, in the order of registration;
@@ -84,8 +82,7 @@ class Reducer:
         is_uneven: Callable[[], bool],
         cursors: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        self.gradients = Gradients(bucket_bytes)
-        self.group = group
+        super().__init__(group, bucket_bytes)
         self.is_syncing = True
         """Whether the next backward pass launches the buckets; `no_sync` sets it to False."""
         self.launches_early = True
@@ -96,14 +93,8 @@ class Reducer:
         """Sum of the weights of the losses since the last step; None without any `weigh`."""
         self.ends_steps = True
         """Whether a step ends with its agreement here; False where a sharded optimizer votes."""
-        self.parks = False
-        """Whether `wait`, not the launch, raises the error of a generation that has ended. Then
-        the optimizer's step can begin again in the next generation."""
-        self.clock: StepClock | None = None
-        """Times the steps; None below debug level INFO, as is `unused`."""
         self.unused: UnusedParameters | None = None
-        self.on_launched: Callable[[int], None] | None = None
-        """Called with the number of each bucket that a pass launches."""
+        """None below debug level INFO, as is `clock`."""
         self.on_new_order: Callable[[], None] | None = None
         """Called when the buckets have been laid out in the measured order."""
         self.num_passes = 0
@@ -117,7 +108,6 @@ class Reducer:
         self.has_more = False
         """Whether the buckets have changed since this sharded step launched them."""
         self.earlier = EarlierPasses(self.gradients)
-        self._reduction: Reduction = AllReduce()
         self._pass = Pass.NONE
         self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
@@ -125,36 +115,16 @@ class Reducer:
         self._has_next = has_next
         self._is_uneven = is_uneven
         self._cursors = cursors
-        self._failure: CollectiveError | None = None
         self._expected: dict[int, int] | None = None if has_repeats else {}
         """By parameter, the gradients that a pass brings (default 1); None until counted."""
         self._arrivals: dict[int, int] = {}
         """By parameter number, the gradients in this pass so far, ordered by the latest one."""
-        self._num_launched = 0
         self._launches_now = True
         self._has_measured_order = False
         self._has_leftover = False
         """Whether gradients from no_sync are still to be sent."""
         self._watch = GradientWatch(self._on_gradient)
         self.add_parameters(named)
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return self.gradients.parameters
-
-    @property
-    def buckets(self) -> list[GradientBucket]:
-        return self.gradients.buckets
-
-    @property
-    def hook(self) -> CommHook | None:
-        """The communication hook that reduces the buckets, if there is one."""
-        return self._reduction.hook
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a rank gets the sum for its shard only, and an optimizer finishes the step."""
-        return isinstance(self._reduction, ReduceScatter)
 
     def add_parameters(
         self, named: Sequence[tuple[str, torch.nn.Parameter]]
@@ -289,24 +259,6 @@ class Reducer:
                 return
             self._launch(bucket)
 
-    def _launch(self, bucket: GradientBucket) -> None:
-        number = self._num_launched
-        self._num_launched += 1
-        self._reduce(bucket, number)
-        if self.on_launched is not None:
-            self.on_launched(number)
-
-    def _reduce(self, bucket: GradientBucket, number: int) -> None:
-        bucket.launched_at = time.monotonic()
-        try:
-            self._reduction.launch(bucket, number, self.group)
-        except CollectiveError as error:
-            # The buckets are kept, so the pass goes on, and the step can start again from them.
-            if not self.parks or not ends_a_generation(error):
-                raise
-            self._failure = error
-        bucket.launched_version = bucket.flat._version
-
     def _end_backward(self) -> None:
         """Launch the other buckets; parameters outside this pass send the gradients they hold."""
         if self._expected is None:
@@ -417,25 +369,6 @@ class Reducer:
         if self.on_new_order is not None:
             self.on_new_order()
 
-    def wait(self) -> None:
-        """Block until the works of all launched buckets are done."""
-        if self._failure is not None:
-            raise self._failure
-        operations = [bucket.work.operation for bucket in self.buckets if bucket.work is not None]
-        began_at = time.monotonic()
-        carrier = self._reduction.carrier
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                if bucket is carrier:
-                    bucket.work.wait_on_host()  # The host reads the vote behind the gradients.
-                else:
-                    bucket.work.wait()
-                bucket.work = None
-        waited_s = time.monotonic() - began_at
-        boundary().steps.waited_s += waited_s
-        if self.clock is not None and operations:
-            self.clock.buckets_are_reduced(operations, waited_s)
-
     # -- other ways through a step -------------------------------------------------------------
 
     def reduce_by(self, hook: CommHook) -> None:
@@ -488,21 +421,6 @@ class Reducer:
         else:
             self._keep_for_later()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether at least one bucket of the step is launched."""
-        return self._num_launched > 0
-
-    @property
-    def has_launched(self) -> bool:
-        """Whether all buckets of the step are launched."""
-        return self._num_launched == len(self.buckets)
-
-    def check_unchanged(self) -> None:
-        """Raise RuntimeError if the program has changed gradients that are sent already."""
-        if changed := self.gradients.why_changed():
-            raise RuntimeError(why_not_changed(changed))
-
     def end_step(self) -> None:
         """Called when the optimizer has used the reduced gradients."""
         self._num_launched = 0
@@ -519,10 +437,6 @@ class Reducer:
         for bucket in self.buckets:
             bucket.change_group(group)
         self._place_vote()
-
-    def kept(self) -> list[GradientBucket]:
-        """The buckets of a sharded step that are launched; empty if there is no such step."""
-        return self.buckets if self.is_sharded and self.has_launched else []
 
     def launch_again(self, bucket: GradientBucket) -> None:
         """Reduce a kept bucket once more, in the present group, as it is now."""

@@ -137,3 +137,12 @@ class ReduceScatter(Reduction):
 
     def launch(self, bucket: GradientBucket, number: int, group: Group) -> None:
         bucket.work = group.reduce_scatter(bucket.shard, bucket.flat[: bucket.padded])
+
+
+def why_not_sharded(hook: str) -> str:
+    return (
+        f"the communication hook {hook} gives every rank the whole gradient, but with a "
+        "ZeroRedundancyOptimizer each rank receives the sum for its own shard only, so that "
+        "gradients travel once. Use a plain optimizer with the hook, or leave the hook out. To "
+        "send half as much, keep the parameters in bfloat16: the optimizer steps float32 copies"
+    )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from actors.journal import Journal
 from actors.messages import Assignment, Report
-from actors.pickling import pickled
+from actors.parcels.pickling import pickled
 from collectives.contract.errors import GroupAborted, fresh_copy
 from collectives.group import Group
 from collectives.objects.blocking import broadcast_object

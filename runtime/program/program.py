@@ -171,7 +171,8 @@ class FunctionRun:
             try:
                 yield call
             except ValueError as error:
-                if "Default process group has not been initialized" in str(error):
+                text = str(error)
+                if "Default process group has not" in text or "env:// rendezvous" in text:
                     error.add_note(_WITHOUT_TORCH_DISTRIBUTED)
                 raise
             finally:

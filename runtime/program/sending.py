@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from actors.parcels import Parcel
-from actors.pickling import packed
+from actors.parcels.parcel import Parcel
+from actors.parcels.pickling import packed
 
 from ..checkpoint.config import CheckpointConfig
 from .program import Program

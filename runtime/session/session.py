@@ -23,7 +23,7 @@ from actors.errors import DriverLost
 from actors.journal import JournalReader
 from actors.messages import Report, RunRequest, RunSucceeded, WorkerSnapshot
 from actors.outcomes import raise_failure
-from actors.parcels import Parcel
+from actors.parcels.parcel import Parcel
 from collectives.diagnosis.debug import get_debug_level
 
 from .. import notebook

@@ -22,7 +22,9 @@ from collectives import (
     register_backend,
 )
 from collectives.objects.messages import Script, ScriptedWork
-from tests.contracts.group import HOST_CONTRACT, check_barrier, check_objects_between_two, name_of
+from tests.contracts.group import HOST_CONTRACT, name_of
+from tests.contracts.handle import check_objects_between_two
+from tests.contracts.operations import check_barrier
 from tests.harness.in_process import IN_PROCESS, connect, connect_without_tags
 from tests.harness.ranks import Rank, run_ranks
 

@@ -12,15 +12,8 @@ import torch
 
 from collectives.group import Group
 from collectives.stores.store import HashStore
-from tests.contracts import group as group_contract
-from tests.contracts.group import (
-    CONTRACT,
-    HOST_CONTRACT,
-    check_all_reduce,
-    check_barrier,
-    check_bits,
-    name_of,
-)
+from tests.contracts.group import CONTRACT, HOST_CONTRACT, name_of
+from tests.contracts.operations import check_all_reduce, check_barrier, check_bits
 from tests.harness.ranks import GLOO, NCCL, SHARED_MEMORY, Rank, on_gpus, run_ranks
 from tests.harness.standing_ranks import StandingRanks
 
@@ -30,10 +23,10 @@ HOST_TRANSPORTS = [(SHARED_MEMORY, 1), (SHARED_MEMORY, 2), (SHARED_MEMORY, 3), (
 HOST_TRANSPORTS += [(GLOO, 2), (GLOO, 3)]
 
 
-def run_checks(rank: Rank, names: list[str]) -> list[Any]:
+def run_checks(rank: Rank, checks: list[Check]) -> list[Any]:
     """All on one group, one after the other."""
     with rank.group() as group:
-        return [getattr(group_contract, name)(group) for name in names]
+        return [check(group) for check in checks]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +54,7 @@ def test_host_transports_keep_the_contract(
 @pytest.mark.parametrize("size", [on_gpus(2), on_gpus(4)])
 @pytest.mark.parametrize("check", CONTRACT, ids=name_of)
 def test_nccl_keeps_the_contract(check: Check, size: int, tmp_path: Path) -> None:
-    results = run_ranks(run_checks, size, tmp_path, NCCL, [check.__name__])
+    results = run_ranks(run_checks, size, tmp_path, NCCL, [check])
     assert results == [results[0]] * size, "the ranks have different bits"
 
 
@@ -69,8 +62,8 @@ def test_nccl_keeps_the_contract(check: Check, size: int, tmp_path: Path) -> Non
 def test_a_barrier_ends_nowhere_before_it_began_everywhere(
     transport: str, size: int, tmp_path: Path
 ) -> None:
-    names = [check_barrier.__name__]
-    times = [found[0] for found in run_ranks(run_checks, size, tmp_path, transport, names)]
+    ranks = run_ranks(run_checks, size, tmp_path, transport, [check_barrier])
+    times = [found[0] for found in ranks]
     assert max(issued_at for issued_at, _ in times) <= min(done_at for _, done_at in times)
 
 
@@ -80,8 +73,7 @@ def test_gloo_and_shared_memory_give_the_same_bits(size: int, tmp_path: Path) ->
     for transport in (SHARED_MEMORY, GLOO):
         folder = tmp_path / transport
         folder.mkdir()
-        names = [check_bits.__name__]
-        digests.append(run_ranks(run_checks, size, folder, transport, names))
+        digests.append(run_ranks(run_checks, size, folder, transport, [check_bits]))
     assert digests[0] == digests[1]
 
 

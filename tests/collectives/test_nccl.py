@@ -28,7 +28,8 @@ from collectives.operations.arguments import travelling_dtype
 from collectives.stores.store import HashStore
 from collectives.transports.nccl import connect, load_nccl
 from collectives.transports.nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
-from tests.contracts.group import assert_equal, finish
+from tests.contracts.handle import finish
+from tests.contracts.numbers import assert_equal
 from tests.harness.ranks import NCCL, Body, Rank, on_gpus, run_ranks
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None

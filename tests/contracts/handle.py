@@ -1,6 +1,6 @@
 """What every transport owes to who holds a `Work`, and to groups made of groups.
 
-Like contracts/group.py, which lists these together with its own.
+contracts/group.py lists these together with others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from collectives.contract.operation import Kind
 from collectives.contract.work import Work
 from collectives.group import Group
 
@@ -57,7 +58,7 @@ def check_a_work_in_flight_has_no_result(group: Group) -> None:
         with pytest.raises(RuntimeError, match=r"all_reduce #\d+ .* still in flight .* await it"):
             work.result()
         group.all_gather_object("looked").wait()
-        work.wait()
+        work.wait_on_host()  # After wait() alone, a GPU may still be at it.
         assert not work.cancel(), "there is nothing left to cancel"
     else:
         group.all_gather_object("looked").wait()
@@ -152,6 +153,23 @@ def check_many_objects_between_two(group: Group) -> None:
 
 async def awaited(work: object) -> object:
     return await work  # type: ignore[misc]
+
+
+def finish(work: Work) -> None:
+    """Block the host until `work` has ended."""
+
+    async def wait() -> None:
+        await work
+
+    asyncio.run(wait())
+
+
+def settle(work: Work, way: int) -> None:
+    """Wait for it, or await it: the two forms of every operation."""
+    if way % 2 and work.operation.kind is not Kind.BARRIER:
+        finish(work)
+    else:
+        work.wait()
 
 
 def check_subgroups(group: Group) -> None:

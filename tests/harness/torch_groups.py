@@ -1,4 +1,4 @@
-"""torch.distributed among the ranks of one of our groups, for as long as a function runs."""
+"""torch.distributed in the ranks of one of our groups, while a function runs; a store of torch."""
 
 from __future__ import annotations
 
@@ -38,3 +38,7 @@ def with_torch(group: Group, backend: str, body: Callable[..., Any], *args: Any)
     """body(rank, size, *args) on every rank, with torch.distributed over `backend`."""
     with torch_over(group, backend):
         return body(group.rank, group.size, *args)
+
+
+def tcp_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -67,3 +67,29 @@ async def test_who_never_comes_to_the_first_meeting_is_replaced_and_the_others_b
     batches = 12 * 2
     assert {steps for _, steps, _ in told} <= {-(-batches // size) for size in (2, 3)}
     assert all(parameters == told[0][2] for _, _, parameters in told)
+
+
+ORDERS = {
+    "driver": "driver 0 at meet 1",
+    "driver, by the rank that comes last": "driver 1 at meet 1; stop 0 at meet 1",
+    "driver and its killer": "driver 0 at meet 1; kill 0 at meet 1",
+    "driver and another": "driver 0 at meet 1; kill 1 at meet 1",
+    "driver, and the next one": "driver 0 at meet 1; driver 1 at meet 2; kill 2 at meet 2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
+async def test_a_driver_that_dies_when_ranks_meet_for_the_first_time_costs_nothing(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, orders: str
+) -> None:
+    monkeypatch.setenv("CHORUSLINE_FAULT_PLAN", orders)
+    with pytest.warns(UserWarning, match="orders faults"):
+        session = cl.Session((1, 3), resources_per_worker={"CPU": 0.1}, timeout_s=15)
+    async with session:
+        assert session._crew is not None
+        driver = session._crew._driver
+        told = await session.run(train, fault=None)
+        assert session._crew._driver is not driver, "the order was carried out"
+    assert {steps for _, steps, _ in told} <= {-(-24 // size) for size in (1, 2, 3)}
+    assert all(parameters == told[0][2] for _, _, parameters in told)

@@ -6,7 +6,6 @@ steps of both runs over the same samples: what the second run ends with is that,
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -18,7 +17,6 @@ import torch
 
 import chorusline as cl
 from actors.errors import WorkerLost
-from actors.messages import RunRequest
 from benchmarks.chaos_training import loss_of, network, take_step
 from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import wrap
@@ -131,14 +129,6 @@ def reference(notes: list[Note]) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.fixture
-def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No worker starts in so short a time."""
-    monkeypatch.setattr(
-        "runtime.session.session.RunRequest", functools.partial(RunRequest, pause_s=0.1)
-    )
-
-
 def session_of(
     num_workers: tuple[int, int], place: Path, max_failures: int | None = None
 ) -> cl.Session:
@@ -148,6 +138,7 @@ def session_of(
         timeout_s=20,
         checkpoint=cl.CheckpointConfig(place),
         max_failures=max_failures,
+        pause_s=0.1,  # No worker starts in so short a time.
     )
 
 
@@ -176,7 +167,7 @@ async def assert_nothing_is_lost(
 
 @pytest.mark.parametrize("where, fewest", [("step", 2), ("outside", 2), ("top", 2), ("counted", 3)])
 async def test_below_the_fewest_the_next_run_goes_on_where_the_survivors_were(
-    cluster: None, _short_pause: None, tmp_path: Path, where: str, fewest: int
+    cluster: None, tmp_path: Path, where: str, fewest: int
 ) -> None:
     place = tmp_path / "checkpoints"
     async with session_of((fewest, 3), place) as session:
@@ -193,7 +184,7 @@ async def test_a_loss_more_than_allowed_loses_no_step_either(cluster: None, tmp_
 
 @pytest.mark.parametrize("where", ["outside", "top"])
 async def test_a_plain_optimizer_is_saved_as_well(
-    cluster: None, _short_pause: None, tmp_path: Path, where: str
+    cluster: None, tmp_path: Path, where: str
 ) -> None:
     place = tmp_path / "checkpoints"
     async with session_of((2, 3), place) as session:
@@ -202,7 +193,7 @@ async def test_a_plain_optimizer_is_saved_as_well(
 
 
 async def test_the_float32_copies_of_a_model_in_half_precision_are_saved(
-    cluster: None, _short_pause: None, tmp_path: Path
+    cluster: None, tmp_path: Path
 ) -> None:
     arguments = {"folder": str(tmp_path), "where": "step", "dtype": torch.bfloat16}
     async with session_of((2, 3), tmp_path / "checkpoints") as session:
@@ -214,7 +205,7 @@ async def test_the_float32_copies_of_a_model_in_half_precision_are_saved(
 
 
 async def test_what_nobody_holds_any_more_is_named_and_the_run_ends_all_the_same(
-    cluster: None, _short_pause: None, tmp_path: Path
+    cluster: None, tmp_path: Path
 ) -> None:
     place = tmp_path / "checkpoints"
     async with session_of((2, 3), place) as session:

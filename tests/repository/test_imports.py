@@ -33,10 +33,10 @@ ORDER = {
         ("__init__",),
     ],
     "actors": [
+        "parcels",
         (
             *("errors", "calls", "versions", "run_status", "whereabouts", "fault_plan", "messages"),
-            *("actor_store", "meter", "journal", "private_mapping", "parcels", "pickling"),
-            "outcomes",
+            *("actor_store", "meter", "journal", "outcomes"),
         ),
         "driver",
         "worker",

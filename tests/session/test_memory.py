@@ -15,7 +15,7 @@ import ray
 import torch
 
 import chorusline as cl
-from actors.pickling import packed, pickled
+from actors.parcels.pickling import packed, pickled
 from collectives.objects.payloads import loads
 from collectives.objects.payloads import pickled as pickled_for_ranks
 

@@ -9,7 +9,7 @@ their own (ranks.py). Streams, memory and NCCL go wrong here as the real ones ma
   protects it, and reports kernels of other streams that touch it afterwards.
 - tensors.py turns each operation of torch into a kernel, and counts what waits on the host.
 - torch_cuda.py puts these in the place of `torch.cuda` and of the functions that make tensors.
-- nccl.py is `cupy.cuda.nccl` as NCCL's sources describe it; hub.py is where the ranks' kernels meet.
+- nccl.py is `cupy.cuda.nccl` as NCCL's sources describe it. Its kernels meet in hub.py.
 
 Not modelled: Python's lock and the driver's context lock held by CUDA calls, kernels that cannot
 run at the same time, several devices, CUDA graphs, kernels' numerics, real time.

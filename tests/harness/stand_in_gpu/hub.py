@@ -5,8 +5,10 @@ A kernel leaves its payload under a key and, unless it only gives, waits for tho
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +61,7 @@ class Hub:
         self._listener.close()
 
     def _accept(self) -> None:
-        here, there = _pair()
+        here, there = Pipe()
         threading.Thread(target=self._serve, args=(there,), daemon=True).start()
         while True:
             try:
@@ -123,17 +125,8 @@ def _is_served(room: Room, waits: Request) -> bool:
 
 
 def _send(connection: Connection, payload: Any) -> None:
-    try:
+    with contextlib.suppress(OSError):  # Its process is gone.
         connection.send(payload)
-    except OSError:
-        pass  # Its process is gone.
-
-
-def _pair() -> tuple[Connection, Connection]:
-    from multiprocessing import Pipe
-
-    here, there = Pipe()
-    return here, there
 
 
 class Line:

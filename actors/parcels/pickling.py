@@ -16,7 +16,7 @@ from ray import cloudpickle
 
 from collectives.objects.storages import SharedStorages
 
-from .parcels import Parcel
+from .parcel import Parcel
 
 LARGE_BYTES = 256 * 1024
 """Buffers from this size on stand beside the pickle. Ray sends

@@ -1,0 +1,266 @@
+"""What every rank sees when one of them dies, stops, is late or does not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from collectives.contract.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    PeerLost,
+    StoreTimeout,
+)
+from collectives.contract.work import Work
+from collectives.group import Group
+from collectives.stores.store import HashStore
+from tests.contracts.handle import finish
+from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, error_of, run_ranks, transports
+
+PATIENCE_S = {SHARED_MEMORY: 2.0, GLOO: 8.0}
+"""For all to know of a failure. Gloo's ranks ask each other through the store; 2.5 s to answer."""
+
+
+def wait_by_polling(work: Work) -> None:
+    while not work.is_completed():
+        time.sleep(0.001)
+    error = work.error()
+    if error is not None:
+        raise error
+
+
+WAYS: dict[str, Callable[[Work], None]] = {
+    "wait": lambda work: work.wait(),
+    "await": finish,
+    "is_completed": wait_by_polling,
+}
+
+
+# -- a death -----------------------------------------------------------------------------------
+
+
+def lose_the_last(rank: Rank, way: str, numel: int) -> Any:
+    """The last rank issues nothing. The others: their error, and that of a later operation."""
+    group = rank.group(timeout_s=60)
+    group.barrier().wait()
+    if rank.rank == rank.size - 1:
+        rank.say("ready")
+        time.sleep(600)
+    work = group.all_reduce(torch.ones(numel))
+    rank.say("ready")
+    error = error_of(lambda: WAYS[way](work))
+    later = error_of(lambda: group.barrier().wait())
+    group.close()
+    return error, later, time.monotonic()
+
+
+@transports
+@pytest.mark.parametrize(
+    ("way", "numel"),
+    [
+        ("wait", 10),
+        ("await", 10),
+        pytest.param("wait", 3_000_000, marks=pytest.mark.slow),
+        pytest.param("is_completed", 10, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_is_named_by_every_survivor(
+    transport: str, way: str, numel: int, tmp_path: Path
+) -> None:
+    with Ranks(lose_the_last, 3, tmp_path, transport, way, numel) as ranks:
+        ranks.wait_for("ready")
+        killed_at = time.monotonic()
+        ranks.signal(2, signal.SIGKILL)
+        for error, later, ended_at in ranks.results(ranks=[0, 1]):
+            assert isinstance(error, PeerLost)
+            assert error.ranks == [2]
+            assert f"all_reduce #1 ({numel} float32) in generation 0: ranks [2] are gone" in str(
+                error
+            )
+            assert later is not None
+            assert later.args == error.args
+            assert ended_at - killed_at < PATIENCE_S[transport]
+
+
+def go_on_without_the_last(rank: Rank) -> Any:
+    group = rank.group()
+    if rank.rank == rank.size - 1:
+        rank.say("ready")
+        time.sleep(600)
+    work = group.all_reduce(torch.ones(10))
+    rank.say("ready")
+    error = error_of(work.wait)
+    assert isinstance(error, PeerLost)
+    left = [r for r in range(rank.size) if r not in error.ranks]
+    group.close()
+    survivors = Rank(left.index(rank.rank), len(left), rank.store, rank.transport)
+    with survivors.group(generation=1) as group:
+        tensor = torch.full((5,), float(rank.rank))
+        group.all_reduce(tensor).wait()
+        return group.generation, tensor.tolist()
+
+
+@transports
+def test_survivors_form_the_next_generation_in_the_same_processes(
+    transport: str, tmp_path: Path
+) -> None:
+    with Ranks(go_on_without_the_last, 3, tmp_path, transport) as ranks:
+        ranks.wait_for("ready")
+        ranks.signal(2, signal.SIGKILL)
+        assert ranks.results(ranks=[0, 1]) == [(1, [1.0] * 5)] * 2
+
+
+def allocate_and_sleep(rank: Rank) -> None:
+    group = rank.group()
+    group.all_reduce(torch.ones(1_000_000)).wait()
+    rank.say("ready")
+    time.sleep(600)
+
+
+@transports
+def test_when_all_ranks_are_killed_nothing_stays_in_shared_memory(
+    transport: str, tmp_path: Path
+) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with Ranks(allocate_and_sleep, 3, tmp_path, transport) as ranks:
+        ranks.wait_for("ready")
+        for rank in range(3):
+            ranks.signal(rank, signal.SIGKILL)
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+# -- a rank that does not come -------------------------------------------------------------------
+
+
+def outwait_the_last(rank: Rank) -> Any:
+    group = rank.group()
+    group.barrier().wait()
+    rank.say("ready")
+    if rank.rank == rank.size - 1:
+        time.sleep(600)
+    rank.store.wait(["go"], 60)
+    began_at = time.monotonic()
+    error = error_of(lambda: group.all_reduce(torch.ones(10), timeout_s=1).wait())
+    took_s = time.monotonic() - began_at
+    group.close()
+    return error, took_s
+
+
+@transports
+def test_a_stopped_rank_is_a_timeout_that_says_where_it_is(transport: str, tmp_path: Path) -> None:
+    with Ranks(outwait_the_last, 3, tmp_path, transport) as ranks:
+        ranks.wait_for("ready")
+        if transport == GLOO:  # A rank with nothing to do says so after half a second.
+            ranks.store.wait(["group/default/0/1/position/2"], 20)
+        ranks.signal(2, signal.SIGSTOP)
+        ranks.store.set("go", "")
+        for error, took_s in ranks.results(ranks=[0, 1]):
+            assert isinstance(error, CollectiveTimeout)
+            assert error.ranks == [2]
+            assert "ranks [2] did not arrive within 1 s; rank 2 " in str(error)
+            assert "barrier #0" in error.whereabouts
+            assert "raise the timeout (timeout_s)" in str(error)
+            assert 0.9 < took_s < 1 + PATIENCE_S[transport]
+
+
+def be_late(rank: Rank) -> Any:
+    """The last rank is only slow, and learns from its own next operation that it is over."""
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == rank.size - 1:
+        rank.store.wait(["said/over/0", "said/over/1"], 60)
+    error = error_of(lambda: group.all_reduce(torch.ones(10), timeout_s=0.5).wait())
+    rank.say("over")
+    group.close()
+    return error
+
+
+@transports
+def test_a_late_rank_gets_the_error_that_names_it(transport: str, tmp_path: Path) -> None:
+    errors = run_ranks(be_late, 3, tmp_path, transport)
+    for error in errors:
+        assert isinstance(error, CollectiveTimeout)
+        assert error.ranks == [2]
+        assert error.args == errors[0].args
+
+
+def test_a_rank_missing_at_the_rendezvous_is_named() -> None:
+    store = HashStore()
+    text = r"ranks \[1, 2\] of 3 did not come to generation 4 of group 'default'. Check"
+    with pytest.raises(StoreTimeout, match=text) as caught:
+        Group.create(store, 0, 3, generation=4, timeout_s=0.2)
+    assert caught.value.waited_s == 0.2
+
+
+def test_ranks_that_try_again_meet_however_often_each_has_tried() -> None:
+    """Rank 0 gives up twice, then all come; rank 2 is in the attempt that rank 0 gives up last."""
+    store = HashStore()
+    found: dict[int, float] = {}
+
+    def join(rank: int, timeout_s: float) -> None:
+        with Group.create(store, rank, 3, timeout_s=timeout_s) as group:
+            tensor = torch.ones(3)
+            group.all_reduce(tensor).wait()
+            found[rank] = tensor.sum().item()
+
+    with pytest.raises(StoreTimeout, match=r"ranks \[1, 2\] of 3 did not come") as caught:
+        join(0, 0.2)
+    assert "ranks that call again meet each other" in str(caught.value)
+    patient = threading.Thread(target=join, args=(2, 20))
+    patient.start()
+    with pytest.raises(StoreTimeout, match=r"ranks \[1\] of 3 did not come"):
+        join(0, 0.5)
+    threads = [threading.Thread(target=join, args=(rank, 20)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in (*threads, patient):
+        thread.join(30)
+    assert found == {0: 9.0, 1: 9.0, 2: 9.0}
+
+
+def test_who_gives_up_first_is_not_blamed_by_those_who_do_so_next() -> None:
+    store = HashStore()
+    told: dict[int, list[str]] = {}
+
+    def join(rank: int) -> None:
+        try:
+            Group.create(store, rank, 3, timeout_s=0.4 + 0.3 * rank)
+        except StoreTimeout as error:
+            told[rank] = error.keys
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [[key.rsplit("/")[-1] for key in told[rank]] for rank in (0, 1)] == [["2"], ["2"]]
+
+
+def never_connect(rank: Rank) -> Any:
+    """The last rank says its name and comes no further."""
+    if rank.rank == rank.size - 1:
+        rank.store.set(
+            f"group/default/0/1/card/{rank.rank}",
+            f'{{"host": "elsewhere", "pid": {os.getpid()}}}',
+        )
+        time.sleep(600)
+    try:
+        rank.group(timeout_s=2)
+    except (StoreTimeout, CollectiveError) as error:
+        return error
+    return None
+
+
+def test_a_gloo_rank_that_comes_halfway_does_not_hang_the_others(tmp_path: Path) -> None:
+    with Ranks(never_connect, 3, tmp_path, GLOO) as ranks:
+        for error in ranks.results(ranks=[0, 1], timeout_s=30):
+            assert isinstance(error, StoreTimeout | PeerLost), repr(error)
+            assert "2" in str(error)
