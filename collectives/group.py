@@ -387,7 +387,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
             raise GroupClosed(kind.name.lower(), self.generation)
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedOperation(
-                f"{kind.name.lower()} inside a CUDA graph",
+                f"{kind.name.lower()} in a CUDA graph",
                 self.backend,
                 "a replayed graph would run it behind the back of the deadlines and the error of "
                 "its group; capture the computation only, and issue collectives between replays",

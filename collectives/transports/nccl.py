@@ -338,6 +338,12 @@ class NcclCommunicator(Communicator):
                 self.abort(failure)
         return failure
 
+    def turn(self) -> None:
+        self._roll_call.turn()
+
+    def rest(self, operations: int) -> None:
+        self._roll_call.rest(operations)
+
     def close(self) -> None:
         """Free the handle, the stream and the thread.
 

@@ -15,6 +15,9 @@ pytestmark = needs_stand_in
 
 Check = Callable[[Group], Any]
 
+MORE = [pytest.param(2 + seed % 3, seed, marks=pytest.mark.slow) for seed in range(3, 11)]
+"""Ranks and seeds of the jitter of their kernels."""
+
 
 @pytest.fixture(scope="module")
 def standing() -> Iterator[Callable[[int, int], StandInRanks]]:
@@ -32,7 +35,7 @@ def standing() -> Iterator[Callable[[int, int], StandInRanks]]:
         ranks.stop()
 
 
-@pytest.mark.parametrize(("size", "seed"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("size", "seed"), [(2, 1), (3, 2), *MORE])
 @pytest.mark.parametrize("check", CONTRACT, ids=name_of)
 def test_nccl_keeps_the_contract_on_a_stand_in(
     check: Check, size: int, seed: int, standing: Callable[[int, int], StandInRanks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -102,7 +103,7 @@ class StandInRanks:
                 failures.append(f"rank {number} has not ended within {timeout_s:g} s")
                 continue
             try:
-                value, failure = pipe.recv()
+                value, failure = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 value, failure = None, "its process ended"
             found.append(value)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -50,6 +52,7 @@ def _be_rank(connection: Connection, loaded: ctypes.CDLL) -> None:
     """Run one function after another, `function(rank, *arguments)`, until the test is over."""
     _end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    gc.freeze()  # What is imported is no garbage; checks that collect are faster.
     import torch
 
     from collectives import FileStore
@@ -77,7 +80,7 @@ def _be_rank(connection: Connection, loaded: ctypes.CDLL) -> None:
         misuses = streams.machine().misuses
         if misuses:
             outcome = None, "\n".join([outcome[1], "misuses of the GPU:", *misuses[:5]])
-        connection.send(outcome)
+        connection.send_bytes(pickle.dumps(outcome))  # `send` would share the memory of tensors.
 
 
 if __name__ == "__main__":

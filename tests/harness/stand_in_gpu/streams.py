@@ -34,8 +34,8 @@ class Machine:
     misuses: what would be undefined on a GPU, in words.
     unchosen: threads that used the GPU without choosing a device, by name.
     capturing: whether the current stream is being captured in a CUDA graph.
-    strict: our own code must not wait for the stream on the host while the stream waits for
-        another one, on which a collective may hang.
+    strict: our own code must not read on the host what the stream has while the stream waits for
+        another one: a collective there may be stopped, and then the read comes back with anything.
     """
 
     guard: ctypes.CDLL
@@ -125,11 +125,11 @@ def launch(kernel: Kernel) -> None:
     thread_of(number).launch(kernel)
 
 
-def wait_for_stream(what: str) -> None:
-    """The host waits for this thread's stream."""
+def wait_for_stream(what: str, *, reads: bool = False) -> None:
+    """The host waits for this thread's stream. reads: it then reads what is there."""
     note_wait(what)
     thread = thread_of(current())
-    if machine().strict and not all(one.is_set() for one in thread.awaited):
+    if reads and machine().strict and not all(one.is_set() for one in thread.awaited):
         place = _place()
         if any(f"/{package}/" in place for package in ("collectives", "runtime", "actors")):
             machine().misuses.append(f"{what} at {place} while the stream waits for a collective")

@@ -103,13 +103,15 @@ class GpuTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            return func.decompose(*args, **kwargs)  # Elsewhere autograd has done that.
         if func in _OF_SHAPES:
             return func(*tree_map(memory_of, args), **kwargs)
         if func in _READS:
             return _read(func, args, kwargs)
         device = kwargs.get("device")
         if func is aten._to_copy.default and device is not None and not is_cuda(device):
-            streams.wait_for_stream("copy to the host")
+            streams.wait_for_stream("copy to the host", reads=True)
             return args[0].memory.to(dtype=kwargs.get("dtype"), copy=True)
         if func is aten.copy_.default and not all(isinstance(t, GpuTensor) for t in args[:2]):
             return _copy_across(*args, **kwargs)
@@ -161,7 +163,7 @@ def _kernel(func: Any, tensors: list[Any], run: Callable[[], object]) -> None:
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
-    streams.wait_for_stream(func.__name__.partition(".")[0])
+    streams.wait_for_stream(func.__name__.partition(".")[0], reads=True)
     found = func(*tree_map(memory_of, args), **tree_map(memory_of, kwargs))
     return tree_map(lambda x: upload(x) if isinstance(x, torch.Tensor) else x, found)
 
@@ -178,7 +180,7 @@ def _copy_across(to: Any, source: Any, non_blocking: bool = False) -> Any:
     if non_blocking:
         _kernel("copy_", [source], lambda: to.copy_(kept))
     else:
-        streams.wait_for_stream("copy to the host")
+        streams.wait_for_stream("copy to the host", reads=True)
         to.copy_(kept)
     return to
 

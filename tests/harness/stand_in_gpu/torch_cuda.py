@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from collectives.operations import arguments
+from runtime.zero import parameter_bucket
 
 from . import streams
 from .tensors import GpuTensor, empty, is_cuda, upload
@@ -41,7 +42,7 @@ def install() -> None:
     _install_factories()
     _install_moves()
     _install_kernels()
-    _install_in_arguments()
+    _install_in_chorusline()
 
 
 def _install_factories() -> None:
@@ -127,24 +128,23 @@ def _install_kernels() -> None:
     _kernels.impl("empty_strided", of_stride, "CUDA")
 
 
-def _install_in_arguments() -> None:
+def _install_in_chorusline() -> None:
     """The stand-in's tensors are wrappers for torch only, and no capsule can carry them."""
-    plain_unwrapped, plain_from_dlpack = arguments.unwrapped, arguments.from_dlpack
+    plain_unwrapped, plain_alias = arguments.unwrapped, arguments.alias
+    plain_from_dlpack = arguments.from_dlpack
 
     def unwrapped(value: torch.Tensor, name: str) -> torch.Tensor:
         return value if isinstance(value, GpuTensor) else plain_unwrapped(value, name)
 
-    def from_dlpack(value: Any) -> torch.Tensor:
-        tensor = getattr(value, "tensor", None)
-        return tensor if isinstance(tensor, GpuTensor) else plain_from_dlpack(value)
-
     def alias(tensor: torch.Tensor) -> torch.Tensor:
-        return (
-            GpuTensor(tensor.memory, tensor.block)
-            if isinstance(tensor, GpuTensor)
-            else plain_alias(tensor)
-        )
+        if isinstance(tensor, GpuTensor):
+            return GpuTensor(tensor.memory, tensor.block)
+        return plain_alias(tensor)
 
-    plain_alias = arguments.alias
-    arguments.alias = alias
-    arguments.unwrapped, arguments.from_dlpack = unwrapped, from_dlpack
+    def from_dlpack(value: Any) -> torch.Tensor:
+        held = value if isinstance(value, GpuTensor) else getattr(value, "tensor", None)
+        return alias(held) if isinstance(held, GpuTensor) else plain_from_dlpack(value)
+
+    arguments.unwrapped, arguments.alias = unwrapped, alias
+    for module in (arguments, parameter_bucket):
+        module.from_dlpack = from_dlpack  # type: ignore[attr-defined]
