@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -255,38 +254,35 @@ def test_an_error_of_nccl_calls_the_roll_instead_of_blaming_this_rank() -> None:
 
 
 def drop_outputs(rank: Rank) -> None:
-    """Strided tensors and lists are written last, on the communicator's stream."""
-    with rank.group() as group:
-        group.barrier().wait()
-        issues: list[Any] = [
-            lambda: group.all_reduce(torch.zeros(8, 4, device=group.device).t()),
-            lambda: group.all_gather(
-                [torch.zeros(5, device=group.device) for _ in range(group.size)],
-                torch.ones(5, device=group.device),
-            ),
-            lambda: group.reduce_scatter(
-                torch.zeros(6, device=group.device)[::2],
-                [torch.ones(3, device=group.device) for _ in range(group.size)],
-            ),
-            lambda: group.all_reduce(torch.ones(7, device=group.device)),
-        ]
-        for number, issue in enumerate(issues):
-            if rank.rank == 0:
-                issue()  # The host drops all tensors while the kernel waits for rank 1.
-                gc.collect()
-                streams.Stream(number=0).synchronize()
-                rank.say(f"dropped {number}")
-            else:
-                rank.store.wait([f"said/dropped {number}/0"], 30)
-                issue().wait_on_host()
-            group.barrier().wait()
+    """An abort ends works, and the caller drops their tensors, while the kernels run on. Strided
+    tensors and lists are written last, by copies on the communicator's stream."""
+    nccl.settings.abort_s = 0.5
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 0:
+        group.all_reduce(torch.zeros(8, 4, device=group.device).t())
+        group.all_gather(
+            [torch.zeros(5, device=group.device) for _ in range(group.size)],
+            torch.ones(5, device=group.device),
+        )
+        group.reduce_scatter(
+            torch.zeros(6, device=group.device)[::2],
+            [torch.ones(3, device=group.device) for _ in range(group.size)],
+        )
+        group.all_reduce(torch.ones(7, device=group.device))
+        group.abort("over")
+        gc.collect()
+        streams.Stream(number=0).synchronize()  # Another tensor may be in their memory by now.
+        group._communicator._ending.join()
         torch.cuda.synchronize()
+        rank.say("over")
+    rank.store.wait(["said/over/0"], 30)
 
 
 @needs_stand_in
-def test_memory_that_the_host_drops_stays_until_the_communicator_is_done_with_it() -> None:
+def test_memory_that_is_dropped_stays_until_the_communicators_stream_has_left_it() -> None:
     with StandInRanks(2) as ranks:
-        ranks.run(drop_outputs)  # Fails with each use after the end.
+        ranks.run(drop_outputs)  # Fails with each use of memory that was given back.
 
 
 def use_every_thread(rank: Rank) -> set[str]:

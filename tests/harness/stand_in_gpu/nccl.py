@@ -347,10 +347,11 @@ def _put(address: int, count: int, dtype: int, value: torch.Tensor | None) -> No
 
 
 def _reduced(parts: list[torch.Tensor], op: int) -> torch.Tensor:
-    """In the type of the tensors, as NCCL does; AVG of floats scales each part first."""
+    """Integers are added in their own type, as NCCL does. Means of floats are rounded once; NCCL
+    scales each part first, which is the same for powers of two."""
     is_float = parts[0].is_floating_point()
     if op == _AVG and is_float:
-        parts = [part * (1 / len(parts)) for part in parts]
+        return torch.stack(parts).double().mean(0).to(parts[0].dtype)
     total = parts[0].clone()
     for part in parts[1:]:
         if op in (_SUM, _AVG):
@@ -361,7 +362,7 @@ def _reduced(parts: list[torch.Tensor], op: int) -> torch.Tensor:
             total = torch.maximum(total, part)
         else:
             total = torch.minimum(total, part)
-    if op == _AVG and not is_float:
+    if op == _AVG:
         total = torch.div(total, len(parts), rounding_mode="trunc")
     return total
 
