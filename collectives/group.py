@@ -218,6 +218,8 @@ class Group(Operations, ObjectCollectives, Subgroups):
     def coalesce(self, *, timeout_s: float | None = None) -> Coalesced:
         """A block whose operations are one work: `with group.coalesce() as work:`.
 
+        Messages may stand in any order; collectives stand in the same order on all ranks.
+
         `with` launches the operations at its end; call `work.wait()` or `await work` after it.
         `async with` also awaits at its end. Every rank issues the same operations in its block. On
         NCCL the block is one group call. timeout_s: seconds, for operations that pass none.

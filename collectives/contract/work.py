@@ -71,7 +71,12 @@ class Work(ABC):
                 "wait() takes no timeout: the deadline of an operation counts from its issue, on "
                 "all ranks. Pass timeout_s=, in seconds, to the operation, or to the group"
             )
-        return self._wait(self._block)
+        try:
+            self._block()
+        finally:
+            if self._future is not None:
+                self._complete_future()
+        return self._output
 
     def wait_on_host(self) -> Any:
         """`wait()`, after which the host may read the data: on CUDA too it returns when the work is
@@ -80,16 +85,17 @@ class Work(ABC):
 
         Raises what `wait()` raises.
         """
-        return self._wait(self._block_host)
-
-    def _wait(self, block: Callable[[], None]) -> Any:
         try:
-            block()
+            self._block_host()
         finally:
-            # The thread that ended the work may not have run the callbacks yet.
-            if self._future is not None and self.is_completed():
-                self._settle_future()
+            if self._future is not None:
+                self._complete_future()
         return self._output
+
+    def _complete_future(self) -> None:
+        # The thread that ended the work may not have run the callbacks yet.
+        if self.is_completed():
+            self._settle_future()
 
     def result(self) -> Any:
         """The written tensor, the list of written tensors, or the objects; None for a barrier.
