@@ -34,6 +34,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 _PARENT_WATCH_S = 0.2
 
+_ASKED_AGAIN = 3
 _OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
 """Reasons why a connection cannot be made that say nothing about the other side."""
 
@@ -151,17 +152,44 @@ def end_with_parent() -> None:
 
 
 def head_is_gone(timeout_s: float) -> bool:
-    """Whether the cluster's head takes no connections, as when it was killed.
+    """Whether the cluster's head takes no connections, as when it was killed, or this process has
+    left the cluster.
 
     Ray's own calls do not say so: they wait for the head for a minute, and then Ray ends this
     process. Blocks for `timeout_s` at most.
     """
+    # Else Ray would start another cluster for the question.
+    return not ray.is_initialized() or refuses(_head_address(), timeout_s)
+
+
+def _head_address() -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def refuses(address: str, timeout_s: float) -> bool:
+    """Whether nobody takes a connection at `address`, a host and a port."""
     try:
-        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        host, _, port = address.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout_s):
             return False
     except OSError as error:
         return error.errno not in _OF_THIS_PROCESS
+
+
+async def head_stays_gone(timeout_s: float) -> bool:
+    """`head_is_gone`, asked again for a second: a busy head may refuse one connection."""
+    if not ray.is_initialized():
+        return True
+    return await stays_refused(_head_address(), timeout_s)
+
+
+async def stays_refused(address: str, timeout_s: float) -> bool:
+    """Whether nobody takes a connection at `address` for a second, or within `timeout_s`."""
+    for _ in range(_ASKED_AGAIN):
+        if not await asyncio.to_thread(refuses, address, timeout_s):
+            return False
+        await asyncio.sleep(1 / _ASKED_AGAIN)
+    return await asyncio.to_thread(refuses, address, timeout_s)
 
 
 def nodes_leaving() -> dict[str, str]:

@@ -123,6 +123,11 @@ def parsed(text: str, num_workers: int) -> tuple[Order, ...]:
                 f"between semicolons, or `seed N`. WHAT: {whats}. INSTANT: {instants}. N: from 1, "
                 "which time the worker comes to it"
             ) from None
+        if orders[-1].seat >= num_workers:
+            raise ValueError(
+                f"{VARIABLE} has an order {entry!r} for seat {orders[-1].seat}, and the session "
+                f"has the seats 0 to {num_workers - 1}, one for each of its workers"
+            )
     return tuple(orders)
 
 

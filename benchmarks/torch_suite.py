@@ -1,12 +1,17 @@
 """PyTorch's own distributed tests, on our backend and on Gloo: passed, failed, skipped.
 
     python benchmarks/torch_suite.py [--ranks 2,4] [--only ours|gloo] [--match TEXT] [--json]
+    python benchmarks/torch_suite.py --source pytorch/test/distributed [--files GLOBS] [--on-cpu] …
 
 The suite ships in torch's wheel (torch.testing._internal.distributed.distributed_test) and decides
 by the name of the backend what it runs. So ours runs under the name of Gloo: in these processes
 torch makes one of our process groups wherever it would make Gloo's. What fails there runs once more
 under our own name, which some test may ask for, and is counted as it ends then. A test that Gloo
 passes and ours does not is a difference; docs/torch-suite.md explains each.
+
+With --source, the test files of a checkout of PyTorch run instead, in the same two ways. GLOBS,
+with commas between, choose files; without them those run that docs/torch-suite.md counts. Most of
+those tests are for GPUs: with --on-cpu they run as if they were for CPUs, and many do.
 
 Needs the package expecttest.
 """
@@ -24,38 +29,55 @@ import tempfile
 import time
 import unittest
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.alternation import parser, table
+from benchmarks.torch_files import reached_a_process_group, run_files
 
 _TEST_TIMEOUT_S = 100
 
 
 def put_ours_in_the_place_of_gloo() -> None:
+    import torch.distributed
     from torch.distributed import distributed_c10d
+    from torch.distributed.constants import default_pg_timeout
 
     from collectives.group import Group
     from collectives.stores.torch_store import StoreFromTorch
     from collectives.torch_backend.process_group import ChoruslineProcessGroup
 
+    gloos: Any = distributed_c10d.ProcessGroupGloo
+
     class InPlaceOfGloo(ChoruslineProcessGroup):
         profiling_name = "gloo"  # The suite looks for ranges of this name.
 
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-            host = Group.create(
-                StoreFromTorch(store), rank, size, timeout_s=timeout.total_seconds()
-            )
+        _Options = gloos._Options
+        create_device = staticmethod(gloos.create_device)
+        create_default_device = staticmethod(gloos.create_default_device)
+
+        def __init__(
+            self, store: Any, rank: int, size: int, timeout: Any = default_pg_timeout
+        ) -> None:
+            """timeout: a timedelta, or Gloo's options."""
+            reached_a_process_group()
+            limit = getattr(timeout, "_timeout", timeout)
+            host = Group.create(StoreFromTorch(store), rank, size, timeout_s=limit.total_seconds())
             super().__init__(host, store)
-            self.gloo_options = SimpleNamespace()
+            self.gloo_options = gloos._Options()
+            self.gloo_options._timeout = limit
+
+        def _set_default_timeout(self, timeout: Any) -> None:
+            super()._set_default_timeout(timeout)
+            self.gloo_options._timeout = timeout
 
         @property
         def options(self) -> Any:
             return self.gloo_options
 
-    distributed_c10d.ProcessGroupGloo = InPlaceOfGloo  # type: ignore[misc]
+    for place in (distributed_c10d, torch.distributed):
+        place.ProcessGroupGloo = InPlaceOfGloo  # type: ignore[attr-defined]
 
 
 def run_suite(backend: str, num_ranks: int, wanted: str) -> dict[str, str]:
@@ -139,13 +161,91 @@ def in_a_process_of_its_own(backend: str, num_ranks: int, wanted: str) -> dict[s
     return outcomes
 
 
+FILES = (
+    "test_c10d_common.py,test_c10d_gloo.py,test_c10d_object_collectives.py,test_functional_api.py,"
+    "test_c10d_functional_native.py,test_device_mesh.py,checkpoint/**/test_*.py,"
+    "_composable/fsdp/test_*.py,pipelining/test_[!s]*.py,pipelining/test_st*.py,"
+    "pipelining/test_schedule_multiproc.py,tensor/parallel/test_*.py,_tensor/test_[!do]*.py,"
+    "_tensor/test_dtensor.py,_tensor/test_op*.py"
+)
+"""What is left out needs no process group and takes long: a schedule's order, each operator of a
+DTensor on ranks that are threads, and torch.compile of DTensors."""
+
+
+def files_of_a_checkout(args: argparse.Namespace) -> None:
+    """Run the files on Gloo, then on ours; files one after the other."""
+    backends = [args.only] if args.only else ["gloo", "ours"]
+    by_backend = {backend: _files_in_a_process(backend, args) for backend in backends}
+    rows = []
+    for name in next(iter(by_backend.values())):
+        for backend, files in by_backend.items():
+            outcomes = {test: ended["outcome"] for test, ended in files[name].items()}
+            reached = sum(bool(ended["reached"]) for ended in files[name].values())
+            rows.append((name, backend, *map(str, counts(outcomes)), str(reached)))
+        if len(by_backend) == 2:
+            gloos, ours = (by_backend[backend][name] for backend in backends)
+            for test in differences(gloos, ours):
+                print(f"\nDIFFERENCE in {name}: {test}")
+                for backend, tests in (("gloo", gloos), ("ours", ours)):
+                    print(f"{backend}: {tests.get(test, {}).get('outcome', 'absent')}")
+    table("torch's test files", ("file", "backend", "passed", "failed", "skipped", "reached"), rows)
+    if args.json:
+        print(json.dumps({"figures": by_backend}))
+
+
+def differences(gloos: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """The tests that end in another way on ours; two failures are alike."""
+
+    def word(tests: dict[str, Any], name: str) -> str:
+        outcome = tests.get(name, {}).get("outcome", "absent")
+        return outcome if outcome in ("passed", "skipped", "absent") else "failed"
+
+    return [name for name in {**gloos, **ours} if word(gloos, name) != word(ours, name)]
+
+
+def _files_in_a_process(backend: str, args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "outcomes"
+        command = [sys.executable, __file__, "--write", str(written), "--only", backend]
+        command += ["--source", args.source, "--files", args.files, "--match", args.match]
+        command += ["--limit", str(args.limit), *(["--on-cpu"] if args.on_cpu else [])]
+        # torch.set_num_threads(1) would make ranks that are threads fail at random.
+        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=one_thread)
+        outcomes: dict[str, Any] = json.loads(written.read_text())
+    return outcomes
+
+
+def _write_files(args: argparse.Namespace) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if args.only == "ours":
+        import chorusline  # noqa: F401  # registers ours
+
+        put_ours_in_the_place_of_gloo()
+    source = Path(args.source).resolve()
+    paths = [path for glob in args.files.split(",") for path in sorted(source.glob(glob))]
+    outcomes = run_files(
+        list(dict.fromkeys(paths)), source, args.match, args.limit, on_cpu=args.on_cpu
+    )
+    Path(args.write).write_text(json.dumps(outcomes))
+
+
 def main() -> None:
     flags = parser(__doc__.splitlines()[0])
     flags.add_argument("--ranks", default="2,4")
     flags.add_argument("--only", choices=["ours", "gloo", "chorusline"])
     flags.add_argument("--match", default="", help="run the tests whose names contain this")
+    flags.add_argument("--source", help="test/distributed of a checkout of PyTorch")
+    flags.add_argument("--files", default=FILES, help="globs below --source")
+    flags.add_argument("--limit", type=float, default=100, help="seconds for a test of a file")
+    flags.add_argument(
+        "--on-cpu", action="store_true", help="let the files' tests for GPUs run on CPUs"
+    )
     flags.add_argument("--write", help=argparse.SUPPRESS)
     args = flags.parse_args()
+    if args.source:
+        _write_files(args) if args.write else files_of_a_checkout(args)
+        return
     if args.write:
         outcomes = run_suite(args.only, int(args.ranks), args.match)
         Path(args.write).write_text(json.dumps(outcomes))

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from ..calls import Actor, ActorGone, NoAnswer, answer, answers, head_is_gone
+from ..calls import Actor, ActorGone, NoAnswer, answer, answers, head_is_gone, head_stays_gone
 from ..driver.driver import GRACE_S, Unfit, driver_class
 from ..errors import DriverLost, HeadLost, StartupError
 from ..journal import JournalReader
@@ -239,7 +239,7 @@ class Crew:
                     if num_failed == _DRIVERS_IN_A_ROW:
                         raise
         except asyncio.CancelledError:
-            if await asyncio.to_thread(head_is_gone, HEAD_ANSWER_S):
+            if await head_stays_gone(HEAD_ANSWER_S):
                 raise  # Ray's calls would only keep the caller waiting.
             if not await self._stopped_after_step(request.run, call):
                 await self.cancel(request.run, "the caller of run() was cancelled")

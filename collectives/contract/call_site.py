@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
@@ -54,6 +55,14 @@ def users_frame(frame: FrameType) -> FrameType:
             return found
         found = found.f_back
     return frame
+
+
+def users_level() -> int:
+    """The `stacklevel` of warnings.warn in the caller of this function for the user's own line."""
+    level, found = 1, sys._getframe(1)
+    while not is_users_file[found.f_code.co_filename] and found.f_back is not None:
+        level, found = level + 1, found.f_back
+    return level
 
 
 def line_of(code: CodeType, offset: int) -> int:

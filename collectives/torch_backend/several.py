@@ -6,30 +6,48 @@ Gloo still takes them: the tensors of a process count as those of so many ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from ..contract.arithmetic import reduce_into
 from ..contract.operation import ReduceOp
 
+_Item = TypeVar("_Item")
 
-def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    if len(tensors) != 1:
-        raise ValueError(f"requires a single-element tensor list, got {len(tensors)} tensors")
-    return tensors[0]
+
+def only(items: Sequence[_Item], what: str = "tensor") -> _Item:
+    """The one item of a list of tensors, or of lists of them."""
+    if len(items) != 1:
+        raise ValueError(f"requires a list of one {what}, got {len(items)}")
+    return items[0]
+
+
+def some(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if not tensors:
+        raise ValueError("requires a list of one tensor or more, got an empty one")
+    return tensors
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The first of `tensors`, which count as one: they must agree in all but their elements."""
+    first = some(tensors)[0]
+    for i, tensor in enumerate(tensors):
+        if (tensor.shape, tensor.dtype, tensor.layout) != (first.shape, first.dtype, first.layout):
+            raise ValueError(
+                f"invalid tensor at index {i}: it is {tuple(tensor.shape)} {tensor.dtype} "
+                f"{tensor.layout}, but that at index 0 is {tuple(first.shape)} {first.dtype} "
+                f"{first.layout}; pass tensors of one shape, dtype and layout"
+            )
+    return first
 
 
 def reduced(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     """A new tensor, `tensors` reduced; an average is divided by the number of ranks alone."""
-    first = tensors[0]
-    for i, tensor in enumerate(tensors):
-        if tensor.shape != first.shape or tensor.dtype != first.dtype:
-            raise ValueError(
-                f"invalid tensor size at index {i} (expected {tuple(first.shape)} {first.dtype}, "
-                f"got {tuple(tensor.shape)} {tensor.dtype})"
-            )
+    first = alike(tensors)
     if first.layout is not torch.strided:
-        return sum(tensors[1:], start=first.clone())
+        with torch.no_grad():
+            return sum(tensors[1:], start=first.clone())
     local = ReduceOp.SUM if op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else op
     total = first.detach().clone(memory_format=torch.contiguous_format)
     reduce_into(total, [tensor.detach().contiguous() for tensor in tensors], local)
@@ -39,8 +57,13 @@ def reduced(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 def copying(source: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     def copy() -> None:
         for tensor in tensors:
-            if tensor is not source:
+            if tensor is source:
+                continue
+            if tensor.layout is torch.strided:
                 tensor.data.copy_(source.data)
+            else:
+                with torch.no_grad():  # What `.data` of a sparse tensor receives, itself does not.
+                    tensor.copy_(source)
 
     return copy
 
@@ -85,6 +108,7 @@ def gathered(
 ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], Callable[[], None]]:
     """One input and one output instead of several, and what copies their parts."""
     count = len(inputs)
+    alike(inputs)
     if len(outputs) != count or any(len(output) != size * count for output in outputs):
         raise ValueError(
             f"allgather of {count} tensors on {size} ranks needs {count} lists of {size * count} "

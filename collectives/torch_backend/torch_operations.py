@@ -33,7 +33,7 @@ from .depths import Depths
 from .dispatcher import formerly, operation
 from .monitored_barrier import monitored_barrier
 from .options import NAME
-from .several import only
+from .several import only, some
 from .torch_work import TorchWork, in_turn
 from .translation import all_moved, moved, reduction, seconds
 
@@ -60,11 +60,12 @@ class TorchOperations:
         """Reduce one tensor; of several, as Gloo does, all tensors of all ranks into each."""
         op, factor = reduction(opts)
         limit_s = seconds(opts)
-        group = self._depths.group(tensors[0].device)
-        tensor, after = tensors[0], None
-        if len(tensors) > 1:
+        if len(tensors) == 1:
+            tensor, after = tensors[0], None
+        else:
             tensor = several.reduced(tensors, op)
             after = several.copying(tensor, tensors)
+        group = self._depths.group(tensor.device)
         if tensor.layout is not torch.strided:
             work, add_up = sparse.all_reduce(group, tensor, op, limit_s)
             return self._in_flight(work, tensors, "all_reduce", in_turn(add_up, after))
@@ -75,7 +76,7 @@ class TorchOperations:
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> TorchWork:
         op, factor = reduction(opts)
         limit_s = seconds(opts)
-        group = self._depths.group(tensors[0].device)
+        group = self._depths.group(some(tensors)[0].device)
         if any(tensor.layout is not torch.strided for tensor in tensors):
             for tensor in tensors:
                 work, add_up = sparse.all_reduce(group, tensor, op, limit_s)
@@ -97,16 +98,21 @@ class TorchOperations:
         root, of = (0, 0) if opts is None else (opts.rootRank, opts.rootTensor)
         if not 0 <= of < len(tensors):
             raise ValueError(f"invalid root tensor: {of}, of {len(tensors)} tensors")
+        after = None
+        if len(tensors) > 1:
+            several.alike(tensors)
+            after = several.copying(tensors[of], tensors)
         group = self._depths.group(tensors[0].device)
         work = group.broadcast(moved(tensors[of]), root, timeout_s=seconds(opts))
-        after = several.copying(tensors[of], tensors) if len(tensors) > 1 else None
         return self._in_flight(work, tensors, "broadcast", after)
 
     @operation("reduce_", 1, ReduceOptions)
     def reduce(self, tensors: Any, opts: Any = None) -> TorchWork:
         op, factor = reduction(opts)
-        root = 0 if opts is None else opts.rootRank
+        root, of = (0, 0) if opts is None else (opts.rootRank, opts.rootTensor)
         group = self._depths.group(only(tensors).device)
+        if of != 0:
+            raise ValueError(f"invalid root tensor: {of}, of 1 tensor")
         work = group.reduce(tensors[0].data, root, op, factor=factor, timeout_s=seconds(opts))
         return self._in_flight(work, tensors, "reduce")
 
@@ -114,9 +120,10 @@ class TorchOperations:
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Gather one tensor of each rank; of several, as Gloo does, those of all ranks into each
         list."""
-        written = [tensor for output in outputs for tensor in output]
-        after = None
-        if len(inputs) > 1:
+        if len(inputs) == 1:
+            written, after = only(outputs, "list of outputs"), None
+        else:
+            written = outputs
             inputs, outputs, after = several.gathered(inputs, outputs, self.group.size)
         work = self._all_gather(outputs[0], inputs[0], opts)
         return self._in_flight(work, written, "all_gather", after, shapes_of=inputs)
@@ -157,7 +164,7 @@ class TorchOperations:
     @operation("gather_", 2, GatherOptions)
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         group = self._depths.group(only(inputs).device)
-        output = list(outputs[0]) if outputs else None
+        output = list(only(outputs, "list of outputs")) if outputs else None
         work = group.gather(
             moved(inputs[0]),
             None if output is None else all_moved(output),
@@ -171,7 +178,7 @@ class TorchOperations:
         group = self._depths.group(only(outputs).device)
         work = group.scatter(
             moved(outputs[0]),
-            all_moved(inputs[0]) if inputs else None,
+            all_moved(only(inputs, "list of inputs")) if inputs else None,
             0 if opts is None else opts.rootRank,
             timeout_s=seconds(opts),
         )
@@ -296,7 +303,7 @@ class TorchOperations:
     def _in_flight(
         self,
         work: Work,
-        outputs: list[torch.Tensor],
+        outputs: list[Any],
         name: str,
         after: Callable[[], None] | None = None,
         shapes_of: Any = None,

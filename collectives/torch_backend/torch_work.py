@@ -30,7 +30,7 @@ _TorchWork: Any = dist._Work  # type: ignore[attr-defined]
 
 
 class TorchWork(_TorchWork):
-    """inner: the work of a `Group`. outputs: the value of its future.
+    """inner: the work of a `Group`. outputs: the value of its future, tensors or lists of them.
     after: completes the outputs when the data has arrived, before anything may read them.
     name, shapes_of: its range in a profiler.
 
@@ -40,7 +40,7 @@ class TorchWork(_TorchWork):
     def __init__(
         self,
         inner: Work,
-        outputs: list[torch.Tensor],
+        outputs: list[Any],
         name: str,
         after: Callable[[], None] | None = None,
         shapes_of: list[torch.Tensor] | None = None,
@@ -83,7 +83,10 @@ class TorchWork(_TorchWork):
     def get_future(self) -> OrderedFuture:
         if self._future is None:
             thread = callback_thread(self._depth)
-            device = self._outputs[0].device if self._outputs else None
+            first = self._outputs[0] if self._outputs else None
+            while isinstance(first, list):
+                first = first[0]
+            device = None if first is None else first.device
             on_gpu = [device] if device is not None and device.type == "cuda" else []
             self._future = OrderedFuture(thread, on_gpu)
             thread.add(self._settle)
@@ -103,7 +106,7 @@ class TorchWork(_TorchWork):
     def exception(self) -> BaseException | None:
         return self._inner.error() if self.is_completed() else None
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Any]:
         return self._outputs
 
     def synchronize(self) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 from collectives import CollectiveError, Group
 from collectives.contract.call_site import is_users_file, short_site, users_frame
+from collectives.diagnosis.debug import logger
 from collectives.objects.blocking import broadcast_object
 
 from ..join.active import active_join
@@ -49,7 +50,7 @@ from .format.reader import CheckpointReader
 from .format.shard_file import write_part
 from .format.storage import Storage, open_storage
 from .opening import choose, probe, warn_of_unlisted
-from .restore import restore
+from .restore import options_of, restore, told_changes
 from .saving import Saving
 from .sharded_state import SavedOptimizer
 from .writing import LAST_WORD_S, Writing
@@ -103,6 +104,13 @@ class Checkpoints:
                 self._corrupted = corrupted
         for folder in unlisted if config.resume == AUTO else ():
             warn_of_unlisted(storage, folder, self.reader)
+        if self.reader is not None and self._group.rank == 0:
+            logger.warning(
+                "the run resumes from %s, of step %d "
+                "(CheckpointConfig(resume='never') begins afresh)",
+                self.reader.path,
+                self.reader.manifest.step,
+            )
 
     def has_any(self, group: Group) -> bool:
         """Whether the storage of the config has a checkpoint; all ranks of `group` call it."""
@@ -123,7 +131,15 @@ class Checkpoints:
         reader = self.reader
         if reader is None or (not required and entry.name not in reader.names()):
             return False
+        given = options_of(entry.object)
         restore(entry, reader, self._group.rank)
+        if self._group.rank == 0 and (changes := told_changes(given, options_of(entry.object))):
+            logger.warning(
+                "%r goes on with the options of the checkpoint: %s. To have yours, set them in its "
+                "param_groups behind ctx.register",
+                entry.name,
+                changes,
+            )
         if isinstance(entry.object, ZeroRedundancyOptimizer):
             self._last_step = entry.object.num_steps
         return True

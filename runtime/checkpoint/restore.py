@@ -9,6 +9,7 @@ import torch
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..process.registry import Registered
+from ..zero.parameter_bucket import in_format_of
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .contents import PER_RANK, ZERO, is_dense, leaves_of, tree_of
 from .format.errors import CheckpointMismatch
@@ -44,7 +45,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
                 reader.path,
                 f"{entry.name!r} is an optimizer in it, and a {type(stateful).__name__} here",
             )
-        stateful.load_state_dict(plain_optimizer_state(entry.name, reader))
+        _load_plain(stateful, plain_optimizer_state(entry.name, reader))
     elif kind == PER_RANK:
         if rank < reader.manifest.world_size:
             stateful.load_state_dict(read_tree(reader, entry.name, rank))
@@ -52,8 +53,43 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         module = stateful.module if isinstance(stateful, DistributedDataParallel) else stateful
         check_same_tensors(reader, (entry.name,), module.state_dict())
         module.load_state_dict(read_tree(reader, entry.name))
+    elif isinstance(stateful, torch.optim.Optimizer):
+        _load_plain(stateful, read_tree(reader, entry.name))
     else:
         stateful.load_state_dict(read_tree(reader, entry.name))
+
+
+def options_of(stateful: object) -> list[dict[str, Any]]:
+    """The options of each parameter group that a person gives: none for what is no optimizer. The
+    learning rate is the one that a schedule has begun with."""
+    if not isinstance(stateful, torch.optim.Optimizer):
+        return []
+    return [
+        {
+            key: group.get("initial_lr", value) if key == "lr" else value
+            for key, value in group.items()
+            if key != "initial_lr" and isinstance(value, bool | int | float | tuple)
+        }
+        for group in stateful.param_groups
+    ]
+
+
+def told_changes(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> str:
+    """For example `lr 0.1, not 0.01`; empty if no option has another value. Pure."""
+    changes = {
+        f"{key} {after[key]}, not {value}": None
+        for before, after in zip(given, loaded, strict=False)
+        for key, value in before.items()
+        if key in after and after[key] != value
+    }
+    return "; ".join(list(changes)[:_NAMED])
+
+
+def _load_plain(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    optimizer.load_state_dict(state)
+    for parameter, kept in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor) and isinstance(kept, dict):
+            kept.update({key: in_format_of(parameter, value) for key, value in kept.items()})
 
 
 def read_tree(reader: CheckpointReader, *path: str | int) -> Any:

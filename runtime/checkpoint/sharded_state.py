@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
+
 from ..partition.resharding import Range
 from ..zero.optimizer_trial import Verdict
 from ..zero.shard_state import MASTER, Layout, ShardState, is_per_element
@@ -64,7 +66,10 @@ class SavedOptimizer:
         for written in ranges:
             for number, start, where in self.layout.parameters_in(written):
                 described, shape = state.described.get(number), self.layout.shapes[number]
-                for key in self.layout.saved(where.bucket, described):
+                if not where.numel and described is not None:
+                    for key, dtype in described.elements.items():
+                        add_leaf(self._path(number, key), torch.empty(shape, dtype=dtype), found)
+                for key in self.layout.saved(where.bucket, described) if where.numel else ():
                     parts = state.views(where, key)
                     found.ranges.append(
                         TensorRange(
@@ -122,6 +127,10 @@ class SavedOptimizer:
                 if key != MASTER or has_master:
                     elements[key] = reader.tensor(entry, start, start + where.numel)
                 continue
+            value = None if where.numel else reader.value(entry)
+            if isinstance(value, torch.Tensor) and is_per_element(key, value.shape, shape):
+                elements[key] = value.reshape(-1)
+                continue
             is_large = entry.dtype is not None and entry.numel > 1
             if is_large and (key == MASTER or not self.verdict.has_any_shape(key)):
                 raise CheckpointMismatch(
@@ -129,7 +138,7 @@ class SavedOptimizer:
                     f"{name_of(entry.path)} is {entry} in it, and the parameter is {shape} here",
                 )
             whole[key] = reader.value(entry)
-        if has_master and MASTER not in elements:
+        if has_master and MASTER not in elements and where.numel:
             raise CheckpointMismatch(
                 reader.path,
                 f"it has no float32 copy of {self.parameters[number]}, which is in half precision "

@@ -143,6 +143,8 @@ class Cursor:
     def __init__(self) -> None:
         self._loop = -1
         self._epoch: int | None = None
+        self.epoch_under_way: int | None = None
+        """Of the loop whose body runs."""
         self._passages: dict[str, Passage] = {}
         self._seen: dict[str, int] = {}
         self._resumed = (-1, 0)
@@ -158,7 +160,11 @@ class Cursor:
             self._epoch, self._seen = epoch, {}
             if (self._loop, epoch) != self._resumed:
                 self._passages = {}  # Only the resumed epoch has iterations that are partly done.
-            yield epoch
+            self.epoch_under_way = epoch
+            try:
+                yield epoch
+            finally:  # Also when the function leaves the loop.
+                self.epoch_under_way = None
 
     def rest_of(self, key: str) -> Rest:
         """What is left of the coming iteration over the data that `key` identifies."""

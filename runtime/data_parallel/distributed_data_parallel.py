@@ -438,10 +438,13 @@ class _Hook(JoinHook):
         # Else joined ranks take no steps, and copy the parameters of a rank that does.
         if not (reducer.is_sharded or join.steps_along(model)) or join.ledger.began_earlier:
             return
+        recovery = model._engine.recovery
+        if recovery is not None and recovery.has_gone_on:
+            return  # Another rank may have been in here when the ranks changed, and be through.
         try:
             found = unlike_values([p.detach() for p in reducer.parameters], model.group)
         except Exception as error:
-            if model._engine.recovery is None or not ends_a_generation(error):
+            if recovery is None or not ends_a_generation(error):
                 raise
             return  # It is a comparison only: the next step, or the end of the function, recovers.
         if found is None:

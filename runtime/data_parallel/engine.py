@@ -15,6 +15,7 @@ import torch
 from collectives import Group
 
 from ..join.join import Join, Joinable
+from ..join.pass_pattern import PassPattern
 from ..process.between_runs import between_runs
 from ..process.running import recovery_of
 from .buffers import Buffers
@@ -86,6 +87,15 @@ class ModelEngine:
     def _own(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         for parameter in parameters:
             between_runs().engines[parameter] = weakref.ref(self)
+
+    @property
+    def pass_pattern(self) -> PassPattern | None:
+        """How many passes a step of the model has, as its Joins have seen it; None before one."""
+        return self.face._pattern
+
+    @pass_pattern.setter
+    def pass_pattern(self, pattern: PassPattern | None) -> None:
+        self.face._pattern = pattern
 
     # -- parameters ------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ class Gradients:
         """By number, the view of the gradient in its bucket, in the parameter's shape."""
         self._bucket_of: dict[int, GradientBucket] = {}
         self._bucket_bytes = bucket_bytes
+        self._handed_out: list[int] = []
 
     def add(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], group: Group, vote_numel: int
@@ -160,6 +161,23 @@ class Gradients:
             view.copy_(gradient)
             parameter.grad = view
         return self._bucket_of[number]
+
+    def hand_out(self, numbers: Sequence[int]) -> None:
+        """Give these parameters their gradients in memory of their own, in the memory format of the
+        parameter: fused optimizers step tensors of several formats wrongly."""
+        for number in numbers:
+            parameter = self.parameters[number]
+            made = torch.empty_like(parameter)
+            if parameter.grad is not None and parameter.grad.stride() != made.stride():
+                parameter.grad = made.copy_(parameter.grad)
+        self._handed_out = list(numbers)
+
+    def collect(self) -> None:
+        """Undo `hand_out`, with what the program has made of the gradients since."""
+        numbers, self._handed_out = self._handed_out, []
+        for number in numbers:
+            if self.parameters[number].grad is not None:
+                self.bring_home(number)
 
     def is_frozen(self, number: int) -> bool:
         return not self.parameters[number].requires_grad

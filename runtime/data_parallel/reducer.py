@@ -239,6 +239,7 @@ class Reducer(Launcher):
     def _begin_launching(self) -> None:
         self.num_passes += 1
         self._num_launched = 0
+        self.gradients.collect()
         for bucket in self.buckets:
             bucket.missing = sum(self._num_expected(number) for number in bucket.views)
             for number, view in bucket.views.items():
@@ -349,11 +350,15 @@ class Reducer(Launcher):
         divisor = self._on_agreement(agreement)
         self._reduction.divide(self.buckets, divisor)
         self.earlier.end_pass(agreement)
+        own_format = []
         for number, parameter in enumerate(self.parameters):
             # A parameter without a gradient on any rank keeps none: optimizers must not step it.
             parameter.grad = self.gradients.views[number] if agreement.used[number] else None
+            if not parameter.is_contiguous():
+                own_format.append(number)
         if agreement.live and not self._has_measured_order:
             self._take_order_of(min(agreement.live))
+        self.gradients.hand_out(own_format)
         if self.ends_steps:
             between_runs().end_applying()
 
@@ -410,6 +415,7 @@ class Reducer(Launcher):
             self._keep_for_later()
             return
         self.is_live = self._has_leftover
+        self.gradients.collect()
         if not self.is_sharded and not self._has_leftover:
             self.earlier.begin_pass(set_aside=True, has_leftover=False)
         for number, view in self.gradients.views.items():

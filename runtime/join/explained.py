@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from collectives import CollectiveMismatch, CollectiveTimeout
+from collectives.contract.call_site import users_level
 from collectives.contract.errors import ALL_ARRIVE, SAME_ORDER
 
 
@@ -76,7 +77,8 @@ def why_exhausted(absent: Sequence[int]) -> str:
 
 
 def warn_of_skew(skew: float, limit: float | None, steps_taken: Sequence[int]) -> None:
-    """Warn in the lines that leave a Join, if a rank missed more than `limit` of the steps."""
+    """Warn in the line of the Join, if a rank missed more than `limit` of the steps.
+    One rank calls it."""
     if limit is None or skew <= limit:
         return
     by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(steps_taken))
@@ -84,5 +86,5 @@ def warn_of_skew(skew: float, limit: float | None, steps_taken: Sequence[int]) -
         f"uneven inputs: a rank had no data for {skew:.0%} of the steps inside Join ({by_rank}). "
         "Training is exact, but that rank only waited; deal the data out more evenly, or raise "
         "skew_warning",
-        stacklevel=4,
+        stacklevel=users_level(),
     )

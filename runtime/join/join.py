@@ -281,7 +281,8 @@ class Join:
                 if not self._is_exhausted:  # If it is, all ranks raise, and no peer waits.
                     self._release_peers(mine)
                 raise
-            warn_of_skew(self.ledger.skew(), self._skew_warning, self.ledger.steps_taken)
+            if self._group.rank == 0:
+                warn_of_skew(self.ledger.skew(), self._skew_warning, self.ledger.steps_taken)
         finally:
             self._boundary.joins.remove(self)
             if self._conductor:

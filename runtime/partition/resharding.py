@@ -20,15 +20,15 @@ from .shards import shard_numel
 
 @dataclass(frozen=True, slots=True, order=True)
 class Range:
-    """Elements [start, stop) of the content of a bucket."""
+    """Elements [start, stop) of the content of a bucket; none for a parameter without elements."""
 
     bucket: int
     start: int
     stop: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
-            raise ValueError(f"a range needs 0 <= start < stop, got [{self.start}, {self.stop})")
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"a range needs 0 <= start <= stop, got [{self.start}, {self.stop})")
 
     @property
     def numel(self) -> int:
@@ -65,7 +65,7 @@ def shard_of(rank: int, num_ranks: int, contents: Sequence[int]) -> list[Range]:
     for bucket, content in enumerate(contents):
         length = shard_numel(content, num_ranks)
         start, stop = rank * length, min((rank + 1) * length, content)
-        if start < stop:
+        if start < stop or (content == 0 and rank == 0):
             ranges.append(Range(bucket, start, stop))
     return ranges
 

@@ -66,7 +66,7 @@ class Piece:
     parameter: number of the parameter.
     parameter_start: offset of the piece in the flattened parameter.
     shard_start: offset of the piece in the shard.
-    numel: length, at least 1.
+    numel: length; 0 for a parameter without elements, which has a state all the same.
     """
 
     parameter: int
@@ -91,6 +91,8 @@ def pieces_of(
     start, end = rank * length, (rank + 1) * length
     pieces = []
     for parameter, offset, numel in spans:
+        if numel == 0 and rank == (min(offset, content - 1) // length if content else 0):
+            pieces.append(Piece(parameter, 0, offset - start, 0))
         first, last = max(start, offset), min(end, offset + numel)
         for begin in range(first, last, max_numel):
             numel = min(max_numel, last - begin)

@@ -20,6 +20,7 @@ that it did not finish. So `keep` can refuse objects in such a state.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -109,7 +110,9 @@ class BetweenRuns:
         """How often a module of this process got a parameter or a module, since the first model was
         wrapped: while it stays, no model has grown."""
         self._counts_registrations = False
-        self.verdicts: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self.verdicts: weakref.WeakKeyDictionary[type, dict[Hashable, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         """By class of optimizers, and by the options and shapes, the result of the trial
         (zero/optimizer_trial.py)."""
         self.world: World | None = None

@@ -56,6 +56,8 @@ class RankSeed:
     def begin_steps(self, steps_taken: int) -> None:
         """Called at the first step. steps_taken: of the run so far; a worker that comes later does
         not repeat the numbers of the rank whose place it takes."""
+        if self._is_by_rank:
+            return
         self._is_by_rank = True
         if self._loaded is not None:
             RandomState().load_state_dict(self._loaded)
@@ -71,6 +73,12 @@ class RankSeed:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the generators' state, for the first step."""
         self._loaded = state_dict["generators"]
+
+
+def check_seed(seed: object) -> None:
+    """Raises ValueError for what is not a seed."""
+    if type(seed) is not int or seed < 0:
+        raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
 
 
 def _seed_all(seed: int) -> None:

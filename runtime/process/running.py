@@ -43,6 +43,10 @@ class Survival(Protocol):
     def has_stepped(self, optimizer: Any) -> None:
         """A step of this optimizer has ended on this rank."""
 
+    @property
+    def has_gone_on(self) -> bool:
+        """Whether ranks were lost or came in this run; equal on all ranks of a generation."""
+
     def has_taken_over(self) -> None:
         """This rank has joined, and has taken the parameters of a rank that took the last step."""
 

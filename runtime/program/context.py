@@ -20,7 +20,7 @@ from ..data.dataset_batches import MapStyleDataset, Shard
 from ..data.streaming import Stream, StreamShard
 from ..process import torch_distributed
 from ..process.between_runs import Place, between_runs
-from ..process.random_state import RankSeed
+from ..process.random_state import RankSeed, check_seed
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
 from .function_call import FunctionCall
@@ -231,8 +231,12 @@ class Context:
 
         seed: at least 0. Raises ValueError for another number, and for a second call.
         """
-        if type(seed) is not int or seed < 0:
-            raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+        check_seed(seed)
+        if any(entry.name == "ctx.seed" for entry in self._call.registry):
+            raise ValueError(
+                "the generators of this run are seeded already, by ctx.seed() or by "
+                "Session(seed=...); seed them once"
+            )
         of_rank = RankSeed(seed, self.rank)
         self._call.register("ctx.seed", of_rank, per_rank=True, required=False)
         boundary().at_first_step = of_rank.begin_steps
@@ -263,7 +267,7 @@ class Context:
         dataset: Stream,
         batch_size: int,
         *,
-        epoch: int = 0,
+        epoch: int | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> StreamShard: ...
@@ -274,7 +278,7 @@ class Context:
         dataset: MapStyleDataset,
         batch_size: int,
         *,
-        epoch: int = 0,
+        epoch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         keep_together: Sequence[Hashable] | None = None,
@@ -287,7 +291,7 @@ class Context:
         dataset: MapStyleDataset | Stream,
         batch_size: int,
         *,
-        epoch: int = 0,
+        epoch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         keep_together: Sequence[Hashable] | None = None,
@@ -301,7 +305,8 @@ class Context:
             whose rows go in their order to the rank that asks first (without an effect of seed and
             shuffle, and without keep_together).
         batch_size: samples per rank and step.
-        epoch, seed: they decide the order of the samples, unless shuffle is False.
+        epoch, seed: they decide the order of the samples, unless shuffle is False. None: the epoch
+            of the loop over `ctx.epochs` that is under way, or 0.
         keep_together: a key for each sample; samples of one key go to one rank.
         drop_last: drop a rank's last batch if it is smaller than batch_size.
         collate_fn: makes a batch of a list of samples; default: torch's default_collate.
@@ -311,6 +316,8 @@ class Context:
 
         Raises ValueError for an empty dataset, TypeError for one without a length.
         """
+        if epoch is None:
+            epoch = self._call.epoch_of(dataset, is_shuffled=shuffle)
         if isinstance(dataset, Stream):
             if keep_together is not None:
                 raise ValueError(

@@ -8,13 +8,17 @@ were sent. A function that runs again from the top gets a new Context and a new 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from actors.journal import Journal
 from actors.messages import Assignment, Report
 from actors.parcels.pickling import pickled
+from collectives.contract.call_site import users_level
 from collectives.contract.errors import GroupAborted, fresh_copy
 from collectives.group import Group
 from collectives.objects.blocking import broadcast_object
@@ -63,6 +67,7 @@ class FunctionCall:
         """Whether the place in the data is that of a checkpoint, or of the function's last call."""
         self.named_loop: str | None = None
         """The loop over `ctx.epochs(..., resume=name)` that is in the middle of an epoch."""
+        self._dealt_without_epoch: object = None
         self._journal = journal
         self._num_reports: int = before._num_reports if before is not None else 0
         self._boundaries = 0
@@ -90,6 +95,21 @@ class FunctionCall:
         self.keep_place()  # A rank that is lost from now on takes its samples along.
         if self.recovery is not None:
             self.recovery.finish()
+
+    def epoch_of(self, dataset: object, *, is_shuffled: bool) -> int:
+        """The epoch of a shard that is made without one. dataset: as the user gave it."""
+        if self.cursor.epoch_under_way is not None:
+            return self.cursor.epoch_under_way
+        trains = is_shuffled and torch.is_grad_enabled()
+        if trains and self.rank == 0 and self._dealt_without_epoch is dataset:
+            warnings.warn(
+                "ctx.shard deals out the same dataset again without epoch=, so in the same order. "
+                "Write `for epoch in ctx.epochs(n):`, or epoch=epoch; for a dataset that is only "
+                "evaluated, shuffle=False",
+                stacklevel=users_level(),
+            )
+        self._dealt_without_epoch = dataset if trains else self._dealt_without_epoch
+        return 0
 
     def check_all_take_part(self, call: str) -> None:
         """Raises RuntimeError if some rank is known to have run out of data inside a Join: it does

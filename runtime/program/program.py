@@ -22,7 +22,7 @@ from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
 from ..process import torch_distributed
 from ..process.between_runs import between_runs
 from ..process.running import running
-from ..process.step_boundary import entered
+from ..process.step_boundary import boundary, entered
 from ..recovery.recovery import Recovery
 from .context import Context
 from .function_call import FunctionCall
@@ -45,10 +45,12 @@ class Program:
         train: Callable[..., object],
         kwargs: Mapping[str, Any],
         checkpoint: CheckpointConfig | None = None,
+        seed: int | None = None,
     ) -> None:
         self.train = train
         self.kwargs = dict(kwargs)
         self.checkpoint = checkpoint
+        self.seed = seed
         self.run_id = uuid.uuid4().hex
         """Identifies one call of `Session.run`; equal on all ranks, newcomers included."""
 
@@ -92,6 +94,7 @@ class FunctionRun:
         if self._recovery is not None and is_newcomer:
             self._recovery.begin_as_newcomer()
         self._call: FunctionCall | None = None
+        self._seeded: tuple[FunctionCall, Callable[[int], None] | None] | None = None
         self._goes_back = False  # True: to the last checkpoint, as no rank's memory has all state.
 
     def begun(self, assignment: Assignment, group: Group, resumption: Resumption | None) -> object:
@@ -168,6 +171,7 @@ class FunctionRun:
         assert call is not None and call.checkpoints is not None
         # A coroutine enters the scope again: its body has not begun when its function returns.
         with running(call), call.checkpoints, entered(self._steps):
+            self._seed(call)
             try:
                 yield call
             except ValueError as error:
@@ -178,6 +182,15 @@ class FunctionRun:
             finally:
                 call.keep_place()
                 torch_distributed.restore_environment()  # At once, also after a failure.
+
+    def _seed(self, call: FunctionCall) -> None:
+        """What the session's seed asks for. Each scope has a step boundary of its own."""
+        if self._program.seed is None:
+            return
+        if self._seeded is None or self._seeded[0] is not call:
+            Context(call).seed(self._program.seed)
+            self._seeded = call, boundary().at_first_step
+        boundary().at_first_step = self._seeded[1]
 
     def _again(self, error: BaseException) -> tuple[Assignment, Group, Resumption | None]:
         """With what arguments the function that raised `error` runs again. Raises if it does not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ def packed_program(
     train: Callable[..., object],
     kwargs: Mapping[str, Any],
     checkpoint: CheckpointConfig | None = None,
+    seed: int | None = None,
 ) -> Parcel:
     """The program as a parcel. Raises TypeError if `train` is not callable, its parameters do not
     fit `kwargs`, or a part cannot be pickled."""
@@ -32,12 +34,25 @@ def packed_program(
         )
     _check_parameters(train, kwargs)
     try:
-        return packed(Program(train, kwargs, checkpoint))
+        return packed(Program(train, kwargs, checkpoint, seed))
     except Exception as error:
         raise TypeError(
             f"{_culprit(train, kwargs)} cannot be sent to the workers: {error}. Make it inside the "
             "function, on each rank, or pass what is needed to make it"
         ) from error
+
+
+def check_not_own(train: Callable[..., object], seed: int | None) -> None:
+    """Raises TypeError if `train` has a parameter `seed`, which `run` would keep for itself."""
+    if seed is None or not callable(train):
+        return
+    with contextlib.suppress(ValueError):  # Some builtins have no signature.
+        if "seed" in inspect.signature(train).parameters:
+            raise TypeError(
+                f"seed={seed} is an argument of run() itself, which seeds the generators as "
+                f"ctx.seed() does, and {_name(train)} has a parameter of that name; give that "
+                "another name, or use Session and session.run(train, seed=...)"
+            )
 
 
 def _check_parameters(train: Callable[..., object], kwargs: Mapping[str, Any]) -> None:

@@ -57,6 +57,7 @@ class Recovery:
         self.faults = lifeline.faults
         self._objects = LiveObjects(self._plain_step_counts)
         self._state = RankState(lifeline.generation)
+        self._began_in = lifeline.generation
         self.can_resume_again = False
         """The function has begun from a checkpoint, and would find it again. As long as no step
         counts, it does that: not all of its objects may have their state yet."""
@@ -92,6 +93,12 @@ class Recovery:
 
     def watch_registered(self, entry: Registered) -> None:
         self._objects.plain.watch(entry)
+
+    @property
+    def has_gone_on(self) -> bool:
+        """Whether this is a later generation than the one in which the run began; equal on all
+        ranks of a generation."""
+        return self._lifeline.generation != self._began_in
 
     @property
     def counts_samples(self) -> bool:
@@ -225,10 +232,12 @@ class Recovery:
     def forget(self) -> None:
         """The function begins afresh, because no rank has any state of it."""
         self._state.begins_afresh(self._lifeline.generation)
+        self._began_in = self._lifeline.generation
         self.from_the_top.forget()
         self._objects.plain.go_on_at(0)
 
     def begin_as_newcomer(self) -> None:
         """The function runs for the first time on this rank, and has run on others."""
         self._state.is_new()
+        self._began_in = -1
         self.from_the_top.forget()

@@ -26,6 +26,7 @@ from collectives.objects.blocking import broadcast_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..data_parallel.same_model import broadcast_tensors
+from ..join.pass_pattern import PassPattern
 from ..process.registry import Registered, Registry
 from ..zero.shard_state import Inventory, ShardState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
@@ -68,6 +69,8 @@ class RestartState:
     optimizers: the sharded optimizers, in the order in which they were made.
     tensors: of each module, by their names in the module.
     synced: of each model, the step to which its kept buffers belong.
+    patterns: of each model, how many passes its steps have. In the first step after a loss a rank
+        may have no data, and then it has to know.
     states: of all other objects.
     place, steps_taken: as in Summary; None: not known yet.
     """
@@ -75,6 +78,7 @@ class RestartState:
     optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     synced: dict[str, int] = field(default_factory=dict)
+    patterns: dict[str, PassPattern | None] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
     place: StepCount = (0, 0)
     steps_taken: int | None = None
@@ -89,10 +93,10 @@ class RestartState:
         for entry in registry:
             made = entry.object
             if isinstance(made, ZeroRedundancyOptimizer):
-                engine = optimizer_engine_of(made)
+                sharded = optimizer_engine_of(made)
                 retained.optimizers[entry.name] = RetainedOptimizer(
-                    on_the_way.get(id(engine)) or engine.shard.held(),
-                    engine.progress,
+                    on_the_way.get(id(sharded)) or sharded.shard.held(),
+                    sharded.progress,
                     made.num_steps,
                     [
                         {k: copy.deepcopy(v) for k, v in options.items() if k != "params"}
@@ -102,7 +106,9 @@ class RestartState:
             elif isinstance(made, torch.nn.Module):
                 retained.tensors[entry.name] = _tensors_of(made, committed=True)
                 if isinstance(made, DistributedDataParallel):
-                    retained.synced[entry.name] = engine_of(made).buffers.synced_step
+                    engine = engine_of(made)
+                    retained.synced[entry.name] = engine.buffers.synced_step
+                    retained.patterns[entry.name] = copy.copy(engine.pass_pattern)
             else:
                 retained.states[entry.name] = copy.deepcopy(made.state_dict())
         return retained
@@ -130,6 +136,9 @@ class RestartState:
                 if name in kept:
                     tensor.copy_(kept[name])
             broadcast_tensors(list(here.values()), leader, group)
+            if isinstance(made, DistributedDataParallel):
+                pattern = broadcast_object(group, self.patterns.get(entry.name), leader)
+                engine_of(made).pass_pattern = copy.copy(pattern)
             return 0
         state = self.states.get(entry.name)
         if not entry.per_rank:

@@ -10,6 +10,7 @@ from typing import Any
 from ray.runtime_env import RuntimeEnv
 
 from ..checkpoint.config import CheckpointConfig
+from ..process.random_state import check_seed
 
 NODE_ID = "ray.io/node-id"
 
@@ -49,7 +50,7 @@ def checked_failures(max_failures: int | None | Default, is_pair: bool) -> int |
     return max_failures
 
 
-def check_kinds(address: object, on_report: object, checkpoint: object) -> None:
+def check_kinds(address: object, on_report: object, checkpoint: object, seed: object) -> None:
     if address is not None and not isinstance(address, str):
         raise TypeError(f"address must be a string, got {type(address).__name__}")
     if on_report is not None and not callable(on_report):
@@ -59,6 +60,8 @@ def check_kinds(address: object, on_report: object, checkpoint: object) -> None:
             f"checkpoint must be a CheckpointConfig, got {type(checkpoint).__name__}; write "
             "checkpoint=CheckpointConfig(storage_path=...)"
         )
+    if seed is not None:
+        check_seed(seed)
 
 
 def check_seconds(**seconds: float) -> None:

@@ -17,7 +17,7 @@ import ray
 from ray import cloudpickle
 
 from actors import fault_plan
-from actors.calls import head_is_gone
+from actors.calls import head_stays_gone
 from actors.crew.crew import HEAD_ANSWER_S, Crew
 from actors.errors import DriverLost
 from actors.journal import JournalReader
@@ -28,7 +28,7 @@ from collectives.diagnosis.debug import get_debug_level
 
 from .. import notebook
 from ..checkpoint.config import CheckpointConfig
-from ..program.sending import HEAVY_BYTES, heavy_parts, packed_program
+from ..program.sending import HEAVY_BYTES, check_not_own, heavy_parts, packed_program
 from . import placement
 from .options import (
     DEFAULT,
@@ -85,6 +85,7 @@ class Session:
     on_report: called in this process's event loop with each Report of each rank.
     live_view: in a notebook, show the ranks and plots of their reports while a function runs.
     checkpoint: where every run saves what it has registered, and where it resumes from.
+    seed: what `ctx.seed(seed)` does, at the beginning of every run.
     pause_s: how long a run waits for new workers when fewer than `fewest` are left.
     env_vars: environment variables of the workers and of the driver actor.
     runtime_env: their environment, as Ray takes it ("pip", "env_vars", …).
@@ -110,6 +111,7 @@ class Session:
         on_report: Callable[[Report], None] | None = None,
         live_view: bool = True,
         checkpoint: CheckpointConfig | None = None,
+        seed: int | None = None,
         max_failures: int | None | Default = DEFAULT,
         pause_s: float = 300.0,
         env_vars: Mapping[str, str] | None = None,
@@ -125,7 +127,7 @@ class Session:
         check_accelerator(accelerator_type, use_gpu)
         self._labels = checked_labels(label_selector, placement_strategy)
         self._environment = checked_environment(runtime_env, env_vars)
-        check_kinds(address, on_report, checkpoint)
+        check_kinds(address, on_report, checkpoint, seed)
         self._fault_plan = fault_plan.parsed(os.environ.get(fault_plan.VARIABLE, ""), self._most)
         if self._fault_plan:
             orders = "; ".join(map(str, self._fault_plan))
@@ -141,7 +143,7 @@ class Session:
         self._on_report = on_report
         self._live_view = live_view
         self._seen: tuple[WorkerSnapshot | str, ...] = ()  # the workers' last answers, by seat
-        self._checkpoint = checkpoint
+        self._checkpoint, self._seed = checkpoint, seed
         self._log_to_driver = log_to_driver
         self._state = SessionState.NEW
         self._is_local = False  # True: this session has started the cluster, and stops it.
@@ -238,7 +240,7 @@ class Session:
         crew, self._crew = self._crew, None
         seats, self._seats = self._seats, None
         is_local, self._is_local = self._is_local, False
-        if crew and ray.is_initialized() and await asyncio.to_thread(head_is_gone, HEAD_ANSWER_S):
+        if crew and ray.is_initialized() and await head_stays_gone(HEAD_ANSWER_S):
             crew = seats = None  # Ray's calls would wait for it for a minute, and end this process.
         # End actors, then their resources, then the cluster, also if one of these fails. After a
         # ray.shutdown() of the user there is nothing left to end.
@@ -285,7 +287,7 @@ class Session:
         return await self._run(self._packed(train, kwargs), self._live_view)
 
     def _packed(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Parcel:
-        program = packed_program(train, kwargs, self._checkpoint)
+        program = packed_program(train, kwargs, self._checkpoint, self._seed)
         if program.nbytes > HEAVY_BYTES and not self._has_told_weight:
             self._has_told_weight = True
             _log.warning("%s", heavy_parts(train, kwargs, program.nbytes))
@@ -447,6 +449,7 @@ def run(
     address: str | None = None,
     on_report: Callable[[Report], None] | None = None,
     checkpoint: CheckpointConfig | None = None,
+    seed: int | None = None,
     max_failures: int | None | Default = DEFAULT,
     pause_s: float = 300.0,
     env_vars: Mapping[str, str] | None = None,
@@ -481,6 +484,7 @@ def run(
         address=address,
         on_report=on_report,
         checkpoint=checkpoint,
+        seed=seed,
         max_failures=max_failures,
         pause_s=pause_s,
         env_vars=env_vars,
@@ -489,6 +493,7 @@ def run(
         accelerator_type=accelerator_type,
         log_to_driver=log_to_driver,
     )
+    check_not_own(train, seed)
     program = session._packed(train, kwargs)
 
     async def main() -> list[Any]:

@@ -67,6 +67,8 @@ class EarlyUpdate:
                 "optimizer.step() must follow it, before the next one; accumulate gradients under "
                 "no_sync()"
             )
+        if number == 0:
+            self._shard.bring_home()
         if number + 1 < len(self._reducer.buckets):
             self._votes.append(self._vote(number))
         if 0 < number == len(self._gathers) + 1:

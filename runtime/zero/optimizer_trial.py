@@ -17,7 +17,7 @@ import copy
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ _LONGEST_OF_MORE = 4
 _LONGEST_VECTOR = 4160
 """Where there are only vectors."""
 _MAX_GROUPS = 4
+_SMALL = 16
+"""Elements of a tensor among the options that is compared by its values."""
 _TOLERANCE = 1e-5
 """Of the largest change, for flat pieces: the last bits may depend on where a vector begins and
 ends. The steps of whole parameters must be equal in each bit."""
@@ -72,7 +74,7 @@ class TrialGroup:
 
 def trial_groups(groups: Sequence[Mapping[str, Any]]) -> list[TrialGroup]:
     """Small groups with the options of the user's, for parameters of the same dimensions."""
-    found: dict[str, TrialGroup] = {}
+    found: dict[Hashable, TrialGroup] = {}
     longest = dict(_LONGEST)
     if all(parameter.dim() < 2 for group in groups for parameter in group["params"]):
         longest[1] = _LONGEST_VECTOR
@@ -91,13 +93,45 @@ def trial_groups(groups: Sequence[Mapping[str, Any]]) -> list[TrialGroup]:
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         one = TrialGroup(options, tuple(shapes), dtype, first.device)
         # Layers that differ in their learning rates only are tried out once.
-        found.setdefault(repr((sorted({**options, "lr": 0}.items()), shapes, dtype)), one)
+        found.setdefault((compared({**options, "lr": 0}), one.shapes, dtype), one)
     return list(found.values())[:_MAX_GROUPS]
 
 
 def _small(shape: torch.Size, longest: Mapping[int, int]) -> tuple[int, ...]:
     cut_off = longest.get(len(shape), _LONGEST_OF_MORE)
     return tuple(min(max(length, 1), cut_off) for length in shape)
+
+
+def compared(value: Any) -> Hashable:
+    """Equal for equal options, and for nothing else: of an object that is no plain value, which a
+    program may change, nothing is known but that it is there once."""
+    if isinstance(value, Mapping):
+        return tuple(sorted(((str(key), compared(one)) for key, one in value.items()), key=_first))
+    if isinstance(value, list | tuple):
+        return type(value), tuple(compared(one) for one in value)
+    if isinstance(value, torch.Tensor) and value.numel() <= _SMALL:
+        return value.dtype, str(value.device), tuple(value.shape), tuple(value.flatten().tolist())
+    if isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device | None):
+        return type(value), value
+    if isinstance(value, TrialGroup):
+        kind = value.dtype, value.device
+        return compared(value.options), value.shapes, kind
+    return _Once()
+
+
+class _Once:
+    """Equal to itself only."""
+
+
+def is_known(options: Hashable) -> bool:
+    """Whether what `compared` has returned can be met again."""
+    if isinstance(options, tuple):
+        return all(is_known(one) for one in options)
+    return not isinstance(options, _Once)
+
+
+def _first(pair: tuple[str, Hashable]) -> str:
+    return pair[0]
 
 
 def try_out(

@@ -1,14 +1,18 @@
 """Parameters that travel together: one flat tensor, and the ranges of it that a rank keeps.
 
-The layout is that of the gradient bucket. For parameters in float16 and bfloat16 the optimizer
-steps a float32 copy of each range (the master): in eight bits of mantissa most updates would round
-to nothing.
+The layout is that of the gradient bucket: elements in the order of their indices, on all ranks. A
+parameter in another memory format (channels_last) keeps memory of its own beside `flat`: it is
+copied there before a step, and back when the new values have been gathered.
+
+For parameters in float16 and bfloat16 the optimizer steps a float32 copy of each range (the
+master): in eight bits of mantissa most updates would round to nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -24,8 +28,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """An all-gather of parameters in flight. If `staged` is given, `wait` copies it to `target`."""
+    """An all-gather of a bucket's parameters in flight. If `staged` is given, `wait` copies it to
+    `target`, and then to parameters in another memory format."""
 
+    bucket: ParameterBucket
     work: Work
     staged: torch.Tensor | None = None
     target: torch.Tensor | None = None
@@ -34,6 +40,22 @@ class Gather:
         self.work.wait()
         if self.staged is not None and self.target is not None:
             self.target.copy_(self.staged)
+        self.bucket.give_out()
+
+
+def has_own_format(tensor: torch.Tensor) -> bool:
+    """Whether the elements are in another order in memory than their indices, without gaps."""
+    return not tensor.is_contiguous() and torch.empty_like(tensor).stride() == tensor.stride()
+
+
+def in_format_of(parameter: torch.Tensor, value: Any) -> Any:
+    """A value of a parameter's state, in the parameter's memory format if it has its shape, as the
+    optimizer makes it: fused optimizers step tensors of several formats wrongly."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    if not has_own_format(parameter):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 class ShardRange:
@@ -97,15 +119,14 @@ class ParameterBucket:
         self.flat = torch.zeros(
             room_for(plan.content, group.size), dtype=first.dtype, device=first.device
         )
-        for number, offset, numel in plan.spans:
-            parameter = parameters[number]
-            view = self.flat[offset : offset + numel].view(parameter.shape)
-            view.copy_(parameter.detach())
-            # The same memory, as a storage of the parameter's size: a plain view would have
-            # torch.save write the whole bucket, and libraries take parameters for tied ones.
-            parameter.data = from_dlpack(view)
         self._parameters = parameters
-        self._pointers = [(n, parameters[n].data_ptr()) for n, _, numel in plan.spans if numel]
+        self._apart: dict[int, torch.Tensor] = {}
+        """By number, the places in `flat` of parameters with memory of their own."""
+        self._is_ahead = False
+        """Whether `flat` was stepped, and these parameters were not brought into line yet."""
+        for span in plan.spans:
+            self._lay_out(*span)
+        self._pointers = self._pointers_now()
         self.version = 0
         """Number of steps taken on this bucket since it was laid out."""
         self.cut(group, reduced, replicas)
@@ -120,12 +141,30 @@ class ParameterBucket:
                 reduced = torch.zeros_like(reduced)
             self.ranges.append(ShardRange(owner, values, reduced))
 
-    def bring_home(self) -> None:
-        """Make parameters that the program has rebound (`p.data = …`) views again, of their new
-        values. Raises RuntimeError if one has another dtype, device or shape."""
+    def _lay_out(self, number: int, offset: int, numel: int) -> None:
+        parameter = self._parameters[number]
+        view = self.flat[offset : offset + numel].view(parameter.shape)
+        view.copy_(parameter.detach())
+        if has_own_format(parameter):
+            self._apart[number] = view
+            parameter.data = parameter.detach().clone()
+            return
+        self._apart.pop(number, None)
+        strides = parameter.stride() if parameter.is_contiguous() else view.stride()
+        # The same memory, as a storage of the parameter's size: a plain view would have
+        # torch.save write the whole bucket, and libraries take parameters for tied ones.
+        parameter.data = from_dlpack(view).as_strided(view.shape, strides)
+
+    def _pointers_now(self) -> list[tuple[int, int]]:
+        return [(n, self._parameters[n].data_ptr()) for n, _, numel in self.plan.spans if numel]
+
+    def rebound(self) -> list[tuple[int, int, int]]:
+        """The spans of parameters that the program has rebound (`p.data = …`), each of which then
+        has its values to itself. Raises RuntimeError for another dtype, device or shape."""
         parameters = self._parameters
         if all(parameters[number].data_ptr() == pointer for number, pointer in self._pointers):
-            return
+            return []
+        known, spans = dict(self._pointers), []
         for number, offset, numel in self.plan.spans:
             parameter = parameters[number]
             there = (parameter.dtype, parameter.device, parameter.numel())
@@ -136,10 +175,31 @@ class ParameterBucket:
                     f"{parameter.dtype} on {parameter.device}: convert, move or change the module "
                     "before it is wrapped, and the optimizer is made"
                 )
-            if parameter.data_ptr() != self.flat.data_ptr() + offset * self.flat.element_size():
-                view = self.flat[offset : offset + numel].view(parameter.shape)
-                view.copy_(parameter.detach())
-                parameter.data = from_dlpack(view)
+            if numel and parameter.data_ptr() != known[number]:
+                parameter.data = parameter.detach().clone()
+                spans.append((number, offset, numel))
+        return spans
+
+    def bring_home(self, rebound: Sequence[tuple[int, int, int]]) -> None:
+        """Take over the values of parameters that were rebound, or have memory of their own.
+        rebound: their spans."""
+        for span in rebound:
+            self._lay_out(*span)
+        if rebound:
+            self._pointers = self._pointers_now()
+        if not self._is_ahead:
+            for number, view in self._apart.items():
+                view.copy_(self._parameters[number].detach())
+
+    def give_out(self) -> None:
+        """Copy `flat` to the parameters that have memory of their own."""
+        self._is_ahead = False
+        for number, view in self._apart.items():
+            self._parameters[number].detach().copy_(view)
+
+    def runs_ahead(self) -> None:
+        """`flat` holds newer values than the parameters, until `give_out`."""
+        self._is_ahead = True
 
     @property
     def own(self) -> ShardRange:
@@ -167,8 +227,8 @@ class ParameterBucket:
         padded = padded_numel(self.plan.content, group.size)
         flat, own = self.flat[:padded], self.own.values
         if flat.device == group.device:
-            return Gather(group.all_gather(flat, own))
+            return Gather(self, group.all_gather(flat, own))
         # A group's operations take tensors on its device. A model may be spread over several
         # devices; its other parameters are staged on the group's device.
         staged = torch.empty_like(flat, device=group.device)
-        return Gather(group.all_gather(staged, own.to(group.device)), staged, flat)
+        return Gather(self, group.all_gather(staged, own.to(group.device)), staged, flat)

@@ -21,7 +21,7 @@ from ..partition.resharding import Range, kept_by
 from ..partition.shards import Piece, pieces_of, shard_numel, whole_parameter_spans
 from .optimizer_state import check_fits, gather_state
 from .optimizer_trial import Verdict
-from .parameter_bucket import Gather, ParameterBucket, ShardRange
+from .parameter_bucket import Gather, ParameterBucket, ShardRange, in_format_of
 from .shard_state import MASTER, Inventory, Layout, ShardState, complete, divided
 from .shardable_optimizers import ELEMENTWISE
 
@@ -114,6 +114,8 @@ class ParameterShard:
         for kept in bucket.ranges:
             base = kept.owner * shard_numel(plan.content, size)
             for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile):
+                if not (piece.numel or self.elementwise):
+                    continue  # Those that look at whole parameters divide by their size.
                 start, stop = piece.shard_start, piece.shard_start + piece.numel
                 tensor = kept.master[start:stop]
                 if not self.elementwise:
@@ -220,6 +222,7 @@ class ParameterShard:
         """
         for number in portion:
             self.buckets[number].version += 1
+            self.buckets[number].runs_ahead()
         if self.optimizer is None:
             return
         pieces = [mine for number in portion for mine in self.pieces[number]]
@@ -253,6 +256,8 @@ class ParameterShard:
         _call(optimizer, mode, groups)
         for part in kept:
             part.publish_master()
+        for bucket in self.buckets:
+            bucket.runs_ahead()
 
     def _gradient_of(self, mine: KeptPiece) -> torch.Tensor | None:
         piece, gradient = mine.piece, mine.range.gradient
@@ -267,9 +272,11 @@ class ParameterShard:
         return flat.view(mine.tensor.shape)
 
     def bring_home(self) -> None:
-        """Notice parameters that the program has rebound since the last step."""
-        for bucket in self.buckets:
-            bucket.bring_home()
+        """Take over what the program has done to parameters since the last step."""
+        # All first: a program may have swapped the memory of two of them.
+        rebound = [bucket.rebound() for bucket in self.buckets]
+        for bucket, spans in zip(self.buckets, rebound, strict=True):
+            bucket.bring_home(spans)
 
     def gather(self) -> None:
         """All-gather all parameters."""
@@ -302,6 +309,7 @@ class ParameterShard:
 
     def held(self) -> ShardState:
         """All state that this rank keeps, without a copy: the optimizer steps these tensors."""
+        self.bring_home()
         held = ShardState(self.kept())
         for mine in (mine for pieces in self.pieces for mine in pieces):
             assert self.optimizer is not None
@@ -342,6 +350,7 @@ class ParameterShard:
                 held.cut(mine.where, MASTER, mine.tensor.data)
             for kept in bucket.ranges:
                 kept.publish_master()
+            bucket.runs_ahead()
         self.optimizer = None
         pieces = [mine for of_bucket in self.pieces for mine in of_bucket]
         self._admit(pieces, groups)
@@ -354,7 +363,9 @@ class ParameterShard:
     def publish(self, held: ShardState) -> None:
         """Copy the values in `held` to the parameters; other elements stay unchanged."""
         for everything in self.layout.everything():
-            held.cut(everything, MASTER, self.buckets[everything.bucket].flat[: everything.stop])
+            bucket = self.buckets[everything.bucket]
+            held.cut(everything, MASTER, bucket.flat[: everything.stop])
+            bucket.give_out()
 
     def load(self, states: Iterable[ShardState], groups: Sequence[Mapping[str, Any]]) -> None:
         """Load the optimizer's state from copies of `states`.
@@ -389,7 +400,8 @@ class ParameterShard:
     def gather_state(self, to: int) -> dict[int, dict[str, Any]]:
         """State of all parameters, by their id(), on rank `to`; empty on the others."""
         gathered = gather_state(self.layout, self.held(), self.group, to)
-        return {id(self.parameters[number]): state for number, state in gathered.items()}
+        numbered = [(self.parameters[number], state) for number, state in gathered.items()]
+        return {id(p): {k: in_format_of(p, v) for k, v in s.items()} for p, s in numbered}
 
     def load_state(
         self, saved: Mapping[int, tuple[str, Mapping[str, Any]]], groups: Sequence[dict[str, Any]]
@@ -410,7 +422,7 @@ class ParameterShard:
             held = ShardState()
             for parameter, offset, numel in bucket.plan.spans:
                 _, state = saved.get(id(self.parameters[parameter]), ("", {}))
-                if state and numel > 0:
+                if state:
                     elements, whole = divided(state, self.parameters[parameter].shape)
                     held.put(parameter, Range(number, offset, offset + numel), elements, whole)
             yield held

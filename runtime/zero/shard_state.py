@@ -70,14 +70,16 @@ class Layout:
         return [plan.content for plan in self.plans]
 
     def everything(self) -> list[Range]:
-        return [Range(bucket, 0, n) for bucket, n in enumerate(self.contents) if n > 0]
+        return [Range(bucket, 0, n) for bucket, n in enumerate(self.contents)]
 
     def parameters_in(self, wanted: Range) -> Iterator[tuple[int, int, Range]]:
-        """The parameters that have elements in `wanted`: for each its number, the first of these
-        elements in the parameter, and their range in the bucket."""
-        for parameter, offset, numel in self.plans[wanted.bucket].spans:
+        """The parameters that have elements in `wanted`, or none and lie there: for each its
+        number, the first of these elements in the parameter, and their range in the bucket."""
+        plan = self.plans[wanted.bucket]
+        for parameter, offset, numel in plan.spans:
             start, stop = max(wanted.start, offset), min(wanted.stop, offset + numel)
-            if start < stop:
+            is_here = wanted.start <= offset < wanted.stop or offset == wanted.stop == plan.content
+            if start < stop or (numel == 0 and is_here):
                 yield parameter, start - offset, Range(wanted.bucket, start, stop)
 
     def saved(self, bucket: int, description: Description | None) -> dict[str, torch.dtype]:
@@ -168,7 +170,8 @@ class ShardState:
         names = {name: tensor.dtype for name, tensor in elements.items() if name != MASTER}
         if names or whole:
             self.described[parameter] = Description(names, whole)
-        self._insert(Part(where, elements))
+        if where.numel:
+            self._insert(Part(where, elements))
 
     def add(self, part: Part) -> None:
         """Add a part that another rank has sent."""

@@ -11,7 +11,7 @@ import torch
 from collectives import Group
 
 from ..process.between_runs import between_runs
-from .optimizer_trial import Verdict, trial_groups, try_out
+from .optimizer_trial import Verdict, compared, is_known, trial_groups, try_out
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -122,10 +122,12 @@ def verdict_on(
         return Verdict(elementwise=True)
     tried = trial_groups(groups)
     known = between_runs().verdicts.setdefault(optimizer_class, {})
-    key = repr((tried, defaults))
-    if key not in known:
-        known[key] = try_out(optimizer_class, tried, defaults)
-    verdict: Verdict = known[key]
+    key = compared((tried, defaults))
+    verdict: Verdict | None = known.get(key)
+    if verdict is None:
+        verdict = try_out(optimizer_class, tried, defaults)
+        if is_known(key):
+            known[key] = verdict
     if verdict.refusal:
         raise ValueError(verdict.refusal)
     return verdict

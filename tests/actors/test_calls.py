@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from ray.exceptions import (
@@ -20,7 +22,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from actors.calls import ActorGone, NoAnswer, answer, answers
+from actors.calls import ActorGone, NoAnswer, answer, answers, refuses, stays_refused
 
 KILLED = """1 worker(s) were killed due to the node running low on memory.
 Memory on the node was 27.2GB / 28.8GB (0.95), which exceeds the memory usage threshold of 0.95.
@@ -95,3 +97,25 @@ def test_an_actor_ends_with_its_raylet_before_it_takes_others_for_dead() -> None
     parent.kill()
     parent.wait()
     assert parent.stdout.read() == "", "this ends when the child does, which has the other end"
+
+
+async def test_one_refused_connection_does_not_say_that_the_head_is_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    assert refuses(address, 1.0)
+    asked = asyncio.create_task(stays_refused(address, 1.0))
+    await asyncio.sleep(0.3)
+    with socket.create_server(("127.0.0.1", port)):
+        assert not await asked
+    began_at = time.monotonic()
+    assert await stays_refused(address, 1.0)
+    assert time.monotonic() - began_at > 0.9
+
+
+def test_without_a_cluster_the_head_is_gone_and_none_is_started() -> None:
+    program = (
+        "import ray\nfrom actors.calls import head_is_gone\n"
+        "assert head_is_gone(1.0)\nassert not ray.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

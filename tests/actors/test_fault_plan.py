@@ -33,6 +33,14 @@ def test_an_order_that_cannot_be_read_is_answered_with_the_words_that_are_known(
     assert repr(text) in str(caught.value)
 
 
+def test_an_order_for_a_seat_that_does_not_exist_is_refused_with_those_that_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, "kill 0 at vote 1; kill 3 at vote 1")
+    with pytest.raises(ValueError, match=r"'kill 3 at vote 1' for seat 3, .* the seats 0 to 2"):
+        cl.Session((1, 3))
+
+
 def test_a_seed_draws_the_same_orders_again_for_seats_that_there_are() -> None:
     plans = [drawn(seed, 3) for seed in range(200)]
     assert plans == [parsed(f"seed {seed}", 3) for seed in range(200)]

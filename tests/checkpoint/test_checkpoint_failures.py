@@ -3,6 +3,7 @@ the one that loads."""
 
 from __future__ import annotations
 
+import logging
 import pickle
 import resource
 import signal
@@ -109,6 +110,49 @@ def test_resume_takes_a_path_or_starts_afresh(ranks_of, tmp_path):
     assert word == (
         f"CheckpointNotFound: checkpoint {tmp_path / 'nothing'}: there is no whole checkpoint here"
     )
+
+
+def _train_with(group: cl.Group, config: cl.CheckpointConfig, lr: float, wd: float) -> list[str]:
+    """What is said at the beginning of a run of one step."""
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    def train(ctx: cl.Context) -> None:
+        model = cl.DistributedDataParallel(make_model())
+        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=lr, weight_decay=wd)
+        ctx.register("optim", optim)
+        schedule = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
+        ctx.register("schedule", schedule)
+        model(torch.ones(2, 7)).sum().backward()
+        optim.step()
+        schedule.step()
+        ctx.save()
+
+    ear = Ear()
+    logging.getLogger("chorusline").addHandler(ear)
+    try:
+        in_run(group, train, config)
+    finally:
+        logging.getLogger("chorusline").removeHandler(ear)
+    return heard
+
+
+def test_a_resume_is_told_with_its_step_and_the_options_that_are_not_those_given(
+    ranks_of, tmp_path
+):
+    config = cl.CheckpointConfig(tmp_path)
+    assert ranks_of(2).run(_train_with, config, 0.1, 0.0) == [[], []]
+    (told,), others = ranks_of(2).run(_train_with, config, 0.1, 0.0)
+    assert told.startswith(f"the run resumes from {folder_of(tmp_path, 1)}, of step 1 ")
+    assert others == []
+    (told, changed), others = ranks_of(2).run(_train_with, config, 0.2, 0.01)
+    assert ", of step 2 (CheckpointConfig(resume='never') begins afresh)" in told
+    assert "'optim' goes on with the options of the checkpoint" in changed
+    assert "lr 0.1, not 0.2; weight_decay 0.0, not 0.01" in changed
+    assert others == []
 
 
 def _train_otherwise(group: cl.Group, config: cl.CheckpointConfig, case: str) -> str:

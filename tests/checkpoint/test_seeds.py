@@ -31,7 +31,7 @@ def train(ctx: cl.Context, until: int = 6, how: str = "forward") -> Any:
             break
     if ctx._call.checkpoints is not None and ctx._call.checkpoints.config is not None:
         ctx.save().wait()
-    with pytest.raises(ValueError, match=r"'ctx\.seed' is registered already"):
+    with pytest.raises(ValueError, match="seeded already"):
         ctx.seed(3)
     return first, draws
 
@@ -68,3 +68,34 @@ def refused(group: cl.Group, seed: Any) -> str:
 def test_a_seed_is_a_whole_number(ranks_of, seed):
     (told,) = ranks_of(1).run(refused, seed)
     assert told == f"seed must be a whole number of at least 0, got {seed!r}"
+
+
+async def draw(ctx: cl.Context) -> tuple[float, list[float]]:
+    module = torch.nn.Linear(2, 2)
+    model = cl.DistributedDataParallel(module)
+    first = module.weight[0, 0].item()
+    model(torch.ones(1, 2))
+    return first, [random.random(), torch.rand(()).item()]
+
+
+def seed_twice(ctx: cl.Context) -> None:
+    ctx.seed(1)
+
+
+async def test_a_sessions_seed_is_that_of_each_of_its_runs(cluster: None) -> None:
+    few = {"CPU": 0.01}
+    async with cl.Session(2, seed=3, resources_per_worker=few) as session:
+        one, other = await session.run(draw)
+        again = await session.run(draw)
+        with pytest.raises(ValueError, match=r"seeded already.*Session\(seed"):
+            await session.run(seed_twice)
+    torch.manual_seed(3)
+    assert one[0] == other[0] == torch.nn.Linear(2, 2).weight[0, 0].item()
+    assert one[1] != other[1] and [one, other] == again
+
+
+def test_run_keeps_its_seed_and_says_so() -> None:
+    def train(ctx: cl.Context, seed: int = 0) -> None: ...
+
+    with pytest.raises(TypeError, match=r"seed=3 is an argument of run.*itself.*another name"):
+        cl.run(train, seed=3)

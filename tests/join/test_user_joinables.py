@@ -37,12 +37,13 @@ def warned_of_skew(group, lengths, threshold):
         with cl.Join([joinable], skew_warning=threshold):
             for _ in range(lengths[group.rank]):
                 joinable.step()
-    return [str(warning.message) for warning in caught]
+    return [f"{warning.filename}: {warning.message}" for warning in caught]
 
 
-def test_skew_past_the_threshold_is_told_with_the_numbers_of_all_ranks(ranks_of):
-    for told in ranks_of(2).run(warned_of_skew, (2, 8), 0.5):
-        assert "75%" in told[0] and "rank 0: 2, rank 1: 8" in told[0]
+def test_skew_past_the_threshold_is_told_once_with_the_numbers_of_all_ranks(ranks_of):
+    told, others = ranks_of(2).run(warned_of_skew, (2, 8), 0.5)
+    assert "75%" in told[0] and "rank 0: 2, rank 1: 8" in told[0]
+    assert told[0].startswith(__file__) and others == []
     assert ranks_of(2).run(warned_of_skew, (5, 8), 0.5) == [[], []]
     assert ranks_of(2).run(warned_of_skew, (2, 8), None) == [[], []]
 

@@ -10,6 +10,7 @@ import torch
 import chorusline as cl
 from tests.references.killed_runs import SENT_AGAIN, Kind, assert_as_if_nothing_was, train
 from tests.references.plain_runs import PlainKind, assert_as_one_process, train_plain
+from tests.references.training_to_kill import BATCH_SIZE
 
 PASSES = (1, 2, 2)
 """By step: of the second one the gradients are sent again, those of the third in `step()`."""
@@ -55,6 +56,26 @@ async def test_a_plain_step_of_several_passes_counts_with_all_of_them(
     kind = PlainKind(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}, passes=(2,), tolerance=1e-12)
     told = await session.run(
         train_plain, kind=kind, folder=str(tmp_path), acts={(0, victim): (3, moment)}
+    )
+    assert {one.num_recoveries for one in told} >= {1}
+    assert_as_one_process(kind, str(tmp_path), told)
+
+
+async def test_a_plain_step_of_several_passes_is_known_when_functions_run_again(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    """The one rank that has data for the last step is lost: of the two that run again from the
+    top, one begins with that step and the other joins at once."""
+    kind = PlainKind(
+        torch.optim.SGD,
+        {"lr": 0.05, "momentum": 0.9},
+        passes=(2,),
+        num_samples=12 * BATCH_SIZE + 1,
+        num_epochs=1,
+        tolerance=1e-12,
+    )
+    told = await session.run(
+        train_plain, kind=kind, folder=str(tmp_path), acts={(0, 0): (4, "before it has the result")}
     )
     assert {one.num_recoveries for one in told} >= {1}
     assert_as_one_process(kind, str(tmp_path), told)

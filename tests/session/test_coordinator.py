@@ -143,7 +143,9 @@ def slow_to_go_back(ctx: cl.Context, folder: str) -> tuple[int, float]:
     optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.001))
     if ctx.resumed_from:
         (Path(folder) / f"back-{os.getpid()}").touch()
-        time.sleep(8)
+        while not (Path(folder) / "a third has come").exists():
+            time.sleep(0.1)
+        time.sleep(3)
     for epoch in ctx.epochs(2):
         with cl.Join([model, optim]):
             for batch in ctx.shard(torch.ones(80, 64).double(), 1, epoch=epoch):
@@ -164,8 +166,12 @@ async def test_a_worker_that_comes_when_a_run_has_gone_back_to_a_checkpoint_gets
     async with cl.Session(
         (1, 3), resources_per_worker=FEW, timeout_s=30, checkpoint=config
     ) as session:
-        told = await session.run(slow_to_go_back, folder=str(tmp_path))
-    assert list(tmp_path.glob("back-*"))
+        running = asyncio.create_task(session.run(slow_to_go_back, folder=str(tmp_path)))
+        while not list(tmp_path.glob("back-*")) or session.num_workers < 3:
+            assert not running.done(), running.result()
+            await asyncio.sleep(0.1)
+        (tmp_path / "a third has come").touch()
+        told = await running
     assert len(told) == 3 and {one[0] for one in told} == {3}
     assert len(set(told)) == 1
 

@@ -196,13 +196,13 @@ async def until(session, running, num_ranks):
         assert not running.done(), await running
         await asyncio.sleep(0.2)
 
-async def until_all_step(session, running):
-    # Until each of four has taken a step with the others.
+async def until_all_step(session, running, num_ranks):
+    # Until each of them has taken a step with the others.
     began = None
     while True:
         seen = [one for one in (await session.snapshot()).workers if not isinstance(one, str)]
         taken = [one.steps.taken for one in seen]
-        if len(taken) == 4:
+        if len(taken) == num_ranks:
             began = max(taken) if began is None else began
             if min(taken) > began:
                 return
@@ -215,10 +215,11 @@ async def main(nodes, folder):
     async with cl.Session((1, 4), address=nodes.address, timeout_s=30) as session:
         running = asyncio.create_task(session.run(train, plan=plan, folder=folder))
         await until(session, running, 2)
+        await until_all_step(session, running, 2)
         nodes.have(4)
         members = await until(session, running, 4)
         if not sys.argv[1:]:
-            await until_all_step(session, running)
+            await until_all_step(session, running, 4)
         GcsClient(address=nodes.address).drain_node(
             members[1].node_id, DRAIN_NODE_REASON_PREEMPTION, "", int((time.time() + 300) * 1000)
         )

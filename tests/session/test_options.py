@@ -45,6 +45,7 @@ async def test_a_label_that_no_node_has_is_named(cluster: None) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
+        ({"seed": "0"}, ValueError, "seed must be a whole number of at least 0, got '0'"),
         ({"env_vars": ["A=1"]}, TypeError, "env_vars must be a dictionary of strings"),
         ({"env_vars": {"A": 1}}, TypeError, r"env_vars\['A'\] must be a string, got 1; write '1'"),
         (

@@ -217,14 +217,18 @@ def several(rank, size):
     pair = [torch.tensor([2.0 * rank]), torch.tensor([2.0 * rank + 1])]
     group.allreduce(pair).wait()
     assert [one.item() for one in pair] == [6.0, 6.0]
+    sparse = [torch.ones(2).to_sparse() * (2 * rank + i + 1) for i in range(2)]
+    group.allreduce(sparse).wait()
+    assert [one.to_dense().tolist() for one in sparse] == [[10.0, 10.0]] * 2
     if dist.get_backend() != "gloo":  # which has no kernel for it
         sparse = [torch.ones(1).to_sparse() * (rank + 1) for _ in range(2)]
         group.allreduce_coalesced(sparse).wait()
         assert [one.to_dense().item() for one in sparse] == [3.0, 3.0]
     pair = [torch.tensor([2 * rank]), torch.tensor([2 * rank + 1])]
     out = [[torch.tensor([-1]) for _ in range(4)] for _ in range(2)]
-    group.allgather(out, pair).wait()
+    value = group.allgather(out, pair).get_future().wait()
     assert [[one.item() for one in row] for row in out] == [[0, 1, 2, 3]] * 2
+    assert [[one.item() for one in row] for row in value] == [[0, 1, 2, 3]] * 2  # as it was given
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 1, 1
     group.broadcast(pair, options).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +58,12 @@ CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
 }
 
 
-def train(group: cl.Group | None, change: Callable[..., None], at: int, size: int) -> Any:
+def train(
+    group: cl.Group | None, change: Callable[..., None], at: int, size: int, early: bool = False
+) -> Any:
     """Four steps, with `change` before step number `at`, or, for -1, before anything is wrapped.
-    group: None: in one process, over the batches of `size` ranks."""
+    group: None: in one process, over the batches of `size` ranks. early: shards are stepped in the
+    backward pass."""
     module = make_model()
     if at < 0:
         change(module)
@@ -68,8 +72,10 @@ def train(group: cl.Group | None, change: Callable[..., None], at: int, size: in
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         data = [batches_of(rank, 4, torch.float64) for rank in range(size)]
     else:
-        model = cl.DistributedDataParallel(module, group)
-        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.01)
+        model = cl.DistributedDataParallel(module, group, bucket_cap_mb=1e-4 if early else 25)
+        optimizer = cl.ZeroRedundancyOptimizer(
+            model, torch.optim.AdamW, lr=0.01, overlap_with_ddp=early
+        )
         data = [batches_of(group.rank, 4, torch.float64)]
     for step in range(4):
         if step == at:
@@ -84,9 +90,10 @@ def train(group: cl.Group | None, change: Callable[..., None], at: int, size: in
 def train_all(group: cl.Group) -> dict[str, Any]:
     with another_group(group) as own:
         return {
-            f"{name} {at}": train(own, change, at, own.size)
+            f"{name} {at} {early}": train(own, change, at, own.size, early)
             for name, change in CHANGES.items()
             for at in (-1, 0, 2)
+            for early in (False, True)
         }
 
 
@@ -95,8 +102,9 @@ def test_what_is_written_or_rebound_counts_as_in_one_process(ranks_of):
     for name, change in CHANGES.items():
         for at in (-1, 0, 2):
             expected = train(None, change, at, 2)
-            for found in (of_rank[f"{name} {at}"] for of_rank in results):
-                assert largest_difference(found, expected) < 1e-12, (name, at)
+            for of_rank, early in itertools.product(results, (False, True)):
+                found = of_rank[f"{name} {at} {early}"]
+                assert largest_difference(found, expected) < 1e-12, (name, at, early)
 
 
 def clip(module: torch.nn.Module) -> None:

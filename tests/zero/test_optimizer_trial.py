@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import chorusline as cl
 from runtime.process.random_state import RandomState
 from runtime.zero.optimizer_trial import trial_groups, try_out
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
@@ -270,3 +271,40 @@ def test_hooks_on_the_steps_of_all_optimizers_do_not_see_the_trial():
     handle.remove()
     BySign([torch.zeros(1)]).step()
     assert len(seen) == 1
+
+
+class Rule:
+    """An option whose text does not say what it is."""
+
+    def __init__(self, by_norm: bool) -> None:
+        self.by_norm = by_norm
+
+    def __repr__(self) -> str:
+        return "Rule()"
+
+
+class ByRule(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1, rule: Rule | None = None) -> None:
+        super().__init__(params, {"lr": lr, "rule": rule})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    norm = parameter.grad.norm() if group["rule"].by_norm else 1.0
+                    parameter.sub_(parameter.grad / norm, alpha=group["lr"])
+
+
+def test_two_options_of_one_text_are_tried_out_each_for_itself() -> None:
+    with cl.Group.create(cl.HashStore(), 0, 1) as group:
+
+        def is_flat(*rules: Rule) -> bool:
+            parameters = [
+                {"params": [torch.nn.Parameter(torch.ones(8, 8))], "rule": rule} for rule in rules
+            ]
+            made = cl.ZeroRedundancyOptimizer(parameters, ByRule, group=group)
+            return optimizer_engine_of(made).shard.elementwise
+
+        assert is_flat(Rule(False)) and not is_flat(Rule(True))
+        assert not is_flat(Rule(False), Rule(True))
