@@ -19,9 +19,9 @@ import torch
 from torch.autograd import profiler
 
 from .contract.communicator import Communicator
-from .contract.errors import GroupClosed
+from .contract.errors import GroupClosed, UnsupportedOperation
 from .contract.modes import outside_modes
-from .contract.operation import Kind, Operation
+from .contract.operation import Finish, Kind, Operation
 from .contract.torch_words import instead_of_method, says
 from .contract.work import Work
 from .diagnosis.debug import DebugLevel, get_debug_level
@@ -115,7 +115,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
         # At debug level DETAIL: the checked shapes, each with the frame of its operation.
         self._shapes: list[tuple[FrameType, tuple[int, ...]]] = []
         self._notes_shapes = communicator.compares
-        self._has_nvtx = self.device.type == "cuda"
+        self._on_cuda = self.device.type == "cuda"
         self._next_sequence = 0
         self._store = store
         self._asked_backend = backend
@@ -217,6 +217,8 @@ class Group(Operations, ObjectCollectives, Subgroups):
 
     def coalesce(self, *, timeout_s: float | None = None) -> Coalesced:
         """A block whose operations are one work: `with group.coalesce() as work:`.
+
+        Messages may stand in any order; collectives stand in the same order on all ranks.
 
         `with` launches the operations at its end; call `work.wait()` or `await work` after it.
         `async with` also awaits at its end. Every rank issues the same operations in its block. On
@@ -337,7 +339,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
         detail: int,
         timeout_s: float | None,
         elements: float,
-        finish: Callable[[], None] | None = None,
+        finish: Finish | None = None,
     ) -> Operation:
         deadline_s = self._deadline_s(kind, timeout_s)
         if self._announce is not None:
@@ -354,8 +356,8 @@ class Group(Operations, ObjectCollectives, Subgroups):
                 frame = sys._getframe(1)
                 operation.shapes = tuple(shape for of, shape in self._shapes if of is frame)
             self._shapes.clear()  # Also removes shapes of operations that a check refused.
-        if profiler._is_profiler_enabled or self._has_nvtx:
-            operation.span = begin_span(operation, self._has_nvtx)
+        if profiler._is_profiler_enabled or self._on_cuda:
+            operation.span = begin_span(operation, self._on_cuda)
         return operation
 
     def _begin_between_two(
@@ -371,8 +373,8 @@ class Group(Operations, ObjectCollectives, Subgroups):
         )
         self._recorder.record(operation, sys._getframe(2))
         self._shapes.clear()
-        if profiler._is_profiler_enabled or self._has_nvtx:
-            operation.span = begin_span(operation, self._has_nvtx)
+        if profiler._is_profiler_enabled or self._on_cuda:
+            operation.span = begin_span(operation, self._on_cuda)
         return operation
 
     def _deadline_s(self, kind: Kind, timeout_s: float | None) -> float:
@@ -385,6 +387,13 @@ class Group(Operations, ObjectCollectives, Subgroups):
             )
         if self._closed:
             raise GroupClosed(kind.name.lower(), self.generation)
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedOperation(
+                f"{kind.name.lower()} in a CUDA graph",
+                self.backend,
+                "a replayed graph would run it behind the back of the deadlines and the error of "
+                "its group; capture the computation only, and issue collectives between replays",
+            )
         block = self._block_here()
         usual_s = self.timeout_s if block is None else block.operation.timeout_s
         deadline_s = usual_s if timeout_s is None else timeout_s

@@ -81,6 +81,19 @@ class InFlight(Generic[AnyWork]):
         with self.changed:
             return self.works[0] if self.works else None
 
+    def in_order(self) -> list[AnyWork]:
+        with self.changed:
+            return list(self.works)
+
+    def settle_if_head(self, work: AnyWork) -> bool:
+        """Settle `work`, which has succeeded, if it is the first; the caller then calls back.
+        False if the generation ended first, or another thread was faster."""
+        with self.changed:
+            if not self.works or self.works[0] is not work:
+                return False
+            self.settle_head()
+            return True
+
     def settle_head(self) -> None:
         """Settle the first work, with the lock held; the caller then releases it and calls back."""
         work = self.works.popleft()

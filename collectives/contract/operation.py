@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Protocol
+from typing import Any, Protocol
 
 from .call_site import padded_site, short_site
 
@@ -100,6 +100,15 @@ class Span(Protocol):
     def end(self) -> None: ...
 
 
+class Finish(Protocol):
+    """Copies to where results belong. tensors: the ones that it writes."""
+
+    @property
+    def tensors(self) -> Sequence[Any]: ...
+
+    def __call__(self) -> None: ...
+
+
 UNEVEN = 16
 """Added to the detail of an all_gather or a reduce_scatter whose parts differ in size."""
 
@@ -133,8 +142,8 @@ class Operation:
     peer, tag: of a send or recv. A recv from any source has ANY_RANK until the source is known.
     finish: copies from staging memory to tensors that could not be used directly. The transport
         calls it between the arrival of the data and the end of the work; on CUDA, with the
-        communicator's stream current. None after the end: the flight recorder keeps operations,
-        and must not keep the memory that they worked on.
+        communicator's stream current, which it records on `finish.tensors`. None after the end:
+        the flight recorder keeps operations, and must not keep the memory they worked on.
     """
 
     kind: Kind
@@ -154,7 +163,7 @@ class Operation:
 
     peer: int = ANY_RANK
     tag: int = 0
-    finish: Callable[[], None] | None = None
+    finish: Finish | None = None
 
     def end(self, failure: object | None) -> None:
         """Record the end; the transport calls it once, with the error if there is one."""

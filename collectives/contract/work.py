@@ -42,7 +42,7 @@ class Work(ABC):
     after an error.
 
     On CUDA `wait()` orders the current stream behind the work, as in torch, and returns before
-    the GPU has finished; `await` returns when the host may read the data.
+    the GPU has finished; `wait_on_host()` and `await` return when the host may read the data.
 
     A transport implements the methods at the end. A thread that ends works must hold no lock of
     the transport while it runs callbacks.
@@ -74,10 +74,28 @@ class Work(ABC):
         try:
             self._block()
         finally:
-            # The thread that ended the work may not have run the callbacks yet.
-            if self._future is not None and self.is_completed():
-                self._settle_future()
+            if self._future is not None:
+                self._complete_future()
         return self._output
+
+    def wait_on_host(self) -> Any:
+        """`wait()`, after which the host may read the data: on CUDA too it returns when the work is
+        done. Behind `wait()`, a read such as `tolist()` would also come back when a failure ends
+        the GPU's kernel, with whatever is there, and no error.
+
+        Raises what `wait()` raises.
+        """
+        try:
+            self._block_host()
+        finally:
+            if self._future is not None:
+                self._complete_future()
+        return self._output
+
+    def _complete_future(self) -> None:
+        # The thread that ended the work may not have run the callbacks yet.
+        if self.is_completed():
+            self._settle_future()
 
     def result(self) -> Any:
         """The written tensor, the list of written tensors, or the objects; None for a barrier.
@@ -113,7 +131,8 @@ class Work(ABC):
 
         The other ranks issue the operation too, and cannot finish it without this rank. All of
         them raise GroupAborted that names this rank, the operation and the calling line.
-        Returns False, and does nothing, if the work has ended already.
+        Returns False, and does nothing, if the work has ended already, which on CUDA `wait()` does
+        not tell.
         """
         if self.is_completed():
             return False
@@ -187,6 +206,10 @@ class Work(ABC):
 
         An interrupt, or any exception other than the work's error, ends the generation.
         """
+
+    def _block_host(self) -> None:
+        """`_block`, until the host may read the data: the same, except on a GPU."""
+        self._block()
 
     @abstractmethod
     def is_completed(self) -> bool:

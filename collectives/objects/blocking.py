@@ -24,7 +24,7 @@ def all_gather_row(
     """The integers of all ranks, by rank. All ranks pass the same number of integers."""
     mine = torch.tensor(row, dtype=torch.int64, device=group.device)
     everybody = mine.new_empty(group.size * len(row))
-    group.all_gather(everybody, mine, timeout_s=timeout_s).wait()
+    group.all_gather(everybody, mine, timeout_s=timeout_s).wait_on_host()
     rows: list[list[int]] = everybody.view(group.size, -1).tolist()
     return rows
 
@@ -54,10 +54,10 @@ def broadcast_bytes(
     """The payload of rank `root`. length: in bytes, if all ranks know it."""
     if length is None:
         size = torch.tensor([len(payload)], dtype=torch.int64, device=group.device)
-        group.broadcast(size, root).wait()
+        group.broadcast(size, root).wait_on_host()
         length = int(size)
     words = words_of(payload, length).to(group.device)
-    group.broadcast(words, root).wait()
+    group.broadcast(words, root).wait_on_host()
     return payload if group.rank == root else bytes_of(words, length)
 
 
@@ -65,7 +65,7 @@ def all_gather_bytes(group: Operations, payload: bytes, lengths: Sequence[int]) 
     """The payloads of all ranks. lengths: by rank, in bytes."""
     words = words_of(payload, max(lengths)).to(group.device)
     everybody = words.new_empty(group.size * len(words))
-    group.all_gather(everybody, words).wait()
+    group.all_gather(everybody, words).wait_on_host()
     rows = everybody.cpu().view(group.size, -1)
     return [bytes_of(row, length) for row, length in zip(rows, lengths, strict=True)]
 
@@ -75,7 +75,7 @@ def gather_bytes(
 ) -> list[bytes] | None:
     """The payloads of all ranks on `root`, None elsewhere; for CPU groups. lengths: in bytes."""
     into = [words_of(b"", length) for length in lengths] if group.rank == root else None
-    group.gather(words_of(payload, len(payload)), into, root).wait()
+    group.gather(words_of(payload, len(payload)), into, root).wait_on_host()
     if into is None:
         return None
     return [bytes_of(words, length) for words, length in zip(into, lengths, strict=True)]
@@ -85,8 +85,8 @@ def scatter_bytes(group: Operations, payloads: Sequence[bytes] | None, root: int
     """This rank's element of `payloads`, which rank `root` passes; for groups between CPUs."""
     length = torch.zeros(1, dtype=torch.int64)
     lengths = None if payloads is None else torch.tensor([len(one) for one in payloads])
-    group.scatter(length, lengths, root).wait()
+    group.scatter(length, lengths, root).wait_on_host()
     words = words_of(b"", int(length))
     parts = None if payloads is None else [words_of(one, len(one)) for one in payloads]
-    group.scatter(words, parts, root).wait()
+    group.scatter(words, parts, root).wait_on_host()
     return bytes_of(words, int(length))

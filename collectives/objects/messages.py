@@ -67,7 +67,7 @@ class ScriptedWork(SettledWork):
         if awaited is None:
             return False
         with contextlib.suppress(CollectiveError):  # `_go_on` handles the error.
-            awaited.wait()
+            awaited.wait_on_host()
         self._go_on()
         self._next_awaited()  # Another thread may be running the script.
         return True
@@ -117,8 +117,6 @@ class ScriptedWork(SettledWork):
             if not isinstance(error, Exception):
                 raise
             return
-        if self._device.type == "cuda":
-            following.get_future()  # With a future, wait() returns when the host may read the data.
         with self._changed:
             self._awaited = following
             self._changed.notify_all()

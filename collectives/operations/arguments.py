@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -21,10 +21,16 @@ from torch.utils.dlpack import from_dlpack
 from ..contract.dtypes import DTYPE_INDEX, DTYPES
 from ..contract.errors import UnsupportedOperation
 from ..contract.modes import alias
-from ..contract.operation import ReduceOp
+from ..contract.operation import Finish, ReduceOp
 from .wrappers import check_memory, unwrapped
 
-Finisher = Callable[[], object]
+
+class Finisher(NamedTuple):
+    """A copy that ends an operation. into: the tensor that it writes."""
+
+    into: torch.Tensor
+    copy: Callable[[], object]
+
 
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _FOR_COMPLEX = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
@@ -180,23 +186,28 @@ def written(
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if also_read:
         staged.copy_(tensor)
-    finishers.append(lambda: tensor.copy_(staged))
+    finishers.append(Finisher(tensor, lambda: tensor.copy_(staged)))
     home = getattr(tensor, "_home", None)
     if home is not None:
-        finishers.append(lambda: home.__setitem__(..., tensor.numpy()))
+        finishers.append(Finisher(tensor, lambda: home.__setitem__(..., tensor.numpy())))
     return _flat(staged)
 
 
-def finisher(finishers: list[Finisher]) -> Callable[[], None] | None:
+class _Finish:
+    """All finishers of an operation, as `Operation.finish`."""
+
+    def __init__(self, finishers: list[Finisher]) -> None:
+        self._finishers = finishers
+        self.tensors = [one.into for one in finishers]
+
+    def __call__(self) -> None:
+        for one in self._finishers:
+            one.copy()
+
+
+def finisher(finishers: list[Finisher]) -> Finish | None:
     """One function that calls all `finishers`; None if there are none."""
-    if not finishers:
-        return None
-
-    def finish() -> None:
-        for one in finishers:
-            one()
-
-    return finish
+    return _Finish(finishers) if finishers else None
 
 
 def share_memory(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:

@@ -39,6 +39,11 @@ class Coalesced(Work):
         for work in self._works:
             work.wait()
 
+    def _block_host(self) -> None:
+        self._check_ended()
+        for work in self._works:
+            work.wait_on_host()
+
     def is_completed(self) -> bool:
         return not self.is_open and all(work.is_completed() for work in self._works)
 

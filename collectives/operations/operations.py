@@ -20,14 +20,14 @@ work is done; until then no other code may touch the tensors that an operation r
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..contract.arithmetic import reduce_into
 from ..contract.dtypes import DTYPE_INDEX
-from ..contract.operation import UNEVEN, Kind, Operation, ReduceOp, root_and_op
+from ..contract.operation import UNEVEN, Finish, Kind, Operation, ReduceOp, root_and_op
 from ..contract.torch_words import tensor_operation
 from ..contract.work import Work
 from .arguments import (
@@ -53,7 +53,7 @@ class Operations(GroupArguments):
         detail: int,
         timeout_s: float | None,
         elements: float,
-        finish: Callable[[], None] | None = None,
+        finish: Finish | None = None,
     ) -> Operation:
         """Number, count and record an operation."""
 
@@ -227,7 +227,7 @@ class Operations(GroupArguments):
             work = self._communicator.reduce_scatter(operation, flat, whole, wire_op)
             return self._issued(work, output)
         received = flat.new_empty(self.size, flat.numel())
-        finishers.insert(0, lambda: reduce_into(flat, received.unbind(), wire_op))
+        finishers.insert(0, Finisher(flat, lambda: reduce_into(flat, received.unbind(), wire_op)))
         operation = self._begin(
             Kind.REDUCE_SCATTER, numel, dtype, op | UNEVEN, timeout_s, sent, finisher(finishers)
         )
@@ -468,4 +468,4 @@ def _scale(flat: torch.Tensor, tensor: torch.Tensor, factor: complex) -> None:
 
 
 def _copying(target: torch.Tensor, source: torch.Tensor) -> Finisher:
-    return lambda: target.copy_(source)
+    return Finisher(target, lambda: target.copy_(source))

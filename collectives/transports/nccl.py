@@ -3,17 +3,13 @@
 torch owns the memory and the streams; only the binding of NCCL comes from CuPy. This file adds
 what NCCL lacks: deadlines, one error for all ranks, and the names of the ranks at fault.
 
-A work is a pair of CUDA events on the communicator's own stream, around NCCL's kernel. One daemon
-thread, the watcher, follows the works in flight in the order of issue. It polls the events at
-growing intervals. When a work takes longer than half a second, or there was none for half a
-second, it also reads the store, where ranks leave their positions and errors (liveness.py).
+Works, the thread that watches them and the rule by which a work counts as done are in
+nccl_works.py. A work is in flight before it is launched: the first operation between two ranks
+connects them inside its launch, which a rank that never comes would block for ever.
 
-An abort also completes events, so a completed event alone proves nothing. If this rank aborts,
-the failure settles all works, under the lock that guards it, before NCCL is stopped. If another
-rank aborts, its kernel may let this rank's kernel end on half the data. Therefore a work that was
-issued after half a second without works is settled only after a read of the store. A shorter race
-remains, which NCCL cannot close. A caller that must know that all ranks finished sends a nonce
-with the data, as the ballot of a step does.
+The store learns of an abort `ABORT_AFTER_S` before NCCL does, so that no rank takes the data of a
+stopped kernel for a result. NCCL's abort runs in a thread of its own and without a lock, as it may
+take seconds.
 """
 
 from __future__ import annotations
@@ -21,24 +17,23 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ..contract.communicator import Communicator
 from ..contract.errors import CollectiveError, GroupAborted, GroupClosed
-from ..contract.in_flight import InFlight, PendingWork
-from ..contract.operation import STARTED, Kind, Operation, ReduceOp
+from ..contract.in_flight import InFlight
+from ..contract.operation import Kind, Operation, ReduceOp
 from ..contract.work import Work
 from ..stores.store import Store
-from .liveness import LOOK_S, RollCall, StorePosition, look_s, position_after, position_in
+from .liveness import LOOK_S, RollCall
 from .nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
+from .nccl_works import ABORT_AFTER_S, LONGEST_PAUSE_S, NcclWork, Watcher
 
-FIRST_PAUSE_S = 0.00005  # between two queries of an event; doubles up to LONGEST_PAUSE_S
-LONGEST_PAUSE_S = 0.001
 CLOSE_TIMEOUT_S = 5.0  # for the other ranks to close as well
-ISSUE_TIMEOUT_S = 2.0  # for a launch in progress, before an abort goes ahead without it
+ISSUE_TIMEOUT_S = 1.0  # for a launch in progress, before an abort goes ahead without it
 
 
 def load_nccl() -> Any:
@@ -108,59 +103,12 @@ class _Launch(NamedTuple):
     start: Callable[[int], None]
 
 
-class NcclWork(PendingWork):
-    """An operation, or a coalesced block of them, on the communicator's stream.
-
-    started: this rank's GPU has reached the work. ended: the work is over, or NCCL was aborted.
-    waited_for: a stream waits for the work, so `close` lets it finish.
-    blocks_host: the work contains a barrier.
-    before: the operations of a coalesced block that precede the last one, which is `operation`.
-    """
-
-    def __init__(self, communicator: NcclCommunicator, operation: Operation) -> None:
-        super().__init__(operation, communicator.in_flight)
-        self.communicator = communicator
-        self.started = torch.cuda.Event()
-        self.ended = torch.cuda.Event()
-        self.waited_for = False
-        self.blocks_host = operation.kind is Kind.BARRIER
-        self.before: Sequence[Operation] = ()
-
-    def settle(self, failure: CollectiveError | None) -> None:
-        operations = (*self.before, self.operation)
-        finishes = [operation.finish for operation in operations]
-        for operation in self.before:
-            operation.end(failure)
-        super().settle(failure)
-        if failure is not None:
-            # The GPU may still be copying to the callers' tensors, which stay with the group.
-            for operation, finish in zip(operations, finishes, strict=True):
-                operation.finish = finish
-
-    def _block(self) -> None:
-        """Order the current stream behind the work; a barrier blocks the host, as in torch."""
-        # A work with a future also blocks: the future must be complete when wait() returns.
-        if self.blocks_host or self._future is not None:
-            super()._block()
-            return
-        if self.failure is None:
-            device = self.communicator.device
-            torch.cuda.current_stream(device).wait_event(self.ended)
-            self.waited_for = True
-        self._raise_failure()
-
-    def is_completed(self) -> bool:
-        if not self.done:
-            self.communicator.settle_ended()
-        return self.done
-
-
 class NcclCommunicator(Communicator):
     """One rank's end of an NCCL communicator, made by `connect`.
 
     It has two locks. `in_flight.changed` guards the works and the failure; no thread holds it while
-    it waits. `_nccl` is held around every use of the NCCL handle, because NCCL's abort frees the
-    handle even if another thread uses it.
+    it waits. `_nccl` is held around launches and whoever takes the NCCL handle away, because NCCL's
+    abort frees the handle even if another thread uses it; NCCL itself ends without the lock.
     """
 
     backend = "nccl"
@@ -186,18 +134,21 @@ class NcclCommunicator(Communicator):
         self._stream = stream
         self._nccl = threading.Lock()
         self._comm = comm  # None after it was released
-        self._doubtful = False  # after a pause: settle nothing before a read of the store
         self._asked_at = 0.0  # when `failure` last read the store, in time.monotonic() seconds
         self._ending: threading.Thread | None = None
         self._library = load_nccl()
         self._together: list[_Launch] | None = None  # the open coalesced block's operations
         self._work_together: NcclWork | None = None
         self._barrier_element = torch.zeros(1, dtype=torch.int32, device=device)
-        self._watcher = threading.Thread(
-            target=self._watch, name=f"chorusline-nccl-{generation}-{rank}", daemon=True
+        self.watcher = Watcher(
+            self.in_flight,
+            self._roll_call,
+            device,
+            generation,
+            abort=self.abort,
+            ask_nccl=self._async_error,
         )
-        self.in_flight.worker = self._watcher
-        self._watcher.start()
+        self.watcher.start()
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -262,13 +213,9 @@ class NcclCommunicator(Communicator):
                         self._comm.recv(*as_moved(output), peer, stream)
             finally:
                 self._library.groupEnd()
+            with torch.cuda.stream(self._stream):
+                outputs[self.rank].copy_(inputs[self.rank])
 
-        def copy_own_part() -> None:
-            outputs[self.rank].copy_(inputs[self.rank])
-            if finish is not None:
-                finish()
-
-        finish, operation.finish = operation.finish, copy_own_part
         return self._issue(operation, [*outputs, *inputs], launch)
 
     def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
@@ -309,24 +256,30 @@ class NcclCommunicator(Communicator):
         if self._together is not None:
             self._together.append(launch)
             if self._work_together is None:
-                self._work_together = NcclWork(self, operation)
+                self._work_together = self._work_of(operation)
             return self._work_together
-        work = NcclWork(self, operation)
+        work = self._work_of(operation)
         self._launch(work, [launch])
         return work
 
+    def _work_of(self, operation: Operation) -> NcclWork:
+        return NcclWork(operation, self.in_flight, self.device, self.watcher.settle_ended)
+
     def _launch(self, work: NcclWork, launches: list[_Launch]) -> None:
-        # The lock is held until the work is queued, so that the queue has the stream's order.
+        if self.in_flight.failure is not None:
+            self.in_flight.add(work)  # Fails at once, without the lock: an abort may hold it.
+            return
+        # The lock is held until the work is launched, so that the queue has the stream's order.
         with self._nccl:
-            if self.in_flight.failure is None:
-                try:
-                    self._enqueue(work, launches)
-                except Exception as error:
-                    self.abort(self._broken(f"{work.operation} could not be launched", error))
-            with self.in_flight.changed:
-                if not self.in_flight.works:
-                    self._doubtful = time.monotonic() - self.in_flight.settled_at >= LOOK_S
-                self.in_flight.add(work)
+            self.in_flight.add(work)  # First: the deadline holds for the launch as well.
+            if work.done:
+                return
+            try:
+                self._enqueue(work, launches)
+            except Exception as error:
+                self.abort(self._broken(f"{work.operation} could not be launched", error))
+            else:
+                work.is_launched = True
 
     def _enqueue(self, work: NcclWork, launches: list[_Launch]) -> None:
         # Launches of zero elements are skipped: they have no address to send from.
@@ -343,15 +296,18 @@ class NcclCommunicator(Communicator):
                         one.start(self._stream.cuda_stream)
                 finally:
                     self._library.groupEnd()
+            used = [tensor for one in launches for tensor in one.tensors]
             with torch.cuda.stream(self._stream):
                 for one in launches:
-                    finish = one.operation.finish
+                    finish = one.operation.finish  # An abort may end the operation meanwhile.
                     if finish is not None:
                         finish()
+                        used += finish.tensors
             work.ended.record(self._stream)
-            for one in launches:
-                for tensor in one.tensors:
-                    tensor.record_stream(self._stream)
+            # The allocator must not hand out what this stream still reads and writes, also if the
+            # caller has dropped it.
+            for tensor in used:
+                tensor.record_stream(self._stream)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -382,6 +338,12 @@ class NcclCommunicator(Communicator):
                 self.abort(failure)
         return failure
 
+    def turn(self) -> None:
+        self._roll_call.turn()
+
+    def rest(self, operations: int) -> None:
+        self._roll_call.rest(operations)
+
     def close(self) -> None:
         """Free the handle, the stream and the thread.
 
@@ -399,27 +361,33 @@ class NcclCommunicator(Communicator):
         published = first and self._roll_call.tell_closed(self.in_flight.operations_done())
         gently = published and idle and self._roll_call.all_close(CLOSE_TIMEOUT_S)
         # 3. Destroy or abort
+        if not gently:
+            if self._ending is not None:
+                self._ending.join(CLOSE_TIMEOUT_S)
+            else:
+                time.sleep(ABORT_AFTER_S)
         self._give_back(gently)
-        for thread in (self._ending, self._watcher):
-            if thread is not None and thread is not threading.current_thread():
-                thread.join(CLOSE_TIMEOUT_S)
+        self.watcher.join(CLOSE_TIMEOUT_S)
 
     def _end_nccl(self, telling: threading.Thread) -> None:
         # Publish first: ncclCommAbort may return only after the other ranks abort as well.
         telling.join(CLOSE_TIMEOUT_S)
+        time.sleep(ABORT_AFTER_S)
+        torch.cuda.set_device(self.device)
         self._give_back(gently=False)
 
     def _give_back(self, gently: bool) -> None:
-        # A launch blocks when the GPU's queue is full of kernels that wait for a lost rank. Only
-        # the abort frees it, so the abort must not wait for it without a limit.
+        # A launch blocks when the GPU's queue is full of kernels that wait for a lost rank, or when
+        # it connects to a rank that never comes. Only the abort frees it, so the abort must not
+        # wait for it without a limit.
         held = self._nccl.acquire(timeout=ISSUE_TIMEOUT_S)
         try:
             comm, self._comm = self._comm, None
-            if comm is not None:
-                comm.destroy() if gently else comm.abort()
         finally:
             if held:
                 self._nccl.release()
+        if comm is not None:
+            comm.destroy() if gently else comm.abort()
 
     def _let_finish(self) -> None:
         with self.in_flight.changed:
@@ -427,115 +395,21 @@ class NcclCommunicator(Communicator):
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
         while works and not works[-1].is_completed() and time.monotonic() < give_up_at:
             time.sleep(LONGEST_PAUSE_S)
-        self.settle_ended()
+        self.watcher.settle_ended()
 
-    def _broken(self, what: str, error: BaseException) -> GroupAborted:
-        reason = f"{what}: {type(error).__name__}: {error}"
-        return GroupAborted(self.generation, [self.rank], reason)
-
-    # -- works in flight -------------------------------------------------------------------------
-
-    def settle_ended(self) -> None:
-        """Settle the works whose events have completed. Any thread may call it; never raises."""
-        ended: list[NcclWork] = []
-        broken: Exception | None = None
-        with self.in_flight.changed:
-            try:
-                works = self.in_flight.works
-                while works and not self._doubtful and works[0].ended.query():
-                    ended.append(works[0])
-                    self.in_flight.settle_head()
-            except Exception as error:  # A CUDA error, perhaps of an earlier kernel.
-                broken = error
-        for work in ended:
-            work.call_back()
-        if broken is not None:
-            self.abort(self._broken("the GPU failed", broken))
-
-    # -- the watcher -----------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        try:
-            self._follow()
-        except Exception as error:
-            self.abort(self._broken("the thread that watches NCCL failed", error))
-
-    def _follow(self) -> None:
-        """Settle works in order and, when one takes long, read the other ranks' state."""
-        pause_s = FIRST_PAUSE_S
-        looked_at = 0.0
-        followed: NcclWork | None = None
-        while True:
-            self.settle_ended()
-            with self.in_flight.changed:
-                if self.in_flight.failure is not None:
-                    return
-                head = self.in_flight.head()
-                if head is None:
-                    news = self._roll_call.is_news(self._position())
-                    idle = not self.in_flight.changed.wait(LOOK_S if news else None)
-            if head is None:
-                if idle:
-                    self._roll_call.tell(self._position())
-                continue
-            if head is not followed:
-                followed, pause_s = head, FIRST_PAUSE_S
-                if self._doubtful:
-                    self._look_for_the_end(head)
-                    self._doubtful = False
-                    continue
-            now = time.monotonic()
-            if now - max(looked_at, head.operation.issued_at) >= look_s(head.operation):
-                looked_at = now
-                self._look(head)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _look(self, head: NcclWork) -> None:
-        """Publish this rank's position; end the generation if it is over elsewhere, or overdue."""
-        self._roll_call.tell(self._position())
-        if self._look_for_the_end(head):
-            return
-        error = self._async_error()
-        if error is None:
-            # One look after the deadline, ranks that arrived in time have published that.
-            overdue = self.in_flight.overdue(look_s)
-            if overdue is not None:
-                error = self._roll_call.timeout(overdue, head.operation, self._position())
-        if error is not None:
-            self.abort(self._roll_call.publish(error))
-
-    def _look_for_the_end(self, head: NcclWork) -> bool:
-        """End the generation if another rank has ended it; returns whether one has."""
-        error = self._roll_call.the_end(head.operation)
-        if error is not None:
-            self.abort(self._roll_call.publish(error))
-        return error is not None
-
-    def _async_error(self) -> CollectiveError | None:
-        """The error that NCCL's own threads report, such as a broken connection."""
+    def _async_error(self) -> str:
+        """What NCCL's own threads report, such as a broken connection; "" if nothing."""
         if not self._nccl.acquire(blocking=False):
-            return None  # A launch is in progress and raises its own errors.
+            return ""  # A launch is in progress and raises its own errors.
         try:
             if self._comm is not None:
                 self._comm.check_async_error()
         except Exception as error:  # NcclError; KeyError for a status that CuPy has no name for.
-            return self._broken("NCCL failed, which often means that a peer died", error)
+            return f"{type(error).__name__}: {error}"
         finally:
             self._nccl.release()
-        return None
+        return ""
 
-    def _position(self) -> StorePosition:
-        """The last operation that this rank's GPU has reached, and what it is doing, in words."""
-        with self.in_flight.changed:
-            head = self.in_flight.head()
-            last = self.in_flight.last_done
-        if head is None:
-            return position_after(last)
-        operation = head.operation
-        if head.started.query():
-            operation.state = STARTED
-            return position_in(operation)
-        where = f"has issued {operation.place()}, but its GPU is busy with earlier kernels"
-        # A message has the sequence of the collective before it, which has ended.
-        return StorePosition(operation.sequence - (not operation.is_between_two), where)
+    def _broken(self, what: str, error: BaseException) -> GroupAborted:
+        reason = f"{what}: {type(error).__name__}: {error}"
+        return GroupAborted(self.generation, [self.rank], reason)

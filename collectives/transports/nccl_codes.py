@@ -32,6 +32,8 @@ def lacks(op: ReduceOp, dtype: torch.dtype) -> str:
         return "NCCL has no bitwise operations; use all_gather and combine, or a group on cpu"
     if dtype not in DTYPE_CODES:
         return f"NCCL does not add {dtype}; convert to torch.int32 (moving it works)"
+    if op is ReduceOp.AVG and dtype in (torch.int8, torch.uint8):
+        return f"NCCL adds before it divides, and {dtype} overflows; convert to torch.int32"
     return ""
 
 

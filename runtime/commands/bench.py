@@ -162,7 +162,7 @@ def _row(group: Group, op: str, asked: int) -> Row:
         call()
     once_s = torch.tensor([(time.perf_counter() - began_at) / 2], dtype=torch.float64)
     once_s = once_s.to(group.device)
-    group.broadcast(once_s).wait()  # All ranks must make the same number of calls.
+    group.broadcast(once_s).wait_on_host()  # All ranks must make the same number of calls.
     calls = max(5, min(_MOST_CALLS, int(_BUDGET_S / max(once_s.item(), 1e-6))))
     times = []
     for _ in range(calls):
@@ -172,7 +172,7 @@ def _row(group: Group, op: str, asked: int) -> Row:
     mine = torch.tensor([statistics.median(times), wrong()], dtype=torch.float64)
     mine = mine.to(group.device)
     every = torch.empty(2 * group.size, dtype=torch.float64, device=group.device)
-    group.all_gather(every, mine).wait()
+    group.all_gather(every, mine).wait_on_host()
     seconds = every[0::2].max().item()
     bandwidth = nbytes / seconds / 1e9
     return Row(

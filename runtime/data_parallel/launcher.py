@@ -93,9 +93,13 @@ class Launcher:
             raise self._failure
         operations = [bucket.work.operation for bucket in self.buckets if bucket.work is not None]
         began_at = time.monotonic()
+        carrier = self._reduction.carrier
         for bucket in self.buckets:
             if bucket.work is not None:
-                bucket.work.wait()
+                if bucket is carrier:
+                    bucket.work.wait_on_host()  # The host reads the vote behind the gradients.
+                else:
+                    bucket.work.wait()
                 bucket.work = None
         waited_s = time.monotonic() - began_at
         boundary().steps.waited_s += waited_s

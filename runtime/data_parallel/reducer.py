@@ -30,6 +30,7 @@ from ..process.agreement import (
     MAX_ITERATIONS,
     Agreement,
     Note,
+    check_votes,
     read_agreement,
     vote_numel,
     write_vote,
@@ -341,7 +342,9 @@ class Reducer(Launcher):
         self._reduction.finish(self.buckets, self.group)
         vote = self._reduction.vote
         assert vote is not None
-        agreement = read_agreement(vote.tolist(), self.group.size, self._num_cursors)
+        total = vote.tolist()
+        check_votes(total, self.group)
+        agreement = read_agreement(total, self.group.size, self._num_cursors)
         self.weight = None
         check_passes(agreement, self.group.size)
         divisor = self._on_agreement(agreement)
@@ -364,7 +367,7 @@ class Reducer(Launcher):
         expected = self.gradients.order
         rest = [number for number in expected if number not in self._arrivals]
         measured = torch.tensor([*self._arrivals, *rest], dtype=torch.int32).to(self.group.device)
-        self.group.broadcast(measured, rank).wait()
+        self.group.broadcast(measured, rank).wait_on_host()
         order = measured.tolist()
         if order != expected:
             self.lay_out(order)

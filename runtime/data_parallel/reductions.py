@@ -32,10 +32,12 @@ class Reduction(ABC):
     hook: the communication hook that reduces them, if there is one.
     vote: (vote_numel,) this rank writes its vote here before the last bucket is launched; after
         `finish` it holds the sum of all votes. None where an optimizer holds a ballot instead.
+    carrier: the bucket that carries the vote behind its content, if one does.
     """
 
     hook: CommHook | None = None
     vote: torch.Tensor | None = None
+    carrier: GradientBucket | None = None
 
     def adopt(self, fresh: Sequence[GradientBucket], group: Group) -> None:
         """Prepare new buckets for this kind of reduction."""
@@ -64,30 +66,28 @@ class AllReduce(Reduction):
     vote: torch.Tensor
 
     def __init__(self) -> None:
-        self._carrier: GradientBucket | None = None
-        """The bucket that carries the vote behind its content."""
         self._vote_work: Work | None = None
 
     def place_vote(self, last: GradientBucket, numel: int) -> None:
         self._vote_work = None
         if last.flat.dtype in _COUNTING:
-            self._carrier = last
+            self.carrier = last
             self.vote = last.flat[last.plan.content : last.plan.content + numel]
         else:
-            self._carrier = None
+            self.carrier = None
             self.vote = torch.zeros(numel, dtype=torch.float32, device=last.flat.device)
 
     def launch(self, bucket: GradientBucket, number: int, group: Group) -> None:
-        rider = self.vote.numel() if bucket is self._carrier else 0
+        rider = self.vote.numel() if bucket is self.carrier else 0
         bucket.work = group.all_reduce(bucket.flat[: bucket.plan.content + rider])
 
     def launch_vote(self, group: Group) -> None:
-        if self._carrier is None:
+        if self.carrier is None:
             self._vote_work = group.all_reduce(self.vote)
 
     def finish(self, buckets: Sequence[GradientBucket], group: Group) -> None:
         if self._vote_work is not None:
-            self._vote_work.wait()
+            self._vote_work.wait_on_host()
             self._vote_work = None
 
     def divide(self, buckets: Sequence[GradientBucket], divisor: float) -> None:
@@ -125,7 +125,7 @@ class ByHook(Reduction):
             assert bucket.future is not None
             future, bucket.future = bucket.future, None
             self.hook.finish(future, bucket.flat[: bucket.plan.content], group)
-        group.all_reduce(self.vote).wait()
+        group.all_reduce(self.vote).wait_on_host()
 
 
 class ReduceScatter(Reduction):

@@ -183,7 +183,7 @@ class _Normalise(torch.autograd.Function):
             mine[channels : 2 * channels] = var * own_count
             mine[-1] = own_count
         everybody = mine.new_empty(group.size, len(mine))
-        group.all_gather(everybody, mine).wait()
+        group.all_gather(everybody, mine).wait_on_host()  # The count is read below.
         means, deviations = everybody[:, :channels], everybody[:, channels : 2 * channels]
         counts = everybody[:, -1:]
         count = counts.sum()

@@ -155,7 +155,7 @@ class Conductor:
             flags[self._channel.rank] = has_data
             quiet, self._is_quiet = self._is_quiet, True
             try:
-                self._channel.all_reduce(flags).wait()
+                self._channel.all_reduce(flags).wait_on_host()
             finally:
                 self._is_quiet = quiet
             self.live = tuple(rank for rank, flag in enumerate(flags.tolist()) if flag)
@@ -170,7 +170,7 @@ class Conductor:
         ).to(self._channel.device)
         quiet, self._is_quiet = self._is_quiet, True
         try:
-            self._channel.broadcast(announced, min(self.live)).wait()
+            self._channel.broadcast(announced, min(self.live)).wait_on_host()
         finally:
             self._is_quiet = quiet
         received: list[int] = announced.tolist()

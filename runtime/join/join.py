@@ -485,7 +485,7 @@ class Join:
         if self.ledger.live:
             header[self._group.rank] = 1
         work = self._group.all_reduce(header)
-        work.wait()
+        work.wait_on_host()
         live = tuple(rank for rank, flag in enumerate(header.tolist()) if flag)
         self.last_step_live = live
         self.ledger.record(Agreement(live, live, ()))

@@ -231,7 +231,7 @@ class ChoruslineStrategy(ParallelStrategy):
             # Lightning divides the mean of sums by the mean of counts, which must not be truncated.
             tensor = tensor.to(torch.float64)
         total = tensor.detach().to(self.root_device, copy=True).contiguous()
-        group.all_reduce(total, op).wait()
+        group.all_reduce(total, op).wait_on_host()
         return total.to(tensor.device)
 
     @torch.inference_mode(False)
@@ -264,7 +264,7 @@ class _AllGather(torch.autograd.Function):
 def _gathered(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     mine = tensor.to(group.device).contiguous()
     everybody = mine.new_empty(group.size * mine.numel())
-    group.all_gather(everybody, mine.view(-1)).wait()
+    group.all_gather(everybody, mine.view(-1)).wait_on_host()
     return everybody.view(group.size, *mine.shape).to(tensor.device)
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from collectives import Group
+
 MAX_ITERATIONS = 4
 """The most iterations over shards that a rank can be in at once: the vote of a step whose samples
 are counted has one cursor for each."""
@@ -65,18 +67,19 @@ class Agreement:
         return self.notes[note] if self.notes else 0
 
 
-NOTES_AT = 3
+NOTES_AT = 4
 """Where the notes are in a vote."""
 
+_VOTES, _WEIGHT, _WEIGHING, _ASKING = range(NOTES_AT)
 _HEAD = NOTES_AT + len(Note)
 _LOW = 1 << 23
 """A cursor travels as two numbers, since float32 counts only to 2^24."""
 
 
 def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int:
-    """The length of a vote: the weight, the number of weighing ranks, the number of ranks that ask
-    for a stop; the notes; live and has_next per rank; used per parameter; two numbers per cursor
-    and rank."""
+    """The length of a vote: the number of votes, the weight, the number of weighing ranks and of
+    ranks that ask for a stop; the notes; live and has_next per rank; used per parameter; two
+    numbers per cursor and rank."""
     return _HEAD + 2 * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
 
@@ -104,16 +107,17 @@ def write_vote(
     cursors: each below 2^47; where they are fewer than the vote has room for, the rest is 0.
     """
     vote.zero_()
+    vote[_VOTES] = 1
     if live:
         if weight is not None:
-            vote[0] = weight
-            vote[1] = 1
+            vote[_WEIGHT] = weight
+            vote[_WEIGHING] = 1
         vote[_HEAD + rank] = 1
         vote[_HEAD + 2 * num_ranks : _HEAD + 2 * num_ranks + len(used)] = torch.tensor(
             used, dtype=vote.dtype
         )
     if stop:
-        vote[2] = 1
+        vote[_ASKING] = 1
     for note in notes:
         vote[NOTES_AT + note] = 1
     if has_next:
@@ -125,12 +129,30 @@ def write_vote(
         vote[at : at + len(halves)] = torch.tensor(halves, dtype=vote.dtype)
 
 
+def check_votes(total: Sequence[float], group: Group) -> None:
+    """Raise the error that ended the generation unless `total` has the vote of every rank.
+
+    A collective that was stopped leaves anything in its output, and zeros first of all: its count
+    of votes is not the number of ranks. The transports rule this out where they can; if one could
+    not, this rank ends the generation, and the step is repeated or given up like any lost one.
+    """
+    if total[_VOTES] == group.size:
+        return
+    group.abort(
+        f"the agreement on a step has {total[_VOTES]:g} votes of {group.size} ranks, although its "
+        "sum went through: a collective was stopped, or another program wrote to its memory"
+    )
+    error = group.failure()
+    assert error is not None
+    raise error
+
+
 def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0) -> Agreement:
     """The agreement. total: vote_numel numbers, the sum of all votes.
 
     Raises RuntimeError, on all ranks alike, if some live ranks weighed their loss and others did
     not, or all weights are zero."""
-    weight, num_weighing, num_asking = total[:NOTES_AT]
+    _, weight, num_weighing, num_asking = total[:NOTES_AT]
     values = total[_HEAD:]
     live = tuple(r for r in range(num_ranks) if values[r])
     if num_weighing not in (0, len(live)):

@@ -25,7 +25,7 @@ class RandomState:
             "numpy": _plain(numpy.random.get_state()),
             "torch": torch.get_rng_state(),
         }
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # A rank on a CPU must open no context on a GPU.
             state["cuda"] = torch.cuda.get_rng_state()
         return state
 
@@ -34,7 +34,7 @@ class RandomState:
         random.setstate(state_dict["python"])
         numpy.random.set_state(state_dict["numpy"])
         torch.set_rng_state(state_dict["torch"])
-        if "cuda" in state_dict and torch.cuda.is_available():
+        if "cuda" in state_dict and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(state_dict["cuda"])
 
 

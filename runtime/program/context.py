@@ -465,7 +465,7 @@ class Context:
             tensor = tensor.to(torch.int64)
         self._call.check_all_take_part("ctx.reduce()")
         total = tensor.to(self.device, copy=True).contiguous()
-        self.group.all_reduce(total, _OPS[op]).wait()
+        self.group.all_reduce(total, _OPS[op]).wait_on_host()
         return total.to(tensor.device)
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ from ..process.agreement import (
     NOTES_AT,
     Agreement,
     Note,
+    check_votes,
     read_agreement,
     vote_numel,
     write_vote,
@@ -118,8 +119,9 @@ class Ballot:
             cursors=vote.cursors,
             notes=vote.notes,
         )
-        group.all_reduce(vector).wait()
+        group.all_reduce(vector).wait_on_host()
         seen: tuple[float, ...] = tuple(vector.tolist())
+        check_votes(seen[self._vote_at :], group)
         # The variance of the steps is zero if and only if all are equal.
         if group.size * seen[_STEP_SQUARED] != seen[_STEP] ** 2:
             raise CollectiveMismatch(

@@ -29,7 +29,7 @@ import torch
 from collectives import Work
 
 from ..data_parallel.reducer import Reducer
-from ..process.agreement import Agreement, read_agreement, vote_numel, write_vote
+from ..process.agreement import Agreement, check_votes, read_agreement, vote_numel, write_vote
 from .parameter_bucket import Gather
 from .parameter_shard import ParameterShard
 
@@ -100,8 +100,10 @@ class EarlyUpdate:
         with self._aside():
             assert bucket.work is not None
             bucket.work.wait()
-            work.wait()
-            agreement = read_agreement(vote.tolist(), self._reducer.group.size)
+            work.wait_on_host()
+            total = vote.tolist()
+            check_votes(total, self._reducer.group)
+            agreement = read_agreement(total, self._reducer.group.size)
             if len(agreement.live) < self._reducer.group.size:
                 return  # A rank has joined: `step()` takes the step, after the ballot.
             used = [False] * len(self._shard.parameters)

@@ -78,7 +78,7 @@ def _gather_bucket(
         begin = group.rank * length + start
         state.cut(Range(bucket, begin, begin + len(part)), name, part)
         parts = None if everybody is None else everybody[: group.size * len(part)]
-        group.gather(part, parts, to).wait()
+        group.gather(part, parts, to).wait_on_host()
         for rank, row in enumerate(parts.view(group.size, -1).cpu() if parts is not None else ()):
             at = rank * length + start
             for number, first, where in layout.parameters_in(Range(bucket, at, at + len(row))):

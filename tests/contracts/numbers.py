@@ -35,6 +35,8 @@ def can(group: Group, dtype: torch.dtype, op: ReduceOp) -> bool:
     """What the contract promises; everything else is refused."""
     if group.backend == "nccl" and (dtype is torch.int16 or op is ReduceOp.BXOR):
         return False
+    if group.backend == "nccl" and op is ReduceOp.AVG and dtype in (torch.int8, torch.uint8):
+        return False
     if dtype is torch.bool:
         return op not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM)
     if group.backend == "nccl" and op in BITWISE:

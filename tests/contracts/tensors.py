@@ -165,4 +165,7 @@ def check_refusals(group: Group) -> None:
             group.send(one, other, 3)
         with pytest.raises(UnsupportedOperation, match="int32"):
             group.all_reduce(one.short())
+        for narrow in (torch.int8, torch.uint8):
+            with pytest.raises(UnsupportedOperation, match="overflows; convert to"):
+                group.all_reduce(one.to(narrow), ReduceOp.AVG)
     group.barrier().wait()

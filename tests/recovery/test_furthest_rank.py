@@ -77,7 +77,7 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
 
 
 def test_a_vote_that_tells_no_samples_is_no_longer_than_before() -> None:
-    assert vote_numel(3, 4) == 3 + len(Note) + 2 * 3 + 4
+    assert vote_numel(3, 4) == 4 + len(Note) + 2 * 3 + 4
     total = torch.zeros(vote_numel(3, 4))
     assert read_agreement(total.tolist(), 3).cursors == ()
 

@@ -1,0 +1,247 @@
+"""NCCL's works: when one counts as done, and the thread that follows them.
+
+A work is a pair of CUDA events on the communicator's own stream, around NCCL's kernel. One daemon
+thread, the watcher, follows the works in flight in the order of issue. It polls the events at
+growing intervals. When a work takes longer than half a second it also reads the store, where ranks
+leave their positions and errors (liveness.py).
+
+**An abort completes events, too**, so a completed event alone proves nothing:
+
+- If this rank aborts, the failure settles all works before NCCL is stopped.
+- If another rank aborts, its kernel runs on and posts what it has, with valid flags, so that this
+  rank's kernel may complete on wrong data, without an error. Therefore every rank publishes an
+  abort at least `ABORT_AFTER_S` before it stops NCCL. An event that has completed by now is the end
+  of a work if a read of the store that began at most `TRUST_S` ago found no abort: an abort
+  published after that read has not stopped anything yet. The watcher makes such a read where there
+  is none, for all works that have ended, so at most one for every `TRUST_S`.
+
+The host must not read results behind `wait()`, which orders the stream only: that read would come
+back when this rank's own abort ends the kernel, with whatever is there. `wait_on_host()` returns
+when the work is done by the rule above, and raises its error. Stores that fail tell no aborts; then
+the votes of a step are counted (agreement.py of the runtime).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..contract.errors import CollectiveError, GroupAborted
+from ..contract.in_flight import InFlight, PendingWork
+from ..contract.operation import STARTED, Kind, Operation
+from .liveness import LOOK_S, RollCall, StorePosition, look_s, position_after, position_in
+
+TRUST_S = 0.05
+ABORT_AFTER_S = 0.1  # longer than TRUST_S, for threads that wake late
+FIRST_PAUSE_S = 0.00005  # between two queries of an event; doubles up to LONGEST_PAUSE_S
+LONGEST_PAUSE_S = 0.001
+ANSWER_S = 2.5  # for a live rank to answer a roll call: several reads of the store
+
+
+class NcclWork(PendingWork):
+    """An operation, or a coalesced block of them, on the communicator's stream.
+
+    is_launched: the events are recorded; before that they say nothing.
+    started: this rank's GPU has reached the work. ended: the work is over, or NCCL was aborted.
+    waited_for: a stream waits for the work, so `close` lets it finish.
+    blocks_host: the work contains a barrier.
+    before: the operations of a coalesced block that precede the last one, which is `operation`.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        in_flight: InFlight[NcclWork],
+        device: torch.device,
+        settle_ended: Callable[[], object],
+    ) -> None:
+        super().__init__(operation, in_flight)
+        self.device = device
+        self.settle_ended = settle_ended
+        self.is_launched = False
+        self.started = torch.cuda.Event()
+        self.ended = torch.cuda.Event()
+        self.waited_for = False
+        self.blocks_host = operation.kind is Kind.BARRIER
+        self.before: Sequence[Operation] = ()
+
+    def settle(self, failure: CollectiveError | None) -> None:
+        for operation in self.before:
+            operation.end(failure)
+        super().settle(failure)
+
+    def _block(self) -> None:
+        """Order the current stream behind the work; a barrier blocks the host, as in torch."""
+        # A work with a future also blocks: the future must be complete when wait() returns.
+        if self.blocks_host or self._future is not None:
+            self._block_host()
+            return
+        if self.failure is None:
+            torch.cuda.current_stream(self.device).wait_event(self.ended)
+            self.waited_for = True
+        self._raise_failure()
+
+    def _block_host(self) -> None:
+        super()._block()
+
+    def is_completed(self) -> bool:
+        if not self.done:
+            self.settle_ended()
+        return self.done
+
+
+class Watcher:
+    """Settles works in the order of issue, and ends the generation when it is over elsewhere.
+
+    abort: the communicator's. ask_nccl: what NCCL's own threads report; "" if nothing.
+    """
+
+    def __init__(
+        self,
+        in_flight: InFlight[NcclWork],
+        roll_call: RollCall,
+        device: torch.device,
+        generation: int,
+        *,
+        abort: Callable[[CollectiveError], None],
+        ask_nccl: Callable[[], str],
+    ) -> None:
+        self._in_flight = in_flight
+        self._roll_call = roll_call
+        self._device = device
+        self._generation = generation
+        self._abort = abort
+        self._ask_nccl = ask_nccl
+        self._trusted_at = float("-inf")  # beginning of the last read that found no abort
+        name = f"chorusline-nccl-{generation}-{in_flight.rank}"
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._in_flight.worker = self._thread
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def settle_ended(self) -> bool:
+        """Settle the works that have ended by the rule above. Any thread may call it; never raises.
+
+        Returns whether a work has ended that needs a read of the store first.
+        """
+        in_flight = self._in_flight
+        ended: list[NcclWork] = []
+        needs_look = False
+        # Events are queried without the lock: a query may block on the driver's.
+        for work in in_flight.in_order():
+            try:
+                if not (work.is_launched and work.ended.query()):
+                    break
+            except Exception as error:  # A CUDA error, perhaps of an earlier kernel.
+                self._abort(self._broken("the GPU failed", error))
+                break
+            if time.monotonic() - self._trusted_at > TRUST_S:
+                needs_look = True
+                break
+            ended.append(work)
+        settled = [work for work in ended if in_flight.settle_if_head(work)]
+        for work in settled:
+            work.call_back()
+        return needs_look
+
+    def _watch(self) -> None:
+        torch.cuda.set_device(self._device)  # Without it, a query would open a context on GPU 0.
+        try:
+            self._follow()
+        except Exception as error:
+            self._abort(self._broken("the thread that watches NCCL failed", error))
+
+    def _follow(self) -> None:
+        """Settle works in order and, when one takes long, read the other ranks' state."""
+        pause_s = FIRST_PAUSE_S
+        looked_at = 0.0
+        followed: NcclWork | None = None
+        while True:
+            if self.settle_ended():
+                self._look_for_the_end()
+                continue
+            head = self._in_flight.head()
+            if self._in_flight.failure is not None:
+                return
+            if head is None:
+                followed = None  # It keeps the caller's tensors.
+                self._wait_for_work()
+                continue
+            if head is not followed:
+                followed, pause_s = head, FIRST_PAUSE_S
+            now = time.monotonic()
+            if now - max(looked_at, head.operation.issued_at) >= look_s(head.operation):
+                looked_at = now
+                self._look(head)
+            del head
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _wait_for_work(self) -> None:
+        """Until there is one; meanwhile tell where this rank is, and answer roll calls."""
+        in_flight = self._in_flight
+        with in_flight.changed:
+            if in_flight.works or in_flight.failure is not None:
+                return
+            idle = not in_flight.changed.wait(LOOK_S)
+        if idle:
+            self._roll_call.tell(self._position())
+            self._roll_call.answer()
+
+    def _look(self, head: NcclWork) -> None:
+        """Publish this rank's position; end the generation if it is over elsewhere, or overdue."""
+        self._roll_call.tell(self._position())
+        self._roll_call.answer()
+        if self._look_for_the_end():
+            return
+        error: CollectiveError | None = None
+        found = self._ask_nccl()
+        if found:
+            # A peer may have died, or only its connection: the ranks that are left answer.
+            reason = f"an error of NCCL ({found})"
+            error = self._roll_call.why_broken(head.operation, reason, ANSWER_S)
+        else:
+            # One look after the deadline, ranks that arrived in time have published that.
+            overdue = self._in_flight.overdue(look_s)
+            if overdue is not None:
+                error = self._roll_call.timeout(overdue, head.operation, self._position())
+        if error is not None:
+            self._abort(self._roll_call.publish(error))
+
+    def _look_for_the_end(self) -> bool:
+        """End the generation if another rank has ended it; returns whether one has."""
+        head = self._in_flight.head()
+        began_at = time.monotonic()
+        error = self._roll_call.the_end(None if head is None else head.operation)
+        if error is None:
+            self._trusted_at = began_at
+            return False
+        self._abort(self._roll_call.publish(error))
+        return True
+
+    def _position(self) -> StorePosition:
+        """The last operation that this rank's GPU has reached, and what it is doing, in words."""
+        with self._in_flight.changed:
+            head = self._in_flight.head()
+            last = self._in_flight.last_done
+        if head is None:
+            return position_after(last)
+        operation = head.operation
+        if not head.is_launched or head.started.query():  # A launch that blocks waits for peers.
+            operation.state = STARTED
+            return position_in(operation)
+        where = f"has issued {operation.place()}, but its GPU is busy with earlier kernels"
+        # A message has the sequence of the collective before it, which has ended.
+        return StorePosition(operation.sequence - (not operation.is_between_two), where)
+
+    def _broken(self, what: str, error: BaseException) -> GroupAborted:
+        reason = f"{what}: {type(error).__name__}: {error}"
+        return GroupAborted(self._generation, [self._in_flight.rank], reason)

@@ -1,0 +1,324 @@
+"""What a GPU may get wrong when ranks are lost, on a stand-in: no wrong result, no hang, no leak.
+
+Kernels that are stopped run on here and post garbage, as NCCL's do; an abort takes as long as it
+likes; the first message between two ranks blocks the thread that launches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import chorusline as cl
+from collectives.contract.errors import (
+    CollectiveTimeout,
+    GroupAborted,
+    PeerLost,
+    UnsupportedOperation,
+)
+from runtime.process.agreement import check_votes, vote_numel, write_vote
+from runtime.zero.ballot import Ballot, Vote
+from tests.harness.ranks import Rank, error_of
+from tests.harness.stand_in_gpu import nccl, streams
+from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
+
+LOST = "driver: rank 1 is gone"
+
+
+def lose_rank_1_soon(group: cl.Group) -> None:
+    """As the control loop of a worker does it, in its own thread."""
+    error = GroupAborted(group.generation, [1], LOST)
+    threading.Timer(0.3, lambda: group.abort(error)).start()
+
+
+# -- the host reads nothing that was stopped ---------------------------------------------------
+
+
+def hold_a_ballot(rank: Rank, step: int) -> None:
+    with rank.group() as group:
+        group.barrier().wait()
+        ballot = Ballot(group, 3, 1, counts_samples=False)
+        vote = Vote(
+            step=step,
+            live=True,
+            has_next=True,
+            used=[True] * 3,
+            weight=None,
+            squared_norm=0.0,
+            loss_scale=0.0,
+            options=[0.1],
+        )
+        if rank.rank == 1:
+            rank.store.wait(["said/raised/0"], 30)
+            return
+        lose_rank_1_soon(group)
+        with pytest.raises(GroupAborted, match=LOST):
+            ballot.hold(vote)
+        rank.say("raised")
+
+
+@needs_stand_in
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_ballot_that_was_stopped_is_no_outcome(step: int) -> None:
+    with StandInRanks(2) as ranks:
+        ranks.run(hold_a_ballot, step)
+
+
+def go_backward(rank: Rank) -> None:
+    with rank.group() as group:
+        torch.manual_seed(0)
+        model = cl.DistributedDataParallel(torch.nn.Linear(4, 2).to(group.device), group)
+        x = torch.ones(8, 4).to(group.device)
+        model(x).sum().backward()
+        if rank.rank == 1:
+            rank.store.wait(["said/raised/0"], 30)
+            return
+        loss = model(x).sum()
+        lose_rank_1_soon(group)
+        with pytest.raises(GroupAborted, match=LOST):
+            loss.backward()
+        rank.say("raised")
+
+
+@needs_stand_in
+def test_a_backward_pass_whose_sums_were_stopped_does_not_go_through() -> None:
+    with StandInRanks(2) as ranks:
+        ranks.run(go_backward)
+
+
+def read_objects(rank: Rank) -> None:
+    with rank.group() as group:
+        group.barrier().wait()
+        if rank.rank == 1:
+            rank.store.wait(["said/raised/0"], 30)
+            return
+        lose_rank_1_soon(group)
+        with pytest.raises(GroupAborted, match=LOST):
+            group.all_gather_object("mine").wait()
+        rank.say("raised")
+
+
+@needs_stand_in
+def test_objects_whose_lengths_were_stopped_are_not_unpickled() -> None:
+    with StandInRanks(2) as ranks:
+        ranks.run(read_objects)
+
+
+def norm_forward(rank: Rank) -> None:
+    with rank.group() as group:
+        net = torch.nn.Sequential(torch.nn.Linear(6, 8), cl.SyncBatchNorm(8)).to(group.device)
+        model = cl.DistributedDataParallel(net, group)
+        x = torch.arange(24.0).view(4, 6).to(group.device)
+        model(x).sum().backward()
+        if rank.rank == 1:
+            rank.store.wait(["said/raised/0"], 30)
+            return
+        lose_rank_1_soon(group)
+        with pytest.raises(GroupAborted, match=LOST):
+            model(x)
+        rank.say("raised")
+
+
+@needs_stand_in
+def test_statistics_that_were_stopped_do_not_normalize() -> None:
+    with StandInRanks(2) as ranks:
+        ranks.run(norm_forward)
+
+
+def await_garbage(rank: Rank, late_s: float) -> str:
+    """Rank 0 gives up early: its kernel lets rank 1's complete, on garbage."""
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 2:
+        rank.store.wait(["said/raised/0", "said/raised/1"], 30)
+        return "late on purpose"
+    tensor = torch.ones(1000, device=group.device)
+    if rank.rank == 1:
+        time.sleep(late_s)
+    work = group.all_reduce(tensor, timeout_s=0.6 if rank.rank == 0 else 20)
+
+    async def wait() -> None:
+        await work
+
+    try:
+        asyncio.run(wait())
+    except (CollectiveTimeout, GroupAborted) as error:
+        rank.say("raised")
+        return type(error).__name__
+    return f"went through, with {tensor[:2].tolist()}"
+
+
+@needs_stand_in
+@pytest.mark.parametrize("late_s", [0.0, 1.5])
+def test_a_kernel_that_completes_because_another_rank_gave_up_is_no_success(late_s: float) -> None:
+    with StandInRanks(3) as ranks:
+        found = ranks.run(await_garbage, late_s)
+    assert found == ["CollectiveTimeout", "CollectiveTimeout", "late on purpose"]
+
+
+def test_a_vector_without_every_vote_is_no_agreement() -> None:
+    """Zeros are what a stopped collective leaves most often."""
+    store = cl.HashStore()
+    for total in ([0.0] * vote_numel(1, 3), [77.0] * vote_numel(1, 3)):
+        with cl.Group.create(store, 0, 1) as group:
+            with pytest.raises(GroupAborted, match="votes of 1 ranks, although its sum went"):
+                check_votes(total, group)
+    vote = torch.zeros(vote_numel(1, 3))
+    write_vote(vote, 0, 1, live=False, has_next=False, used=[False] * 3, weight=None, stop=False)
+    with cl.Group.create(store, 0, 1) as group:
+        check_votes(vote.tolist(), group)
+
+
+# -- nothing hangs -----------------------------------------------------------------------------
+
+
+def send_to_nobody(rank: Rank) -> float:
+    """The first messages between two ranks connect them, inside the launch."""
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 1:
+        rank.store.wait(["said/raised/0"], 60)
+        return 0.0
+    began_at = time.monotonic()
+    outputs = [torch.zeros(3, device=group.device) for _ in range(2)]
+    inputs = [torch.ones(3, device=group.device) for _ in range(2)]
+    with pytest.raises(CollectiveTimeout, match=r"all_to_all #1 .*within 1 s") as caught:
+        group.all_to_all(outputs, inputs, timeout_s=1).wait_on_host()
+    assert caught.value.ranks == [1]
+    rank.say("raised")
+    return time.monotonic() - began_at
+
+
+@needs_stand_in
+def test_the_deadline_holds_for_a_launch_that_connects() -> None:
+    with StandInRanks(2) as ranks:
+        took_s, _ = ranks.run(send_to_nobody)
+    assert took_s < 12, "1 s, the looks at the store, and a second for the launch to return"
+
+
+def issue_after_abort(rank: Rank) -> float:
+    nccl.settings.abort_s = 8
+    group = rank.group()
+    group.barrier().wait()
+    rank.say("ready")
+    rank.store.wait(["said/ready/0", "said/ready/1"], 30)
+    group.abort("over")
+    time.sleep(0.4)  # NCCL's abort is under way.
+    began_at = time.monotonic()
+    with pytest.raises(GroupAborted, match="over"):
+        group.all_reduce(torch.ones(3, device=group.device)).wait()
+    group._communicator.failure()
+    return time.monotonic() - began_at
+
+
+@needs_stand_in
+def test_nobody_waits_behind_an_abort_of_nccl() -> None:
+    with StandInRanks(2) as ranks:
+        took_s = ranks.run(issue_after_abort)
+    assert max(took_s) < 4
+
+
+def lose_a_peer(rank: Rank) -> str:
+    """NCCL's threads find a broken connection; the store tells whose."""
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 2:
+        rank.say("dying")
+        os.kill(os.getpid(), signal.SIGKILL)
+    rank.store.wait(["said/dying/2"], 30)
+    nccl.settings.broken = 6
+    error = error_of(lambda: group.all_reduce(torch.ones(3, device=group.device)).wait_on_host())
+    assert isinstance(error, PeerLost), error
+    assert "NCCL_ERROR_REMOTE_ERROR" in str(error)
+    rank.say("raised")
+    rank.store.wait(["said/raised/0", "said/raised/1"], 30)
+    return str(error.ranks)
+
+
+@needs_stand_in
+def test_an_error_of_nccl_calls_the_roll_instead_of_blaming_this_rank() -> None:
+    with StandInRanks(3) as ranks:
+        with pytest.raises(AssertionError, match="rank 2: its process ended") as caught:
+            ranks.run(lose_a_peer)
+    assert "rank 0" not in str(caught.value) and "rank 1:" not in str(caught.value)
+
+
+# -- nothing leaks, nothing is used after it was given back -------------------------------------
+
+
+def drop_outputs(rank: Rank) -> None:
+    """An abort ends works, and the caller drops their tensors, while the kernels run on. Strided
+    tensors and lists are written last, by copies on the communicator's stream."""
+    nccl.settings.abort_s = 0.5
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 0:
+        group.all_reduce(torch.zeros(8, 4, device=group.device).t())
+        group.all_gather(
+            [torch.zeros(5, device=group.device) for _ in range(group.size)],
+            torch.ones(5, device=group.device),
+        )
+        group.reduce_scatter(
+            torch.zeros(6, device=group.device)[::2],
+            [torch.ones(3, device=group.device) for _ in range(group.size)],
+        )
+        group.all_reduce(torch.ones(7, device=group.device))
+        group.abort("over")
+        gc.collect()
+        streams.Stream(number=0).synchronize()  # Another tensor may be in their memory by now.
+        group._communicator._ending.join()
+        torch.cuda.synchronize()
+        rank.say("over")
+    rank.store.wait(["said/over/0"], 30)
+
+
+@needs_stand_in
+def test_memory_that_is_dropped_stays_until_the_communicators_stream_has_left_it() -> None:
+    with StandInRanks(2) as ranks:
+        ranks.run(drop_outputs)  # Fails with each use of memory that was given back.
+
+
+def use_every_thread(rank: Rank) -> set[str]:
+    with rank.group() as group:
+        work = group.all_reduce(torch.ones(3, device=group.device))
+        called = threading.Event()
+        work.add_done_callback(called.set)
+        assert called.wait(20)
+        group.abort("over")
+        group._communicator._ending.join()
+    return streams.machine().unchosen
+
+
+@needs_stand_in
+def test_every_thread_of_the_transport_chooses_its_gpu() -> None:
+    with StandInRanks(2) as ranks:
+        assert ranks.run(use_every_thread) == [set(), set()]
+
+
+def capture(rank: Rank) -> None:
+    with rank.group() as group:
+        tensor = torch.ones(3, device=group.device)
+        streams.machine().capturing = True
+        for issue in (
+            lambda: group.all_reduce(tensor),
+            lambda: group.barrier(),
+            lambda: group.send(tensor, 1 - group.rank),
+        ):
+            with pytest.raises(UnsupportedOperation, match=r"in a CUDA graph .* replays"):
+                issue()
+        streams.machine().capturing = False
+        group.all_reduce(tensor).wait()
+        assert tensor.tolist() == [2.0] * 3
+
+
+@needs_stand_in
+def test_a_collective_in_a_cuda_graph_is_refused_and_the_group_goes_on() -> None:
+    with StandInRanks(2) as ranks:
+        ranks.run(capture)

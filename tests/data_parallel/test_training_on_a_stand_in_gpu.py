@@ -1,0 +1,144 @@
+"""Training on a stand-in GPU equals one process, over seeds of jitter; and nothing in a step waits
+on the host for a stream that another rank could hold up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.stand_in_gpu import nccl, streams
+from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
+
+pytestmark = needs_stand_in
+
+STEPS = 3
+KINDS = ("ddp", "zero, clipped", "zero, with replicas", "zero, overlapped", "norm", "scaled")
+MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11)]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[int, StandInRanks]]:
+    """By seed; processes that stay."""
+    started: dict[int, StandInRanks] = {}
+    yield started
+    for some in started.values():
+        some.stop()
+
+
+def of_seed(ranks: dict[int, StandInRanks], seed: int) -> StandInRanks:
+    return ranks.setdefault(seed, StandInRanks(2, seed=seed, jitter_s=0.002))
+
+
+def net(kind: str, *, alone: bool = False) -> torch.nn.Module:
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d if alone else cl.SyncBatchNorm
+    middle = norm(33) if kind == "norm" else torch.nn.Tanh()
+    first = torch.nn.Linear(7, 33, bias=kind != "norm")  # A bias before a norm has no gradient.
+    return torch.nn.Sequential(first, middle, torch.nn.Linear(33, 5))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def optimizer_of(kind: str, model: Any) -> Any:
+    if not kind.startswith(("zero", "scaled")):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    more: dict[str, Any] = {
+        "zero, clipped": {"max_norm": 0.5},
+        "zero, with replicas": {"replicas": 2},
+        "zero, overlapped": {"overlap_with_ddp": True},
+        "scaled": {},
+    }[kind]
+    return cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2, **more)
+
+
+def be_strict() -> None:
+    streams.machine().strict = True
+    nccl.settings.kernel_s = 0.003
+
+
+def train(group: cl.Group, kind: str) -> list[torch.Tensor]:
+    be_strict()
+    model = cl.DistributedDataParallel(net(kind).to(group.device), group, bucket_cap_mb=0.0005)
+    optimizer = optimizer_of(kind, model)
+    scaler = cl.GradScaler(optimizer, init_scale=4.0) if kind == "scaled" else None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(batch(group.rank, step).to(group.device)).square().mean()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def train_alone(kind: str, size: int) -> list[torch.Tensor]:
+    model = net(kind, alone=True).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        data = torch.cat([batch(rank, step) for rank in range(size)])
+        model(data.double()).square().mean().backward()
+        if kind == "zero, clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_a_stand_in_equals_one_process(
+    kind: str, seed: int, ranks: dict[int, StandInRanks]
+) -> None:
+    found = of_seed(ranks, seed).check(train, kind)
+    for mine in found:
+        for parameter, expected in zip(mine, train_alone(kind, 2), strict=True):
+            torch.testing.assert_close(parameter.double(), expected, atol=2e-5, rtol=2e-4)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def train_unevenly(group: cl.Group, zero: bool) -> list[torch.Tensor]:
+    be_strict()
+    kind = "zero, clipped" if zero else "ddp"
+    model = cl.DistributedDataParallel(net(kind).to(group.device), group, bucket_cap_mb=0.0005)
+    optimizer = optimizer_of(kind, model)
+    joinables = [model, optimizer] if zero else [model]
+    with cl.Join(joinables, divide_by_initial_world_size=False):
+        for step in range(2 + group.rank):
+            optimizer.zero_grad()
+            model(batch(group.rank, step).to(group.device)).square().mean().backward()
+            optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def train_unevenly_alone(size: int, zero: bool) -> list[torch.Tensor]:
+    kind = "zero, clipped" if zero else "ddp"
+    model = net(kind, alone=True).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(size + 1):
+        live = [rank for rank in range(size) if step < 2 + rank]
+        optimizer.zero_grad()
+        data = torch.cat([batch(rank, step) for rank in live])
+        model(data.double()).square().mean().backward()
+        if zero:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
+@pytest.mark.parametrize("zero", [False, True])
+def test_uneven_ranks_on_a_stand_in_equal_one_process(
+    zero: bool, seed: int, ranks: dict[int, StandInRanks]
+) -> None:
+    for mine in of_seed(ranks, seed).check(train_unevenly, zero):
+        for parameter, expected in zip(mine, train_unevenly_alone(2, zero), strict=True):
+            torch.testing.assert_close(parameter.double(), expected, atol=2e-5, rtol=2e-4)

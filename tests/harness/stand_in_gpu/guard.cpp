@@ -1,0 +1,102 @@
+// What torch's C++ asks of CUDA: a guard that knows the current stream and device of a thread, and
+// hooks that say that one device exists. So the autograd engine runs the backward pass of `cuda:0`
+// tensors in a thread of its own, with the streams of the forward pass.
+
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <atomic>
+
+using namespace c10;
+
+namespace {
+
+constexpr DeviceType kind = DeviceType::CUDA;
+
+thread_local StreamId current_stream = 0;
+thread_local DeviceIndex current_device = 0;
+thread_local bool device_was_set = false; // A thread that never sets one would use GPU 0.
+
+void choose(DeviceIndex index) {
+  current_device = index;
+  device_was_set = true;
+}
+
+DeviceIndex exchange(DeviceIndex index) {
+  auto before = current_device;
+  choose(index);
+  return before;
+}
+
+Stream stream_of(StreamId id) { return Stream(Stream::UNSAFE, Device(kind, 0), id); }
+
+struct Guard final : public c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return kind; }
+  Device exchangeDevice(Device d) const override { return Device(kind, exchange(d.index())); }
+  Device getDevice() const override { return Device(kind, current_device); }
+  void setDevice(Device d) const override { choose(d.index()); }
+  void uncheckedSetDevice(Device d) const noexcept override { choose(d.index()); }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+
+  Stream getStream(Device) const override { return stream_of(current_stream); }
+  Stream getDefaultStream(Device) const override { return stream_of(0); }
+  Stream getNewStream(Device, int) const override { return stream_of(0); }
+  Stream getStreamFromGlobalPool(Device, bool) const override {
+    static std::atomic<int> next{0};
+    return stream_of(1000 + next++ % 32);
+  }
+  Stream exchangeStream(Stream s) const override {
+    auto before = stream_of(current_stream);
+    current_stream = s.id();
+    return before;
+  }
+  bool queryStream(const Stream &) const override { return true; }
+  void synchronizeStream(const Stream &) const override {}
+
+  // The engine's own events; Python's are in streams.py.
+  void record(void **, const Stream &, const DeviceIndex, const EventFlag) const override {}
+  void block(void *, const Stream &) const override {}
+  bool queryEvent(void *) const override { return true; }
+  void destroyEvent(void *, const DeviceIndex) const noexcept override {}
+  void recordDataPtrOnStream(const c10::DataPtr &, const Stream &) const override {}
+};
+
+Guard guard;
+
+} // namespace
+
+extern "C" void stand_in_install() {
+  static c10::impl::DeviceGuardImplRegistrar registrar(kind, &guard);
+}
+extern "C" long long stand_in_stream() { return current_stream; }
+extern "C" void stand_in_set_stream(long long id) { current_stream = id; }
+extern "C" void stand_in_set_device(int index) { choose(static_cast<DeviceIndex>(index)); }
+extern "C" bool stand_in_device_was_set() { return device_was_set; }
+
+namespace at {
+
+struct CUDAHooks : public CUDAHooksInterface {
+  CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  bool isPinnedPtr(const void *) const override { return false; }
+  int getNumGPUs() const override { return 1; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex current_device() const override { return current_device_of_thread(); }
+  DeviceIndex getCurrentDevice() const override { return current_device_of_thread(); }
+  void setCurrentDevice(DeviceIndex index) const override { choose(index); }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override { return exchange(index); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchange(index); }
+
+private:
+  static DeviceIndex current_device_of_thread() { return ::current_device; }
+};
+
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks)
+
+} // namespace at
