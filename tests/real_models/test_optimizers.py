@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def difference(ours: Any, theirs: Any, path: str = "state") -> str:
         if ours.keys() != theirs.keys():
             return f"{path}: {list(ours)} and {list(theirs)}"
         pairs = [(key, ours[key], theirs[key]) for key in ours]
-    elif isinstance(ours, list | tuple) and len(ours) == len(theirs):
+    elif isinstance(ours, list | tuple | deque) and len(ours) == len(theirs):
         pairs = [(n, *pair) for n, pair in enumerate(zip(ours, theirs, strict=True))]
     else:
         return "" if ours == theirs or type(ours).__eq__ is object.__eq__ else f"{path}: {ours}"
