@@ -41,6 +41,7 @@ from actors.errors import (  # noqa: E402
     RankFailed,
     StartupError,
     StateLost,
+    StreamLost,
     WorkerLost,
 )
 from actors.messages import Report  # noqa: E402
@@ -212,6 +213,7 @@ __all__ = [
     "StaleStore",
     "WorkerLost",
     "StateLost",
+    "StreamLost",
     "StartupError",
     "RankFailed",
     "DriverLost",

@@ -145,6 +145,24 @@ class StateLost(ChoruslineError):
         )
 
 
+class StreamLost(ChoruslineError, RuntimeError):
+    """The reader of a Stream is gone, and the run cannot have the rows read again.
+
+    why: how the reader ended. remedy: a sentence.
+    """
+
+    def __init__(self, why: str, remedy: str) -> None:
+        super().__init__(why, remedy)
+        self.why = why
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return (
+            f"the reader of a Stream is gone ({self.why}), and with it the rows that it had read. "
+            f"{self.remedy}"
+        )
+
+
 def ends_a_generation(error: BaseException) -> bool:
     """Whether the run may go on in a new generation after this error.
 

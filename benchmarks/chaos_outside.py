@@ -36,6 +36,9 @@ FAULTS = (*KILLS, "stop", "terminate")
 was not there when the run began; SIGSTOP to a worker, and SIGCONT after a while; SIGTERM to a
 worker, which leaves the run."""
 
+READER_FAULTS = ("reader", "reader and worker", "reader and worker and driver")
+"""SIGKILL to the reader of a stream, and at once to others. In rounds with a stream they stand in
+the place of some of the faults above."""
 
 EXCUSES = (
     "no other rank was left to go on",
@@ -43,6 +46,7 @@ EXCUSES = (
     "optimizer state is lost",
     "the result of this one is lost",
     "cannot be run again in the middle, because",
+    "the reader of a Stream is gone",
 )
 """What an error says that may end a round: docs/failures.md, What is not survived."""
 
@@ -78,6 +82,13 @@ def draw(seed: int, kind: str | None = None) -> Plan:
         # Most faults come one by one; some meet the recovery from the one before.
         after_s = rng.uniform(0.0, 0.4) if rng.random() < 0.3 else rng.uniform(0.4, 4.0)
         faults.append(Fault(what, after_s, rng.choice((0.5, 3.0, 20.0)) if what == "stop" else 0))
+    if one.name == "stream":
+        faults = [
+            replace(fault, kind=rng.choices(READER_FAULTS, (2, 1, 1))[0])
+            if rng.random() < 0.4
+            else fault
+            for fault in faults
+        ]
     num_steps = chaos_kinds.EPOCHS * chaos_kinds.NUM_SAMPLES / (chaos_kinds.BATCH * num_workers)
     one = replace(one, step_s=max(6.0, sum(fault.after_s for fault in faults)) / num_steps)
     return Plan(seed, one, num_workers, tuple(faults))
@@ -147,24 +158,7 @@ class Injector:
                     self.struck.append(f"{fault.kind} {sorted(pids)} at {at_s:.2f} s")
 
     async def _strike(self, fault: Fault, first: set[int], tasks: asyncio.TaskGroup) -> set[int]:
-        workers = sorted(actors("ray::Worker"))
-        match fault.kind:
-            case "worker" | "stop" | "terminate":
-                pids = set(self._rng.sample(workers, min(1, len(workers))))
-            case "pair":
-                pids = set(self._rng.sample(workers, min(2, len(workers))))
-            case "driver":
-                pids = actors("ray::Driver")
-            case "worker and driver":
-                pids = set(self._rng.sample(workers, min(1, len(workers)))) | actors("ray::Driver")
-            case _:
-                give_up_at = time.monotonic() + 6.0
-                while not (pids := actors("ray::Worker") - first):
-                    if time.monotonic() > give_up_at:
-                        return set()
-                    await asyncio.sleep(0.05)
-                await asyncio.sleep(self._rng.uniform(0.0, 2.5))
-                pids = {min(pids)}
+        pids = await self._newcomer(first) if fault.kind == "newcomer" else self._drawn(fault.kind)
         if fault.kind == "stop":
             signal_to(pids, signal.SIGSTOP)
             self._stopped |= pids
@@ -173,6 +167,27 @@ class Injector:
             is_soft = fault.kind == "terminate"
             signal_to(pids, signal.SIGTERM if is_soft else signal.SIGKILL)
         return pids
+
+    def _drawn(self, kind: str) -> set[int]:
+        parts = set(kind.split(" and "))
+        workers = sorted(actors("ray::Worker"))
+        pids: set[int] = set()
+        if parts & {"worker", "pair", "stop", "terminate"}:
+            pids.update(self._rng.sample(workers, min(1 + ("pair" in parts), len(workers))))
+        if "driver" in parts:
+            pids |= actors("ray::Driver")
+        if "reader" in parts:
+            pids |= actors("ray::RowReaderActor")
+        return pids
+
+    async def _newcomer(self, first: set[int]) -> set[int]:
+        give_up_at = time.monotonic() + 6.0
+        while not (pids := actors("ray::Worker") - first):
+            if time.monotonic() > give_up_at:
+                return set()
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(self._rng.uniform(0.0, 2.5))
+        return {min(pids)}
 
     async def _let_go_on(self, pids: set[int], after_s: float) -> None:
         await asyncio.sleep(after_s)

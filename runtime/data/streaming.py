@@ -27,6 +27,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.calls import GONE, Actor, nodes_leaving, why_gone
+from actors.errors import StreamLost
 
 from .batches import Batches
 from .cursor import Cursor
@@ -216,12 +217,13 @@ class StreamShard(Batches):
             # refuses it (row_reader.py).
             retried = self._reader.end.options(max_task_retries=-1)
             retried.remote(self._reading, self._holder)
-        text = (
-            f"the reader of a Stream is gone ({gone}), and with it the rows that it had read. They "
-            "are read again where a run goes on without lost workers and all is registered "
-            "(ctx.register); or go on from a checkpoint if there is one"
+        return self._without_reader(
+            StreamLost(
+                str(gone),
+                "They are read again where a run goes on without lost workers and all is "
+                "registered (ctx.register); or go on from a checkpoint if there is one",
+            )
         )
-        return self._without_reader(RuntimeError(text))
 
     # -- the reader ------------------------------------------------------------------------------
 
@@ -319,16 +321,15 @@ class StreamShard(Batches):
 
 
 def _answer(call: Any) -> Any:
-    """The reader's answer to a call. Blocks the training thread. Raises ReaderGone, or RuntimeError
-    if the reader was ended for good or the source raised."""
+    """The reader's answer to a call. Blocks the training thread. Raises ReaderGone; StreamLost if
+    the reader was ended for good, RuntimeError if the source raised."""
     while not ray.wait([call], timeout=_SLICE_S)[0]:
         pass
     try:
         return ray.get(call)
     except ActorDiedError as error:  # `Stream.close`, or its program has ended: no restart.
-        raise RuntimeError(
-            f"the reader of a Stream is gone ({why_gone(error)}), and with it the rows that it had "
-            "read; make a new Stream, and go on from a checkpoint if there is one"
+        raise StreamLost(
+            why_gone(error), "Make a new Stream, and go on from a checkpoint if there is one"
         ) from None
     except GONE as error:
         # Ray restarts the reader, or it lives and cannot be reached: it may have got the call.

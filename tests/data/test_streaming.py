@@ -238,7 +238,7 @@ async def test_what_goes_wrong_in_a_stream_is_told(session: cl.Session) -> None:
 async def test_a_reader_that_dies_is_named(session: cl.Session) -> None:
     stream = cl.Stream(range(100_000))
     ray.kill(stream.reader)
-    with pytest.raises(RuntimeError, match="the reader of a Stream is gone"):
+    with pytest.raises(cl.StreamLost, match="the reader of a Stream is gone"):
         await session.run(read, stream=stream)
 
 
@@ -343,7 +343,7 @@ async def test_without_registered_state_the_death_of_the_reader_ends_the_run(
 ) -> None:
     with cl.Stream(ReadAgain()) as stream:
         reader_of(stream, tmp_path)
-        with pytest.raises(RuntimeError, match=r"the reader of a Stream is gone .*ctx.register"):
+        with pytest.raises(cl.StreamLost, match=r"the reader of a Stream is gone .*ctx.register"):
             await session.run(
                 train_without_reader,
                 stream=stream,
