@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from actors.errors import StreamLost
+
 from .dealer import Dealt
 from .dealing import Hands, left_of
 
@@ -242,10 +244,10 @@ def _rest(parts: Sequence[dict[str, Any] | None]) -> Rest:
         given = frozenset(n for part in begun for n in part["ids"] or ())
         missing = max(part.get("num_ids", 0) for part in begun) - len(given)
         if missing > 0:
-            raise RuntimeError(
-                f"{missing} rows of a Stream belong to steps that count, and which ones is not "
-                "known any more: its reader died together with the rank that had used them. Run "
-                "the epoch again, or go on from a checkpoint"
+            raise StreamLost(
+                "it died together with a rank",
+                f"Of those, {missing} belong to steps that count, and which ones is not known any "
+                "more. Run the epoch again, or go on from a checkpoint",
             )
         return Rest(runs, given)
     counts = tuple(0 if part is None else part["given"] for part in parts)
