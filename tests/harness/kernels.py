@@ -35,6 +35,17 @@ class Kernel:
     """environment: over this process's own."""
 
     def __init__(self, **environment: str) -> None:
+        for attempt in range(3):
+            try:
+                self._start(environment)
+                return
+            except RuntimeError:  # Another process may take a port between its choice and its use.
+                self._client.stop_channels()
+                self.manager.shutdown_kernel(now=True)
+                if attempt == 2:
+                    raise
+
+    def _start(self, environment: dict[str, str]) -> None:
         self.manager = KernelManager(kernel_name="python3")
         self.manager.start_kernel(env={**os.environ, **environment})
         # Not the manager's own client: nbclient, which borrows the manager, ends its context.
