@@ -11,7 +11,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -241,13 +241,14 @@ def _metadata_for_torch(manifest: Manifest) -> bytes:
             )
         properties = TensorProperties(dtype=dtype_of(entry.dtype))
         described[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+    has_version = "version" in {field.name for field in fields(Metadata)}  # torch 2.8 has none.
     return pickle.dumps(
         Metadata(
             state_dict_metadata=described,
             planner_data=planned,
             storage_data=stored,
             storage_meta=StorageMeta(),
-            version="1.0.0",
+            **({"version": "1.0.0"} if has_version else {}),
         )
     )
 
