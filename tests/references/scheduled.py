@@ -53,6 +53,8 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "SequentialLR": _sequential,
     "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=0.5, anneal_epochs=6),
 }
+if torch.__version__ < "2.9":
+    del SCHEDULES["SWALR"]  # Its state holds a function there, which a resume refuses to load.
 
 
 class Clock:
