@@ -126,7 +126,11 @@ def test_a_seed_draws_the_same_faults_from_outside_for_all_kinds_of_functions() 
     assert {plan.kind.name for plan in plans} == set(chaos_kinds.KINDS)
     assert {plan.num_workers for plan in plans} == {2, 3, 4}
     assert {len(plan.faults) for plan in plans} == {1, 2, 3, 4, 5}
-    assert {fault.kind for plan in plans for fault in plan.faults} == set(chaos_outside.FAULTS)
+    for is_stream in (True, False):
+        few = [plan for plan in plans if (plan.kind.name == "stream") == is_stream]
+        drawn = {fault.kind for plan in few for fault in plan.faults}
+        readers = chaos_outside.READER_FAULTS if is_stream else ()
+        assert drawn == {*chaos_outside.FAULTS, *readers}
 
 
 def ledger(num_steps: int = 30) -> list[torch.Tensor]:
