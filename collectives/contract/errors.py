@@ -109,7 +109,6 @@ ALL_ARRIVE = (
     "slow, raise the timeout (timeout_s)."
 )
 
-HAVE_RETURNED = "their function has returned, so they will never take part in it"
 ALL_OR_NONE = (
     "A collective is called on all ranks or on none, also a gradient's: loops over batches of "
     "different number belong inside Join(), and ctx.reduce, ctx.save or a barrier outside of "
@@ -156,7 +155,8 @@ class CollectiveMismatch(CollectiveError):
 
 def waits_for_resting(operation: object, generation: int, ranks: list[int]) -> CollectiveMismatch:
     """The error of an operation that waits for ranks that take part in nothing more."""
-    return CollectiveMismatch(str(operation), generation, ranks, HAVE_RETURNED, ALL_OR_NONE)
+    detail = "their function has returned, so they will never take part in it"
+    return CollectiveMismatch(str(operation), generation, ranks, detail, ALL_OR_NONE)
 
 
 @dataclass(eq=False, repr=False)

@@ -100,15 +100,16 @@ class FunctionCall:
         """The epoch of a shard that is made without one. dataset: as the user gave it."""
         if self.cursor.epoch_under_way is not None:
             return self.cursor.epoch_under_way
-        trains = is_shuffled and torch.is_grad_enabled()
-        if trains and self.rank == 0 and self._dealt_without_epoch is dataset:
+        if not (is_shuffled and torch.is_grad_enabled()):
+            return 0  # It is evaluated only.
+        if self.rank == 0 and self._dealt_without_epoch is dataset:
             warnings.warn(
                 "ctx.shard deals out the same dataset again without epoch=, so in the same order. "
                 "Write `for epoch in ctx.epochs(n):`, or epoch=epoch; for a dataset that is only "
                 "evaluated, shuffle=False",
                 stacklevel=users_level(),
             )
-        self._dealt_without_epoch = dataset if trains else self._dealt_without_epoch
+        self._dealt_without_epoch = dataset
         return 0
 
     def check_all_take_part(self, call: str) -> None:
