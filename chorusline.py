@@ -108,8 +108,8 @@ from runtime.checkpoint import (  # noqa: E402
 from runtime.data.dataset_batches import Shard  # noqa: E402
 from runtime.data.dealing import deal  # noqa: E402
 from runtime.data.streaming import Stream  # noqa: E402
-from runtime.data_parallel.comm_hooks import GradBucket  # noqa: E402
 from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel  # noqa: E402
+from runtime.data_parallel.gradients.comm_hooks import GradBucket  # noqa: E402
 from runtime.data_parallel.pure_distributed_data_parallel import (  # noqa: E402
     PureDistributedDataParallel,
 )

@@ -24,7 +24,7 @@ from collectives import Group, ReduceOp
 from collectives.objects.blocking import all_gather_object
 from collectives.transports.host import host_identity
 
-from ..data_parallel.comm_hooks import GradBucket
+from ..data_parallel.gradients.comm_hooks import GradBucket
 from ..process.running import current_group
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .model_averaging import ModelAverager

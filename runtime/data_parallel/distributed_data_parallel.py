@@ -24,10 +24,11 @@ from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement
 from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
-from .comm_hooks import CommHook
 from .engine import ModelEngine
-from .reducer import Reducer
-from .reductions import why_not_sharded
+from .gradients.comm_hooks import CommHook
+from .gradients.reducer import Reducer
+from .gradients.reductions import why_not_sharded
+from .gradients.step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
 from .same_model import (
     broadcast_tensors,
     check_devices,
@@ -35,7 +36,6 @@ from .same_model import (
     check_wrapping,
     unlike_values,
 )
-from .step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
 from .sync_batch_norm import SyncBatchNorm
 
 

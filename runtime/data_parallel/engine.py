@@ -19,8 +19,8 @@ from ..join.pass_pattern import PassPattern
 from ..process.between_runs import between_runs
 from ..process.running import recovery_of
 from .buffers import Buffers
-from .gradient_bucket import GradientBucket
-from .reducer import Reducer
+from .gradients.gradient_bucket import GradientBucket
+from .gradients.reducer import Reducer
 from .same_model import broadcast_tensors, check_devices, check_same_model
 
 

@@ -28,7 +28,7 @@ import torch
 
 from collectives import Work
 
-from ..data_parallel.reducer import Reducer
+from ..data_parallel.gradients.reducer import Reducer
 from ..process.agreement import Agreement, check_votes, read_agreement, vote_numel, write_vote
 from .parameter_bucket import Gather
 from .parameter_shard import ParameterShard

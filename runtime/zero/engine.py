@@ -35,8 +35,8 @@ from actors.messages import Progress
 from collectives import CollectiveError, Group
 
 from ..data_parallel.engine import ModelEngine
-from ..data_parallel.gradient_bucket import GradientBucket
-from ..data_parallel.reducer import Reducer
+from ..data_parallel.gradients.gradient_bucket import GradientBucket
+from ..data_parallel.gradients.reducer import Reducer
 from ..join.join import GroupJoinable
 from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs

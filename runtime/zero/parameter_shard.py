@@ -15,7 +15,7 @@ import torch
 
 from collectives import Group, Work
 
-from ..data_parallel.gradient_bucket import GradientBucket
+from ..data_parallel.gradients.gradient_bucket import GradientBucket
 from ..partition.buckets import BucketPlan, plan_buckets
 from ..partition.resharding import Range, kept_by
 from ..partition.shards import Piece, pieces_of, shard_numel, whole_parameter_spans

@@ -26,7 +26,7 @@ import torch
 
 from collectives import Group
 
-from ..process.agreement import (
+from ...process.agreement import (
     MAX_ITERATIONS,
     Agreement,
     Note,
@@ -35,8 +35,8 @@ from ..process.agreement import (
     vote_numel,
     write_vote,
 )
-from ..process.between_runs import between_runs
-from ..process.step_boundary import boundary
+from ...process.between_runs import between_runs
+from ...process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .earlier_passes import EarlierPasses, check_passes
 from .gradient_bucket import GradientBucket

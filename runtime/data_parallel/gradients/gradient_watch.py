@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..process.between_runs import between_runs
+from ...process.between_runs import between_runs
 
 OnGradient = Callable[[int, torch.Tensor], None]
 

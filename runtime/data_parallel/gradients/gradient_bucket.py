@@ -9,8 +9,8 @@ import torch
 
 from collectives import Group, Work
 
-from ..partition.buckets import BucketPlan, plan_buckets
-from ..partition.shards import padded_numel, room_for, shard_numel
+from ...partition.buckets import BucketPlan, plan_buckets
+from ...partition.shards import padded_numel, room_for, shard_numel
 
 _FIRST_BUCKET_BYTES = 1 << 20
 

@@ -14,7 +14,7 @@ import torch
 from actors.errors import ends_a_generation
 from collectives import CollectiveError, Group
 
-from ..process.step_boundary import boundary
+from ...process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .gradient_bucket import GradientBucket, Gradients, why_not_changed
 from .reductions import AllReduce, ReduceScatter, Reduction

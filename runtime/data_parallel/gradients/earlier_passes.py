@@ -18,7 +18,7 @@ from collections.abc import Collection
 
 import torch
 
-from ..process.agreement import Agreement, Note
+from ...process.agreement import Agreement, Note
 from .gradient_bucket import Gradients
 
 
