@@ -48,6 +48,7 @@ ORDER = {
         "process",
         "join",
         "data",
+        "data_parallel/gradients",
         "data_parallel",
         "zero",
         "checkpoint/format",
