@@ -70,6 +70,7 @@ def show_doctor() -> int:
 def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     """All findings. environment: read instead of the process's, except for Gloo's variables."""
     yield from _versions()
+    yield from _command(environment)
     yield from _devices()
     yield from _nccl()
     yield from _shared_memory()
@@ -97,6 +98,59 @@ def _versions() -> Iterator[Finding]:
         return
     home = Path(str(chorusline.__file__)).parent
     yield Finding("chorusline", Verdict.FINE, f"{chorusline.__version__} in {home}")
+
+
+def _command(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether a terminal, and the jobs of a cluster that runs here, find the program `chorusline`.
+
+    A job has the PATH with which the node's Ray process was started.
+    """
+    program = Path(sys.executable).with_name("chorusline")
+    activate = program.with_name("activate")
+    first = f"source {activate}" if activate.exists() else f"export PATH={program.parent}:$PATH"
+    found = shutil.which("chorusline", path=environment.get("PATH", ""))
+    if found is None or Path(found).resolve() != program.resolve():
+        yield Finding(
+            "command",
+            Verdict.POOR,
+            f"{program} is not on the PATH"
+            if found is None
+            else f"`chorusline` is {found}, and not the one beside {sys.executable}",
+            f"{first}, also before `ray start`",
+        )
+    else:
+        yield Finding("command", Verdict.FINE, found)
+    without = [pid for pid, path in _started_nodes() if not shutil.which("chorusline", path=path)]
+    if without:
+        yield Finding(
+            "ray's jobs",
+            Verdict.POOR,
+            f"`ray start` was called here (pid of the node: {', '.join(map(str, without))}) where "
+            "`chorusline` is not on the PATH: jobs end with `chorusline: not found`",
+            f"`ray stop`, {first}, `ray start`; or submit {program} run …",
+        )
+
+
+def _started_nodes() -> Iterator[tuple[int, str]]:
+    """The pid and the PATH of each Ray node of this user that `ray start` has started here, as
+    nodes that take jobs are. A program that calls ray.init is the parent of its own."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if not _words(process / "cmdline")[0].endswith("/raylet"):
+                continue
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if parent != "1" and "start" not in _words(Path("/proc", parent, "cmdline")):
+                continue
+            variables = _words(process / "environ")
+        except OSError:
+            continue  # It has ended, or belongs to another user.
+        for variable in variables:
+            if variable.startswith("PATH="):
+                yield int(process.name), variable.removeprefix("PATH=")
+
+
+def _words(file: Path) -> list[str]:
+    return file.read_bytes().decode(errors="replace").split("\0")
 
 
 def _version(name: str, found: str, least: tuple[int, ...], mend: str) -> Finding:

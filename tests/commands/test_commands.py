@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -12,9 +13,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import ray
+from ray.job_submission import JobSubmissionClient
 from rich.console import Console
 
 from actors.crew.crew import INCARNATION, NAMESPACE
@@ -23,6 +26,8 @@ from runtime.commands.bench import Row, bus_factor, nbytes, table
 from runtime.commands.bench import WrongUsage as WrongCase
 from runtime.commands.command_line import main
 from runtime.commands.status import _show, survey
+from tests import ROOT
+from tests.harness.head_node import free_ports, head_node, wait_until
 
 CHORUSLINE = [sys.executable, "-m", "runtime.commands.command_line"]
 SCRIPT = """
@@ -324,6 +329,64 @@ def test_the_doctor_tells_the_mend_of_what_is_wrong_and_exits_with_1(
     assert "`ray start --head` there" in wrong["RAY_ADDRESS"]
     assert "RAY_AUTH_MODE=disabled" in wrong["ray's"]
     assert told.endswith("4 things prevent running here\n")
+
+
+def test_the_doctor_tells_that_a_terminal_does_not_find_the_program(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{here}:/usr/bin:/bin")
+    assert main(["doctor"]) == 0
+    assert f"command          {here / 'chorusline'}\n" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert f"{here / 'chorusline'} is not on the PATH" in told
+    assert f"source {here / 'activate'}, also before `ray start`" in told
+    other = tmp_path / "chorusline"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["doctor"]) == 0
+    assert f"`chorusline` is {other}, and not the one beside" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_doctor_tells_that_jobs_of_a_cluster_do_not_find_the_program(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And jobs end as it says, unless they name the program with its path."""
+    gcs, board, client, agent = free_ports(4)
+    address = f"http://127.0.0.1:{board}"
+    flags = [
+        *(f"--port={gcs}", "--num-cpus=1", "--include-dashboard=true"),
+        *(f"--dashboard-port={board}", f"--dashboard-agent-listen-port={agent}"),
+        f"--ray-client-server-port={client}",
+    ]
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError), urlopen(f"{address}/api/version", timeout=5):
+            return True
+        return False
+
+    bare = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    with head_node(*flags, is_up=answers, environment=bare):
+        main(["doctor"])
+        told = capsys.readouterr().out
+        pids = re.search(r"pid of the node: ([\d, ]+)\) where", told)
+        assert pids is not None, told
+        ours = [Path("/proc", pid, "cmdline").read_text() for pid in pids[1].split(", ")]
+        assert any(f":{gcs}" in command for command in ours)
+        jobs = JobSubmissionClient(address)
+        program = Path(sys.executable).with_name("chorusline")
+        ends = {"chorusline --help": "FAILED", f"{program} --help": "SUCCEEDED"}
+        for entrypoint, status in ends.items():
+            job = jobs.submit_job(entrypoint=entrypoint)
+            wait_until(lambda job=job: jobs.get_job_status(job).is_terminal(), 60)
+            assert jobs.get_job_status(job) == status, jobs.get_job_logs(job)
+            if status == "FAILED":
+                assert "chorusline: not found" in jobs.get_job_logs(job)
 
 
 @pytest.mark.slow
