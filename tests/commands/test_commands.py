@@ -372,12 +372,15 @@ def test_the_doctor_tells_that_jobs_of_a_cluster_do_not_find_the_program(
 
     bare = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     with head_node(*flags, is_up=answers, environment=bare):
-        main(["doctor"])
-        told = capsys.readouterr().out
-        pids = re.search(r"pid of the node: ([\d, ]+)\) where", told)
-        assert pids is not None, told
-        ours = [Path("/proc", pid, "cmdline").read_text() for pid in pids[1].split(", ")]
-        assert any(f":{gcs}" in command for command in ours)
+
+        def is_told() -> bool:
+            main(["doctor"])
+            pids = re.search(r"pid of the node: ([\d, ]+)\) where", capsys.readouterr().out)
+            named = pids[1].split(", ") if pids else []
+            return any(f":{gcs}" in Path("/proc", pid, "cmdline").read_text() for pid in named)
+
+        wait_until(is_told, 60)  # The dashboard answers before the node is there.
+        assert is_told()
         jobs = JobSubmissionClient(address)
         program = Path(sys.executable).with_name("chorusline")
         ends = {"chorusline --help": "FAILED", f"{program} --help": "SUCCEEDED"}
