@@ -60,6 +60,7 @@ from .lifeline import Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes
 from .run_here import Program, RunHere
 from .sigterm import hear_sigterm
+from .standing_by import StandingBy
 from .training_thread import TrainingThread
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ and as many more before it is interrupted in its Python code. Code that sees the
 story; code that waits for something else, or only computes, would never see it."""
 
 
-class Worker:
+class Worker(StandingBy):
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
     def __init__(self, seat: int, use_gpu: bool, session: str = "") -> None:
@@ -81,6 +82,7 @@ class Worker:
         # has them all, and starts with 0.7 s of CPU time without torch, not 1.8.
         import torch
 
+        super().__init__()
         runtime = ray.get_runtime_context()
         num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
         # Ray shows each actor only its own GPUs, so ours is number 0.

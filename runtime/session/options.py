@@ -50,6 +50,22 @@ def checked_failures(max_failures: int | None | Default, is_pair: bool) -> int |
     return max_failures
 
 
+def checked_spares(spares: int, max_failures: int | None, placement_strategy: str) -> int:
+    if type(spares) is not int or spares < 0:
+        raise ValueError(f"spares must be a number of workers, at least 0, got {spares!r}")
+    if spares and max_failures == 0:
+        raise ValueError(
+            f"spares={spares} workers would wait for a loss that ends the run: max_failures is 0; "
+            "set max_failures to None, or to the number of workers that a run may lose"
+        )
+    if spares and placement_strategy == "STRICT_PACK":
+        raise ValueError(
+            f"spares={spares} asks for room beside the workers, and placement_strategy="
+            "'STRICT_PACK' gives them one node as a whole; take 'PACK'"
+        )
+    return spares
+
+
 def check_kinds(address: object, on_report: object, checkpoint: object, seed: object) -> None:
     if address is not None and not isinstance(address, str):
         raise TypeError(f"address must be a string, got {type(address).__name__}")
