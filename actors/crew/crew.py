@@ -23,6 +23,7 @@ from ..journal import JournalReader
 from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
+from ..worker.devices import environment_of_workers
 from ..worker.worker import worker_class
 from .recruiting import Recruiter, Seats
 
@@ -83,6 +84,8 @@ class Crew:
         self._driver_options = driver_options
         # Only if there is one: Ray starts processes for an environment of their own.
         self._environment = {"runtime_env": dict(environment)} if environment else {}
+        of_workers = environment_of_workers(environment or {}, use_gpu)
+        self._workers_environment = {"runtime_env": of_workers} if of_workers else {}
         self._worker_class = worker_class()
         self._workers: dict[int, Actor] = {}  # by seat
         self._starting: set[int] = set()
@@ -423,7 +426,8 @@ class Crew:
         """Start a new worker in a seat, in the place of the one that was there."""
         if seat in self._workers:
             self._kill_worker(seat)
-        made = self._worker_class.options(**self._seats.options(seat), **self._environment)
+        options = {**self._seats.options(seat), **self._workers_environment}
+        made = self._worker_class.options(**options)
         worker = self._workers[seat] = made.remote(seat, self._use_gpu, self.name)
         self._starting.add(seat)
         return worker

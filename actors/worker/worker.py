@@ -55,6 +55,7 @@ from ..parcels.parcel import Parcel
 from ..run_status import RunStatus
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
+from .gpu import own_gpu
 from .leaving import SIGTERM_EXIT, leave
 from .lifeline import Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes
@@ -83,8 +84,7 @@ class Worker:
 
         runtime = ray.get_runtime_context()
         num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
-        # Ray shows each actor only its own GPUs, so ours is number 0.
-        self._device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
+        self._device = own_gpu() if use_gpu else torch.device("cpu")
         self._num_threads = max(1, int(num_cpus))
         self._info = WorkerInfo(
             worker_id=runtime.get_actor_id() or "",
