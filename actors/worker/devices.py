@@ -41,7 +41,7 @@ class Gpu:
 def environment_of_workers(environment: Mapping[str, Any], use_gpu: bool) -> dict[str, Any]:
     """Ray's runtime environment of workers: `environment`, and with GPUs all of them visible.
 
-    A value that the user gives stays: "0" has Ray hide the other GPUs, as it does for other actors.
+    A value that the user gives stays: "0" hides the other GPUs, as Ray does for other actors.
     """
     if not use_gpu:
         return dict(environment)
@@ -90,7 +90,7 @@ def choose_gpu(
         )
     added = {SHARED_GPUS: "1"} if 0 < share < 1 and SHARED_GPUS not in environment else {}
     if visible is None:
-        index = min(int(one) for one in assigned)
+        places = {int(one): str(one) for one in assigned}
     else:
         listed = [entry.strip() for entry in visible.split(",")]
         lacking = [one for one in assigned if str(one) not in listed]
@@ -99,10 +99,13 @@ def choose_gpu(
                 f"Ray has assigned GPU {_names(lacking)} to this worker, and {says} in it, which "
                 f"leaves that out. {_OF_THE_NODE}"
             )
-        index = min(listed.index(str(one)) for one in assigned)
-        if listed[index].startswith(_MIG):
-            # CUDA shows a process one part of a GPU, whatever the list says.
-            return Gpu(0, {**added, VISIBLE: listed[index]})
+        places = {listed.index(str(one)): str(one) for one in assigned}
+    own = [places[place] for place in sorted(places)]
+    # CUDA shows a process one part of a GPU (MIG), whatever the list says.
+    hidden = own[:1] if own[0].startswith(_MIG) else own if _hides(environment) else []
+    if hidden:
+        return Gpu(0, {**added, VISIBLE: ",".join(hidden)})
+    index = min(places)
     if index >= num_visible:
         raise NoGpu(
             f"Ray has assigned GPU {_names(assigned)} to this worker, which would be number "
@@ -111,6 +114,11 @@ def choose_gpu(
             f"must be listed in {VISIBLE} before `ray start`"
         )
     return Gpu(index, added)
+
+
+def _hides(environment: Mapping[str, str]) -> bool:
+    """Whether the user wants the other GPUs hidden. Ray 2.50 takes any value for a no."""
+    return environment.get(RAY_HIDES_NONE, "").lower() in ("0", "false")
 
 
 def _names(assigned: Sequence[int | str]) -> str:

@@ -63,6 +63,10 @@ def test_among_those_that_are_listed_a_worker_takes_the_place_of_its_own() -> No
         ([2], 0.5, {SHARED_GPUS: "0"}, 4, Gpu(2)),  # as the user says
         ([0, 1], 1.5, ALL, 2, Gpu(0)),
         (["MIG-b"], 1, seen("MIG-a,MIG-b"), 1, Gpu(0, {VISIBLE: "MIG-b"})),
+        ([3], 1, {RAY_HIDES_NONE: "0"}, 4, Gpu(0, {VISIBLE: "3"})),  # which Ray 2.50 does not do
+        (["3"], 1, {RAY_HIDES_NONE: "0", **seen("3")}, 1, Gpu(0, {VISIBLE: "3"})),
+        (["7", "6"], 2, {RAY_HIDES_NONE: "0", **seen("6,7")}, 2, Gpu(0, {VISIBLE: "6,7"})),
+        ([3], 1, {RAY_HIDES_NONE: "1"}, 4, Gpu(3)),
         (["MIG-b"], 0.5, seen("MIG-b"), 1, Gpu(0, {SHARED_GPUS: "1", VISIBLE: "MIG-b"})),
     ],
 )
