@@ -137,7 +137,8 @@ WITH_RAY = """
 import asyncio, os, sys
 import ray
 import chorusline as cl
-from actors.worker.devices import choose_gpu, environment_of_workers
+from actors.worker.devices import NoGpu, choose_gpu, environment_of_workers
+from actors.worker.gpu import own_gpu
 
 ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
 
@@ -148,6 +149,12 @@ class Actor:
         seen = 4 if shown is None else len(shown.split(","))
         gpu = choose_gpu(ray.get_gpu_ids(), share, os.environ, seen)
         return gpu.index, shown, gpu.environment.get("NCCL_MULTI_RANK_GPU_ENABLE")
+
+    def own(self):
+        try:
+            return str(own_gpu())
+        except NoGpu as error:
+            return str(error)
 
 def deal(share, count, variables):
     environment = environment_of_workers({"env_vars": variables}, use_gpu=True)
@@ -161,6 +168,10 @@ def deal(share, count, variables):
 print(deal(1, 4, {}))
 print(deal(0.5, 2, {}))
 print(deal(1, 2, {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}))
+
+narrow = {"env_vars": {"CUDA_VISIBLE_DEVICES": "0"}}
+kind = ray.remote(Actor).options(num_cpus=0, num_gpus=1, runtime_env=narrow)
+print(ray.get(kind.remote().own.remote(), timeout=60))
 
 async def refused():
     try:
@@ -185,11 +196,12 @@ def test_ray_deals_gpus_and_workers_find_their_own_among_all() -> None:
         | {"RAY_AUTH_MODE": "disabled"},
     )
     assert done.returncode == 0, done.stderr
-    whole, halves, hidden, *refused = done.stdout.splitlines()
+    whole, halves, hidden, narrowed, *refused = done.stdout.splitlines()
     assert whole == str([(number, None, None) for number in range(4)])
     assert [half[1:] for half in eval(halves)] == [(None, "1")] * 2
     assert [(index, of) for index, _, of in eval(hidden)] == [(0, None)] * 2
     assert len({shown for _, shown, _ in eval(hidden)}) == 2
+    assert "the runtime environment sets CUDA_VISIBLE_DEVICES='0' in all workers" in narrowed
     said = "\n".join(refused)
     assert "2 of 2 workers did not start" in said
     assert "torch sees no CUDA device in it (CUDA_VISIBLE_DEVICES is not set)" in said

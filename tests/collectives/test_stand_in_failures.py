@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -298,6 +298,34 @@ def test_a_rank_that_nccl_keeps_for_ever_is_no_hang_of_the_others() -> None:
             assert "connecting by NCCL in generation 0" in told and "within 1.5 s" in told
             assert "all ranks answer, and NCCL has not connected them" in told
             assert "NCCL_DEBUG=INFO" in told
+
+
+class Ended(cl.PrefixStore):
+    """As the store of a session that ends the meeting: every later call raises its error."""
+
+    error: GroupAborted | None = None
+
+    def check(self, keys: Sequence[str | bytes]) -> bool:
+        if self.error is not None:
+            raise self.error
+        return super().check(keys)
+
+
+def meet_until_told(rank: Rank) -> float:
+    store = Ended("the session's", rank.store)
+    nccl.settings.entering = lambda number: number == 1 and wait_for_ever(1)
+    told = GroupAborted(0, [1], LOST)
+    threading.Timer(0.5, lambda: setattr(store, "error", told)).start()
+    began_at = time.monotonic()
+    with pytest.raises(GroupAborted, match=LOST):
+        cl.Group.create(store, rank.rank, rank.size, "cuda:0", timeout_s=30)
+    return time.monotonic() - began_at
+
+
+@needs_stand_in
+def test_a_session_ends_the_meeting_while_nccl_connects() -> None:
+    with StandInRanks(2) as ranks:
+        assert max(ranks.run(meet_until_told)) < 4
 
 
 @needs_stand_in

@@ -143,6 +143,7 @@ class NcclCommunicator:
         self._connected: set[tuple[int, int]] = set()
         self._last_kernel: threading.Event | None = None
         self._launching = 0
+        streams.note_thread()  # NCCL takes the current device of the thread.
         settings.entering(rank)
         self._host_line, self._kernel_line = Line(settings.hub), Line(settings.hub)
         everybody = frozenset(range(ndev))
