@@ -182,7 +182,7 @@ def fsdp2(size: str, device: torch.device) -> torch.nn.Module:
 
 
 def steps(group: cl.Group, size: str, rounds: int) -> dict[str, Any]:
-    """Median seconds of a step by way, host synchronisations, and how far models are apart."""
+    """Median seconds of a step by way, calls that synchronize, and how far models are apart."""
     device = group.device
     flags: dict[str, Any] = {"lr": _LR, "fused": device.type == "cuda"}
     num_steps = 10 if _WIDTHS[size][0] < 1024 else 4
@@ -245,7 +245,8 @@ def _apart(ours: Any, peers: Any, size: str, device: torch.device) -> float:
 
 
 def _host_syncs(way: Way) -> int:
-    """How often the host waits for the GPU in a turn of `way`, as torch warns of it."""
+    """How many calls of a turn of `way` synchronize, as torch warns of them: copies to the host and
+    the like. It does not see the host wait for an event."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.set_sync_debug_mode("warn")
@@ -321,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         syncs = first["host_syncs_a_step"]
         table(
             f"{size} parameters ({first['parameters']}), {num_ranks} ranks, a step",
-            ("way", "ms", "host waits for the GPU"),
+            ("way", "ms", "synchronizing calls"),
             [
                 (name, f"{seconds * 1e3:.2f}", f"{syncs[name]:g}" if syncs else "")
                 for name, seconds in step_s.items()

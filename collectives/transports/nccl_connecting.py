@@ -51,11 +51,10 @@ class Attempt:
         threading.Thread(target=self._connect, name="chorusline-nccl-connect", daemon=True).start()
         try:
             while not self._is_over.wait(min(LOOK_S, limit_s / 4)):
-                roll_call.store.check(["abort/error"])  # Raises the session's word to stop.
                 roll_call.answer()
-                news = roll_call.news()
-                if news is not None:
-                    raise news
+                told = _told(roll_call)
+                if told is not None:
+                    raise told
                 if time.monotonic() - began_at > limit_s:
                     raise roll_call.publish(_late(roll_call, limit_s))
             if self._error is not None:
@@ -97,6 +96,17 @@ class Attempt:
             "NCCL_MULTI_RANK_GPU_ENABLE=1"
         )
         return roll_call.why_broken(CONNECTING, reason, ANSWER_S)
+
+
+def _told(roll_call: RollCall) -> CollectiveError | None:
+    """The session's word to stop, which its store raises, or what another rank has published."""
+    try:
+        roll_call.store.check(["abort/error"])
+    except CollectiveError as error:
+        return error
+    except Exception:
+        return None  # A store that fails says nothing, and NCCL may connect all the same.
+    return roll_call.news()
 
 
 def _late(roll_call: RollCall, limit_s: float) -> CollectiveError:
