@@ -23,6 +23,7 @@ from ..journal import JournalReader
 from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
+from ..worker.devices import environment_of_workers
 from ..worker.worker import worker_class
 from .recruiting import Recruiter
 from .reserve import Reserve
@@ -85,6 +86,8 @@ class Crew:
         self._driver_options = driver_options
         # Only if there is one: Ray starts processes for an environment of their own.
         self._environment = {"runtime_env": dict(environment)} if environment else {}
+        of_workers = environment_of_workers(environment or {}, use_gpu)
+        self._workers_environment = {"runtime_env": of_workers} if of_workers else {}
         self._worker_class = worker_class()
         self._workers: dict[int, Actor] = {}  # by seat
         self._starting: set[int] = set()
@@ -445,7 +448,8 @@ class Crew:
         return worker
 
     def _made(self, seat: int) -> Actor:
-        made = self._worker_class.options(**self._seats.options(seat), **self._environment)
+        options = {**self._seats.options(seat), **self._workers_environment}
+        made = self._worker_class.options(**options)
         return made.remote(seat, self._use_gpu, self.name)
 
     async def _take_from_reserve(self, seat: int) -> Actor | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from ray.runtime_env import RuntimeEnv
 
+from actors.worker.devices import narrowed_by
+
 from ..checkpoint.config import CheckpointConfig
 from ..process.random_state import check_seed
 
@@ -152,6 +154,13 @@ def check_accelerator(accelerator_type: str | None, use_gpu: bool) -> None:
             f"accelerator_type={accelerator_type!r} asks for nodes with that GPU, but use_gpu is "
             "False; set use_gpu=True, or choose nodes with label_selector"
         )
+
+
+def check_gpus_are_rays_to_deal(environment: Mapping[str, Any], use_gpu: bool) -> None:
+    """environment: Ray's runtime environment of the workers."""
+    narrowed = narrowed_by(environment) if use_gpu else None
+    if narrowed is not None:
+        raise ValueError(narrowed)
 
 
 def _check_texts(name: str, texts: Mapping[str, str] | None, example: str) -> None:

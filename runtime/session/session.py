@@ -32,6 +32,7 @@ from .options import (
     DEFAULT,
     Default,
     check_accelerator,
+    check_gpus_are_rays_to_deal,
     check_kinds,
     check_seconds,
     checked_environment,
@@ -73,7 +74,7 @@ class Session:
         without the lost workers where its function can (ZeroRedundancyOptimizer, `replicas`).
     spares: workers that have started and loaded the program, and wait: one takes the seat of a lost
         worker at once, and another one is started behind it. They need room of their own.
-    use_gpu: whether each worker gets one GPU.
+    use_gpu: whether each worker gets a GPU, `ctx.device`; it sees all GPUs of its node.
     resources_per_worker: Ray's resource names and amounts, over the default of one CPU (a share of
         the CPUs on a cluster that the session starts itself).
     placement_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD", as in Ray.
@@ -129,6 +130,7 @@ class Session:
         check_accelerator(accelerator_type, use_gpu)
         self._labels = checked_labels(label_selector, placement_strategy)
         self._environment = checked_environment(runtime_env, env_vars)
+        check_gpus_are_rays_to_deal(self._environment, use_gpu)
         check_kinds(address, on_report, checkpoint, seed)
         self._fault_plan = fault_plan.ordered(self._most)
         self._use_gpu = use_gpu
