@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from collectives.operations import arguments
+from collectives.transports.nccl_works import NcclWork
 from runtime.zero import parameter_bucket
 
 from . import streams
@@ -148,3 +149,11 @@ def _install_in_chorusline() -> None:
     arguments.unwrapped, arguments.alias = unwrapped, alias
     for module in (arguments, parameter_bucket):
         module.from_dlpack = from_dlpack  # type: ignore[attr-defined]
+
+    plain_wait = NcclWork._block_host
+
+    def wait_on_host(self: NcclWork) -> None:
+        streams.note_wait("wait_on_host")
+        plain_wait(self)
+
+    NcclWork._block_host = wait_on_host  # type: ignore[method-assign]
