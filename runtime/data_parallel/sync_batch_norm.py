@@ -135,9 +135,9 @@ class SyncBatchNorm(_BatchNorm):
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        factor = self.momentum
-        if factor is None:
-            factor = 1.0 / self.num_batches_tracked.item()
+        factor: float | torch.Tensor | None = self.momentum
+        if factor is None:  # On the device: a host that reads the number would wait for it.
+            factor = self.num_batches_tracked.to(torch.float64).reciprocal().to(mean.dtype)
         unbiased = variance * (count / (count - 1))
         for running, newest in ((self.running_mean, mean), (self.running_var, unbiased)):
             # Computed in the precision of the statistics: bfloat16 running statistics round once.
@@ -183,15 +183,18 @@ class _Normalise(torch.autograd.Function):
             mine[channels : 2 * channels] = var * own_count
             mine[-1] = own_count
         everybody = mine.new_empty(group.size, len(mine))
-        group.all_gather(everybody, mine).wait_on_host()  # The count is read below.
+        work = group.all_gather(everybody, mine)
+        work.wait()
         means, deviations = everybody[:, :channels], everybody[:, channels : 2 * channels]
         counts = everybody[:, -1:]
         count = counts.sum()
-        if not count > 1:
-            raise ValueError(
-                "Expected more than 1 value per channel when training, got input size "
-                f"{tuple(input.shape)} on rank {group.rank}, and {count:g} over all ranks"
-            )
+        if own_count <= 1:  # Else there is more than one value, and no host has to read the count.
+            work.wait_on_host()
+            if not count > 1:
+                raise ValueError(
+                    "Expected more than 1 value per channel when training, got input size "
+                    f"{tuple(input.shape)} on rank {group.rank}, and {count:g} over all ranks"
+                )
         mean = (means * counts).sum(0) / count
         squares = (deviations + counts * (means - mean).square()).sum(0)
         variance = squares / count
@@ -202,12 +205,15 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(input, weight, mean, inverse, count)
         ctx.group = group
         ctx.mark_non_differentiable(mean, variance, count)
+        ctx.set_materialize_grads(False)  # Of the statistics there would be zeros, for nothing.
         return output, mean, variance, count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         input, weight, mean, inverse, count = ctx.saved_tensors
+        if gradient is None:  # Another node has given none. The other ranks wait for this one.
+            gradient = torch.zeros_like(input)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         x, dy = input.to(mean.dtype), gradient.to(mean.dtype)
         centred = (x - _shaped(mean, x)) * _shaped(inverse, x)

@@ -28,6 +28,7 @@ import torch
 from collectives import Group
 from collectives.contract.operation import Kind, describe
 from collectives.neutral import take_part, why_not_without
+from collectives.operations.host_reads import device_numbers
 
 from .ledger import JoinLedger
 
@@ -151,27 +152,24 @@ class Conductor:
         if batch is not None:  # All ranks know the numbers of batches.
             self.live = self._ledger.ranks_with_batch(batch)
         else:  # Only each rank itself knows whether it has data: ask them all.
-            flags = torch.zeros(len(self._all_ranks), dtype=torch.int32).to(self._channel.device)
-            flags[self._channel.rank] = has_data
+            mine = [int(has_data and rank == self._channel.rank) for rank in self._all_ranks]
+            flags = device_numbers(mine, torch.int32, self._channel.device)
             quiet, self._is_quiet = self._is_quiet, True
             try:
-                self._channel.all_reduce(flags).wait_on_host()
+                everybody = self._channel.all_reduce_and_read(flags).tolist()
             finally:
                 self._is_quiet = quiet
-            self.live = tuple(rank for rank, flag in enumerate(flags.tolist()) if flag)
+            self.live = tuple(rank for rank, flag in enumerate(everybody) if flag)
         self.last_live = self.live or self.last_live
         self._on_batch(self.live)
 
     def _announce(self, *numbers: int) -> list[int]:
         """Broadcast from the conductor; all ranks return its announcement. numbers: this rank's,
         which count on the conductor only."""
-        announced = torch.tensor(
-            [*numbers, *[0] * (_NUMBERS - len(numbers))], dtype=torch.int64
-        ).to(self._channel.device)
+        mine = [*numbers, *[0] * (_NUMBERS - len(numbers))]
+        announced = device_numbers(mine, torch.int64, self._channel.device)
         quiet, self._is_quiet = self._is_quiet, True
         try:
-            self._channel.broadcast(announced, min(self.live)).wait_on_host()
+            return self._channel.broadcast_and_read(announced, min(self.live)).tolist()
         finally:
             self._is_quiet = quiet
-        received: list[int] = announced.tolist()
-        return received

@@ -23,7 +23,7 @@ from collectives.contract.errors import (
     PeerLost,
     UnsupportedOperation,
 )
-from runtime.process.agreement import check_votes, vote_numel, write_vote
+from runtime.process.agreement import check_votes, vote_numel, vote_of
 from runtime.zero.ballot import Ballot, Vote
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl, streams
@@ -44,14 +44,14 @@ def lose_rank_1_soon(group: cl.Group) -> None:
 def hold_a_ballot(rank: Rank, step: int) -> None:
     with rank.group() as group:
         group.barrier().wait()
-        ballot = Ballot(group, 3, 1, counts_samples=False)
+        ballot = Ballot(group, 1, counts_samples=False)
         vote = Vote(
             step=step,
             live=True,
             has_next=True,
             used=[True] * 3,
             weight=None,
-            squared_norm=0.0,
+            add_squared_norm=None,
             loss_scale=0.0,
             options=[0.1],
         )
@@ -170,10 +170,9 @@ def test_a_vector_without_every_vote_is_no_agreement() -> None:
         with cl.Group.create(store, 0, 1) as group:
             with pytest.raises(GroupAborted, match="votes of 1 ranks, although its sum went"):
                 check_votes(total, group)
-    vote = torch.zeros(vote_numel(1, 3))
-    write_vote(vote, 0, 1, live=False, has_next=False, used=[False] * 3, weight=None, stop=False)
+    vote = vote_of(0, 1, live=False, has_next=False, used=[False] * 3, weight=None, stop=False)
     with cl.Group.create(store, 0, 1) as group:
-        check_votes(vote.tolist(), group)
+        check_votes(vote, group)
 
 
 # -- nothing hangs -----------------------------------------------------------------------------
