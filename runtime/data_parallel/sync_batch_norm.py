@@ -77,6 +77,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         self.process_group = process_group
         self._group: Group | None = None
+        self._checks_at_once = False
 
     @property
     def group(self) -> Group | None:
@@ -109,9 +110,14 @@ class SyncBatchNorm(_BatchNorm):
             setattr(converted, name, cls.convert_sync_batchnorm(child, process_group))
         return converted
 
-    def bind(self, group: Group) -> None:
-        """Set the group for the model around the layer; the user's process_group has precedence."""
+    def bind(self, group: Group, *, checks_at_once: bool = False) -> None:
+        """Set the group for the model around the layer; the user's process_group has precedence.
+
+        checks_at_once: on a GPU, wait until the statistics are known to be whole, before the
+            running statistics follow them.
+        """
         given = self.process_group
+        self._checks_at_once = checks_at_once
         self._group = group_beside(group) if given is None or given is group else given
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -123,7 +129,7 @@ class SyncBatchNorm(_BatchNorm):
         if self._group.size == 1:
             return super().forward(input)
         output, mean, variance, count = _Normalise.apply(
-            input, self.weight, self.bias, self.eps, self._group
+            input, self.weight, self.bias, self.eps, self._group, self._checks_at_once
         )
         self._track(mean, variance, count)
         normalised: torch.Tensor = output
@@ -172,6 +178,7 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         group: Group,
+        checks_at_once: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         x = input.to(_precise(input.dtype))
         channels = x.size(1)
@@ -188,6 +195,8 @@ class _Normalise(torch.autograd.Function):
         means, deviations = everybody[:, :channels], everybody[:, channels : 2 * channels]
         counts = everybody[:, -1:]
         count = counts.sum()
+        if checks_at_once:
+            work.wait_on_host()
         if own_count <= 1:  # Else there is more than one value, and no host has to read the count.
             work.wait_on_host()
             if not count > 1:
@@ -229,7 +238,7 @@ class _Normalise(torch.autograd.Function):
             scale = inverse if weight is None else inverse * weight
             inner = dy - _shaped(totals[:channels], x) - centred * _shaped(totals[channels:], x)
             grad_input = (inner * _shaped(scale, x)).to(input.dtype)
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

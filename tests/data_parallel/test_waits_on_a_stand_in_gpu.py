@@ -16,17 +16,13 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.journal import Journal
-from actors.messages import Assignment, RunRequest
-from actors.run_status import RunStatus
-from actors.worker.lifeline import Lifeline
 from collectives.contract.work import Work
-from runtime.program.program import Program
 from runtime.zero.ballot import Ballot
 from runtime.zero.parameter_shard import ParameterShard
 from tests.harness.ranks import Rank
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
+from tests.harness.stand_in_gpu.runs import in_run
 
 pytestmark = needs_stand_in
 
@@ -44,30 +40,6 @@ class Counts(NamedTuple):
     early: int
     kernels: int
     in_ballot: int
-
-
-class NoDriver:
-    """The driver of a run in which nothing happens."""
-
-    def __init__(self) -> None:
-        self.lifeline: Lifeline | None = None
-        self.finished = self
-
-    def remote(self, *_: object) -> None:
-        assert self.lifeline is not None
-        self.lifeline.release()
-
-
-def in_run(group: cl.Group, train: Callable[[cl.Context], Any], *, goes_on: bool) -> Any:
-    """What a session's worker does with a train function."""
-    place = group.rank, group.size
-    assignment = Assignment(group.generation, *place, *place, 0)
-    request = RunRequest(0, group.timeout_s, False, max_failures=None if goes_on else 0)
-    driver = NoDriver()
-    lifeline = driver.lifeline = Lifeline(request, driver, assignment, lambda: group)  # type: ignore[arg-type]
-    lifeline.begin()
-    program = Program(train, {}, None)
-    return program(assignment, group, Journal(keep=False), lifeline, RunStatus(), None)
 
 
 def net(kind: str) -> torch.nn.Module:
