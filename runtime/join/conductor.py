@@ -19,8 +19,9 @@ its announcement.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -128,7 +129,7 @@ class Conductor:
         self._is_quiet = True
         try:
             while self.live:
-                what, number, *operation = self._announce()
+                what, number, *operation = self._hear()
                 if what == Next.BATCH:
                     self._find_live(None if number < 0 else number, has_data=False)
                 elif what == Next.HOOK:
@@ -154,22 +155,33 @@ class Conductor:
         else:  # Only each rank itself knows whether it has data: ask them all.
             mine = [int(has_data and rank == self._channel.rank) for rank in self._all_ranks]
             flags = device_numbers(mine, torch.int32, self._channel.device)
-            quiet, self._is_quiet = self._is_quiet, True
-            try:
+            with self._quietly():
                 everybody = self._channel.all_reduce_and_read(flags).tolist()
-            finally:
-                self._is_quiet = quiet
             self.live = tuple(rank for rank, flag in enumerate(everybody) if flag)
         self.last_live = self.live or self.last_live
         self._on_batch(self.live)
 
-    def _announce(self, *numbers: int) -> list[int]:
-        """Broadcast from the conductor; all ranks return its announcement. numbers: this rank's,
-        which count on the conductor only."""
+    def _announce(self, *numbers: int) -> None:
+        """A rank with data tells what comes next; what the conductor tells counts. On a GPU it
+        does not wait until that has arrived: only ranks without data have to read it."""
         mine = [*numbers, *[0] * (_NUMBERS - len(numbers))]
-        announced = device_numbers(mine, torch.int64, self._channel.device)
+        with self._quietly():
+            self._channel.broadcast(self._on_device(mine), min(self.live)).wait()
+
+    def _hear(self) -> list[int]:
+        """What the conductor announces, for a rank without data."""
+        with self._quietly():
+            there = self._on_device([0] * _NUMBERS)
+            return self._channel.broadcast_and_read(there, min(self.live)).tolist()
+
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        return device_numbers(numbers, torch.int64, self._channel.device)
+
+    @contextlib.contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """All ranks foresee what is issued inside."""
         quiet, self._is_quiet = self._is_quiet, True
         try:
-            return self._channel.broadcast_and_read(announced, min(self.live)).tolist()
+            yield
         finally:
             self._is_quiet = quiet
