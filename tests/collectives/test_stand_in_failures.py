@@ -7,6 +7,7 @@ likes; the first message between two ranks blocks the thread that launches it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -24,11 +25,12 @@ from collectives.contract.errors import (
     PeerLost,
     UnsupportedOperation,
 )
-from runtime.process.agreement import check_votes, vote_numel, write_vote
+from runtime.process.agreement import check_votes, vote_numel, vote_of
 from runtime.zero.ballot import Ballot, Vote
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
+from tests.harness.stand_in_gpu.runs import Driver, in_run
 
 LOST = "driver: rank 1 is gone"
 
@@ -45,14 +47,14 @@ def lose_rank_1_soon(group: cl.Group) -> None:
 def hold_a_ballot(rank: Rank, step: int) -> None:
     with rank.group() as group:
         group.barrier().wait()
-        ballot = Ballot(group, 3, 1, counts_samples=False)
+        ballot = Ballot(group, 1, counts_samples=False)
         vote = Vote(
             step=step,
             live=True,
             has_next=True,
             used=[True] * 3,
             weight=None,
-            squared_norm=0.0,
+            add_squared_norm=None,
             loss_scale=0.0,
             options=[0.1],
         )
@@ -112,6 +114,43 @@ def test_objects_whose_lengths_were_stopped_are_not_unpickled() -> None:
         ranks.run(read_objects)
 
 
+def lose_rank_1_in_a_step(rank: Rank, has_norm: bool) -> bool | None:
+    """Whether rank 0 waits inside its step to go on with the gradients that it has."""
+    driver = Driver()
+
+    def train(ctx: cl.Context) -> None:
+        norm = cl.SyncBatchNorm(8) if has_norm else torch.nn.Tanh()
+        net = torch.nn.Sequential(torch.nn.Linear(6, 8), norm).to(ctx.device)
+        model = cl.DistributedDataParallel(net)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        x = torch.arange(24.0).view(4, 6).to(ctx.device)
+        for step in range(2):
+            if step == 1 and ctx.rank == 1:
+                rank.store.wait(["said/raised/0"], 30)
+                return
+            loss = model(x).sum()
+            loss.backward()  # It goes through: the host has not waited for the statistics.
+            if step == 1:
+                lose_rank_1_soon(ctx.group)
+            optimizer.step()
+
+    with rank.group() as group, contextlib.suppress(GroupAborted):
+        in_run(group, train, goes_on=True, driver=driver)
+    if rank.rank == 0:
+        rank.say("raised")
+    return driver.frozen.is_parked if driver.frozen is not None else None
+
+
+@needs_stand_in
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_a_step_does_not_go_on_with_gradients_behind_statistics_that_were_stopped(
+    has_norm: bool,
+) -> None:
+    with StandInRanks(2) as ranks:
+        found = ranks.run(lose_rank_1_in_a_step, has_norm)
+    assert found[0] is (not has_norm)
+
+
 def norm_forward(rank: Rank) -> None:
     with rank.group() as group:
         net = torch.nn.Sequential(torch.nn.Linear(6, 8), cl.SyncBatchNorm(8)).to(group.device)
@@ -122,13 +161,16 @@ def norm_forward(rank: Rank) -> None:
             rank.store.wait(["said/raised/0"], 30)
             return
         lose_rank_1_soon(group)
+        loss = model(x).sum()
         with pytest.raises(GroupAborted, match=LOST):
-            model(x)
+            loss.backward()
+        with pytest.raises(GroupAborted, match=LOST):  # One value: the host reads the count.
+            model(x[:1])
         rank.say("raised")
 
 
 @needs_stand_in
-def test_statistics_that_were_stopped_do_not_normalize() -> None:
+def test_statistics_that_were_stopped_make_no_gradients() -> None:
     with StandInRanks(2) as ranks:
         ranks.run(norm_forward)
 
@@ -171,10 +213,9 @@ def test_a_vector_without_every_vote_is_no_agreement() -> None:
         with cl.Group.create(store, 0, 1) as group:
             with pytest.raises(GroupAborted, match="votes of 1 ranks, although its sum went"):
                 check_votes(total, group)
-    vote = torch.zeros(vote_numel(1, 3))
-    write_vote(vote, 0, 1, live=False, has_next=False, used=[False] * 3, weight=None, stop=False)
+    vote = vote_of(0, 1, live=False, has_next=False, used=[False] * 3, weight=None, stop=False)
     with cl.Group.create(store, 0, 1) as group:
-        check_votes(vote.tolist(), group)
+        check_votes(vote, group)
 
 
 # -- nothing hangs -----------------------------------------------------------------------------
