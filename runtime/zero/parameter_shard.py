@@ -190,9 +190,9 @@ class ParameterShard:
             return [[number] for number in numbers]
         return [numbers]
 
-    def squared_norm(self) -> torch.Tensor:
-        """The squared 2-norm of the reduced, undivided gradient of this shard: (), float64."""
-        total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+    def add_squared_norm(self, total: torch.Tensor) -> None:
+        """Add the squared 2-norm of the reduced, undivided gradient of this shard to `total`: (),
+        float64."""
         for bucket, pieces in zip(self.buckets, self.pieces, strict=True):
             reduced = bucket.own.reduced
             own = [mine for mine in pieces if mine.range is bucket.own]
@@ -201,7 +201,6 @@ class ParameterShard:
                 if gradient is not None:
                     norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
                     total += norm.square().to(total.device)
-        return total
 
     def apply(
         self,
@@ -229,11 +228,11 @@ class ParameterShard:
         kept = [kept for number in portion for kept in self.buckets[number].ranges]
         for part in kept:
             part.take_parameters()
-            part.take_gradient(divisor)
+            part.take_gradient(divisor, coefficient)
         for mine in pieces:
             gradient = self._gradient_of(mine) if used[mine.piece.parameter] else None
-            if coefficient != 1 and gradient is not None:
-                gradient = gradient * coefficient
+            if coefficient != 1 and gradient is not None and mine.range.gradient is None:
+                gradient = gradient * coefficient  # The program's own `.grad` stays as it is.
             mine.tensor.grad = gradient
         _call(self.optimizer, "step", groups)
         for mine in pieces:
