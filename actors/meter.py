@@ -122,6 +122,7 @@ class Publisher:
 
     def __init__(self, session: str, seat: int, look: Callable[[], Look]) -> None:
         tags = {"session": session, "seat": str(seat)}
+        self._tags = tags
         self._metrics: dict[str, Any] = {}
         for kind, names in ((Gauge, GAUGES), (Counter, COUNTERS)):
             for name, says in names.items():
@@ -132,6 +133,12 @@ class Publisher:
         self._look = look
         self._is_over = threading.Event()
         threading.Thread(target=self._main, name="metrics", daemon=True).start()
+
+    def move_to(self, seat: int) -> None:
+        """Publish as the worker in another seat from now on."""
+        self._tags = self._tags | {"seat": str(seat)}
+        for metric in self._metrics.values():
+            metric.set_default_tags(self._tags)
 
     def _main(self) -> None:
         while not self._is_over.wait(SAMPLE_S):

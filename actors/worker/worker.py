@@ -55,11 +55,13 @@ from ..parcels.parcel import Parcel
 from ..run_status import RunStatus
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
+from .gpu import own_gpu
 from .leaving import SIGTERM_EXIT, leave
 from .lifeline import Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes
 from .run_here import Program, RunHere
 from .sigterm import hear_sigterm
+from .standing_by import StandingBy
 from .training_thread import TrainingThread
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ and as many more before it is interrupted in its Python code. Code that sees the
 story; code that waits for something else, or only computes, would never see it."""
 
 
-class Worker:
+class Worker(StandingBy):
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
     def __init__(self, seat: int, use_gpu: bool, session: str = "") -> None:
@@ -81,10 +83,10 @@ class Worker:
         # has them all, and starts with 0.7 s of CPU time without torch, not 1.8.
         import torch
 
+        super().__init__()
         runtime = ray.get_runtime_context()
         num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
-        # Ray shows each actor only its own GPUs, so ours is number 0.
-        self._device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
+        self._device = own_gpu() if use_gpu else torch.device("cpu")
         self._num_threads = max(1, int(num_cpus))
         self._info = WorkerInfo(
             worker_id=runtime.get_actor_id() or "",
@@ -416,7 +418,7 @@ class Worker:
         if error is not None:
             group.abort(error)
             raise fresh_copy(error)
-        _pass_barrier(group)
+        group.meet().wait_on_host()
 
     def _meet(self, run: RunHere) -> Group:
         """The group of the run's generation."""
@@ -455,7 +457,7 @@ class Worker:
             raise fresh_copy(stop_error)
         if run.nobody_began:
             run.nobody_began = False
-            _pass_barrier(group)  # 3
+            group.meet().wait_on_host()  # 3
         return group
 
     def _conclude(
@@ -485,14 +487,6 @@ class Worker:
                 GroupAborted(generation, list(ending.culprits), ending.reason, ending.traceback)
             )
         return ending
-
-
-def _pass_barrier(group: Group) -> None:
-    """Wait at a barrier. Blocks this thread on a GPU as well, where `wait` is the stream's."""
-    work = group.meet()
-    if group.device.type == "cuda":
-        work.get_future()
-    work.wait()
 
 
 def worker_class() -> Any:

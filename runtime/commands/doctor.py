@@ -23,9 +23,12 @@ from pathlib import Path
 
 import torch
 
+from actors.worker.devices import VISIBLE
 from collectives.shared_memory.layout import make_memory
 from collectives.transports.interfaces import GLOO_VARIABLE, NCCL_VARIABLE, check_gloo_interfaces
-from collectives.transports.nccl import load_nccl
+from collectives.transports.nccl import SHARES_GPUS, load_nccl
+
+from .visible_gpus import traps
 
 _FEWEST_FILES = 4096
 _LEAST_SHM_BYTES = 1 << 30
@@ -71,6 +74,8 @@ def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     """All findings. environment: read instead of the process's, except for Gloo's variables."""
     yield from _versions()
     yield from _devices()
+    for says, mend in traps(environment, len(list(Path("/dev").glob("nvidia[0-9]*")))):
+        yield Finding(VISIBLE, Verdict.POOR, says, mend)
     yield from _nccl()
     yield from _shared_memory()
     yield from _links(environment)
@@ -144,7 +149,10 @@ def _nccl() -> Iterator[Finding]:
             "pip install 'chorusline[cuda13]', or [cuda12] beside a CUDA 12 build of torch",
         )
         return
-    yield Finding("nccl", Verdict.FINE, f"{_dotted(version)} in {_library('libnccl')}")
+    says = f"{_dotted(version)} in {_library('libnccl')}"
+    if version < SHARES_GPUS:
+        says += f"; ranks cannot share a GPU, which takes {_dotted(SHARES_GPUS)}"
+    yield Finding("nccl", Verdict.FINE, says)
 
 
 def _dotted(version: int) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 from ray.runtime_env import RuntimeEnv
 
+from actors.worker.devices import narrowed_by
+
 from ..checkpoint.config import CheckpointConfig
 from ..process.random_state import check_seed
 
@@ -48,6 +50,22 @@ def checked_failures(max_failures: int | None | Default, is_pair: bool) -> int |
             f"any number, got {max_failures!r}"
         )
     return max_failures
+
+
+def checked_spares(spares: int, max_failures: int | None, placement_strategy: str) -> int:
+    if type(spares) is not int or spares < 0:
+        raise ValueError(f"spares must be a number of workers, at least 0, got {spares!r}")
+    if spares and max_failures == 0:
+        raise ValueError(
+            f"spares={spares} workers would wait for a loss that ends the run: max_failures is 0; "
+            "set max_failures to None, or to the number of workers that a run may lose"
+        )
+    if spares and placement_strategy == "STRICT_PACK":
+        raise ValueError(
+            f"spares={spares} asks for room beside the workers, and placement_strategy="
+            "'STRICT_PACK' gives them one node as a whole; take 'PACK'"
+        )
+    return spares
 
 
 def check_kinds(address: object, on_report: object, checkpoint: object, seed: object) -> None:
@@ -136,6 +154,13 @@ def check_accelerator(accelerator_type: str | None, use_gpu: bool) -> None:
             f"accelerator_type={accelerator_type!r} asks for nodes with that GPU, but use_gpu is "
             "False; set use_gpu=True, or choose nodes with label_selector"
         )
+
+
+def check_gpus_are_rays_to_deal(environment: Mapping[str, Any], use_gpu: bool) -> None:
+    """environment: Ray's runtime environment of the workers."""
+    narrowed = narrowed_by(environment) if use_gpu else None
+    if narrowed is not None:
+        raise ValueError(narrowed)
 
 
 def _check_texts(name: str, texts: Mapping[str, str] | None, example: str) -> None:

@@ -32,17 +32,19 @@ from .options import (
     DEFAULT,
     Default,
     check_accelerator,
+    check_gpus_are_rays_to_deal,
     check_kinds,
     check_seconds,
     checked_environment,
     checked_failures,
     checked_labels,
     checked_range,
+    checked_spares,
 )
 from .seats import Seats
 from .state import REMEDIES, SessionSnapshot, SessionState, how_interrupted
 from .trace import as_json, traced
-from .waiting import telling, told_if_slow
+from .waiting import awaited, telling, told_if_slow
 
 _log = logging.getLogger("chorusline")
 
@@ -51,7 +53,6 @@ _PULL_S = 0.3
 interrupt only when the loop wakes."""
 
 _LAST_PULL_S = 5.0
-_LOOK_S = 0.5
 
 _BEGINNINGS = 3
 """How often one call of `run` may begin: workers may have died since the last run, and more
@@ -71,7 +72,9 @@ class Session:
     max_failures: a run fails when it loses more workers than this; None: any number may be lost,
         as long as `fewest` are left. Default: 0, or None if num_workers is a pair. A run goes on
         without the lost workers where its function can (ZeroRedundancyOptimizer, `replicas`).
-    use_gpu: whether each worker gets one GPU.
+    spares: workers that have started and loaded the program, and wait: one takes the seat of a lost
+        worker at once, and another one is started behind it. They need room of their own.
+    use_gpu: whether each worker gets a GPU, `ctx.device`; it sees all GPUs of its node.
     resources_per_worker: Ray's resource names and amounts, over the default of one CPU (a share of
         the CPUs on a cluster that the session starts itself).
     placement_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD", as in Ray.
@@ -100,6 +103,7 @@ class Session:
         self,
         num_workers: int | tuple[int, int] = 1,
         *,
+        spares: int = 0,
         use_gpu: bool = False,
         resources_per_worker: Mapping[str, float] | None = None,
         placement_strategy: str = "PACK",
@@ -120,11 +124,13 @@ class Session:
     ) -> None:
         self._fewest, self._most = checked_range(num_workers)
         self._max_failures = checked_failures(max_failures, isinstance(num_workers, tuple))
+        self._spares = checked_spares(spares, self._max_failures, placement_strategy)
         placement.check(resources_per_worker, use_gpu, placement_strategy)
         check_seconds(timeout_s=timeout_s, startup_timeout_s=startup_timeout_s, pause_s=pause_s)
         check_accelerator(accelerator_type, use_gpu)
         self._labels = checked_labels(label_selector, placement_strategy)
         self._environment = checked_environment(runtime_env, env_vars)
+        check_gpus_are_rays_to_deal(self._environment, use_gpu)
         check_kinds(address, on_report, checkpoint, seed)
         self._fault_plan = fault_plan.ordered(self._most)
         self._use_gpu = use_gpu
@@ -153,6 +159,11 @@ class Session:
         return self._crew.num_workers if self._crew else self._most
 
     @property
+    def num_spares(self) -> int:
+        """The number of workers in reserve that could take a seat now."""
+        return self._crew.num_in_reserve if self._crew else 0
+
+    @property
     def state(self) -> SessionState:
         return self._state
 
@@ -173,9 +184,10 @@ class Session:
         try:
             with told_if_slow("Ray: a cluster that starts here, or the answer of one that runs"):
                 self._is_local = placement.connect(self._address, self._log_to_driver)
-            async with telling(self._awaited):
+            patience_s = self._startup_timeout_s
+            async with telling(lambda: awaited(self._crew, self._fewest, patience_s)):
                 bundle = placement.bundle_of_worker(
-                    self._most,
+                    self._most + self._spares,
                     use_gpu=self._use_gpu,
                     resources_per_worker=self._resources_per_worker,
                     accelerator_type=self._accelerator_type,
@@ -191,7 +203,7 @@ class Session:
                     may_grow=not self._is_local,
                     labels=self._labels,
                 )
-                self._seats = Seats(first, bundle, self._most, strategy, self._labels)
+                self._seats = Seats(first, bundle, self._most, strategy, self._labels, self._spares)
                 self._crew = Crew(
                     self._seats,
                     self._fewest,
@@ -207,22 +219,6 @@ class Session:
             notebook.show_once(notebook.hint_at_other_sessions(error, self))
             raise
         self._state = SessionState.READY
-
-    async def _awaited(self) -> str:
-        """What the start waits for now, as the end of a sentence."""
-        crew = self._crew
-        if crew is None:
-            what = f"room in the cluster for {self._fewest} workers"
-        elif not crew.num_workers:
-            return "the driver actor: Ray starts its process"
-        else:
-            said = await crew.workers_seen(_LOOK_S)
-            ready = sum(isinstance(word, WorkerSnapshot) for word in said)
-            what = (
-                f"{len(said) - ready} of {len(said)} workers: Ray starts their processes, or they "
-                "import torch"
-            )
-        return f"{what} (up to {self._startup_timeout_s:g} s, startup_timeout_s)"
 
     async def close(self) -> None:
         """End everything that the session started; may be called more than once.
@@ -436,6 +432,7 @@ def run(
     /,
     *,
     num_workers: int | tuple[int, int] = 1,
+    spares: int = 0,
     use_gpu: bool = False,
     resources_per_worker: Mapping[str, float] | None = None,
     placement_strategy: str = "PACK",
@@ -471,6 +468,7 @@ def run(
         )
     session = Session(
         num_workers,
+        spares=spares,
         use_gpu=use_gpu,
         resources_per_worker=resources_per_worker,
         placement_strategy=placement_strategy,

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -291,6 +292,91 @@ def test_an_error_of_nccl_calls_the_roll_instead_of_blaming_this_rank() -> None:
     assert "rank 0" not in str(caught.value) and "rank 1:" not in str(caught.value)
 
 
+def die(rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_ever(rank: int) -> None:
+    threading.Event().wait()
+
+
+def fail_in_nccl(rank: int) -> None:
+    raise nccl.NcclError(2)
+
+
+def meet_without(rank: Rank, entering: dict[int, Callable[[int], None]], kind: str) -> str:
+    """All ranks have met in the store, and one does not get through NCCL's own connecting."""
+    if rank.rank in entering:
+        nccl.settings.entering = entering[rank.rank]
+    began_at = time.monotonic()
+    error = error_of(lambda: rank.group(timeout_s=1.5))
+    assert type(error).__name__ == kind, repr(error)
+    assert time.monotonic() - began_at < 10
+    nccl.settings.entering = lambda rank: None
+    others = [one for one in range(rank.size) if one not in error.ranks]
+    if rank.rank in others:  # And those that are left go on, in the same processes.
+        store = cl.PrefixStore("those that are left", rank.store)
+        where = others.index(rank.rank)
+        with cl.Group.create(store, where, len(others), "cuda:0", generation=1) as group:
+            total = torch.ones(3, device=group.device)
+            group.all_reduce(total).wait()
+            assert total.tolist() == [float(len(others))] * 3
+    return str(error)
+
+
+@needs_stand_in
+def test_a_rank_that_dies_while_nccl_connects_is_named_at_the_deadline() -> None:
+    with StandInRanks(3) as ranks:
+        with pytest.raises(AssertionError, match="rank 1: its process ended") as caught:
+            ranks.run(meet_without, {1: die}, "PeerLost")
+    assert "rank 0" not in str(caught.value) and "rank 2" not in str(caught.value)
+
+
+@needs_stand_in
+def test_a_rank_that_nccl_keeps_for_ever_is_no_hang_of_the_others() -> None:
+    with StandInRanks(2) as ranks:
+        for told in ranks.run(meet_without, {1: wait_for_ever}, "CollectiveTimeout"):
+            assert "connecting by NCCL in generation 0" in told and "within 1.5 s" in told
+            assert "all ranks answer, and NCCL has not connected them" in told
+            assert "NCCL_DEBUG=INFO" in told
+
+
+class Ended(cl.PrefixStore):
+    """As the store of a session that ends the meeting: every later call raises its error."""
+
+    error: GroupAborted | None = None
+
+    def check(self, keys: Sequence[str | bytes]) -> bool:
+        if self.error is not None:
+            raise self.error
+        return super().check(keys)
+
+
+def meet_until_told(rank: Rank) -> float:
+    store = Ended("the session's", rank.store)
+    nccl.settings.entering = lambda number: number == 1 and wait_for_ever(1)
+    told = GroupAborted(0, [1], LOST)
+    threading.Timer(0.5, lambda: setattr(store, "error", told)).start()
+    began_at = time.monotonic()
+    with pytest.raises(GroupAborted, match=LOST):
+        cl.Group.create(store, rank.rank, rank.size, "cuda:0", timeout_s=30)
+    return time.monotonic() - began_at
+
+
+@needs_stand_in
+def test_a_session_ends_the_meeting_while_nccl_connects() -> None:
+    with StandInRanks(2) as ranks:
+        assert max(ranks.run(meet_until_told)) < 4
+
+
+@needs_stand_in
+def test_an_error_of_nccl_while_it_connects_ends_the_meeting_of_all_ranks() -> None:
+    with StandInRanks(2) as ranks:
+        for told in ranks.run(meet_without, {1: fail_in_nccl}, "GroupAborted"):
+            assert "by ranks [1]: connecting by NCCL failed: NCCL could not connect" in told
+            assert "NCCL_ERROR_SYSTEM_ERROR" in told
+
+
 # -- nothing leaks, nothing is used after it was given back -------------------------------------
 
 
@@ -334,6 +420,11 @@ def use_every_thread(rank: Rank) -> set[str]:
         assert called.wait(20)
         group.abort("over")
         group._communicator._ending.join()
+    other = rank.group(generation=1)
+    other.all_reduce(torch.ones(3, device=other.device)).wait()
+    closing = threading.Thread(target=other.close, name="closing")  # as the control loop does
+    closing.start()
+    closing.join()
     return streams.machine().unchosen
 
 

@@ -18,11 +18,13 @@ import ray
 from rich.console import Console
 
 from actors.crew.crew import INCARNATION, NAMESPACE
+from actors.worker.devices import VISIBLE
 from runtime.commands.arguments import keywords, script_and_function, workers
 from runtime.commands.bench import Row, bus_factor, nbytes, table
 from runtime.commands.bench import WrongUsage as WrongCase
 from runtime.commands.command_line import main
 from runtime.commands.status import _show, survey
+from runtime.commands.visible_gpus import traps
 
 CHORUSLINE = [sys.executable, "-m", "runtime.commands.command_line"]
 SCRIPT = """
@@ -324,6 +326,32 @@ def test_the_doctor_tells_the_mend_of_what_is_wrong_and_exits_with_1(
     assert "`ray start --head` there" in wrong["RAY_ADDRESS"]
     assert "RAY_AUTH_MODE=disabled" in wrong["ray's"]
     assert told.endswith("4 things prevent running here\n")
+
+
+@pytest.mark.parametrize(
+    ("visible", "on_machine", "says"),
+    [
+        (None, 8, None),
+        ("0,1", 0, None),
+        ("0,1,2,3", 4, None),
+        ("GPU-a,GPU-b", 2, None),
+        ("0", 8, "shows 1 of the 8 GPUs here: NCCL's first operation may take seconds, or hang"),
+        ("GPU-a", 2, "shows 1 of the 2"),
+        ("", 2, "hides all 2 GPUs"),
+        ("NoDevFiles", 2, "hides all 2 GPUs"),
+        ("0,-1,1", 3, "CUDA stops reading at '-1', and shows 1 GPUs"),
+        ("0,1,0", 3, "CUDA stops reading at '0', and shows 2 GPUs"),
+        ("MIG-a,MIG-b", 1, "parts of GPUs (MIG-a, MIG-b)"),
+    ],
+)
+def test_the_doctor_names_what_hides_gpus(
+    visible: str | None, on_machine: int, says: str | None
+) -> None:
+    found = list(traps({} if visible is None else {VISIBLE: visible}, on_machine))
+    assert len(found) == (says is not None)
+    for told, mend in found:
+        assert says is not None and says in told
+        assert mend
 
 
 @pytest.mark.slow

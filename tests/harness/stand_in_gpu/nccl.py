@@ -58,13 +58,15 @@ _SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
 class Settings:
     """hub: path of its socket. abort_s: how long an abort takes at least. calls: the kernels that
     were launched, each as the names of the operations in it. broken: the number of an error that
-    NCCL's own threads have found. kernel_s: how long a kernel takes at least."""
+    NCCL's own threads have found. kernel_s: how long a kernel takes at least.
+    entering: called by each communicator that is about to be made, with its rank."""
 
     hub: str = ""
     abort_s: float = 0.0
     calls: list[tuple[str, ...]] = field(default_factory=list)
     broken: int = 0
     kernel_s: float = 0.0
+    entering: Callable[[int], object] = lambda rank: None
 
 
 settings = Settings()
@@ -141,6 +143,8 @@ class NcclCommunicator:
         self._connected: set[tuple[int, int]] = set()
         self._last_kernel: threading.Event | None = None
         self._launching = 0
+        streams.note_thread()  # NCCL takes the current device of the thread.
+        settings.entering(rank)
         self._host_line, self._kernel_line = Line(settings.hub), Line(settings.hub)
         everybody = frozenset(range(ndev))
         self._host_line.meet(("init", self.name), rank, None, everybody, takers=ndev)
