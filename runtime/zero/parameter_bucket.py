@@ -78,7 +78,7 @@ class ShardRange:
 
     def take_gradient(self, divisor: float, coefficient: float) -> None:
         """Set `gradient` to the received sum over the ranks, divided by `divisor`, and multiplied
-        by `coefficient`: once for the whole range, not for each piece."""
+        by `coefficient`."""
         if self.gradient is None or self.reduced is None:
             return
         if self.gradient is not self.reduced:

@@ -226,13 +226,16 @@ class ParameterShard:
             return
         pieces = [mine for number in portion for mine in self.pieces[number]]
         kept = [kept for number in portion for kept in self.buckets[number].ranges]
+        # On a GPU a whole range is scaled at once. On a CPU the tiles are: they stay in the cache.
+        at_once = 1.0 if _is_on_cpu(self.group) else coefficient
         for part in kept:
             part.take_parameters()
-            part.take_gradient(divisor, coefficient)
+            part.take_gradient(divisor, at_once)
         for mine in pieces:
             gradient = self._gradient_of(mine) if used[mine.piece.parameter] else None
-            if coefficient != 1 and gradient is not None and mine.range.gradient is None:
-                gradient = gradient * coefficient  # The program's own `.grad` stays as it is.
+            is_scaled = at_once == coefficient and mine.range.gradient is not None
+            if coefficient != 1 and gradient is not None and not is_scaled:
+                gradient = gradient * coefficient  # A program's own `.grad` stays as it is.
             mine.tensor.grad = gradient
         _call(self.optimizer, "step", groups)
         for mine in pieces:
