@@ -19,11 +19,11 @@ import ray
 from ..calls import Actor, ActorGone, NoAnswer, answer, answers, head_is_gone, head_stays_gone
 from ..driver.driver import GRACE_S, Unfit, driver_class
 from ..errors import DriverLost, HeadLost, StartupError
-from ..journal import JournalReader
 from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
 from ..worker.worker import worker_class
+from .listening import Listener
 from .recruiting import Recruiter, Seats
 
 NAMESPACE = "chorusline"
@@ -87,6 +87,8 @@ class Crew:
         self._workers: dict[int, Actor] = {}  # by seat
         self._starting: set[int] = set()
         """Seats whose workers have not answered yet: a run may end while some are starting."""
+        self.listener = Listener(self._workers, self._starting)
+        """Hears what the workers report and print."""
         self._driver: Actor | None = None
         self._incarnation = -1
         self._is_assembled = False
@@ -340,9 +342,6 @@ class Crew:
         except (ActorGone, NoAnswer):
             self._kill_driver()
             await self._stop_workers(reason)
-
-    def reports(self, run: int) -> JournalReader:
-        return JournalReader(self._workers, self._starting, run)
 
     async def snapshots(
         self, timeout_s: float
