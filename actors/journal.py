@@ -38,7 +38,6 @@ class Journal:
     keep: False if the session will not read; then only `last` is held, so that memory does not
     grow.
     output: of the process, for what is shown in between its lines.
-    latest: the last value of each name that was reported.
     """
 
     def __init__(self, *, keep: bool, output: Output | None = None) -> None:
@@ -48,14 +47,14 @@ class Journal:
         self._reports: deque[Report] = deque()
         self._dropped = 0  # reports before the first one that is held
         self.last: Report | None = None
-        self.latest: dict[str, ReportValue] = {}
+        self._latest: dict[str, ReportValue] = {}
 
     def append(self, report: Report) -> None:
         with self._lock:
             self.last = report
-            self.latest.update(report.values)
-            while len(self.latest) > _MOST_NAMES:
-                del self.latest[next(iter(self.latest))]
+            self._latest.update(report.values)
+            while len(self._latest) > _MOST_NAMES:
+                del self._latest[next(iter(self._latest))]
             if self._keep:
                 self._reports.append(report)
 
@@ -66,3 +65,8 @@ class Journal:
                 self._reports.popleft()
                 self._dropped += 1
             return list(self._reports)
+
+    def latest_values(self) -> dict[str, ReportValue]:
+        """The last value of each name that was reported."""
+        with self._lock:
+            return dict(self._latest)

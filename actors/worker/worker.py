@@ -188,7 +188,7 @@ class Worker:
 
     def _look(self) -> Look:
         with self._lock:
-            run, group = self._run, self._group
+            run, group, (_, journal) = self._run, self._group, self._last
         return Look(
             status=run.status if run else self._last_status,
             group=group,
@@ -196,6 +196,7 @@ class Worker:
             generation=self._generation,
             memory_bytes=resident_bytes(),
             device_memory_bytes=device_memory_bytes(self._device),
+            reported=journal.latest_values(),
         )
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────

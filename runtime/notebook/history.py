@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
-from actors.messages import Report
+from actors.messages import Report, numbers_of
 
 _MOST_POINTS = 2000  # of one rank; with more, every other point is dropped
 _MOST_BINS = 512
@@ -19,17 +17,6 @@ _MOST_NAMES = 64  # of which curves are kept
 BOOKKEEPING = frozenset({"epoch", "batch", "step", "batches_left", "tokens", "samples"})
 """Numbers of reports that say where a rank is, or how much it has done. They are shown as such, and
 not as curves of their own."""
-
-
-def numbers_of(values: Mapping[str, Any], within: str = "") -> dict[str, float]:
-    """The numbers among reported values, by name; `accuracy.top1` for one inside a dictionary."""
-    found: dict[str, float] = {}
-    for name, value in values.items():
-        if isinstance(value, int | float):
-            found[within + name] = float(value)
-        elif isinstance(value, dict):
-            found |= numbers_of(value, f"{within}{name}.")
-    return found
 
 
 class _Points:

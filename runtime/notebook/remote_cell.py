@@ -50,8 +50,7 @@ async def run_cell(ctx: Context, source: str, name: str) -> Any:
         value = eval(code, names)
         if code.co_flags & inspect.CO_COROUTINE:
             value = await value
-    if figures.are_open():
-        figures.show()
+    figures.show_open()
     return None if source.rstrip().endswith(";") else _portable(value)
 
 

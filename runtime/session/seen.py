@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import mean
 
-from actors.messages import Report
+from actors.messages import Report, numbers_of
 from actors.run_status import RunStatus
 
-from ..notebook.history import BOOKKEEPING, numbers_of
+from ..notebook.history import BOOKKEEPING
 
 MAX_RANKS_LISTED = 8  # More ranks than this are counted, not listed.
 _MAX_NUMBERS = 5  # in a line
