@@ -72,7 +72,7 @@ def chart(title: str, x_label: str, lines: Sequence[Line], *, from_zero: bool = 
     )
     for line in lines:
         path = _path(line.points, across, down)
-        width = 1.5 if len(line.points) > _FEW_POINTS else 2.5
+        width = 1.5 if from_zero or len(line.points) > _FEW_POINTS else 2.5
         parts.append(
             f'<path d="{path}" fill="none" stroke="{line.color}" stroke-width="{width}" '
             'stroke-linejoin="round" stroke-linecap="round">'

@@ -42,11 +42,17 @@ def jupyterlab(folder: Path, **environment: str) -> Iterator[str]:
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), **environment}
     spec = {"argv": argv, "display_name": "Python 3", "language": "python", "env": variables}
     (kernel / "kernel.json").write_text(json.dumps(spec))
+    settings = folder / ".jupyter/labconfig"
+    settings.mkdir()
+    quiet = {"fetchNews": "false", "checkForUpdates": False}
+    (settings / "default_setting_overrides.json").write_text(
+        json.dumps({"@jupyterlab/apputils-extension:notification": quiet})
+    )
     port = _free_port()
     command = [
         *("jupyter-lab", "--no-browser", "--allow-root", "--expose-app-in-browser"),
         *(f"--port={port}", f"--ServerApp.root_dir={folder}", "--ServerApp.port_retries=0"),
-        *("--IdentityProvider.token=", "--LabApp.news_url=None"),
+        "--IdentityProvider.token=",
     ]
     places = {
         name: str(folder / ".jupyter") for name in ("JUPYTER_PATH", "JUPYTER_CONFIG_DIR", "HOME")

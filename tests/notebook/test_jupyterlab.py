@@ -44,7 +44,7 @@ def train(ctx, epochs):
             for inputs, labels in ctx.shard(data, 16, epoch=epoch):
                 loss = torch.nn.functional.cross_entropy(model(inputs), labels)
                 loss.backward()
-                norm = optim.clip_grad_norm_(10.0)
+                norm = optim.clip_grad_norm(10.0)
                 optim.step()
                 optim.zero_grad()
                 ctx.report(loss=loss, gradient_norm=norm, samples=len(labels))
@@ -113,7 +113,10 @@ def lab(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
     for path in NOTEBOOKS:
         shutil.copy(path, folder)
     cells = [nbformat.v4.new_code_cell(source) for source in MANY_NUMBERS]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "many_numbers.ipynb")
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    nbformat.write(
+        nbformat.v4.new_notebook(cells=cells, metadata=kernel), folder / "many_numbers.ipynb"
+    )
     gcs = ray.get_runtime_context().gcs_address
     with jupyterlab(folder, RAY_ADDRESS=gcs, RAY_AUTH_MODE="disabled") as address:
         yield address, folder
@@ -143,5 +146,6 @@ def test_a_notebook_runs_in_a_browser(
             browser.wait_until(CELL.format(number=number, part="outputArea.node.isConnected"))
             part = CELL.format(number=number, part="node")
             (folder / f"jupyterlab_{name}_{number}.png").write_bytes(browser.picture(part))
+    browser.run("return window.jupyterapp.commands.execute('docmanager:save')")
     svgs = browser.run("return document.querySelectorAll('svg[aria-label]').length")
     assert svgs > 0 or "text/html" not in str(cells)
