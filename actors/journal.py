@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from .messages import Report, ReportValue
+from .messages import Report, ReportValue, numbers_of
 from .output import Output, Printed
 from .run_status import RunStatus
 
@@ -25,11 +25,13 @@ class Pulled:
     reports: of the run, from the number on that was asked for.
     printed: since the position that was asked for; None if Ray shows the worker's output.
     status: of the worker in the run; None if it is not in it.
+    numbers: the last one of each name that was reported in the run.
     """
 
     reports: list[Report]
     printed: Printed | None
     status: RunStatus | None
+    numbers: dict[str, float]
 
 
 class Journal:
@@ -66,7 +68,8 @@ class Journal:
                 self._dropped += 1
             return list(self._reports)
 
-    def latest_values(self) -> dict[str, ReportValue]:
-        """The last value of each name that was reported."""
+    def latest_numbers(self) -> dict[str, float]:
+        """The last number of each name that was reported."""
         with self._lock:
-            return dict(self._latest)
+            latest = dict(self._latest)
+        return numbers_of(latest)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ray.util.metrics import Counter, Gauge
 
-from .messages import ReportValue, numbers_of
 from .run_status import RunStatus
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ OF_DRIVER = {
 @dataclass(frozen=True, slots=True)
 class Look:
     """What the metrics are made of. status: of the run in progress, or of the last one. reported:
-    the last values of this run, by name."""
+    the last numbers of this run, by name."""
 
     status: RunStatus
     group: Group | None
@@ -66,7 +65,7 @@ class Look:
     generation: int
     memory_bytes: int
     device_memory_bytes: int
-    reported: Mapping[str, ReportValue] = field(default_factory=dict)
+    reported: Mapping[str, float] = field(default_factory=dict)
 
 
 class Meter:
@@ -150,7 +149,7 @@ class Publisher:
     def _main(self) -> None:
         while not self._is_over.wait(SAMPLE_S):
             look = self._look()
-            self._publish_reported(numbers_of(look.reported))
+            self._publish_reported(look.reported)
             for name, value in self._meter.read(look).items():
                 if name in GAUGES:
                     self._metrics[name].set(value)

@@ -7,6 +7,7 @@ an answer is, and a worker drops what has arrived.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,9 @@ from ..output import ERR, Piece, Position, Printed, read_rest
 from ..run_status import RunStatus
 
 _REST_S = 2.0
+_SILENT_S = 5.0
+"""A worker that does not answer is asked again after this time, and not each time, so that a rank
+that hangs does not delay what the others say. What it prints is read from its files meanwhile."""
 
 
 @dataclass(slots=True)
@@ -34,11 +38,13 @@ class News:
     """reports: new ones, by step, then by rank.
     printed: new output, by seat; a worker that is gone is among them with what it has printed last.
     statuses: of the workers in the run, by seat.
+    numbers: that each of them has reported last, by seat and name.
     num_lost: workers that the run has lost so far."""
 
     reports: list[Report] = field(default_factory=list)
     printed: list[tuple[int, Printed]] = field(default_factory=list)
     statuses: dict[int, RunStatus] = field(default_factory=dict)
+    numbers: dict[int, dict[str, float]] = field(default_factory=dict)
     num_lost: int = 0
 
     @property
@@ -63,11 +69,13 @@ class Listener:
         self._run = -1
         self._received: dict[int, tuple[Actor, int]] = {}  # by seat: of whom, how many reports
         self._lost: list[Actor] = []  # in this run
+        self._silent: dict[Actor, float] = {}  # until when it is not asked
 
     async def pull(self, run: int, timeout_s: float) -> News:
         """What is new in a run. A worker that is gone reports nothing."""
         if run != self._run:
             self._run, self._received, self._lost = run, {}, []
+            self._silent.clear()
         news = News()
         asked = {
             seat: worker for seat, worker in self._workers.items() if seat not in self._starting
@@ -78,9 +86,12 @@ class Listener:
                 await self._hear_rest(seat, news)
                 self._lose(self._heard.pop(seat).worker)
         for seat, worker in asked.items():
+            heard = self._heard.setdefault(seat, _Heard(worker))
+            if self._silent.get(worker, 0.0) > time.monotonic():
+                await self._hear_rest(seat, news, is_gone=False)
+                continue
             received = self._received.get(seat)
             since[seat] = received[1] if received and received[0] is worker else 0
-            heard = self._heard.setdefault(seat, _Heard(worker))
             until = heard.printed.until if heard.printed else None
             calls[seat] = worker.pull.remote(run, since[seat], until)
         for seat, pulled in (await answers(calls, timeout_s)).items():
@@ -89,11 +100,16 @@ class Listener:
                 news.reports.extend(pulled.reports)
                 if pulled.status is not None:
                     news.statuses[seat] = pulled.status
+                    news.numbers[seat] = pulled.numbers
                 if pulled.printed is not None:
                     self._note(seat, pulled.printed, news)
             elif isinstance(pulled, ActorGone):
                 await self._hear_rest(seat, news)
                 self._lose(asked[seat])
+            else:
+                assert isinstance(pulled, NoAnswer)
+                self._silent[asked[seat]] = time.monotonic() + _SILENT_S
+                await self._hear_rest(seat, news, is_gone=False)
         news.num_lost = len(self._lost)
         news.reports.sort(key=lambda report: (report.step, report.rank))
         return news
@@ -111,14 +127,16 @@ class Listener:
         if not any(worker is one for one in self._lost):
             self._lost.append(worker)
 
-    async def _hear_rest(self, seat: int, news: News) -> None:
-        """What a worker that is gone has printed last, out of its files."""
+    async def _hear_rest(self, seat: int, news: News, *, is_gone: bool = True) -> None:
+        """What a worker that is gone, or does not answer, has printed last, out of its files."""
         heard = self._heard[seat]
         while (last := heard.printed) is not None:
             given = (last.files, last.node_id, last.until, heard.rank)
             rest = read_rest(*given)
             if rest is None:  # On another node: have another worker there read it.
                 rest = await self._read_there(given)
+            if rest is None and not is_gone:
+                return
             if rest is None:
                 text = f"(it is gone; what it printed last is in {last.files[0]} on its node)\n"
                 piece = Piece(ERR, text.encode(), heard.rank)

@@ -196,7 +196,7 @@ class Worker:
             generation=self._generation,
             memory_bytes=resident_bytes(),
             device_memory_bytes=device_memory_bytes(self._device),
-            reported=journal.latest_values(),
+            reported=journal.latest_numbers(),
         )
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
@@ -231,13 +231,14 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def pull(self, run: int, since: int, printed_until: Position | None) -> Pulled:
-        """The reports of a run from number `since` on, and what was printed since a position (None:
-        since the start); what comes before both is dropped here."""
+        """The reports of a run from number `since` on, and what was printed since a position."""
         with self._lock:
             number, journal = self._last
-            status = replace(self._last_status) if number == run else None
-        reports = journal.read(since) if number == run else []
-        return Pulled(reports, self._output.read(printed_until), status)
+            status = replace(self._last_status)
+        printed = self._output.read(printed_until)
+        if number != run:
+            return Pulled([], printed, None, {})
+        return Pulled(journal.read(since), printed, status, journal.latest_numbers())
 
     @ray.method(concurrency_group="control")
     async def read_rest(

@@ -52,7 +52,7 @@ def chart(title: str, x_label: str, lines: Sequence[Line], *, from_zero: bool = 
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img" '
         f'aria-label="{escape(title)}" font-family="sans-serif" font-size="11" '
-        'fill="currentColor" style="margin-right:16px">',
+        'fill="currentColor">',
         f'<text x="{_LEFT}" y="14" font-weight="bold">{escape(title)}</text>',
     ]
     for y in y_ticks:

@@ -104,7 +104,7 @@ def run_as_html(headline: str, seen: Seen, history: History) -> str:
     rate = Line("", history.rates(), COLORS[2])
     # The throughput stands beside the loss; other numbers follow.
     charts.insert(1, chart(f"{history.unit}/s, all ranks", "seconds", [rate], from_zero=True))
-    plots = f'<div style="display:flex;flex-wrap:wrap">{"".join(charts)}</div>'
+    plots = f'<div style="display:flex;flex-wrap:wrap;gap:8px">{"".join(charts)}</div>'
     if more := history.names[_MOST_CHARTS:]:
         names = escape(", ".join(more))
         plots += f"<div>and {len(more)} more reported, not drawn: {names}</div>"

@@ -17,6 +17,9 @@ _PULL_S = 0.3
 """Seconds between two pulls. Each pull wakes the event loop, and a notebook sees an interrupt only
 when the loop wakes."""
 
+_ANSWER_S = 2.0
+"""For a worker to answer a pull: who waits for a rank that hangs hears nothing of the others."""
+
 _LAST_PULL_S = 5.0
 
 
@@ -39,7 +42,7 @@ class Audience:
         listeners = (
             on_report,
             view.add if view is not None else None,
-            progress.on_report if progress is not None else None,
+            progress.on_report if progress is not None and progress.counts_reports else None,
         )
         self._listeners = [one for one in listeners if one is not None]
         show_line = progress.show_line if progress is not None else notebook.show_line
@@ -51,7 +54,7 @@ class Audience:
 
     @property
     def is_there(self) -> bool:
-        return bool(self._listeners) or self._output is not None
+        return self.wants_reports or self._output is not None or self._progress is not None
 
     def hear(self, news: News) -> None:
         if self._output is not None:
@@ -61,7 +64,7 @@ class Audience:
             for listener in self._listeners:
                 listener(report)
         if self._progress is not None:
-            self._progress.look(news.statuses, news.num_lost)
+            self._progress.look(news.statuses, news.numbers, news.num_lost)
 
     def begin(self) -> None:
         if self._progress is not None:
@@ -94,7 +97,7 @@ async def hearing(listener: Listener, run: int, audience: Audience) -> AsyncIter
             is_last = is_over.is_set()  # What comes during a pull needs another one.
             has_more = audience.is_there
             while has_more:
-                news = await listener.pull(run, _LAST_PULL_S)
+                news = await listener.pull(run, _LAST_PULL_S if is_last else _ANSWER_S)
                 audience.hear(news)
                 has_more = news.has_more
 
@@ -110,7 +113,7 @@ async def hearing(listener: Listener, run: int, audience: Audience) -> AsyncIter
                 is_over.set()
                 # After an interrupt, too: the task group would cancel the last pull. It begins
                 # when the pull that is under way has ended.
-                await asyncio.wait([passing], timeout=2 * _LAST_PULL_S)
+                await asyncio.wait([passing], timeout=_ANSWER_S + _LAST_PULL_S)
     except BaseExceptionGroup as group:
         if len(group.exceptions) == 1:
             raise group.exceptions[0] from None

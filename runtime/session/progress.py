@@ -43,6 +43,9 @@ class Progress:
     """
 
     def __init__(self, num_steps: int | None = None, *, console: Console | None = None) -> None:
+        self.counts_reports = True
+        """Whether it is to be given each report: it counts tokens and reported steps, and says who
+        has joined. Reports that nobody is given are not kept on the ranks."""
         self._num_steps = num_steps
         self._console = console or Console(stderr=True)
         self._seen = Seen()
@@ -54,6 +57,13 @@ class Progress:
         self._last_line = ""
         self._live: Live | None = None
         self._has_stdout = False  # True: what this process prints goes above the bars.
+
+    @classmethod
+    def of_places(cls) -> Progress:
+        """One that does without reports: a session's own."""
+        progress = cls()
+        progress.counts_reports = False
+        return progress
 
     def __enter__(self) -> Progress:
         """Show the bars from now on, also that the workers are starting."""
@@ -94,11 +104,17 @@ class Progress:
             self.say(news)
         self._update()
 
-    def look(self, statuses: Mapping[int, RunStatus], num_lost: int) -> None:
-        """Show where the ranks are. statuses: by seat. num_lost: workers that the run has lost."""
+    def look(
+        self,
+        statuses: Mapping[int, RunStatus],
+        numbers: Mapping[int, Mapping[str, float]],
+        num_lost: int,
+    ) -> None:
+        """Show where the ranks are. statuses, and the numbers that were reported last: by seat.
+        num_lost: workers that the run has lost."""
         if not statuses:
             return
-        before, self._places = self._places, Places.of(statuses.values(), num_lost)
+        before, self._places = self._places, Places.of(statuses, numbers, num_lost)
         self._pace.look(statuses, time.monotonic())
         over = before.epoch_over(self._places)
         if over and self._live is None and self._waited_s >= _EPOCH_LINE_S:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import mean
 
@@ -89,13 +89,7 @@ class Seen:
     def numbers(self) -> dict[str, float]:
         """By name, the mean of the last numbers of the ranks that still have data; the loss comes
         first."""
-        joined = self.joined
-        by_name: dict[str, list[float]] = {"loss": []}
-        for rank, its in self.ranks.items():
-            for name, value in its.numbers.items():
-                if rank not in joined and name not in BOOKKEEPING:
-                    by_name.setdefault(name, []).append(value)
-        return {name: mean(values) for name, values in by_name.items() if values}
+        return _means({rank: its.numbers for rank, its in self.ranks.items()}, self.joined)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -107,7 +101,7 @@ class Seen:
 class Places:
     """Where the ranks are. epoch: the earliest that a rank is in, from 0; None outside of loops.
     num_epochs: None if unknown. taken: optimizer steps of the run. left, batches: of the epoch, by
-    rank. joined: ranks that are out of data."""
+    rank. joined: ranks that are out of data. numbers: as those of Seen."""
 
     epoch: int | None = None
     num_epochs: int | None = None
@@ -117,10 +111,18 @@ class Places:
     joined: frozenset[int] = frozenset()
     num_workers: int = 0
     num_lost: int = 0
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, statuses: Iterable[RunStatus], num_lost: int = 0) -> Places:
-        by_rank = {one.rank: one for one in statuses if one.rank is not None}
+    def of(
+        cls,
+        statuses: Mapping[int, RunStatus],
+        numbers: Mapping[int, Mapping[str, float]] | None = None,
+        num_lost: int = 0,
+    ) -> Places:
+        """statuses, numbers: by seat."""
+        by_rank = {one.rank: one for one in statuses.values() if one.rank is not None}
+        joined = frozenset(seat for seat, one in statuses.items() if one.has_joined)
         epochs = [one.epoch for one in by_rank.values() if one.epoch is not None]
         epoch = min(epochs, default=None)
         inside = {rank: one for rank, one in by_rank.items() if one.epoch == epoch}
@@ -135,11 +137,12 @@ class Places:
             frozenset(rank for rank, one in by_rank.items() if one.has_joined),
             len(by_rank),
             num_lost,
+            _means(numbers or {}, joined),
         )
 
     @property
     def has_begun(self) -> bool:
-        return self.taken > 0 or any(self.batches.values())
+        return self.taken > 0 or any(self.batches.values()) or bool(self.numbers)
 
     @property
     def done(self) -> int:
@@ -196,6 +199,15 @@ class Pace:
         return (after - before) / (end_s - begin_s) if after > before and end_s > begin_s else None
 
 
+def _means(of_all: Mapping[int, Mapping[str, float]], joined: frozenset[int]) -> dict[str, float]:
+    by_name: dict[str, list[float]] = {"loss": []}
+    for who, numbers in of_all.items():
+        for name, value in numbers.items():
+            if who not in joined and name not in BOOKKEEPING:
+                by_name.setdefault(name, []).append(value)
+    return {name: mean(values) for name, values in by_name.items() if values}
+
+
 def _whole(numbers: Mapping[str, float], name: str) -> int | None:
     number = numbers.get(name)
     return None if number is None or not math.isfinite(number) else int(number)
@@ -214,10 +226,12 @@ def headline(
     if over:
         parts = [over, f"step {step}"]
     elif num_steps or not places.total:
-        parts = [places.of_epochs, f"step {step}" + (f"/{num_steps}" if num_steps else "")]
+        of_all = f"/{num_steps}" if num_steps else ""
+        parts = [places.of_epochs, f"step {step}{of_all}" if step or of_all else ""]
     else:
         parts = [places.of_epochs, f"step {places.done}/{places.total}"]
-    parts += [f"{name} {_short(value)}" for name, value in [*seen.numbers.items()][:_MAX_NUMBERS]]
+    numbers = seen.numbers or places.numbers
+    parts += [f"{name} {_short(value)}" for name, value in [*numbers.items()][:_MAX_NUMBERS]]
     if seen.tokens_per_s is not None:
         parts.append(f"{seen.tokens_per_s:,.0f} tokens/s")
     elif pace is not None and pace.samples_per_s is not None:

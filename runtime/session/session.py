@@ -289,7 +289,7 @@ class Session:
         if notebook.in_kernel():
             view = notebook.LiveView(self._ask_workers) if self._live_view else None
         else:
-            progress = Progress() if self._progress is True else self._progress or None
+            progress = Progress.of_places() if self._progress is True else self._progress or None
         has_output = always_prints or self._log_to_driver
         return Audience(self._on_report, view, progress, has_output)
 

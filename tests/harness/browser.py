@@ -73,7 +73,7 @@ def jupyterlab(folder: Path, **environment: str) -> Iterator[str]:
 class Browser:
     """Chromium without a window. width, height: of its page, in pixels."""
 
-    def __init__(self, width: int = 1100, height: int = 1000) -> None:
+    def __init__(self, width: int = 1100, height: int = 1700) -> None:
         port = _free_port()
         self._driver = subprocess.Popen(
             ["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT

@@ -98,24 +98,30 @@ def status(rank, *, epoch=1, taken=30, left=10, **more):
     )
 
 
+def places_of(*statuses, numbers=None, num_lost=0):
+    return Places.of(dict(enumerate(statuses)), numbers, num_lost)
+
+
 def test_headline_has_the_place_the_numbers_the_pace_and_the_workers():
     pace = Pace()
     for now_s in (1.0, 3.0):
         pace.look({0: status(0, samples=int(100 * now_s)), 1: status(1)}, now_s)
     reported = seen(Report(0, 0, 0.0, {"accuracy": 0.5, "top": {"five": 1.0}, "loss": 2e-5}))
-    places = Places.of([status(0), status(1, left=4, has_joined=False)], num_lost=1)
+    places = places_of(status(0), status(1, left=4), num_lost=1)
     assert headline(reported, places, pace) == (
         "epoch 2/3  step 30/40  loss 2e-05  accuracy 0.500  top.five 1.000  100 samples/s  "
         "2 workers, 1 lost"
     )
+    without = places_of(status(0), status(1, has_joined=True), numbers={0: {"a": 1}, 1: {"a": 3}})
+    assert headline(Seen(), without) == "epoch 2/3  step 30/40  a 1.000  2 workers"
     assert batches_left(reported, places) == "batches left: rank 0 10, rank 1 4"
-    assert batches_left(reported, Places.of([status(0), status(1)])) == "", "equal on all ranks"
+    assert batches_left(reported, places_of(status(0), status(1))) == "", "equal on all ranks"
 
 
 def test_a_rank_that_has_not_begun_the_epoch_does_not_count_in_it():
-    places = Places.of([status(0, epoch=1, taken=40, left=0), status(1, epoch=2, taken=1)])
+    places = places_of(status(0, epoch=1, taken=40, left=0), status(1, epoch=2, taken=1))
     assert (places.of_epochs, places.done, places.total) == ("epoch 2/3", 40, 40)
-    later = Places.of([status(0, epoch=2), status(1, epoch=2)])
+    later = places_of(status(0, epoch=2), status(1, epoch=2))
     assert places.epoch_over(later) == "epoch 2/3 is over" and later.epoch_over(later) == ""
 
 
