@@ -12,6 +12,7 @@ where a figure was shown.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import sys
@@ -97,10 +98,12 @@ class Output:
         # rotate them, or to use the terminal): then it goes on showing the output in its own way.
         self._files = _log_files()
         self._beginning = Position()
+        self._streams: tuple[Any, ...] = ()
         if self._files is not None:
             for number in (OUT, ERR):
                 os.write(number, _NOT_FOR_ANY_JOB)
             self._beginning = Position(*_sizes())
+            self._streams = sys.stdout, sys.stderr
             sys.stdout, sys.stderr = _Noted(sys.stdout, self, OUT), _Noted(sys.stderr, self, ERR)
 
     def set_rank(self, rank: int) -> None:
@@ -136,6 +139,9 @@ class Output:
         dropped. None if this process does not write to files."""
         if self._files is None:
             return None
+        for stream in self._streams:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()  # Bytes that were written to its `buffer` may wait in it.
         since = since or self._beginning
         with self._lock:
             while self._marks and self._num_dropped < since.marks:

@@ -27,11 +27,14 @@ def print_much(ctx: cl.Context) -> None:
         print("line", number)  # Equal on both ranks: Ray would merge them.
         if number % 50 == 0:
             print("trouble", number, file=sys.stderr)
+    sys.stdout.buffer.write(b"of bytes\n")
+    sys.stdout.flush()
     os.write(1, b"of C code\n")
     subprocess.run(["echo", "of a child process"], check=True)
     print("a bar 50%\ra bar 100%")
     print(":actor_name:of Ray")
-    print("ends without an end of line", end="")
+    print("ends without ", end="")
+    sys.stdout.buffer.write(b"an end of line")
 
 
 async def test_every_line_of_every_rank_arrives_in_order_before_run_returns(
@@ -43,6 +46,7 @@ async def test_every_line_of_every_rank_arrives_in_order_before_run_returns(
         for rank in range(2):
             assert of_rank(shown.out, rank) == [
                 *(f"line {number}" for number in range(NUM_LINES)),
+                "of bytes",
                 "of C code",
                 "of a child process",
                 "a bar 100%",
