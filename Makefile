@@ -61,6 +61,7 @@ clean:
 
 # The stamp is newer than what says what to install, or everything is installed again.
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into .venv, once: PyTorch, Ray, and the tools of tests and docs; it takes minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(INSTALLED)

@@ -19,12 +19,12 @@ import ray
 from ..calls import Actor, ActorGone, NoAnswer, answer, answers, head_is_gone, head_stays_gone
 from ..driver.driver import GRACE_S, Unfit, driver_class
 from ..errors import DriverLost, HeadLost, StartupError
-from ..journal import JournalReader
 from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
 from ..worker.devices import environment_of_workers
 from ..worker.worker import worker_class
+from .listening import Listener
 from .recruiting import Recruiter
 from .reserve import Reserve
 from .seats import Seats
@@ -93,6 +93,8 @@ class Crew:
         self._starting: set[int] = set()
         """Seats whose workers have not answered yet: a run may end while some are starting."""
         self._reserve = Reserve(seats, self._made)
+        self.listener = Listener(self._workers, self._starting)
+        """Hears what the workers report and print."""
         self._driver: Actor | None = None
         self._incarnation = -1
         self._is_assembled = False
@@ -359,9 +361,6 @@ class Crew:
         except (ActorGone, NoAnswer):
             self._kill_driver()
             await self._stop_workers(reason)
-
-    def reports(self, run: int) -> JournalReader:
-        return JournalReader(self._workers, self._starting, run)
 
     async def snapshots(
         self, timeout_s: float

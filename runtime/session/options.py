@@ -13,6 +13,7 @@ from actors.worker.devices import narrowed_by
 
 from ..checkpoint.config import CheckpointConfig
 from ..process.random_state import check_seed
+from .progress import Progress
 
 NODE_ID = "ray.io/node-id"
 
@@ -80,6 +81,16 @@ def check_kinds(address: object, on_report: object, checkpoint: object, seed: ob
         )
     if seed is not None:
         check_seed(seed)
+
+
+def checked_progress(progress: bool | Progress, on_report: object) -> bool | Progress:
+    if not isinstance(progress, bool | Progress):
+        raise TypeError(
+            f"progress must be True, False or a Progress, got {type(progress).__name__}; write "
+            "progress=Progress(num_steps=...)"
+        )
+    is_shown_already = isinstance(getattr(on_report, "__self__", None), Progress)
+    return False if is_shown_already else progress
 
 
 def check_seconds(**seconds: float) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +17,6 @@ from actors import fault_plan
 from actors.calls import head_stays_gone
 from actors.crew.crew import HEAD_ANSWER_S, Crew
 from actors.errors import DriverLost
-from actors.journal import JournalReader
 from actors.messages import Report, RunRequest, RunSucceeded, WorkerSnapshot
 from actors.outcomes import raise_failure
 from actors.parcels.parcel import Parcel
@@ -28,6 +26,7 @@ from .. import notebook
 from ..checkpoint.config import CheckpointConfig
 from ..program.sending import HEAVY_BYTES, check_not_own, heavy_parts, packed_program
 from . import placement
+from .hearing import Audience, hearing
 from .options import (
     DEFAULT,
     Default,
@@ -38,9 +37,11 @@ from .options import (
     checked_environment,
     checked_failures,
     checked_labels,
+    checked_progress,
     checked_range,
     checked_spares,
 )
+from .progress import Progress
 from .seats import Seats
 from .state import REMEDIES, SessionSnapshot, SessionState, how_interrupted
 from .trace import as_json, traced
@@ -48,11 +49,7 @@ from .waiting import awaited, telling, told_if_slow
 
 _log = logging.getLogger("chorusline")
 
-_PULL_S = 0.3
-"""Seconds between two pulls of reports. Each pull wakes the event loop, and a notebook sees an
-interrupt only when the loop wakes."""
-
-_LAST_PULL_S = 5.0
+_ASK_S = 5.0
 
 _BEGINNINGS = 3
 """How often one call of `run` may begin: workers may have died since the last run, and more
@@ -85,6 +82,8 @@ class Session:
         cluster, and `close` stops it.
     on_report: called in this process's event loop with each Report of each rank.
     live_view: in a notebook, show the ranks and plots of their reports while a function runs.
+    progress: elsewhere, show on stderr how far a run is, as bars on a terminal and as lines in a
+        log. False: not at all. A Progress: in that one, which may know the number of steps.
     checkpoint: where every run saves what it has registered, and where it resumes from.
     seed: what `ctx.seed(seed)` does, at the beginning of every run.
     pause_s: how long a run waits for new workers when fewer than `fewest` are left.
@@ -93,7 +92,8 @@ class Session:
     label_selector: of the nodes on which workers may run, as in Ray:
         {"ray.io/market-type": "spot"}.
     accelerator_type: the GPU that their nodes have, as in Ray ("A100"); with use_gpu.
-    log_to_driver: whether Ray prints the workers' output here, if the session connects to Ray.
+    log_to_driver: whether the ranks' output is printed here, in lines that begin with `[rank 0]`;
+        and, if the session connects to Ray, whether Ray prints the output of other processes.
 
     Raises StartupError if the workers cannot be started. A session must be closed: Ray runs no
     clean-up code in abandoned actors.
@@ -112,6 +112,7 @@ class Session:
         address: str | None = None,
         on_report: Callable[[Report], None] | None = None,
         live_view: bool = True,
+        progress: bool | Progress = True,
         checkpoint: CheckpointConfig | None = None,
         seed: int | None = None,
         max_failures: int | None | Default = DEFAULT,
@@ -132,6 +133,7 @@ class Session:
         self._environment = checked_environment(runtime_env, env_vars)
         check_gpus_are_rays_to_deal(self._environment, use_gpu)
         check_kinds(address, on_report, checkpoint, seed)
+        self._progress = checked_progress(progress, on_report)
         self._fault_plan = fault_plan.ordered(self._most)
         self._use_gpu = use_gpu
         self._accelerator_type = accelerator_type
@@ -213,7 +215,7 @@ class Session:
                 )
                 await self._crew.assemble(self._startup_timeout_s)
             if notebook.in_kernel():
-                await self._ask_workers(_LAST_PULL_S)  # _repr_html_ shows the answers.
+                await self._ask_workers(_ASK_S)  # _repr_html_ shows the answers.
         except BaseException as error:
             await self.close()  # Also after a cancellation: nothing may stay behind.
             notebook.show_once(notebook.hint_at_other_sessions(error, self))
@@ -275,7 +277,17 @@ class Session:
 
         If the call is cancelled, it stops all ranks before it returns.
         """
-        return await self._run(self._packed(train, kwargs), self._live_view)
+        return await self._run(self._packed(train, kwargs), self._audience())
+
+    def _audience(self, *, always_prints: bool = False) -> Audience:
+        """Who hears of a run: the live view in a notebook, and elsewhere the progress."""
+        view = progress = None
+        if notebook.in_kernel():
+            view = notebook.LiveView(self._ask_workers) if self._live_view else None
+        else:
+            progress = Progress.of_places() if self._progress is True else self._progress or None
+        has_output = always_prints or self._log_to_driver
+        return Audience(self._on_report, view, progress, has_output)
 
     def _packed(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Parcel:
         program = packed_program(train, kwargs, self._checkpoint, self._seed)
@@ -324,27 +336,25 @@ class Session:
             self._state.value, self._seen if self._state is not SessionState.CLOSED else ()
         )
 
-    async def _run(self, program: Parcel, is_shown: bool = False) -> list[Any]:
+    async def _run(self, program: Parcel, audience: Audience) -> list[Any]:
         """1. Replace the workers that are missing since the last run. 2. Run, and hand on reports
         meanwhile; if the run failed before any worker began, repeat from 1. 3. Rebuild the results,
         or the failure."""
         why_not = self.why_not_ready()
         if why_not:
             raise notebook.show_once(RuntimeError(why_not), f"RuntimeError: {why_not}")
-        crew, view = self._crew, None
+        crew, view = self._crew, audience.view
         assert crew is not None
-        if is_shown and notebook.in_kernel():
-            view = notebook.LiveView(self._ask_workers)
         self._state = SessionState.RUNNING
         error: BaseException | None = None
         try:
             payload = ray.put(program)  # Now: later the caller may change what it has passed.
             async with notebook.waking():
                 for left in reversed(range(_BEGINNINGS)):
-                    request = self._new_request(view)
+                    request = self._new_request(audience)
                     await crew.assemble(self._startup_timeout_s)  # 1.
                     try:  # 2.
-                        async with self._reporting(crew.reports(request.run), view):
+                        async with hearing(crew.listener, request.run, audience):
                             outcome = await crew.run(request, payload)
                     except DriverLost as lost:
                         if lost.nobody_began and left:
@@ -368,12 +378,12 @@ class Session:
         assert isinstance(outcome, RunSucceeded)
         return [cloudpickle.loads(result) for result in outcome.results]
 
-    def _new_request(self, view: notebook.LiveView | None) -> RunRequest:
+    def _new_request(self, audience: Audience) -> RunRequest:
         self._next_run += 1
         return RunRequest(
             self._next_run - 1,
             self._timeout_s,
-            view is not None or self._on_report is not None,
+            audience.wants_reports,
             get_debug_level(),
             self._fewest,
             self._max_failures,
@@ -381,50 +391,6 @@ class Session:
             last_save_s=self._checkpoint.timeout_s if self._checkpoint is not None else None,
             fault_plan=self._fault_plan,
         )
-
-    @asynccontextmanager
-    async def _reporting(
-        self, journals: JournalReader, view: notebook.LiveView | None
-    ) -> AsyncIterator[None]:
-        """Hand on reports while the body runs, and the remaining ones when it has ended.
-
-        If `on_report` raises, the body is cancelled, and its error is raised as it is.
-        """
-        is_over = asyncio.Event()
-        listeners = [self._on_report] if self._on_report is not None else []
-        if view is not None:
-            listeners.append(view.add)
-
-        async def pass_on() -> None:
-            is_last = False
-            while not is_last:
-                try:
-                    async with asyncio.timeout(_PULL_S):
-                        await is_over.wait()
-                except TimeoutError:
-                    pass
-                is_last = is_over.is_set()  # What comes during a pull needs another one.
-                if listeners:
-                    for report in await journals.pull(_LAST_PULL_S):
-                        for listener in listeners:
-                            listener(report)
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                passing = tasks.create_task(pass_on(), name="reports")
-                if view is not None:
-                    tasks.create_task(view.keep_drawing(is_over), name="view")
-                try:
-                    yield
-                finally:
-                    is_over.set()
-                    # After an interrupt, too: the task group would cancel the last pull. It begins
-                    # when the pull that is under way has ended.
-                    await asyncio.wait([passing], timeout=2 * _LAST_PULL_S)
-        except BaseExceptionGroup as group:
-            if len(group.exceptions) == 1:
-                raise group.exceptions[0] from None
-            raise
 
 
 def run(
@@ -440,6 +406,7 @@ def run(
     startup_timeout_s: float = 60.0,
     address: str | None = None,
     on_report: Callable[[Report], None] | None = None,
+    progress: bool | Progress = True,
     checkpoint: CheckpointConfig | None = None,
     seed: int | None = None,
     max_failures: int | None | Default = DEFAULT,
@@ -476,6 +443,7 @@ def run(
         startup_timeout_s=startup_timeout_s,
         address=address,
         on_report=on_report,
+        progress=progress,
         checkpoint=checkpoint,
         seed=seed,
         max_failures=max_failures,
@@ -491,6 +459,6 @@ def run(
 
     async def main() -> list[Any]:
         async with session:
-            return await session._run(program)
+            return await session._run(program, session._audience())
 
     return asyncio.run(main())
