@@ -112,7 +112,7 @@ class Context:
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
         if resume is None:
-            return self._call.cursor.epochs(num_epochs)
+            return self._call.epochs(num_epochs)
         return self._resumed(num_epochs, resume)
 
     def _resumed(self, num_epochs: int, name: str) -> Iterator[int]:
@@ -132,14 +132,17 @@ class Context:
         bound.was_live = by_rank[self.rank].was_live if any(seats) else call.is_resumed or None
         if by_rank[self.rank] != Place():
             call.cursor.resume_next_loop(by_rank[0].epoch, [place.passages for place in by_rank])
+
+        def ended(epoch: int) -> None:
+            call.named_loop = None
+            places[name] = Place(epoch + 1)
+            bound.resumed_live, bound.was_live = (), None
+            bound.stop_if_agreed()
+
         try:
-            for epoch in call.cursor.epochs(num_epochs):
+            for epoch in call.epochs(num_epochs, ended):
                 call.named_loop = name
                 yield epoch
-                call.named_loop = None
-                places[name] = Place(epoch + 1)
-                bound.resumed_live, bound.was_live = (), None
-                bound.stop_if_agreed()
         finally:
             if call.named_loop == name:  # The function has broken the loop off.
                 call.keep_place()

@@ -161,7 +161,7 @@ class FunctionRun:
                 positions = self._recovery.from_the_top.begin_again(group, self._steps)
                 call.resume_data(positions)
             elif checkpoints.reader is not None:
-                call.resume_data(checkpoints.reader.manifest.progress)
+                call.resume_from(checkpoints)
                 if self._recovery is not None and self._program.checkpoint is not None:
                     self._recovery.can_resume_again = self._program.checkpoint.resume == AUTO
 
