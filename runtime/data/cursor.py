@@ -175,7 +175,7 @@ class Cursor:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The number of the loop that was begun last, and its epoch; before the function has come to
+        """The number of the loop that was begun last, and its epoch; before the function is at
         the place where it resumes, that place."""
         return max((self._loop, self._epoch or 0), self._resumed)
 
