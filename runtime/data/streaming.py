@@ -178,6 +178,17 @@ class StreamShard(Batches):
         self._asked: Any = None  # the request for the batch behind them
 
     @property
+    def num_steps(self) -> int:
+        """Not known: raises TypeError."""
+        raise TypeError(
+            "how many steps a Stream gives is not known before its end. Count them in one epoch "
+            "(ctx.step), choose a number of steps for the schedule yourself, or hand ctx.shard a "
+            "dataset with a length"
+        )
+
+    num_steps_left = num_steps
+
+    @property
     def taken_ids(self) -> list[int]:
         return self._numbers[: self.taken]
 
