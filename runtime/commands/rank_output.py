@@ -51,6 +51,8 @@ class ByRank:
 @contextlib.contextmanager
 def _carried(ctx: Context) -> Iterator[None]:
     output, errors = _Lines(ctx, sys.stdout), _Lines(ctx, sys.stderr)
+    if line := call_of(ctx).resume_line:  # It was said before the function was called.
+        output.send(line.replace("CheckpointConfig(resume='never')", "--fresh"))
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             yield
@@ -87,7 +89,7 @@ class _Lines(io.TextIOBase):
             self._log.write(text)
             *lines, self._begun = (self._begun + text).split("\n")
             for line in lines:
-                self._send(line)
+                self.send(line)
         return len(text)
 
     def flush(self) -> None:
@@ -95,9 +97,10 @@ class _Lines(io.TextIOBase):
 
     def end(self) -> None:
         if self._begun:
-            self._send(self._begun)
+            self.send(self._begun)
             self._begun = ""
         self._log.flush()
 
-    def _send(self, line: str) -> None:
+    def send(self, line: str) -> None:
+        """Send a line that is whole."""
         self._call.say({PRINTED: line.rstrip("\r").rpartition("\r")[2]})

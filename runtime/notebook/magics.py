@@ -18,6 +18,7 @@ from typing import Any
 
 from actors.calls import ActorGone, NoAnswer
 from collectives import ChoruslineError
+from collectives.contract.articles import with_article
 
 from ..program.sending import packed_program
 from .cells import latest_session
@@ -90,8 +91,8 @@ def _named(name: str) -> Any:
             raise UsageError(f"%%ranks {name}: there is no variable {name!r}. {_START}")
         session = shell().user_ns[name]
         if not hasattr(session, "run") or not hasattr(session, "num_workers"):
-            kind = type(session).__name__
-            raise UsageError(f"%%ranks {name}: that is a {kind}, not a session. {_START}")
+            kind = with_article(type(session))
+            raise UsageError(f"%%ranks {name}: that is {kind}, not a session. {_START}")
     else:
         session = latest_session()
     if session is None:

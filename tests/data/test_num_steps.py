@@ -84,5 +84,5 @@ def test_the_number_of_steps_of_a_stream_is_not_known() -> None:
     from runtime.data.streaming import StreamShard
 
     shard = object.__new__(StreamShard)
-    with pytest.raises(TypeError, match="not known before its end. Count them in one epoch"):
+    with pytest.raises(TypeError, match=r"not known before its end\. Count them in one epoch"):
         _ = shard.num_steps
