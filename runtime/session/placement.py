@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import (
 from actors.errors import StartupError
 
 from .autoscaling import Outlook, prospect
+from .interrupts import show_in_one_line
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
@@ -83,6 +84,7 @@ def connect(address: str | None, log_to_driver: bool = True) -> bool:
         return _connect(address, log_to_driver)
     finally:
         _restore_sigterm(before)
+        show_in_one_line()
 
 
 def _connect(address: str | None, log_to_driver: bool) -> bool:
