@@ -22,10 +22,11 @@ from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Self
 
-from collectives import CollectiveError, Group
+from collectives import CollectiveError, Group, StoreLost
 from collectives.contract.call_site import is_users_file, short_site, users_frame
 from collectives.diagnosis.debug import logger
 from collectives.objects.blocking import broadcast_object
+from collectives.stores.store import PrefixStore
 
 from ..join.active import active_join
 from ..process.between_runs import between_runs
@@ -274,6 +275,7 @@ class Checkpoints:
             # By run if it has a name: a rank may have missed a save of an earlier run.
             key_prefix=f"{self._run}/{self._count}" if self._run else str(known.num_saves),
             leaves=contents.leaves,
+            number=known.num_saves,
             site=_calling_line(),
             call_by=began_at + waited_s + self._group.timeout_s,
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
@@ -305,6 +307,16 @@ class Checkpoints:
             elif kind_of(entry) == PER_RANK:
                 collect_own((entry.name, rank), state_of(entry), found)
         return found
+
+    def say_over(self) -> None:
+        """This rank's function has returned: another rank that still saves hears at once that this
+        one does not come."""
+        if len(self.registry):
+            store = PrefixStore("checkpoint/over", self._group._store)
+            with contextlib.suppress(StoreLost, CollectiveError):
+                known = between_runs().of_group(self._group)
+                key = f"{self._group.generation}/{self._group.rank}"
+                store.set(key, str(known.num_saves).encode())
 
     def _finish_last(self) -> None:
         self._finish_saving()

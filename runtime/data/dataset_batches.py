@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from collectives.contract.articles import with_article
 
 from .batches import Batches
 from .cursor import Cursor, Rest
@@ -75,6 +77,12 @@ class Shard(Batches):
                 "make a Stream(data) in the program that has the session; list(data) makes a "
                 "dataset of a short iterable. Iterate what belongs to this rank alone (an iterator "
                 "of streaming_split) as it is, inside Join"
+            )
+        if isinstance(dataset, Mapping) and 0 not in dataset:
+            raise TypeError(
+                "shard needs numbered samples, dataset[0] to dataset[n - 1], and "
+                f"{with_article(type(dataset))} has names; make samples of its columns, as in "
+                "list(zip(columns['x'], columns['y']))"
             )
         if len(dataset) == 0:
             raise ValueError("the dataset is empty, so no rank would get a batch; check its source")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from collectives.contract.operation import ReduceOp
-from collectives.contract.torch_words import TOO_MANY, says
+from collectives.contract.torch_words import TOO_FEW, TOO_MANY, says
 from collectives.group import Group
 from collectives.objects.blocking import all_gather_object, all_gather_row
 
@@ -24,6 +24,7 @@ from ..process.random_state import RankSeed, check_seed
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
 from .function_call import FunctionCall
+from .habits import OF_A_LOADER, instead_of
 from .report_values import plain_values
 
 S = TypeVar("S", bound=Stateful)
@@ -109,6 +110,11 @@ class Context:
         Raises ValueError for a negative num_epochs; RuntimeError, on all ranks, if the ranks
         remember different epochs, or they are not the ranks that have begun the epoch.
         """
+        if type(num_epochs) is not int:
+            raise TypeError(
+                f"num_epochs must be a number of epochs, got {num_epochs!r}; write "
+                "ctx.epochs(3), which gives 0, 1, 2"
+            )
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
         if resume is None:
@@ -200,6 +206,7 @@ class Context:
         """The path of the checkpoint that this run resumes from; None if it starts afresh."""
         return self._call.resumed_from
 
+    @says(**{TOO_FEW: "an object is registered under a name; write ctx.register('model', model)"})
     def register(
         self, name: str, stateful: S, *, per_rank: bool = False, required: bool = True
     ) -> S:
@@ -289,6 +296,7 @@ class Context:
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Shard: ...
 
+    @says(**OF_A_LOADER)
     def shard(
         self,
         dataset: MapStyleDataset | Stream,
@@ -470,6 +478,9 @@ class Context:
         total = tensor.to(self.device, copy=True).contiguous()
         self.group.all_reduce(total, _OPS[op]).wait_on_host()
         return total.to(tensor.device)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"'Context' object has no attribute {name!r}{instead_of(name)}")
 
     def __repr__(self) -> str:
         return (

@@ -26,15 +26,9 @@ from ..process.step_boundary import boundary, entered
 from ..recovery.recovery import Recovery
 from .context import Context
 from .function_call import FunctionCall
+from .habits import note_on
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
-
-_WITHOUT_TORCH_DISTRIBUTED = (
-    "In a train function, ctx.shard(dataset, batch_size, epoch=epoch) deals out the samples, not a "
-    "DistributedSampler, and chorusline's DistributedDataParallel needs no torch.distributed. For "
-    "classes of torch.distributed, call ctx.init_torch_distributed() first"
-)
-"""A note to torch's error."""
 
 
 class Program:
@@ -174,10 +168,9 @@ class FunctionRun:
             self._seed(call)
             try:
                 yield call
-            except ValueError as error:
-                text = str(error)
-                if "Default process group has not" in text or "env:// rendezvous" in text:
-                    error.add_note(_WITHOUT_TORCH_DISTRIBUTED)
+            except Exception as error:
+                if note := note_on(error, call.device):
+                    error.add_note(note)
                 raise
             finally:
                 call.keep_place()
@@ -232,6 +225,8 @@ def _register_with_lightning() -> None:
 
 
 def _ended(call: FunctionCall, result: object) -> object:
+    if call.checkpoints is not None:
+        call.checkpoints.say_over()
     call.finish()
     torch_distributed.end()
     return result

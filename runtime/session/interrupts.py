@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,8 @@ _OURS = str(Path(__file__).resolve().parents[1])  # runtime/
 
 def show_in_one_line() -> None:
     """From now on a KeyboardInterrupt that nobody catches, and that came while a session was at
-    work, ends this process with one line. The process ends by SIGINT as before, which a shell
-    reports as status 130; the user's `except` and `finally` have run before. Any other exception is
-    for the hook that is there."""
+    work, ends this process with one line and status 130, as a shell reports SIGINT. The user's
+    `except` and `finally` have run before. Any other exception is for the hook that is there."""
     before = sys.excepthook
     if getattr(before, "__module__", "") == __name__:
         return
@@ -22,6 +22,9 @@ def show_in_one_line() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt) and _came_from_a_session(error):
             print("Interrupted: all ranks were stopped.", file=sys.stderr)  # noqa: T201
+            # Python's own end by SIGINT is lost where an exit handler, such as Ray's, evaluates
+            # code: then the status would be 1.
+            sys.exit(128 + signal.SIGINT)
         else:
             before(kind, error, trace)
 

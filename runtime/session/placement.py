@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import (
 
 from actors.errors import StartupError
 
+from ..process.running import is_running
 from .autoscaling import Outlook, prospect
 from .interrupts import show_in_one_line
 
@@ -87,7 +88,17 @@ def connect(address: str | None, log_to_driver: bool = True) -> bool:
         show_in_one_line()
 
 
+def _check_not_on_a_rank() -> None:
+    if is_running():
+        raise RuntimeError(
+            "a Session was started inside a train function: its workers would wait for the "
+            "resources that the workers of this one hold. Start sessions in the program, and call "
+            "what this function should run directly, as other(ctx)"
+        )
+
+
 def _connect(address: str | None, log_to_driver: bool) -> bool:
+    _check_not_on_a_rank()
     if ray.is_initialized():
         return False
     address = address or os.environ.get("RAY_ADDRESS") or "local"

@@ -67,7 +67,7 @@ def test_ctrl_c_in_a_script_ends_with_one_line_behind_what_the_user_does(
     else:
         assert last == ["the user's finally"]
         assert errors.splitlines()[-1] == "Interrupted: all ranks were stopped."
-        assert process.returncode == -signal.SIGINT, "which a shell reports as 130"
+        assert process.returncode == 130
 
 
 @pytest.mark.slow
