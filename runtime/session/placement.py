@@ -375,6 +375,15 @@ def _fitting(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int
     )
 
 
+def shortage(bundle: Mapping[str, float], num_workers: int) -> str:
+    """Why so many workers do not fit now; empty if they do, in sum."""
+    if _fitting(bundle, ray.available_resources()) >= num_workers:
+        return ""
+    each = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    return f"there is no room for {workers} with {each} now, {_resources_of_cluster(bundle)}"
+
+
 def _asked(
     bundle: Mapping[str, float], num_workers: int, strategy: str, labels: Mapping[str, str]
 ) -> str:

@@ -28,6 +28,7 @@ from .. import notebook
 from ..checkpoint.config import CheckpointConfig
 from ..program.sending import HEAVY_BYTES, check_not_own, heavy_parts, packed_program
 from . import placement
+from .holders import telling_who_holds
 from .options import (
     DEFAULT,
     Default,
@@ -42,7 +43,7 @@ from .options import (
 from .seats import Seats
 from .state import REMEDIES, SessionSnapshot, SessionState, how_interrupted
 from .trace import as_json, traced
-from .waiting import telling, told_if_slow
+from .waiting import awaited, telling, told_if_slow
 
 _log = logging.getLogger("chorusline")
 
@@ -51,7 +52,6 @@ _PULL_S = 0.3
 interrupt only when the loop wakes."""
 
 _LAST_PULL_S = 5.0
-_LOOK_S = 0.5
 
 _BEGINNINGS = 3
 """How often one call of `run` may begin: workers may have died since the last run, and more
@@ -153,6 +153,11 @@ class Session:
         return self._crew.num_workers if self._crew else self._most
 
     @property
+    def name(self) -> str:
+        """As `chorusline status` lists it; empty unless the session is open."""
+        return self._crew.name if self._crew else ""
+
+    @property
     def state(self) -> SessionState:
         return self._state
 
@@ -173,7 +178,7 @@ class Session:
         try:
             with told_if_slow("Ray: a cluster that starts here, or the answer of one that runs"):
                 self._is_local = placement.connect(self._address, self._log_to_driver)
-            async with telling(self._awaited):
+            async with telling(lambda: awaited(self._crew, self._fewest, self._startup_timeout_s)):
                 bundle = placement.bundle_of_worker(
                     self._most,
                     use_gpu=self._use_gpu,
@@ -182,15 +187,17 @@ class Session:
                     is_local=self._is_local,
                 )
                 strategy = self._placement_strategy
-                first = await placement.place(
-                    bundle,
-                    self._fewest,
-                    self._most,
-                    strategy,
-                    self._startup_timeout_s,
-                    may_grow=not self._is_local,
-                    labels=self._labels,
-                )
+                wait_s = self._startup_timeout_s
+                async with telling_who_holds(bundle, self._fewest, self, wait_s):
+                    first = await placement.place(
+                        bundle,
+                        self._fewest,
+                        self._most,
+                        strategy,
+                        wait_s,
+                        may_grow=not self._is_local,
+                        labels=self._labels,
+                    )
                 self._seats = Seats(first, bundle, self._most, strategy, self._labels)
                 self._crew = Crew(
                     self._seats,
@@ -207,22 +214,6 @@ class Session:
             notebook.show_once(notebook.hint_at_other_sessions(error, self))
             raise
         self._state = SessionState.READY
-
-    async def _awaited(self) -> str:
-        """What the start waits for now, as the end of a sentence."""
-        crew = self._crew
-        if crew is None:
-            what = f"room in the cluster for {self._fewest} workers"
-        elif not crew.num_workers:
-            return "the driver actor: Ray starts its process"
-        else:
-            said = await crew.workers_seen(_LOOK_S)
-            ready = sum(isinstance(word, WorkerSnapshot) for word in said)
-            what = (
-                f"{len(said) - ready} of {len(said)} workers: Ray starts their processes, or they "
-                "import torch"
-            )
-        return f"{what} (up to {self._startup_timeout_s:g} s, startup_timeout_s)"
 
     async def close(self) -> None:
         """End everything that the session started; may be called more than once.

@@ -1,4 +1,4 @@
-"""What a newcomer writes wrongly: each ends at once, says what to write, and the session goes on."""
+"""What a newcomer writes wrongly ends at once, with what to write, and the session goes on."""
 
 from __future__ import annotations
 
