@@ -46,7 +46,7 @@ class Batches(Dealt):
         at_boundary: called between two batches.
 
         Raises ValueError for a batch_size below 1."""
-        if type(batch_size) is not int:
+        if not hasattr(batch_size, "__index__"):
             raise TypeError(
                 f"batch_size must be a whole number of samples per rank and step, got "
                 f"{batch_size!r}"

@@ -90,7 +90,6 @@ class Shard(Batches):
         self._given_samples = len(dataset)
         self._seed, self._shuffle = seed, shuffle
         self._keep_together = keep_together
-        self._round_up = 0 if drop_last else batch_size - 1
         super().__init__(
             batch_size,
             key=f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}",
@@ -100,6 +99,7 @@ class Shard(Batches):
             cursor=cursor,
             at_boundary=at_boundary,
         )
+        self._round_up = 0 if drop_last else batch_size - 1
         self._take_hand(self._dealt(world_size), rank)
         whole = self.hands if self._rest == Rest() else self._whole(world_size)
         self.num_steps = max(map(self._num_batches, map(len, whole)))

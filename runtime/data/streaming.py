@@ -82,6 +82,8 @@ class Stream:
                 "length and numbered samples is handed to ctx.shard as it is"
             )
         self._source = source
+        self.has_epochs = hasattr(source, "set_epoch")
+        """Whether the order of the rows may depend on the epoch."""
         self._reader: Actor | None = None
         self._started_in = ("", "")  # cluster and job
         self._is_closed = False
@@ -125,7 +127,12 @@ class Stream:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_reader": self.reader, "_is_sent": True, "_is_closed": False}
+        return {
+            "_reader": self.reader,
+            "_is_sent": True,
+            "_is_closed": False,
+            "has_epochs": self.has_epochs,
+        }
 
 
 class StreamShard(Batches):

@@ -110,7 +110,7 @@ class Context:
         Raises ValueError for a negative num_epochs; RuntimeError, on all ranks, if the ranks
         remember different epochs, or they are not the ranks that have begun the epoch.
         """
-        if type(num_epochs) is not int:
+        if not hasattr(num_epochs, "__index__"):
             raise TypeError(
                 f"num_epochs must be a number of epochs, got {num_epochs!r}; write "
                 "ctx.epochs(3), which gives 0, 1, 2"

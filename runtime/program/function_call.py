@@ -28,6 +28,7 @@ from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.saving import Saving
 from ..data.cursor import Cursor, Used, told_place
 from ..data.dealer import Dealer
+from ..data.streaming import Stream
 from ..join.active import active_join
 from ..join.join import Joinable
 from ..process.between_runs import Place, between_runs
@@ -105,11 +106,17 @@ class FunctionCall:
             return self.cursor.epoch_under_way
         if not (is_shuffled and torch.is_grad_enabled()):
             return 0  # It is evaluated only.
+        if isinstance(dataset, Stream) and not dataset.has_epochs:
+            return 0  # The rows come in their order in every epoch.
         if self.rank == 0 and self._dealt_without_epoch is dataset:
+            if isinstance(dataset, Stream):
+                what = "reads the same Stream again without epoch=, so it calls set_epoch(0) again"
+                beside = ""
+            else:
+                what = "deals out the same dataset again without epoch=, so in the same order"
+                beside = "; for a dataset that is only evaluated, shuffle=False"
             warnings.warn(
-                "ctx.shard deals out the same dataset again without epoch=, so in the same order. "
-                "Write `for epoch in ctx.epochs(n):`, or epoch=epoch; for a dataset that is only "
-                "evaluated, shuffle=False",
+                f"ctx.shard {what}. Write `for epoch in ctx.epochs(n):`, or epoch=epoch{beside}",
                 stacklevel=users_level(),
             )
         self._dealt_without_epoch = dataset
