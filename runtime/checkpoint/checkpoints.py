@@ -65,6 +65,7 @@ class Checkpoints:
     config: None: only `save(path)` works, and no checkpoint is resumed.
     reader: reads the checkpoint that the run resumes from, or None.
     resumes_at_epoch_end: whether that checkpoint is the one of an epoch's end (epoch_end.py).
+    run_id: of the call of `Session.run`, equal on all ranks; empty if it is not known.
     tell_progress: returns this rank's position in its data; the manifest keeps it, by rank.
     """
 
@@ -73,6 +74,7 @@ class Checkpoints:
         self.registry = registry
         self.reader: CheckpointReader | None = None
         self.resumes_at_epoch_end = False
+        self.run_id = ""
         self.tell_progress: Callable[[], Any] = dict
         self._group = group
         self._storage = open_storage(config.storage_path) if config else None
@@ -276,6 +278,7 @@ class Checkpoints:
             key_prefix=f"{self._run}/{self._count}" if self._run else str(known.num_saves),
             leaves=contents.leaves,
             number=known.num_saves,
+            run_id=self.run_id,
             site=_calling_line(),
             call_by=began_at + waited_s + self._group.timeout_s,
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
@@ -311,8 +314,8 @@ class Checkpoints:
     def say_over(self) -> None:
         """This rank's function has returned: another rank that still saves hears at once that this
         one does not come."""
-        if len(self.registry):
-            store = PrefixStore("checkpoint/over", self._group._store)
+        if len(self.registry) and self.run_id:
+            store = PrefixStore(f"checkpoint/over/{self.run_id}", self._group._store)
             with contextlib.suppress(StoreLost, CollectiveError):
                 known = between_runs().of_group(self._group)
                 key = f"{self._group.generation}/{self._group.rank}"

@@ -51,6 +51,7 @@ class Writing:
     key_prefix: of the keys in the group's store that belong to this checkpoint.
     leaves: the objects of this rank's part, as bytes.
     number: how many saves this rank has called in the generation before this one.
+    run_id: of the run, equal on all ranks; empty if it is not known.
     site: the user's line that called, `train.py:41`, or empty.
     call_by: the time.monotonic() at which all ranks must have called.
     write: writes this rank's part.
@@ -70,6 +71,7 @@ class Writing:
     key_prefix: str
     leaves: dict[Path, bytes]
     number: int
+    run_id: str
     site: str
     call_by: float
     write: Callable[[], Part]
@@ -294,7 +296,9 @@ class Writing:
 
     def _over(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Those whose function is over, and has not called this save."""
-        store = PrefixStore("checkpoint/over", self.group._store)
+        if not self.run_id:
+            return ()
+        store = PrefixStore(f"checkpoint/over/{self.run_id}", self.group._store)
         keys = {r: f"{self.group.generation}/{r}" for r in ranks}
         over = [r for r, key in keys.items() if store.check([key])]
         return tuple(r for r in over if int(store.get(keys[r])) <= self.number)

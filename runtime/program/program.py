@@ -150,6 +150,7 @@ class FunctionRun:
             config = replace(config, resume=AUTO)
         checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
         checkpoints.tell_progress = call.data_state
+        checkpoints.run_id = self._program.run_id
         with running(call), checkpoints:
             if resumption is not None and self._recovery is not None:
                 positions = self._recovery.from_the_top.begin_again(group, self._steps)

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-_OURS = str(Path(__file__).resolve().parents[1])  # runtime/
-
 
 def show_in_one_line() -> None:
     """From now on a KeyboardInterrupt that nobody catches, and that came while a session was at
@@ -33,7 +31,8 @@ def show_in_one_line() -> None:
 
 
 def _came_from_a_session(error: BaseException) -> bool:
-    return any(file.startswith(_OURS) for one in _chain(error) for file in _files(one))
+    runtime = str(Path(__file__).resolve().parents[1])
+    return any(file.startswith(runtime) for one in _chain(error) for file in _files(one))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
