@@ -65,7 +65,12 @@ class RankFailed(ChoruslineError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of generation {self.generation} raised {self.reason}"
+        mend = (
+            ". A rank's function ends with `return`; sys.exit() and exit() are for the program"
+            if self.reason.startswith("SystemExit")
+            else ""
+        )
+        return f"rank {self.rank} of generation {self.generation} raised {self.reason}{mend}"
 
 
 class Interrupted(ChoruslineError):

@@ -20,6 +20,9 @@ _T = TypeVar("_T")
 TOO_MANY = "_"
 """The name of the text for positional arguments that a function does not take."""
 
+TOO_FEW = "-"
+"""The name of the text for a call that leaves out an argument that is needed."""
+
 _OF_OPERATIONS = {
     "async_op": "every operation returns a Work at once; wait() for it, or await it",
     "group": "the operation is a method of its group, so call it on that group",
@@ -159,3 +162,5 @@ def _explain(
             raise TypeError(f"{name}() has no argument {argument!r}: {instead[argument]}") from None
     if TOO_MANY in instead and "positional argument" in str(error) and "given" in str(error):
         raise TypeError(f"{error}: {instead[TOO_MANY]}") from None
+    if TOO_FEW in instead and "missing" in str(error) and "required" in str(error):
+        raise TypeError(f"{error}: {instead[TOO_FEW]}") from None

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from ..contract.articles import with_article
 from ..contract.dtypes import DTYPE_INDEX, DTYPES
 from ..contract.errors import UnsupportedOperation
 from ..contract.modes import alias
@@ -131,7 +132,7 @@ def _foreign(value: Any, name: str, written: bool) -> torch.Tensor:
             return from_dlpack(value)
         except (BufferError, RuntimeError, TypeError) as error:
             raise TypeError(
-                f"{name}, a {type(value).__name__}, cannot be shared through DLPack: {error}"
+                f"{name}, {with_article(type(value))}, cannot be shared through DLPack: {error}"
             ) from error
     raise not_a_tensor(value, name)
 
@@ -226,6 +227,8 @@ def checked_op(
     if not isinstance(given, int):
         of_torch = getattr(given, "name", None) if "torch" in type(given).__module__ else None
         mend = f"; that is torch's, write chorusline.ReduceOp.{of_torch}" if of_torch else ""
+        if isinstance(given, str) and given.upper() in ReduceOp.__members__:
+            mend = f"; write chorusline.ReduceOp.{given.upper()}"
         raise TypeError(f"op must be a ReduceOp, got {given!r}{mend}")
     try:
         op = ReduceOp(given)

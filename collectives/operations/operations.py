@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ..contract.arithmetic import reduce_into
+from ..contract.articles import with_article
 from ..contract.dtypes import DTYPE_INDEX
 from ..contract.operation import UNEVEN, Finish, Kind, Operation, ReduceOp, root_and_op
 from ..contract.torch_words import tensor_operation
@@ -381,8 +382,8 @@ class Operations(GroupArguments):
         finishers: list[Finisher] = []
         if isinstance(output, list | tuple) != isinstance(input, list | tuple):
             raise TypeError(
-                f"output is a {type(output).__name__} and input a {type(input).__name__}; pass two "
-                "lists of tensors or two tensors"
+                f"output is {with_article(type(output))} and input {with_article(type(input))}; "
+                "pass two lists of tensors or two tensors"
             )
         if isinstance(output, list | tuple):
             if output_split_sizes is not None or input_split_sizes is not None:

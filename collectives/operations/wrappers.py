@@ -14,6 +14,8 @@ import sys
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from ..contract.articles import with_article
+
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
@@ -34,7 +36,7 @@ def unwrapped(value: torch.Tensor, name: str) -> torch.Tensor:
         )
     if kind.__torch_dispatch__ == _NO_DISPATCH:
         return value.as_subclass(torch.Tensor)
-    raise TypeError(f"{name} is a {kind.__name__}, {_mend(kind)}")
+    raise TypeError(f"{name} is {with_article(kind)}, {_mend(kind)}")
 
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:

@@ -68,8 +68,8 @@ def connect(
     if not between_hosts:
         raise ValueError(
             "backend 'shared-memory' connects ranks of one host, process namespace and user, but "
-            f"the ranks have {[c['host'] for c in cards]}, in rank order; choose backend='gloo', or "
-            "None"
+            f"the ranks have {[c['host'] for c in cards]}, in rank order; choose backend='gloo', "
+            "or None"
         )
     from .gloo import GlooCommunicator
 

@@ -22,10 +22,11 @@ from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Self
 
-from collectives import CollectiveError, Group
+from collectives import CollectiveError, Group, StoreLost
 from collectives.contract.call_site import is_users_file, short_site, users_frame
 from collectives.diagnosis.debug import logger
 from collectives.objects.blocking import broadcast_object
+from collectives.stores.store import PrefixStore
 
 from ..join.active import active_join
 from ..process.between_runs import between_runs
@@ -43,7 +44,9 @@ from .contents import (
     kind_of,
     state_of,
 )
+from .epoch_end import EpochEnd, LastSave
 from .format import catalog
+from .format.epoch_end import has_note
 from .format.manifest import MANIFEST, METADATA
 from .format.pieces import Contents, Path
 from .format.reader import CheckpointReader
@@ -61,6 +64,8 @@ class Checkpoints:
 
     config: None: only `save(path)` works, and no checkpoint is resumed.
     reader: reads the checkpoint that the run resumes from, or None.
+    resumes_at_epoch_end: whether that checkpoint is the one of an epoch's end (epoch_end.py).
+    run_id: of the call of `Session.run`, equal on all ranks; empty if it is not known.
     tell_progress: returns this rank's position in its data; the manifest keeps it, by rank.
     """
 
@@ -68,6 +73,8 @@ class Checkpoints:
         self.config = config
         self.registry = registry
         self.reader: CheckpointReader | None = None
+        self.resumes_at_epoch_end = False
+        self.run_id = ""
         self.tell_progress: Callable[[], Any] = dict
         self._group = group
         self._storage = open_storage(config.storage_path) if config else None
@@ -76,6 +83,8 @@ class Checkpoints:
         self._corrupted: list[str] = []  # the folders that this run has found so at its beginning
         self._count = 0
         self._in_flight: Saving | None = None
+        self._last_save: LastSave | None = None  # of the epoch that is under way
+        self._epoch_ends: list[EpochEnd] = []  # that are being noted
         self._last_step = -1  # the step of the last automatic save
         self._looked_at: set[Path] = set()  # by writing.py: objects that checkpoints had
 
@@ -104,13 +113,9 @@ class Checkpoints:
                 self._corrupted = corrupted
         for folder in unlisted if config.resume == AUTO else ():
             warn_of_unlisted(storage, folder, self.reader)
-        if self.reader is not None and self._group.rank == 0:
-            logger.warning(
-                "the run resumes from %s, of step %d "
-                "(CheckpointConfig(resume='never') begins afresh)",
-                self.reader.path,
-                self.reader.manifest.step,
-            )
+        if self.reader is not None:
+            is_noted = self._group.rank == 0 and has_note(self.reader.storage, self.reader.folder)
+            self.resumes_at_epoch_end = broadcast_object(self._group, is_noted)
 
     def has_any(self, group: Group) -> bool:
         """Whether the storage of the config has a checkpoint; all ranks of `group` call it."""
@@ -123,7 +128,8 @@ class Checkpoints:
         """Go on in another generation. A checkpoint in flight is given up without an error, unless
         all ranks had written: no rank is to blame, and the next checkpoint is soon."""
         self._group = group
-        self._in_flight = None
+        self._in_flight = self._last_save = None
+        self._epoch_ends = []
         self._host = HostCopy(group.device)  # The thread of the save may still read the old one.
 
     def restore(self, entry: Registered, *, required: bool) -> bool:
@@ -181,9 +187,12 @@ class Checkpoints:
         if path is not None:
             _check_free(storage)
         waited_s = time.monotonic() - began_at
-        contents = self._collect(list(live))
+        progress, before = self.tell_progress(), self._last_save
+        # Asked before the copies are written over. Then the epoch's end is noted beside both.
+        is_again = before is not None and before.holds(step, progress, self._collect)
+        contents = self._collect(live)
         kinds = {entry.name: kind_of(entry) for entry in self.registry}
-        return self._begin(
+        writing = self._begin(
             storage,
             folder,
             step,
@@ -192,9 +201,25 @@ class Checkpoints:
             waited_s,
             kinds=kinds,
             world_size=self._group.size,
-            progress=self.tell_progress(),
+            progress=progress,
             numbers=self._numbers() if self._group.rank in live else None,
         )
+        writings = [*(before.writings if before is not None and is_again else ()), writing]
+        self._last_save = LastSave(
+            step, live, progress, self._host.taken, contents.leaves, writings
+        )
+        return writing.saving
+
+    def note_epoch_end(self, step: int) -> None:
+        """The body of an epoch has ended: note it beside the newest checkpoint, if nothing that the
+        checkpoint holds has changed since."""
+        last, self._last_save = self._last_save, None
+        if last is None:
+            return
+        is_end = last.holds(step, self.tell_progress(), self._collect)
+        for writing in last.writings:
+            self._epoch_ends.append(EpochEnd(writing, is_end))
+            self._epoch_ends[-1].start()
 
     def _numbers(self) -> Numbers:
         numbers: Numbers = {}
@@ -227,7 +252,7 @@ class Checkpoints:
             kinds=kinds,
             world_size=world_size,
             progress_by_rank=progress,
-        )
+        ).saving
 
     def _begin(
         self,
@@ -238,7 +263,7 @@ class Checkpoints:
         began_at: float,
         waited_s: float = 0.0,
         **fields: Any,
-    ) -> Saving:
+    ) -> Writing:
         """Copy `contents`, and start the thread that writes it. fields: of `Writing`."""
         rank = self._group.rank
         ranges = self._host.take(contents.ranges)  # (2)
@@ -252,6 +277,8 @@ class Checkpoints:
             # By run if it has a name: a rank may have missed a save of an earlier run.
             key_prefix=f"{self._run}/{self._count}" if self._run else str(known.num_saves),
             leaves=contents.leaves,
+            number=known.num_saves,
+            run_id=self.run_id,
             site=_calling_line(),
             call_by=began_at + waited_s + self._group.timeout_s,
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
@@ -266,9 +293,9 @@ class Checkpoints:
         self._in_flight = writing.saving
         # A daemon thread, so that a process that has to exit does not wait for a disk.
         threading.Thread(target=writing.carry_out, name=f"checkpoint-{step}", daemon=True).start()
-        return writing.saving
+        return writing
 
-    def _collect(self, live: list[int]) -> Contents:
+    def _collect(self, live: Sequence[int]) -> Contents:
         rank = self._group.rank
         alike = [e for e in self.registry if kind_of(e) not in (ZERO, PER_RANK)]
         found = collect_replicated(alike, rank, live)
@@ -284,7 +311,23 @@ class Checkpoints:
                 collect_own((entry.name, rank), state_of(entry), found)
         return found
 
+    def say_over(self) -> None:
+        """This rank's function has returned: another rank that still saves hears at once that this
+        one does not come."""
+        if len(self.registry) and self.run_id:
+            store = PrefixStore(f"checkpoint/over/{self.run_id}", self._group._store)
+            with contextlib.suppress(StoreLost, CollectiveError):
+                known = between_runs().of_group(self._group)
+                key = f"{self._group.generation}/{self._group.rank}"
+                store.set(key, str(known.num_saves).encode())
+
     def _finish_last(self) -> None:
+        self._finish_saving()
+        for end in self._epoch_ends:
+            end.finish()
+        self._epoch_ends.clear()
+
+    def _finish_saving(self) -> None:
         if self._in_flight is not None:
             last, self._in_flight = self._in_flight, None
             if last.is_observed:

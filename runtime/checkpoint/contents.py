@@ -141,6 +141,8 @@ class HostCopy:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[Path, int, int, torch.dtype], torch.Tensor] = {}
+        self.taken: list[TensorRange] = []
+        """What the last call of `take` has returned."""
 
     def take(self, ranges: Sequence[TensorRange]) -> list[TensorRange]:
         """Copy each range to one host buffer, unchanged until the next call. Blocks until done."""
@@ -166,4 +168,5 @@ class HostCopy:
             )
         if is_cuda:
             torch.cuda.synchronize(self._device)
+        self.taken = copied
         return copied

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from collectives.contract.articles import with_article
+
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..process.registry import Registered
 from ..zero.parameter_bucket import in_format_of
@@ -43,7 +45,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         if not isinstance(stateful, torch.optim.Optimizer):
             raise CheckpointMismatch(
                 reader.path,
-                f"{entry.name!r} is an optimizer in it, and a {type(stateful).__name__} here",
+                f"{entry.name!r} is an optimizer in it, and {with_article(type(stateful))} here",
             )
         _load_plain(stateful, plain_optimizer_state(entry.name, reader))
     elif kind == PER_RANK:

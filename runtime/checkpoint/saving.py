@@ -67,6 +67,11 @@ class Saving:
             self.is_observed = True
             self._future.result()
 
+    def is_whole_at_the_end(self) -> bool:
+        """Block until the checkpoint is whole, or given up; whether it is whole. This is no wait of
+        the user, who has yet to see a failure."""
+        return self._future.exception() is None
+
     def end(self, outcome: SavingTimes | BaseException) -> None:
         """End all waits. outcome: the times of a whole checkpoint, or the error."""
         if isinstance(outcome, BaseException):

@@ -50,6 +50,8 @@ class Writing:
     group: the run may be in another generation when the writing ends.
     key_prefix: of the keys in the group's store that belong to this checkpoint.
     leaves: the objects of this rank's part, as bytes.
+    number: how many saves this rank has called in the generation before this one.
+    run_id: of the run, equal on all ranks; empty if it is not known.
     site: the user's line that called, `train.py:41`, or empty.
     call_by: the time.monotonic() at which all ranks must have called.
     write: writes this rank's part.
@@ -68,6 +70,8 @@ class Writing:
     folder: str
     key_prefix: str
     leaves: dict[Path, bytes]
+    number: int
+    run_id: str
     site: str
     call_by: float
     write: Callable[[], Part]
@@ -256,6 +260,8 @@ class Writing:
                 raise
             except ChoruslineError as error:
                 raise CheckpointWriteFailed(self.saving.path, str(error), ranks) from error
+            if over := self._over(ranks):
+                raise self._not_called(over, "returned from the function without ctx.save()")
             now = time.monotonic()
             failure = self.group.failure()
             if failure is not None:
@@ -286,11 +292,23 @@ class Writing:
         if not absent:
             return  # The last of them called meanwhile.
         limit_s = min(group.timeout_s, self.config.timeout_s if self.config else group.timeout_s)
+        raise self._not_called(absent, f"did not call ctx.save() within {limit_s:g} s")
+
+    def _over(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those whose function is over, and has not called this save."""
+        if not self.run_id:
+            return ()
+        store = PrefixStore(f"checkpoint/over/{self.run_id}", self.group._store)
+        keys = {r: f"{self.group.generation}/{r}" for r in ranks}
+        over = [r for r, key in keys.items() if store.check([key])]
+        return tuple(r for r in over if int(store.get(keys[r])) <= self.number)
+
+    def _not_called(self, absent: tuple[int, ...], what: str) -> CheckpointWriteFailed:
         who = "it" if len(absent) == 1 else "they"
-        here = f", which rank {group.rank} called at {self.site}" if self.site else ""
-        raise CheckpointWriteFailed(
+        here = f", which rank {self.group.rank} called at {self.site}" if self.site else ""
+        return CheckpointWriteFailed(
             self.saving.path,
-            f"{who} did not call ctx.save() within {limit_s:g} s{here}",
+            f"{who} {what}{here}",
             absent,
             "call ctx.save() on all ranks, after the same step",
         )

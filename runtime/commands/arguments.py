@@ -27,6 +27,13 @@ def workers(text: str) -> int | tuple[int, int]:
     return (fewest, most) if found[2] else fewest
 
 
+def count(text: str) -> int:
+    """The value of `4`; at least 1."""
+    if not re.fullmatch(r"\d+", text.strip()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def variable(text: str) -> tuple[str, str]:
     """`NAME=VALUE` as a pair; the value may be empty, and may contain `=`."""
     name, equals, value = text.partition("=")

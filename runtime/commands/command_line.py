@@ -9,11 +9,12 @@ checkpoint                   list and export checkpoints
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import arguments
+from . import arguments, function_flags
 from .script import run_script
 
 FAILED = 1
@@ -27,15 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="chorusline", description="Data-parallel training on Ray that keeps going."
     )
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     run = commands.add_parser(
         "run",
         help="run a training script, or a function of it on ranks",
-        usage="%(prog)s script.py …\n       %(prog)s script.py:function [--workers N|A..B] [--gpu] "
-        "[--timeout S] [--startup-timeout S] [--address A] [-- --name value …]",
-        description="Runs a script as python would, with all that follows as its arguments; or "
-        "calls function(ctx, name=value, …) on every rank of a session. It joins the Ray cluster "
-        "of RAY_ADDRESS, or starts a cluster on this machine.",
+        usage=function_flags.USAGE,
+        description=function_flags.DESCRIPTION,
+        epilog=function_flags.explained(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # The epilog is laid out already.
     )
     run.add_argument(
         "script",
@@ -117,33 +118,27 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
         run.error(f"argument script: {str(script)!r} is not a file; name a Python script")
     if function is None:
         return run_script(script, options.args)
-    flags = argparse.ArgumentParser(prog=run.prog, usage=run.usage)
-    flags.add_argument("--workers", type=arguments.workers, default=1, help="4, or 2..8")
-    flags.add_argument("--gpu", action="store_true", help="one GPU for each worker")
-    flags.add_argument("--timeout", type=float, default=60.0, help="of a collective, in seconds")
-    flags.add_argument(
-        "--startup-timeout", type=float, default=60.0, help="for starting the workers, in seconds"
-    )
-    flags.add_argument("--address", default=None, help="of a running cluster")
-    flags.add_argument(
-        "--env",
-        type=arguments.variable,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an environment variable of the workers; may be repeated",
-    )
+    flags = function_flags.made(run.prog)
     given, unknown = flags.parse_known_args(options.args)
     if unknown:
         flags.error(
             f"unrecognized arguments: {' '.join(unknown)}; write the function's own after --"
         )
+    if needless := function_flags.without_checkpoint(given):
+        flags.error(f"{needless} says how checkpoints are kept; write --checkpoint DIR, too")
     from .function import WrongUsage, run_function
 
     try:
         return run_function(script, function, given, theirs)
     except WrongUsage as error:
         flags.error(str(error))
+
+
+def _version() -> str:
+    try:
+        return f"chorusline {importlib.metadata.version('chorusline')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "chorusline, which is not installed here: run it in the environment it is in"
 
 
 def look_at_checkpoints(options: argparse.Namespace) -> int:

@@ -15,8 +15,10 @@ from typing import Any
 
 from ray import cloudpickle
 
+from collectives.contract.articles import with_article
 from collectives.contract.errors import ChoruslineError
 
+from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
 from ..session.progress import Progress
 from ..session.rank_output import label
 from ..session.session import Session
@@ -89,8 +91,19 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
         if callable(value) and getattr(value, "__module__", "") == module.__name__
     ]
     has = f"it has {', '.join(theirs)}" if theirs else "it defines none"
-    what = "no function" if found is None else f"a {type(found).__name__}, not a function,"
+    what = "no function" if found is None else f"{with_article(type(found))}, not a function,"
     raise WrongUsage(f"{module.__file__} has {what} named {name!r}; {has}")
+
+
+def _checkpoints(options: argparse.Namespace) -> CheckpointConfig | None:
+    if options.checkpoint is None:
+        return None
+    return CheckpointConfig(
+        options.checkpoint,
+        num_to_keep=options.keep,
+        every_n_steps=options.save_every,
+        resume=NEVER if options.fresh else options.resume or AUTO,
+    )
 
 
 async def _run(
@@ -105,6 +118,7 @@ async def _run(
         address=options.address,
         env_vars=dict(options.env),
         progress=progress,
+        checkpoint=_checkpoints(options),
     )
     with progress:
         async with session:

@@ -46,6 +46,11 @@ class Batches(Dealt):
         at_boundary: called between two batches.
 
         Raises ValueError for a batch_size below 1."""
+        if not hasattr(batch_size, "__index__"):
+            raise TypeError(
+                f"batch_size must be a whole number of samples per rank and step, got "
+                f"{batch_size!r}"
+            )
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.batch_size = batch_size

@@ -158,15 +158,26 @@ class Cursor:
         loop, first = self._resumed
         if self._loop < loop:  # The whole loop is over.
             return
-        for epoch in range(first if self._loop == loop else 0, num_epochs):
-            self._epoch, self._seen = epoch, {}
-            if (self._loop, epoch) != self._resumed:
-                self._passages = {}  # Only the resumed epoch has iterations that are partly done.
+        first = first if self._loop == loop else 0
+        for epoch in range(first, num_epochs):
+            self._enter(epoch)
             self.epoch_under_way = epoch
             try:
                 yield epoch
             finally:  # Also when the function leaves the loop.
                 self.epoch_under_way = None
+        self._enter(max(first, num_epochs))  # The last epoch is over.
+
+    def _enter(self, epoch: int) -> None:
+        self._epoch, self._seen = epoch, {}
+        if (self._loop, epoch) != self._resumed:
+            self._passages = {}  # Only the resumed epoch has iterations that are partly done.
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of the loop that was begun last, and its epoch; before the function is at
+        the place where it resumes, that place."""
+        return max((self._loop, self._epoch or 0), self._resumed)
 
     def rest_of(self, key: str) -> Rest:
         """What is left of the coming iteration over the data that `key` identifies."""
@@ -210,17 +221,23 @@ class Cursor:
 
     def state(self, used: Used = Used.GIVEN, *, by_id: bool = False) -> dict[str, Any]:
         """As plain data. by_id: the run has lost ranks."""
+        loop, epoch = self.place
         return {
-            "loop": self._loop,
-            "epoch": self._epoch or 0,
+            "loop": loop,
+            "epoch": epoch,
             "passages": {
                 key: passage.state(used, by_id) for key, passage in self._passages.items()
             },
         }
 
-    def resume(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Resume. parts: what `state` gave on each rank, by rank."""
-        self._go_on_at(parts[0]["loop"], parts[0]["epoch"], [part["passages"] for part in parts])
+    def resume(self, parts: Sequence[dict[str, Any]], *, epoch_is_over: bool = False) -> None:
+        """Resume. parts: what `state` gave on each rank, by rank. epoch_is_over: resume with the
+        epoch after theirs."""
+        loop, epoch = parts[0]["loop"], parts[0]["epoch"]
+        if epoch_is_over:
+            self._go_on_at(loop, epoch + 1, [])
+        else:
+            self._go_on_at(loop, epoch, [part["passages"] for part in parts])
 
     def resume_next_loop(self, epoch: int, passages: Sequence[dict[str, Any]]) -> None:
         """Resume the coming loop in this epoch. passages: as in `state`, by rank."""
@@ -232,6 +249,20 @@ class Cursor:
             key: Passage(_rest([of_rank.get(key) for of_rank in passages]))
             for key in sorted({key for of_rank in passages for key in of_rank})
         }
+
+
+def told_place(parts: Sequence[dict[str, Any]], *, epoch_is_over: bool) -> str:
+    """Where a function resumes, for people; empty without a loop over `ctx.epochs`. The arguments
+    are those of `Cursor.resume`. Pure."""
+    loop, epoch = parts[0]["loop"], parts[0]["epoch"]
+    passages = [passage for part in parts for passage in part["passages"].values()]
+    if loop < 0:
+        return ""
+    if epoch_is_over or not passages:
+        return f"before epoch {epoch + epoch_is_over}"
+    if all(passage["is_over"] for passage in passages):
+        return f"in epoch {epoch} behind its batches, so the rest of its body runs now"
+    return f"in epoch {epoch}"
 
 
 def _rest(parts: Sequence[dict[str, Any] | None]) -> Rest:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from collectives.contract.articles import with_article
+
 from .batches import Batches
-from .cursor import Cursor
+from .cursor import Cursor, Rest
 from .dealer import Cut, Dealer, Left
 from .dealing import Hands, deal, redeal
 
@@ -29,7 +31,14 @@ class Shard(Batches):
     the samples whose steps were taken.
 
     hands: the sample numbers of all ranks, by rank. sample_ids: those of this rank, in order.
-    len(shard): the number of this rank's batches.
+    len(shard): the number of this rank's batches. Other ranks may have another number; a schedule,
+        which is the same on all ranks, wants num_steps.
+    num_steps: the steps of the whole epoch, by all ranks together inside Join: as many as the rank
+        with most batches has. Known before the first batch, equal on all ranks, and the same after
+        a resume at this number of ranks. If ranks are lost or come later, the epoch has more or
+        fewer steps, and a shard that is made then says how many.
+    num_steps_left: those of them that are left when the iteration begins: all, or after a resume
+        inside the epoch the rest. ctx.step + num_steps_left is where the epoch ends.
     """
 
     def __init__(
@@ -69,13 +78,18 @@ class Shard(Batches):
                 "dataset of a short iterable. Iterate what belongs to this rank alone (an iterator "
                 "of streaming_split) as it is, inside Join"
             )
+        if isinstance(dataset, Mapping) and 0 not in dataset:
+            raise TypeError(
+                "shard needs numbered samples, dataset[0] to dataset[n - 1], and "
+                f"{with_article(type(dataset))} has names; make samples of its columns, as in "
+                "list(zip(columns['x'], columns['y']))"
+            )
         if len(dataset) == 0:
             raise ValueError("the dataset is empty, so no rank would get a batch; check its source")
         self.dataset = dataset
         self._given_samples = len(dataset)
         self._seed, self._shuffle = seed, shuffle
         self._keep_together = keep_together
-        self._round_up = 0 if drop_last else batch_size - 1
         super().__init__(
             batch_size,
             key=f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}",
@@ -85,7 +99,10 @@ class Shard(Batches):
             cursor=cursor,
             at_boundary=at_boundary,
         )
+        self._round_up = 0 if drop_last else batch_size - 1
         self._take_hand(self._dealt(world_size), rank)
+        whole = self.hands if self._rest == Rest() else self._whole(world_size)
+        self.num_steps = max(map(self._num_batches, map(len, whole)))
 
     def __len__(self) -> int:
         return self._num_batches(len(self.sample_ids))
@@ -94,6 +111,11 @@ class Shard(Batches):
     def batches_per_rank(self) -> list[int]:
         """The number of batches of the whole epoch, by rank."""
         return [self._num_batches(len(hand)) for hand in self.hands]
+
+    @property
+    def num_steps_left(self) -> int:
+        """As described at the top of the class."""
+        return max(self.batches_per_rank)
 
     @property
     def taken_ids(self) -> list[int]:
@@ -127,17 +149,17 @@ class Shard(Batches):
         return samples
 
     def _dealt(self, num_ranks: int) -> Hands:
-        def whole(size: int) -> Hands:
-            return deal(
-                self._given_samples,
-                world_size=size,
-                epoch=self.epoch,
-                seed=self._seed,
-                shuffle=self._shuffle,
-                keep_together=self._keep_together,
-            )
+        return self._rest.dealt(self._whole, num_ranks, self._keep_together)
 
-        return self._rest.dealt(whole, num_ranks, self._keep_together)
+    def _whole(self, num_ranks: int) -> Hands:
+        return deal(
+            self._given_samples,
+            world_size=num_ranks,
+            epoch=self.epoch,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            keep_together=self._keep_together,
+        )
 
     def _num_batches(self, num_samples: int) -> int:
         return (num_samples + self._round_up) // self.batch_size

@@ -82,6 +82,8 @@ class Stream:
                 "length and numbered samples is handed to ctx.shard as it is"
             )
         self._source = source
+        self.has_epochs = hasattr(source, "set_epoch")
+        """Whether the order of the rows may depend on the epoch."""
         self._reader: Actor | None = None
         self._started_in = ("", "")  # cluster and job
         self._is_closed = False
@@ -125,7 +127,12 @@ class Stream:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_reader": self.reader, "_is_sent": True, "_is_closed": False}
+        return {
+            "_reader": self.reader,
+            "_is_sent": True,
+            "_is_closed": False,
+            "has_epochs": self.has_epochs,
+        }
 
 
 class StreamShard(Batches):
@@ -176,6 +183,17 @@ class StreamShard(Batches):
         self._numbers: list[int] = []  # of the rows that this rank was given
         self._ahead: deque[list[Row]] = deque()  # batches that have arrived and were not taken
         self._asked: Any = None  # the request for the batch behind them
+
+    @property
+    def num_steps(self) -> int:
+        """Not known: raises TypeError."""
+        raise TypeError(
+            "how many steps a Stream gives is not known before its end. Count them in one epoch "
+            "(ctx.step), choose a number of steps for the schedule yourself, or hand ctx.shard a "
+            "dataset with a length"
+        )
+
+    num_steps_left = num_steps
 
     @property
     def taken_ids(self) -> list[int]:

@@ -18,6 +18,11 @@ def check_wrapping(module: object, group: object) -> None:
     """Raises TypeError for arguments of a wrapper that cannot be a module and a group."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if type(module).__name__ == "DistributedDataParallel":
+        raise TypeError(
+            "module is a DistributedDataParallel already, and its gradients would be reduced "
+            "twice; wrap a module once, the one below it: DistributedDataParallel(model.module)"
+        )
     if group is None or isinstance(group, Group):
         return
     if isinstance(group, torch.distributed.ProcessGroup):

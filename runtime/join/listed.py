@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from collectives import Group
+from collectives.contract.articles import with_article
 
 _OF_TORCH = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
 """Classes of torch that a Join takes only from chorusline."""
@@ -14,7 +15,7 @@ _OF_TORCH = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
 
 def not_a_list(given: object) -> str:
     """given: in place of the list of joinables."""
-    return f"Join takes a list of joinables, as in Join([model]); got a {type(given).__name__}"
+    return f"Join takes a list of joinables, as in Join([model]); got {with_article(type(given))}"
 
 
 def not_joinable(number: int, given: object) -> str:
@@ -34,7 +35,7 @@ def not_joinable(number: int, given: object) -> str:
         mend = "has no collectives. Objects with a step() belong in step_along=[...]"
     else:
         mend = "is not one: derive its class from chorusline.Joinable"
-    return f"Join takes joinables, and number {number} of its list, a {kind}, {mend}"
+    return f"Join takes joinables, and number {number} of its list, {with_article(kind)}, {mend}"
 
 
 def check_groups(groups: Sequence[Group], followed: Sequence[Group]) -> None:

@@ -4,7 +4,7 @@ Outside a notebook's kernel these functions do nothing. Chorusline never imports
 runs in a notebook.
 """
 
-from .cells import close_earlier_session, hint_at_other_sessions
+from .cells import close_earlier_session, hint_at_other_sessions, open_sessions
 from .interrupt import in_kernel, waking
 from .magics import load_ipython_extension, unload_ipython_extension
 from .rank_output import show_figure, show_line
@@ -17,6 +17,7 @@ __all__ = [
     "hint_at_other_sessions",
     "in_kernel",
     "load_ipython_extension",
+    "open_sessions",
     "session_as_html",
     "show_figure",
     "show_line",

@@ -32,6 +32,18 @@ async def close_earlier_session(session: Closable) -> None:
             await old.close()
 
 
+def open_sessions(but: object) -> list[tuple[str, Any]]:
+    """The open sessions of this process other than `but`, each with the notebook's variable that
+    holds it; an empty text outside of a notebook."""
+    found = [one for ref, _, _ in _started if (one := ref()) is not None and one is not but]
+    names = getattr(shell(), "user_ns", {})
+    return [
+        (next((n for n, value in names.items() if value is one and n[:1] != "_"), ""), one)
+        for one in found
+        if one.state.value in ("ready", "running")
+    ]
+
+
 def hint_at_other_sessions(error: Error, session: Closable) -> Error:
     """The same error, with a note about other sessions of this notebook that hold workers."""
     others = [found for ref, _, _ in _started if (found := ref()) and found is not session]

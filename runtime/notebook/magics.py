@@ -14,6 +14,8 @@ import itertools
 import traceback
 from typing import Any
 
+from collectives.contract.articles import with_article
+
 from ..program.sending import packed_program
 from .cells import latest_session
 from .interrupt import shell
@@ -79,8 +81,8 @@ def _named(name: str) -> Any:
             raise UsageError(f"%%ranks {name}: there is no variable {name!r}. {_START}")
         session = shell().user_ns[name]
         if not hasattr(session, "run") or not hasattr(session, "num_workers"):
-            kind = type(session).__name__
-            raise UsageError(f"%%ranks {name}: that is a {kind}, not a session. {_START}")
+            kind = with_article(type(session))
+            raise UsageError(f"%%ranks {name}: that is {kind}, not a session. {_START}")
     else:
         session = latest_session()
     if session is None:

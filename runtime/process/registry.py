@@ -10,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from collectives.contract.articles import with_article
+
 from .random_state import RandomState
 
 
@@ -54,8 +56,9 @@ class Registry:
             )
         if name in self._entries:
             raise ValueError(
-                f"{name!r} is registered already, a {type(self._entries[name].object).__name__}; "
-                "every object needs a name of its own"
+                f"{name!r} is registered already, "
+                f"{with_article(type(self._entries[name].object))}; every object needs a name of "
+                "its own"
             )
         # Equal random numbers on all ranks would be a mistake that no error shows.
         per_rank = per_rank or isinstance(stateful, RandomState)

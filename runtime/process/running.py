@@ -89,6 +89,11 @@ def running(context: Running) -> Iterator[None]:
         _current = before
 
 
+def is_running() -> bool:
+    """Whether this process is a rank in its train function."""
+    return _current is not None
+
+
 def current() -> Running:
     """The context of the train function that runs in this process."""
     if _current is None:

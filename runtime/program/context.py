@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from collectives.contract.operation import ReduceOp
-from collectives.contract.torch_words import TOO_MANY, says
+from collectives.contract.torch_words import TOO_FEW, TOO_MANY, says
 from collectives.group import Group
 from collectives.objects.blocking import all_gather_object, all_gather_row
 
@@ -24,6 +24,7 @@ from ..process.random_state import RankSeed, check_seed
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
 from .function_call import FunctionCall
+from .habits import OF_A_LOADER, instead_of
 from .report_values import plain_values
 
 S = TypeVar("S", bound=Stateful)
@@ -109,11 +110,16 @@ class Context:
         Raises ValueError for a negative num_epochs; RuntimeError, on all ranks, if the ranks
         remember different epochs, or they are not the ranks that have begun the epoch.
         """
+        if not hasattr(num_epochs, "__index__"):
+            raise TypeError(
+                f"num_epochs must be a number of epochs, got {num_epochs!r}; write "
+                "ctx.epochs(3), which gives 0, 1, 2"
+            )
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
         boundary().steps.num_epochs = num_epochs
         if resume is None:
-            return self._call.cursor.epochs(num_epochs)
+            return self._call.epochs(num_epochs)
         return self._resumed(num_epochs, resume)
 
     def _resumed(self, num_epochs: int, name: str) -> Iterator[int]:
@@ -133,14 +139,17 @@ class Context:
         bound.was_live = by_rank[self.rank].was_live if any(seats) else call.is_resumed or None
         if by_rank[self.rank] != Place():
             call.cursor.resume_next_loop(by_rank[0].epoch, [place.passages for place in by_rank])
+
+        def ended(epoch: int) -> None:
+            call.named_loop = None
+            places[name] = Place(epoch + 1)
+            bound.resumed_live, bound.was_live = (), None
+            bound.stop_if_agreed()
+
         try:
-            for epoch in call.cursor.epochs(num_epochs):
+            for epoch in call.epochs(num_epochs, ended):
                 call.named_loop = name
                 yield epoch
-                call.named_loop = None
-                places[name] = Place(epoch + 1)
-                bound.resumed_live, bound.was_live = (), None
-                bound.stop_if_agreed()
         finally:
             if call.named_loop == name:  # The function has broken the loop off.
                 call.keep_place()
@@ -198,6 +207,7 @@ class Context:
         """The path of the checkpoint that this run resumes from; None if it starts afresh."""
         return self._call.resumed_from
 
+    @says(**{TOO_FEW: "an object is registered under a name; write ctx.register('model', model)"})
     def register(
         self, name: str, stateful: S, *, per_rank: bool = False, required: bool = True
     ) -> S:
@@ -287,6 +297,7 @@ class Context:
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Shard: ...
 
+    @says(**OF_A_LOADER)
     def shard(
         self,
         dataset: MapStyleDataset | Stream,
@@ -468,6 +479,9 @@ class Context:
         total = tensor.to(self.device, copy=True).contiguous()
         self.group.all_reduce(total, _OPS[op]).wait_on_host()
         return total.to(tensor.device)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"'Context' object has no attribute {name!r}{instead_of(name)}")
 
     def __repr__(self) -> str:
         return (

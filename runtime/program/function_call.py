@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,13 +20,15 @@ from actors.messages import Assignment, Report
 from actors.parcels.pickling import pickled
 from collectives.contract.call_site import users_level
 from collectives.contract.errors import GroupAborted, fresh_copy
+from collectives.diagnosis.debug import logger
 from collectives.group import Group
 from collectives.objects.blocking import broadcast_object
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.saving import Saving
-from ..data.cursor import Cursor, Used
+from ..data.cursor import Cursor, Used, told_place
 from ..data.dealer import Dealer
+from ..data.streaming import Stream
 from ..join.active import active_join
 from ..join.join import Joinable
 from ..process.between_runs import Place, between_runs
@@ -65,6 +67,8 @@ class FunctionCall:
         self.cursor = Cursor()
         self.is_resumed = False
         """Whether the place in the data is that of a checkpoint, or of the function's last call."""
+        self.resume_line = ""
+        """What rank 0 has said of the checkpoint that it resumes from."""
         self.named_loop: str | None = None
         """The loop over `ctx.epochs(..., resume=name)` that is in the middle of an epoch."""
         self._dealt_without_epoch: object = None
@@ -102,11 +106,17 @@ class FunctionCall:
             return self.cursor.epoch_under_way
         if not (is_shuffled and torch.is_grad_enabled()):
             return 0  # It is evaluated only.
+        if isinstance(dataset, Stream) and not dataset.has_epochs:
+            return 0  # The rows come in their order in every epoch.
         if self.rank == 0 and self._dealt_without_epoch is dataset:
+            if isinstance(dataset, Stream):
+                what = "reads the same Stream again without epoch=, so it calls set_epoch(0) again"
+                beside = ""
+            else:
+                what = "deals out the same dataset again without epoch=, so in the same order"
+                beside = "; for a dataset that is only evaluated, shuffle=False"
             warnings.warn(
-                "ctx.shard deals out the same dataset again without epoch=, so in the same order. "
-                "Write `for epoch in ctx.epochs(n):`, or epoch=epoch; for a dataset that is only "
-                "evaluated, shuffle=False",
+                f"ctx.shard {what}. Write `for epoch in ctx.epochs(n):`, or epoch=epoch{beside}",
                 stacklevel=users_level(),
             )
         self._dealt_without_epoch = dataset
@@ -186,12 +196,39 @@ class FunctionCall:
         """Whether the samples of a lost rank can be dealt to the others."""
         return self.recovery is not None and self.recovery.counts_samples
 
-    def resume_data(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Resume in the data. parts: the results of `data_state`, by rank of the earlier run."""
+    def epochs(self, num_epochs: int, ended: Callable[[int], None] | None = None) -> Iterator[int]:
+        """The numbers of the epochs of one loop that are not over yet. ended: called with each of
+        them when the loop's body has ended."""
+        for epoch in self.cursor.epochs(num_epochs):
+            place = self.cursor.place
+            yield epoch
+            # Another loop may have run inside this one: then the checkpoint has the place of that.
+            if self.checkpoints is not None and self.cursor.place == place:
+                self.checkpoints.note_epoch_end(self.step)
+            if ended is not None:
+                ended(epoch)
+
+    def resume_from(self, checkpoints: Checkpoints) -> None:
+        """Resume in the data from the checkpoint that was chosen, and say so on one rank."""
+        reader, is_end = checkpoints.reader, checkpoints.resumes_at_epoch_end
+        assert reader is not None
+        parts = reader.manifest.progress
+        self.resume_data(parts, epoch_is_over=is_end)
+        if self.rank == 0:
+            place = told_place([part["data"] for part in parts], epoch_is_over=is_end)
+            self.resume_line = (
+                f"the run resumes from {reader.path}, of step {reader.manifest.step}"
+                f"{', ' + place if place else ''} (CheckpointConfig(resume='never') begins afresh)"
+            )
+            logger.warning("%s", self.resume_line)
+
+    def resume_data(self, parts: Sequence[dict[str, Any]], *, epoch_is_over: bool = False) -> None:
+        """Resume in the data. parts: the results of `data_state`, by rank of the earlier run.
+        epoch_is_over: with the epoch after theirs."""
         between_runs().places.clear()  # The state is not that of the last run, nor is the place.
         self.is_resumed = True
         self._boundaries = max(part["boundaries"] for part in parts)
-        self.cursor.resume([part["data"] for part in parts])
+        self.cursor.resume([part["data"] for part in parts], epoch_is_over=epoch_is_over)
 
     def data_state(self, *, committed: bool = False) -> dict[str, Any]:
         """This rank's place in the data, as plain data for a checkpoint. committed: its place after

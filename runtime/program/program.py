@@ -26,15 +26,9 @@ from ..process.step_boundary import boundary, entered
 from ..recovery.recovery import Recovery
 from .context import Context
 from .function_call import FunctionCall
+from .habits import note_on
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
-
-_WITHOUT_TORCH_DISTRIBUTED = (
-    "In a train function, ctx.shard(dataset, batch_size, epoch=epoch) deals out the samples, not a "
-    "DistributedSampler, and chorusline's DistributedDataParallel needs no torch.distributed. For "
-    "classes of torch.distributed, call ctx.init_torch_distributed() first"
-)
-"""A note to torch's error."""
 
 
 class Program:
@@ -156,12 +150,13 @@ class FunctionRun:
             config = replace(config, resume=AUTO)
         checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
         checkpoints.tell_progress = call.data_state
+        checkpoints.run_id = self._program.run_id
         with running(call), checkpoints:
             if resumption is not None and self._recovery is not None:
                 positions = self._recovery.from_the_top.begin_again(group, self._steps)
                 call.resume_data(positions)
             elif checkpoints.reader is not None:
-                call.resume_data(checkpoints.reader.manifest.progress)
+                call.resume_from(checkpoints)
                 if self._recovery is not None and self._program.checkpoint is not None:
                     self._recovery.can_resume_again = self._program.checkpoint.resume == AUTO
 
@@ -174,10 +169,9 @@ class FunctionRun:
             self._seed(call)
             try:
                 yield call
-            except ValueError as error:
-                text = str(error)
-                if "Default process group has not" in text or "env:// rendezvous" in text:
-                    error.add_note(_WITHOUT_TORCH_DISTRIBUTED)
+            except Exception as error:
+                if note := note_on(error, call.device):
+                    error.add_note(note)
                 raise
             finally:
                 call.keep_place()
@@ -232,6 +226,8 @@ def _register_with_lightning() -> None:
 
 
 def _ended(call: FunctionCall, result: object) -> object:
+    if call.checkpoints is not None:
+        call.checkpoints.say_over()
     call.finish()
     torch_distributed.end()
     return result

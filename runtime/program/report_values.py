@@ -9,6 +9,7 @@ import numpy
 import torch
 
 from actors.messages import ReportValue
+from collectives.contract.articles import with_article
 
 MOST_NUMBERS = 1024
 """In one value of a report. Reports travel in the order in which they come, so a large one would
@@ -60,7 +61,7 @@ def _plain(name: str, value: Any, place: str) -> ReportValue:
         _check_number(name, _count(parts), f"{_count(parts)} values")
         return parts
     if isinstance(value, list | tuple):
-        _check_number(name, len(value), f"a {type(value).__name__} of {len(value)} values")
+        _check_number(name, len(value), f"{with_article(type(value))} of {len(value)} values")
         items = [_plain(name, one, f"{place}[{i}]") for i, one in enumerate(value)]
         _check_number(name, _count(items), f"{_count(items)} values")
         return items

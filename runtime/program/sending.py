@@ -66,7 +66,8 @@ def _check_parameters(train: Callable[..., object], kwargs: Mapping[str, Any]) -
         given = ", ".join(["ctx", *(f"{name}=..." for name in kwargs)])
         raise TypeError(
             f"train is called as {_name(train)}({given}), but its parameters are {signature}: "
-            f"{error}"
+            f"{error}. The first parameter is the Context; the others are passed by name: "
+            "session.run(train, lr=0.1)"
         ) from None
 
 

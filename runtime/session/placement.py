@@ -25,7 +25,9 @@ from ray.util.scheduling_strategies import (
 from actors.errors import StartupError
 
 from ..notebook import in_kernel
+from ..process.running import is_running
 from .autoscaling import Outlook, prospect
+from .interrupts import show_in_one_line
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
@@ -84,9 +86,20 @@ def connect(address: str | None, log_to_driver: bool = True) -> bool:
         return _connect(address, log_to_driver)
     finally:
         _restore_sigterm(before)
+        show_in_one_line()
+
+
+def _check_not_on_a_rank() -> None:
+    if is_running():
+        raise RuntimeError(
+            "a Session was started inside a train function: its workers would wait for the "
+            "resources that the workers of this one hold. Start sessions in the program, and call "
+            "what this function should run directly, as other(ctx)"
+        )
 
 
 def _connect(address: str | None, log_to_driver: bool) -> bool:
+    _check_not_on_a_rank()
     if ray.is_initialized():
         return False
     address = address or os.environ.get("RAY_ADDRESS") or "local"
@@ -364,6 +377,15 @@ def _fitting(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int
         (int(resources.get(name, 0.0) / amount + 1e-6) for name, amount in bundle.items()),
         default=0,
     )
+
+
+def shortage(bundle: Mapping[str, float], num_workers: int) -> str:
+    """Why so many workers do not fit now; empty if they do, in sum."""
+    if _fitting(bundle, ray.available_resources()) >= num_workers:
+        return ""
+    each = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    return f"there is no room for {workers} with {each} now, {_resources_of_cluster(bundle)}"
 
 
 def _asked(

@@ -27,6 +27,7 @@ from ..checkpoint.config import CheckpointConfig
 from ..program.sending import HEAVY_BYTES, check_not_own, heavy_parts, packed_program
 from . import placement
 from .hearing import Audience, hearing
+from .holders import telling_who_holds
 from .options import (
     DEFAULT,
     Default,
@@ -166,6 +167,11 @@ class Session:
         return self._crew.num_in_reserve if self._crew else 0
 
     @property
+    def name(self) -> str:
+        """As `chorusline status` lists it; empty unless the session is open."""
+        return self._crew.name if self._crew else ""
+
+    @property
     def state(self) -> SessionState:
         return self._state
 
@@ -186,8 +192,7 @@ class Session:
         try:
             with told_if_slow("Ray: a cluster that starts here, or the answer of one that runs"):
                 self._is_local = placement.connect(self._address, self._log_to_driver)
-            patience_s = self._startup_timeout_s
-            async with telling(lambda: awaited(self._crew, self._fewest, patience_s)):
+            async with telling(lambda: awaited(self._crew, self._fewest, self._startup_timeout_s)):
                 bundle = placement.bundle_of_worker(
                     self._most + self._spares,
                     use_gpu=self._use_gpu,
@@ -196,15 +201,17 @@ class Session:
                     is_local=self._is_local,
                 )
                 strategy = self._placement_strategy
-                first = await placement.place(
-                    bundle,
-                    self._fewest,
-                    self._most,
-                    strategy,
-                    self._startup_timeout_s,
-                    may_grow=not self._is_local,
-                    labels=self._labels,
-                )
+                wait_s = self._startup_timeout_s
+                async with telling_who_holds(bundle, self._fewest, self, wait_s):
+                    first = await placement.place(
+                        bundle,
+                        self._fewest,
+                        self._most,
+                        strategy,
+                        wait_s,
+                        may_grow=not self._is_local,
+                        labels=self._labels,
+                    )
                 self._seats = Seats(first, bundle, self._most, strategy, self._labels, self._spares)
                 self._crew = Crew(
                     self._seats,

@@ -47,8 +47,9 @@ async def telling(what: Callable[[], Awaitable[str]]) -> AsyncIterator[None]:
         await asyncio.wait([task])
 
 
-async def awaited(crew: Crew | None, fewest: int, startup_timeout_s: float) -> str:
-    """What the start of a session waits for now, as the end of a sentence. crew: if it has one."""
+async def awaited(crew: Crew | None, fewest: int, timeout_s: float) -> str:
+    """What a session's start waits for now, as the end of a sentence. crew: None before there is
+    room. timeout_s: the session's startup_timeout_s."""
     if crew is None:
         what = f"room in the cluster for {fewest} workers"
     elif not crew.num_workers:
@@ -60,7 +61,7 @@ async def awaited(crew: Crew | None, fewest: int, startup_timeout_s: float) -> s
             f"{len(said) - ready} of {len(said)} workers: Ray starts their processes, or they "
             "import torch"
         )
-    return f"{what} (up to {startup_timeout_s:g} s, startup_timeout_s)"
+    return f"{what} (up to {timeout_s:g} s, startup_timeout_s)"
 
 
 def _tell(what: str) -> None:

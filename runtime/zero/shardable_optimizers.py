@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from collectives import Group
+from collectives.contract.articles import with_article
 
 from ..process.between_runs import between_runs
 from .optimizer_trial import Verdict, compared, is_known, trial_groups, try_out
@@ -69,7 +70,7 @@ def check_arguments(
         )
     if isinstance(params, torch.nn.Module):
         raise TypeError(
-            f"params is a {type(params).__name__} that chorusline has not wrapped; write "
+            f"params is {with_article(type(params))} that chorusline has not wrapped; write "
             "ZeroRedundancyOptimizer(DistributedDataParallel(module), ...). If your own code makes "
             "the gradients equal on all ranks, pass module.parameters()"
         )

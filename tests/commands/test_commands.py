@@ -20,6 +20,7 @@ import ray
 from ray.job_submission import JobSubmissionClient
 from rich.console import Console
 
+import chorusline as cl
 from actors.crew.crew import INCARNATION, NAMESPACE
 from actors.worker.devices import VISIBLE
 from runtime.commands.arguments import keywords, script_and_function, workers
@@ -151,7 +152,10 @@ def script(tmp_path: Path) -> str:
     ("args", "sentence"),
     [
         ((":nope",), "has no function named 'nope'; it has train"),
-        ((":number",), "has a int, not a function, named 'number'"),
+        ((":number",), "has an int, not a function, named 'number'"),
+        ((":train", "--fresh"), "--fresh says how checkpoints are kept; write --checkpoint DIR"),
+        ((":train", "--checkpoint", "x", "--fresh", "--resume", "y"), "not allowed with argument"),
+        ((":train", "--keep", "0"), "'0' is not a whole number of at least 1"),
         ((":train", "--workers", "8..2"), "'8..2' is not ascending; write 2..8"),
         ((":train", "--lr", "1"), "unrecognized arguments: --lr 1; write the function's own after"),
         ((":train", "--", "--speed", "1"), "the function has no parameter 'speed'"),
@@ -170,6 +174,24 @@ def test_wrong_usage_of_a_function_costs_no_cluster_and_exits_with_2(
         main(["run", script + args[0], *args[1:]])
     assert exited.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_the_help_of_run_explains_each_flag_and_the_version_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "--workers --gpu --address --env --timeout --startup-timeout --checkpoint --fresh"
+    for args in (["run", "--help"], ["--version"]):
+        with pytest.raises(SystemExit) as exited:
+            main(args)
+        assert exited.value.code == 0
+        said = capsys.readouterr().out
+        if args == ["--version"]:
+            assert said == f"chorusline {cl.__version__}\n"
+        else:
+            for flag in (*flags.split(), "--resume", "--save-every", "--keep"):
+                assert re.search(
+                    rf"^  {flag}\b.* {{2,}}\w|^  {flag}\b.*\n {{20,}}\w", said, re.M
+                ), flag
 
 
 def test_a_cluster_that_does_not_answer_is_a_failed_run(script: str) -> None:
@@ -196,6 +218,45 @@ def test_ranks_print_whole_lines_with_their_rank_and_the_results_come_last(
         assert f"[rank {rank}] a bar 100%" in done.stderr.splitlines()
     assert all(line.startswith("[rank ") for line in lines), lines
     assert re.search(r"^step 2  loss 0.250  .*2 workers", done.stderr, re.MULTILINE)
+
+
+COUNTING = """
+import torch, chorusline as cl
+
+def train(ctx, epochs: int):
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(4, 1)))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1))
+    first = ctx.step
+    for epoch in ctx.epochs(epochs):
+        for batch in ctx.shard(torch.ones(24, 4), 4):
+            model(batch).square().mean().backward()
+            optim.step()
+    return first, ctx.step
+"""
+
+
+@pytest.mark.slow
+def test_a_run_saves_goes_on_and_begins_afresh_as_its_flags_say(
+    tmp_path: Path, cluster: None
+) -> None:
+    (tmp_path / "counting.py").write_text(COUNTING)
+    place = tmp_path / "kept"
+
+    def returned(epochs: int, *flags: str) -> tuple[str, str]:
+        called = ["run", f"{tmp_path}/counting.py:train", "--workers", "2", *flags]
+        done = on_cluster(*called, "--", "--epochs", str(epochs))
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1], done.stdout + done.stderr
+
+    keeps = ("--checkpoint", str(place), "--save-every", "3", "--keep", "2")
+    assert returned(2, *keeps)[0] == "[rank 1] returned (0, 6)"
+    assert len([*place.iterdir()]) == 2
+    last, said = returned(3, *keeps)
+    assert last == "[rank 1] returned (6, 9)"
+    assert "the run resumes from" in said and "before epoch 2" in said
+    assert returned(1, *keeps, "--fresh")[0] == "[rank 1] returned (0, 3)"
+    elsewhere = ("--checkpoint", str(tmp_path / "other"), "--resume", str(place))
+    assert returned(2, *elsewhere)[0] == "[rank 1] returned (3, 6)"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import torch
 
@@ -56,4 +57,56 @@ async def test_the_same_dataset_without_an_epoch_again_is_told_on_one_rank(
     (told,), others = await session.run(forgets_epochs)
     assert told.startswith(__file__)
     assert "without epoch=" in told and "ctx.epochs(n)" in told
+    assert others == []
+
+
+class Rows:
+    """A source whose rows are the same in every epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+class Shuffled(Rows):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+def reads_again(ctx: cl.Context, streams: list[cl.Stream]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for stream in streams:
+            for _ in range(2):
+                list(ctx.shard(stream, 2))
+    return [str(warning.message) for warning in caught]
+
+
+async def test_a_stream_without_an_epoch_is_told_only_where_the_epoch_matters(
+    session: cl.Session,
+) -> None:
+    with cl.Stream(Rows()) as rows, cl.Stream(Shuffled()) as shuffled:
+        (told,), others = await session.run(reads_again, streams=[rows, shuffled])
+    assert "it calls set_epoch(0) again" in told and "shuffle=False" not in told
+    assert others == []
+
+
+def forgets_join(ctx: cl.Context) -> list[str]:
+    model = cl.DistributedDataParallel(torch.nn.Linear(1, 1))
+    numbers = torch.ones(12, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in ctx.shard(numbers, 2, keep_together=[0, 0] + [1] * 10):
+            break
+        with torch.no_grad():
+            list(ctx.shard(numbers, 2, keep_together=[0, 0] + [1] * 10))
+        list(ctx.shard(numbers, 2, epoch=3))
+    del model
+    return [f"{warning.filename}: {warning.message}" for warning in caught]
+
+
+async def test_an_uneven_loop_that_trains_without_a_join_is_told_when_it_begins(
+    session: cl.Session,
+) -> None:
+    (told,), others = await session.run(forgets_join)
+    assert told.startswith(__file__)
+    assert "Write `with chorusline.Join([model, optimizer]):` around the loop" in told
     assert others == []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable
 
 import pytest
 
 import chorusline as cl
+from runtime.session.holders import who_holds
 from tests.harness.standing_ranks import StandingRanks
 
 pytestmark = pytest.mark.slow  # They wait for what takes long.
@@ -55,6 +57,37 @@ def test_the_first_late_arrival_is_told_once_with_the_rank_and_the_line(
     assert "at test_told_in_time.py:" in told
     assert "for ranks [1]" in told
     assert "After 30 s" in told
+
+
+async def test_a_session_that_waits_for_a_full_cluster_says_at_once_who_holds_it(
+    cluster: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cl.Session(1, resources_per_worker={"CPU": 4}) as first:
+        second = cl.Session(2, resources_per_worker={"CPU": 2}, startup_timeout_s=30)
+        with caplog.at_level(logging.WARNING, "chorusline"):
+            starting = asyncio.create_task(second.start())
+            async with asyncio.timeout(5):
+                while not any("no room" in record.getMessage() for record in caplog.records):
+                    await asyncio.sleep(0.1)
+            starting.cancel()
+            await asyncio.wait([starting])
+    (told,) = [r.getMessage() for r in caplog.records if "no room" in r.getMessage()]
+    assert "there is no room for 2 workers with CPU 2 now, the cluster has CPU" in told
+    assert re.search(r"session-\w{8}, which this program has open, holds 1 worker;", told)
+    assert "close it with `await session.close()`" in told
+    assert first.name == ""
+
+
+def test_a_session_of_another_program_is_told_with_the_command_that_shows_it() -> None:
+    class Open:
+        name, num_workers = "session-b", 3
+
+    told = who_holds(["session-a", "session-b"], [("mine", Open())])
+    assert told == (
+        "session-a is of another program; `chorusline status` shows what it does. session-b, which "
+        "this program has open, holds 3 workers; close it with `await mine.close()`, or let its "
+        "`async with` end first"
+    )
 
 
 async def test_a_start_that_takes_long_says_what_it_waits_for(

@@ -1,0 +1,86 @@
+"""Which sessions hold what a session that starts is waiting for: told at once, with how to close
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
+
+import ray
+
+from actors.crew.crew import INCARNATION, NAMESPACE
+
+from .. import notebook
+from . import placement
+
+_LOOK_AFTER_S = 1.0
+"""Longer than a placement takes where there is room, and than Ray needs to count what a session
+that was closed has given back."""
+
+_log = logging.getLogger("chorusline")
+
+
+class Holder(Protocol):
+    """An open session of this process."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_workers(self) -> int: ...
+
+
+@contextlib.asynccontextmanager
+async def telling_who_holds(
+    bundle: Mapping[str, float], fewest: int, starting: object, timeout_s: float
+) -> AsyncIterator[None]:
+    """While the body waits for room for `fewest` workers: say soon which sessions hold it.
+
+    starting: the session that waits."""
+
+    async def tell() -> None:
+        await asyncio.sleep(_LOOK_AFTER_S)
+        short = placement.shortage(bundle, fewest)
+        # Ray's answer may take its time on a busy head.
+        names = await asyncio.to_thread(_sessions) if short else []
+        if names:
+            told = who_holds(names, notebook.open_sessions(starting))
+            _log.warning("%s: %s. Waiting up to %g s (startup_timeout_s)", short, told, timeout_s)
+
+    task = asyncio.create_task(tell(), name="holders")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _sessions() -> list[str]:
+    """The names of the sessions of the cluster."""
+    found = (
+        entry["name"].partition(INCARNATION)
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == NAMESPACE
+    )
+    return sorted({name for name, is_driver, _ in found if is_driver})
+
+
+def who_holds(names: Sequence[str], ours: Sequence[tuple[str, Holder]]) -> str:
+    """A sentence. names: of all sessions of the cluster. ours: those of this process, each with the
+    variable that holds it, or an empty text."""
+    here = {holder.name: (variable, holder) for variable, holder in ours}
+    told = []
+    for name in names:
+        if name in here:
+            variable, holder = here[name]
+            workers = f"{holder.num_workers} worker{'s' if holder.num_workers > 1 else ''}"
+            told.append(
+                f"{name}, which this program has open, holds {workers}; close it with `await "
+                f"{variable or 'session'}.close()`, or let its `async with` end first"
+            )
+        else:
+            told.append(f"{name} is of another program; `chorusline status` shows what it does")
+    return ". ".join(told)

@@ -1,0 +1,50 @@
+"""Ctrl-C in a script: one line, where Python would print forty of ours and of asyncio's."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+
+def show_in_one_line() -> None:
+    """From now on a KeyboardInterrupt that nobody catches, and that came while a session was at
+    work, ends this process with one line and status 130, as a shell reports SIGINT. The user's
+    `except` and `finally` have run before. Any other exception is for the hook that is there."""
+    before = sys.excepthook
+    if getattr(before, "__module__", "") == __name__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt) and _came_from_a_session(error):
+            print("Interrupted: all ranks were stopped.", file=sys.stderr)  # noqa: T201
+            # Python's own end by SIGINT is lost where an exit handler, such as Ray's, evaluates
+            # code: then the status would be 1.
+            sys.exit(128 + signal.SIGINT)
+        else:
+            before(kind, error, trace)
+
+    hook.__module__ = __name__
+    sys.excepthook = hook
+
+
+def _came_from_a_session(error: BaseException) -> bool:
+    runtime = str(Path(__file__).resolve().parents[1])
+    return any(file.startswith(runtime) for one in _chain(error) for file in _files(one))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those during whose handling it was raised: asyncio.run raises its own
+    KeyboardInterrupt when its task has been cancelled."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _files(error: BaseException) -> Iterator[str]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame.f_code.co_filename
+        trace = trace.tb_next
