@@ -16,6 +16,7 @@ class RunStatus:
     epoch, batches_left: of the shard that is iterated; None outside.
     has_joined: this rank has run out of data, and shadows the steps of others.
     waited_s: seconds for which steps waited for their gradients with nothing else to do.
+    device_memory_bytes: of tensors on the GPU, when the training thread last looked.
     """
 
     rank: int | None = None
@@ -25,3 +26,4 @@ class RunStatus:
     batches_left: int | None = None
     has_joined: bool = False
     waited_s: float = 0.0
+    device_memory_bytes: int = 0

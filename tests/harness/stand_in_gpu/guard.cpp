@@ -6,6 +6,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
+#include <chrono>
+#include <mutex>
+#include <thread>
 
 using namespace c10;
 
@@ -63,6 +66,8 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 
 Guard guard;
 
+std::mutex driver; // Of the GPU's context: a call may hold it for as long as kernels run.
+
 } // namespace
 
 extern "C" void stand_in_install() {
@@ -72,6 +77,18 @@ extern "C" long long stand_in_stream() { return current_stream; }
 extern "C" void stand_in_set_stream(long long id) { current_stream = id; }
 extern "C" void stand_in_set_device(int index) { choose(static_cast<DeviceIndex>(index)); }
 extern "C" bool stand_in_device_was_set() { return device_was_set; }
+
+// An event is the address of what the query returns.
+extern "C" int cuEventQuery(void *event) {
+  std::lock_guard<std::mutex> held(driver);
+  return *static_cast<volatile int *>(event);
+}
+extern "C" void stand_in_keep_driver_busy(double seconds) {
+  std::thread([seconds] {
+    std::lock_guard<std::mutex> held(driver);
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  }).detach();
+}
 
 namespace at {
 

@@ -98,6 +98,13 @@ def _give_back(allocation: Allocation) -> None:
         streams.thread_of(allocation.stream).launch(allocation.poison, always=True)
 
 
+def allocated() -> int:
+    """Bytes of tensors; as torch.cuda.memory_allocated. Notes which thread asks."""
+    streams.machine().asked_for_memory.add(threading.current_thread().name)
+    with _lock:
+        return sum(allocation.nbytes for allocation in _by_address.values())
+
+
 def fill_with_poison(tensor: torch.Tensor) -> None:
     with torch.inference_mode(False), torch.no_grad():
         if tensor.dtype is torch.bool:

@@ -22,23 +22,27 @@ DEPTH = 1000
 
 Kernel = Callable[[], object]
 
+_ENDED, _NOT_READY = 0, 600
+
 
 @dataclass
 class Machine:
     """What this process knows of its GPU.
 
-    guard: the library of guard.cpp.
+    guard: the library of guard.cpp; guard_with_lock: whose calls keep Python's lock.
     seed, jitter_s: one kernel of ten waits up to `jitter_s` seconds.
     launches: kernels by stream.
     waits: by place in the code, how often the host waited for the GPU there; only while `counts`.
     misuses: what would be undefined on a GPU, in words.
     unchosen: threads that used the GPU without choosing a device, by name.
+    asked_for_memory: threads that asked how much memory is allocated, by name.
     capturing: whether the current stream is being captured in a CUDA graph.
     strict: our own code must not read on the host what the stream has while the stream waits for
         another one: a collective there may be stopped, and then the read comes back with anything.
     """
 
     guard: ctypes.CDLL
+    guard_with_lock: ctypes.PyDLL
     seed: int = 0
     jitter_s: float = 0.0005
     launches: Counter[int] = field(default_factory=Counter)
@@ -46,6 +50,7 @@ class Machine:
     counts: bool = False
     misuses: list[str] = field(default_factory=list)
     unchosen: set[str] = field(default_factory=set)
+    asked_for_memory: set[str] = field(default_factory=set)
     capturing: bool = False
     strict: bool = False
     threads: dict[int, StreamThread] = field(default_factory=dict)
@@ -56,7 +61,9 @@ _machines: list[Machine] = []  # One, from `set_up` on.
 
 
 def set_up(guard: ctypes.CDLL, seed: int, jitter_s: float) -> None:
-    _machines.append(Machine(guard, seed, jitter_s))
+    with_lock = ctypes.PyDLL(guard._name)
+    with_lock.cuEventQuery.argtypes = [ctypes.c_void_p]
+    _machines.append(Machine(guard, with_lock, seed, jitter_s))
 
 
 def machine() -> Machine:
@@ -222,11 +229,23 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._reached: threading.Event | None = None
+        self._status = ctypes.c_int(_ENDED)
+
+    @property
+    def cuda_event(self) -> int:
+        """What cuEventQuery of guard.cpp takes."""
+        return ctypes.addressof(self._status)
 
     def record(self, stream: Stream | None = None) -> None:
         note_thread()
-        self._reached = threading.Event()
-        (stream or current_stream()).thread.launch(self._reached.set)
+        reached = self._reached = threading.Event()
+        status = self._status = ctypes.c_int(_NOT_READY)
+
+        def end() -> None:
+            status.value = _ENDED
+            reached.set()
+
+        (stream or current_stream()).thread.launch(end)
 
     def wait(self, stream: Stream | None = None) -> None:
         note_thread()
@@ -237,7 +256,8 @@ class Event:
 
     def query(self) -> bool:
         note_thread()
-        return self._reached is None or self._reached.is_set()
+        # As torch's does, this holds Python's lock while the driver is busy.
+        return bool(machine().guard_with_lock.cuEventQuery(self.cuda_event) == _ENDED)
 
     def synchronize(self) -> None:
         note_wait("event.synchronize")

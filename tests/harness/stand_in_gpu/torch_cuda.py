@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from collectives.operations import arguments
+from collectives.transports import cuda_events
 from runtime.zero import parameter_bucket
 
-from . import streams
+from . import memory, streams
 from .tensors import GpuTensor, empty, is_cuda, upload
 
 _FACTORIES = (
@@ -32,7 +33,7 @@ def install() -> None:
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
     cuda.set_device = lambda device: streams.machine().guard.stand_in_set_device(0)
-    cuda.memory_allocated = lambda device=None: 0
+    cuda.memory_allocated = lambda device=None: memory.allocated()
     cuda.get_rng_state = lambda *_: torch.zeros(1, dtype=torch.uint8)
     cuda.set_rng_state = lambda *_: None
     cuda.get_device_name = lambda *_: "stand-in"
@@ -130,6 +131,7 @@ def _install_kernels() -> None:
 
 def _install_in_chorusline() -> None:
     """The stand-in's tensors are wrappers for torch only, and no capsule can carry them."""
+    cuda_events.driver = lambda: streams.machine().guard  # type: ignore[assignment]
     plain_unwrapped, plain_alias = arguments.unwrapped, arguments.alias
     plain_from_dlpack = arguments.from_dlpack
 
