@@ -25,7 +25,8 @@ from runtime.checkpoint.format.shard_file import write_part
 from runtime.checkpoint.format.storage import Folder, open_storage
 from runtime.commands.command_line import main
 from runtime.program.context import call_of
-from tests.harness.ranks import NCCL, Rank, on_gpus, run_ranks
+from tests.harness.gpus import gpus_of
+from tests.harness.ranks import Rank
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train, same
 
 
@@ -252,10 +253,10 @@ def _train_on_gpus(rank: Rank, place: str) -> Any:
     return run_train(rank.group(), cl.CheckpointConfig(place), {"until": 2, "save_at": 2})
 
 
-@pytest.mark.parametrize("size", [on_gpus(2)])
-def test_what_gpus_saved_goes_on_on_cpus(ranks_of, tmp_path, size):
+@pytest.mark.parametrize("gpus", gpus_of(2))
+def test_what_gpus_saved_goes_on_on_cpus(ranks_of, tmp_path, gpus):
     place = tmp_path / "place"
-    (_, saved), _ = run_ranks(_train_on_gpus, size, tmp_path, NCCL, str(place))
+    (_, saved), _ = gpus.run(_train_on_gpus, tmp_path, str(place))
     ((resumed, _),) = ranks_of(1).run(run_train, cl.CheckpointConfig(place), {"until": 2})
     assert same(resumed, saved)
 

@@ -42,7 +42,6 @@ async def session(on_gpus: cl.Session) -> AsyncIterator[cl.Session]:
     yield on_gpus
     for told in await on_gpus.run(look_at_gpu):
         assert told["misuses"] == []
-        assert told["asked for memory"] <= {f"training-rank-{rank}" for rank in range(3)}
 
 
 def look_at_gpu(ctx: cl.Context) -> dict[str, Any]:
@@ -53,7 +52,6 @@ def look_at_gpu(ctx: cl.Context) -> dict[str, Any]:
         "backend": ctx.group.backend,
         "ids": ray.get_gpu_ids(),
         "misuses": list(gpu.misuses),
-        "asked for memory": set(gpu.asked_for_memory),
     }
 
 

@@ -99,8 +99,11 @@ def _give_back(allocation: Allocation) -> None:
 
 
 def allocated() -> int:
-    """Bytes of tensors; as torch.cuda.memory_allocated. Notes which thread asks."""
-    streams.machine().asked_for_memory.add(threading.current_thread().name)
+    """Bytes of tensors; as torch.cuda.memory_allocated, which holds Python's lock and waits for the
+    allocator's. A thread that allocates may hold that while it waits for kernels."""
+    if threading.get_ident() not in streams.machine().users:
+        name = threading.current_thread().name
+        streams.machine().misuses.append(f"{name}, which does not compute, waits for the allocator")
     with _lock:
         return sum(allocation.nbytes for allocation in _by_address.values())
 

@@ -35,7 +35,7 @@ class Machine:
     waits: by place in the code, how often the host waited for the GPU there; only while `counts`.
     misuses: what would be undefined on a GPU, in words.
     unchosen: threads that used the GPU without choosing a device, by name.
-    asked_for_memory: threads that asked how much memory is allocated, by name.
+    users: threads that have launched something.
     capturing: whether the current stream is being captured in a CUDA graph.
     strict: our own code must not read on the host what the stream has while the stream waits for
         another one: a collective there may be stopped, and then the read comes back with anything.
@@ -50,7 +50,7 @@ class Machine:
     counts: bool = False
     misuses: list[str] = field(default_factory=list)
     unchosen: set[str] = field(default_factory=set)
-    asked_for_memory: set[str] = field(default_factory=set)
+    users: set[int] = field(default_factory=set)
     capturing: bool = False
     strict: bool = False
     threads: dict[int, StreamThread] = field(default_factory=dict)
@@ -166,6 +166,7 @@ def _is_inside(path: str) -> bool:
 def note_thread() -> None:
     """A thread that uses the GPU must have chosen its device; the main thread has GPU 0."""
     here = machine()
+    here.users.add(threading.get_ident())
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main and not here.guard.stand_in_device_was_set():
         here.unchosen.add(threading.current_thread().name)

@@ -63,6 +63,7 @@ def _install_factories() -> None:
 def _on_gpu(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     def factory(*args: Any, **kwargs: Any) -> Any:
         if not is_cuda(kwargs.get("device")):
+            kwargs.pop("pin_memory", None)  # Host memory, as far as this process knows.
             return plain(*args, **kwargs)
         requires_grad = kwargs.pop("requires_grad", False)
         del kwargs["device"]

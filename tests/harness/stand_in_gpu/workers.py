@@ -31,6 +31,8 @@ def stand_in_gpus(seed: int = 0, jitter_s: float = 0.0005) -> Iterator[dict[str,
         try:
             yield {
                 "PYTHONPATH": os.pathsep.join([str(AT_START), str(ROOT)]),
+                # Each has one device only, so Ray hides those of the others.
+                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
                 "STAND_IN_GPU": f"{library}|{folder}/hub|{seed}|{jitter_s}",
             }
         finally:
