@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,24 @@ def test_what_gpus_saved_goes_on_on_cpus(ranks_of, tmp_path, gpus):
     (_, saved), _ = gpus.run(_train_on_gpus, tmp_path, str(place))
     ((resumed, _),) = ranks_of(1).run(run_train, cl.CheckpointConfig(place), {"until": 2})
     assert same(resumed, saved)
+
+
+def _go_on_on_gpus(rank: Rank, place: str, until: int) -> Any:
+    kwargs = {"until": until, "save_at": 2, "is_local": False}
+    return run_train(rank.group(), cl.CheckpointConfig(place), kwargs)
+
+
+@pytest.mark.parametrize("gpus", gpus_of(2))
+def test_training_goes_on_on_another_number_of_gpus(ranks_of, tmp_path, gpus):
+    place = tmp_path / "place"
+    of_save = replace(gpus, size=3)
+    saved = of_save.run(_go_on_on_gpus, tmp_path / "before", str(place), 2)[0][0]
+    for told, _ in gpus.run(_go_on_on_gpus, tmp_path / "after", str(place), 4):
+        assert told["step"] == 4
+        assert not same(told["model"], saved["model"])
+        ((expected, _),) = ranks_of(1).run(run_train, None, {"until": 4, "is_local": False})
+        for name, parameter in expected["model"].items():
+            torch.testing.assert_close(told["model"][name], parameter, rtol=1e-4, atol=2e-6)
 
 
 def _train_in_memory(group: cl.Group) -> str:

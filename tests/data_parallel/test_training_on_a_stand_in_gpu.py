@@ -105,6 +105,39 @@ def test_training_on_a_stand_in_equals_one_process(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def mean_of(group: cl.Group, bucket: Any) -> Any:
+    return group.all_reduce(bucket.buffer(), cl.ReduceOp.AVG).get_future()
+
+
+def mean_in_callback(group: cl.Group, bucket: Any) -> Any:
+    """With kernels of its own, in the thread and on the stream that a callback gets."""
+    future = group.all_reduce(bucket.buffer()).get_future()
+    return future.then(lambda reduced: reduced.value()[0] / group.size)
+
+
+def train_hooked(group: cl.Group, hook: str) -> list[torch.Tensor]:
+    be_strict()
+    model = cl.DistributedDataParallel(net("ddp").to(group.device), group, bucket_cap_mb=0.0005)
+    model.register_comm_hook(group, {"mean": mean_of, "in a callback": mean_in_callback}[hook])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(group.rank, step).to(group.device)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
+@pytest.mark.parametrize("hook", ["mean", "in a callback"])
+def test_hooks_on_a_stand_in_give_what_one_process_gives(
+    hook: str, seed: int, ranks: dict[int, StandInRanks]
+) -> None:
+    found = of_seed(ranks, seed).check(train_hooked, hook)
+    for parameter, expected in zip(found[0], train_alone("ddp", 2), strict=True):
+        torch.testing.assert_close(parameter.double(), expected, atol=2e-5, rtol=2e-4)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def train_unevenly(group: cl.Group, zero: bool) -> list[torch.Tensor]:
     be_strict()
     kind = "zero, clipped" if zero else "ddp"

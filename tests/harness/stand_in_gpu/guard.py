@@ -63,6 +63,11 @@ def load(library: Path) -> ctypes.CDLL:
     guard.stand_in_stream.restype = ctypes.c_longlong
     guard.stand_in_set_stream.argtypes = [ctypes.c_longlong]
     guard.stand_in_device_was_set.restype = ctypes.c_bool
+    pointer = ctypes.POINTER(ctypes.c_longlong)
+    guard.stand_in_take_wait.argtypes = [ctypes.c_longlong, pointer, pointer]
+    guard.stand_in_take_wait.restype = ctypes.c_bool
+    guard.stand_in_count_launch.argtypes = [ctypes.c_longlong]
+    guard.stand_in_count_launch.restype = None
     guard.cuEventQuery.argtypes = [ctypes.c_void_p]
     guard.stand_in_keep_driver_busy.argtypes = [ctypes.c_double]
     return guard

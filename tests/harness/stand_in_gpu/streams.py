@@ -54,7 +54,7 @@ class Machine:
     capturing: bool = False
     strict: bool = False
     threads: dict[int, StreamThread] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # Finalizers may take it.
 
 
 _machines: list[Machine] = []  # One, from `set_up` on.
@@ -89,8 +89,25 @@ class StreamThread:
         """always: also if the queue is full."""
         while not always and self.launched - self.ended >= DEPTH:
             time.sleep(0.0002)
+        other, kernels = ctypes.c_longlong(), ctypes.c_longlong()
+        guard = machine().guard
+        while guard.stand_in_take_wait(self.number, other, kernels):
+            self._put(thread_of(other.value).waiter(kernels.value))
+        self._put(kernel)
+
+    def _put(self, kernel: Kernel) -> None:
         self.launched += 1
+        machine().guard.stand_in_count_launch(self.number)
         self.kernels.put(kernel)
+
+    def waiter(self, kernels: int) -> Kernel:
+        """A kernel of another stream that ends when so many of this one have."""
+
+        def wait() -> None:
+            while self.ended < kernels:
+                time.sleep(0.0001)
+
+        return wait
 
     def drain(self) -> None:
         reached = threading.Event()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from collectives.operations import arguments
 from collectives.transports import cuda_events
@@ -43,6 +44,7 @@ def install() -> None:
     _install_factories()
     _install_moves()
     _install_kernels()
+    _install_futures()
     _install_in_chorusline()
 
 
@@ -128,6 +130,39 @@ def _install_kernels() -> None:
 
     _kernels.impl("empty.memory_format", of_size, "CUDA")
     _kernels.impl("empty_strided", of_stride, "CUDA")
+
+
+def _install_futures() -> None:
+    """Who takes the value of a future keeps its memory; torch does so by storages, which the
+    stand-in's tensors do not have. The order of streams is that of torch, by events."""
+    plain: Any = torch.futures.Future
+
+    def record(value: Any) -> Any:
+        for tensor in tree_flatten(value)[0]:
+            if isinstance(tensor, GpuTensor):
+                tensor.record_stream(streams.current_stream())
+        return value
+
+    class Future(plain):  # type: ignore[misc]
+        def wait(self) -> Any:
+            return record(super().wait())
+
+        def value(self) -> Any:
+            return record(super().value())
+
+        def then(self, callback: Callable[[Any], Any]) -> Any:
+            followed = Future(devices=[torch.device("cuda", 0)])
+
+            def call(_: Any) -> None:
+                try:
+                    followed.set_result(callback(self))
+                except BaseException as error:
+                    followed.set_exception(error)
+
+            self.add_done_callback(call)
+            return followed
+
+    torch.futures.Future = Future  # type: ignore[misc]
 
 
 def _install_in_chorusline() -> None:
