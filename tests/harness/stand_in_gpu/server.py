@@ -78,7 +78,11 @@ def _be_rank(connection: Connection, loaded: ctypes.CDLL) -> None:
         misuses = streams.machine().misuses
         if misuses:
             outcome = None, "\n".join([outcome[1], "misuses of the GPU:", *misuses[:5]])
-        connection.send_bytes(pickle.dumps(outcome))  # `send` would share the memory of tensors.
+        try:
+            packed = pickle.dumps(outcome)  # `send` would share the memory of tensors.
+        except Exception:
+            packed = pickle.dumps((None, traceback.format_exc()))
+        connection.send_bytes(packed)
 
 
 if __name__ == "__main__":

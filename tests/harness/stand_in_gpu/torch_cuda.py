@@ -135,7 +135,8 @@ def _install_kernels() -> None:
 def _install_futures() -> None:
     """Who takes the value of a future keeps its memory; torch does so by storages, which the
     stand-in's tensors do not have. The order of streams is that of torch, by events."""
-    plain: Any = torch.futures.Future
+    future: Any = torch._C.Future
+    plain_wait, plain_value = future.wait, future.value
 
     def record(value: Any) -> Any:
         for tensor in tree_flatten(value)[0]:
@@ -143,26 +144,8 @@ def _install_futures() -> None:
                 tensor.record_stream(streams.current_stream())
         return value
 
-    class Future(plain):  # type: ignore[misc]
-        def wait(self) -> Any:
-            return record(super().wait())
-
-        def value(self) -> Any:
-            return record(super().value())
-
-        def then(self, callback: Callable[[Any], Any]) -> Any:
-            followed = Future(devices=[torch.device("cuda", 0)])
-
-            def call(_: Any) -> None:
-                try:
-                    followed.set_result(callback(self))
-                except BaseException as error:
-                    followed.set_exception(error)
-
-            self.add_done_callback(call)
-            return followed
-
-    torch.futures.Future = Future  # type: ignore[misc]
+    future.wait = lambda self: record(plain_wait(self))
+    future.value = lambda self: record(plain_value(self))
 
 
 def _install_in_chorusline() -> None:
