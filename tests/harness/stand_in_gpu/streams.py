@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -204,18 +205,27 @@ def counting_waits() -> Iterator[Counter[str]]:
 # -- what stands for the names of torch.cuda -------------------------------------------------------
 
 
+living: weakref.WeakSet[Stream] = weakref.WeakSet()
+"""Streams that somebody has made and still holds."""
+
+
 class Stream:
     _last = 0
+    is_new = True
 
     def __init__(self, device: object = None, priority: int = 0, number: int | None = None) -> None:
         if number is None:
             with machine().lock:
                 Stream._last += 1
                 number = Stream._last
+        else:
+            self.is_new = False
         self.cuda_stream = self.stream_id = number
         self.device = torch.device("cuda", 0)
         self.device_index = 0
         self.thread = thread_of(number)
+        if self.is_new:
+            living.add(self)
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
