@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 def why_not() -> str:
     """Why there can be no stand-in on this machine; empty if there can be one."""
     if shutil.which("g++") is None:
-        return "the stand-in GPU needs g++, to build 100 lines of C++ against torch's headers"
+        return "the stand-in GPU needs g++, to build some C++ against torch's headers"
     if (_torch() / "lib" / "libtorch_cuda.so").exists():  # Also PyPI's build, of a plain version.
         return "the stand-in GPU takes the place of CUDA, which this build of torch has"
     if not (_torch() / "include" / "c10").is_dir():
