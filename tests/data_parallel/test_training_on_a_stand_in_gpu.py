@@ -10,6 +10,11 @@ import pytest
 import torch
 
 import chorusline as cl
+from collectives.objects.blocking import (
+    all_gather_object,
+    all_gather_row,
+    broadcast_object,
+)
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
 
@@ -136,6 +141,56 @@ def test_hooks_on_a_stand_in_give_what_one_process_gives(
     for parameter, expected in zip(found[0], train_alone("ddp", 2), strict=True):
         torch.testing.assert_close(parameter.double(), expected, atol=2e-5, rtol=2e-4)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def train_in_halves(group: cl.Group) -> list[torch.Tensor]:
+    """The vote cannot ride behind gradients that do not count, and has a sum of its own."""
+    be_strict()
+    module = net("ddp").to(group.device).to(torch.bfloat16)
+    model = cl.DistributedDataParallel(module, group, bucket_cap_mb=0.0005)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(group.rank, step).bfloat16().to(group.device)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def train_in_halves_alone(size: int) -> list[torch.Tensor]:
+    model = net("ddp").double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        data = torch.cat([batch(rank, step) for rank in range(size)])
+        model(data.double()).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
+def test_bfloat16_on_a_stand_in_is_close_to_one_process(
+    seed: int, ranks: dict[int, StandInRanks]
+) -> None:
+    found = of_seed(ranks, seed).check(train_in_halves)
+    for parameter, expected in zip(found[0], train_in_halves_alone(2), strict=True):
+        torch.testing.assert_close(parameter.double(), expected, atol=2e-2, rtol=2e-2)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def speak(group: cl.Group) -> list[Any]:
+    be_strict()
+    return [
+        all_gather_row(group, [group.rank, 7]),
+        broadcast_object(group, {"from": group.rank}),
+        all_gather_object(group, "x" * group.rank),
+    ]
+
+
+def test_what_ranks_tell_each_other_on_a_stand_in_is_read_when_it_is_there(
+    ranks: dict[int, StandInRanks],
+) -> None:
+    for told in of_seed(ranks, 0).check(speak):
+        assert told == [[[0, 7], [1, 7]], {"from": 0}, ["", "x"]]
 
 
 def train_unevenly(group: cl.Group, zero: bool) -> list[torch.Tensor]:
