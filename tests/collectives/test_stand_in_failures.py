@@ -225,6 +225,37 @@ def test_nobody_waits_behind_an_abort_of_nccl() -> None:
     assert max(took_s) < 4
 
 
+def abort_two_launches(rank: Rank) -> float:
+    """One connects to a rank that never does, and the other waits behind it."""
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 1:
+        rank.store.wait(["said/raised/0"], 60)
+        return 0.0
+    tensor = torch.ones(3, device=group.device)
+    issues = [lambda: group.send(tensor, 1), lambda: group.all_reduce(tensor.clone())]
+    threads = [
+        threading.Thread(target=lambda issue=issue: error_of(issue), daemon=True)
+        for issue in issues
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    began_at = time.monotonic()
+    group.abort("over")
+    for thread in threads:
+        thread.join(15)
+    rank.say("raised")
+    return time.monotonic() - began_at
+
+
+@needs_stand_in
+def test_an_abort_frees_a_launch_and_who_waits_behind_it() -> None:
+    with StandInRanks(2) as ranks:
+        took_s, _ = ranks.run(abort_two_launches)
+    assert took_s < 8
+
+
 def wait_behind_a_busy_driver(rank: Rank) -> float:
     """The longest time for which no thread of Python could run, while a work is in flight."""
     group = rank.group()

@@ -193,12 +193,11 @@ def test_what_ranks_tell_each_other_on_a_stand_in_is_read_when_it_is_there(
         assert told == [[[0, 7], [1, 7]], {"from": 0}, ["", "x"]]
 
 
-def train_unevenly(group: cl.Group, zero: bool) -> list[torch.Tensor]:
+def train_unevenly(group: cl.Group, kind: str) -> list[torch.Tensor]:
     be_strict()
-    kind = "zero, clipped" if zero else "ddp"
     model = cl.DistributedDataParallel(net(kind).to(group.device), group, bucket_cap_mb=0.0005)
     optimizer = optimizer_of(kind, model)
-    joinables = [model, optimizer] if zero else [model]
+    joinables = [model, optimizer] if kind == "zero, clipped" else [model]
     with cl.Join(joinables, divide_by_initial_world_size=False):
         for step in range(2 + group.rank):
             optimizer.zero_grad()
@@ -207,8 +206,7 @@ def train_unevenly(group: cl.Group, zero: bool) -> list[torch.Tensor]:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def train_unevenly_alone(size: int, zero: bool) -> list[torch.Tensor]:
-    kind = "zero, clipped" if zero else "ddp"
+def train_unevenly_alone(size: int, kind: str) -> list[torch.Tensor]:
     model = net(kind, alone=True).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(size + 1):
@@ -216,17 +214,17 @@ def train_unevenly_alone(size: int, zero: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         data = torch.cat([batch(rank, step) for rank in live])
         model(data.double()).square().mean().backward()
-        if zero:
+        if kind == "zero, clipped":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
-@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("kind", ["ddp", "zero, clipped", "norm"])
 def test_uneven_ranks_on_a_stand_in_equal_one_process(
-    zero: bool, seed: int, ranks: dict[int, StandInRanks]
+    kind: str, seed: int, ranks: dict[int, StandInRanks]
 ) -> None:
-    for mine in of_seed(ranks, seed).check(train_unevenly, zero):
-        for parameter, expected in zip(mine, train_unevenly_alone(2, zero), strict=True):
+    for mine in of_seed(ranks, seed).check(train_unevenly, kind):
+        for parameter, expected in zip(mine, train_unevenly_alone(2, kind), strict=True):
             torch.testing.assert_close(parameter.double(), expected, atol=2e-5, rtol=2e-4)
