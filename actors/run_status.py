@@ -18,6 +18,7 @@ class RunStatus:
     samples: that this rank has taken for training.
     has_joined: this rank has run out of data, and shadows the steps of others.
     waited_s: seconds for which steps waited for their gradients with nothing else to do.
+    device_memory_bytes: of tensors on the GPU, when the training thread last looked.
     """
 
     rank: int | None = None
@@ -30,3 +31,4 @@ class RunStatus:
     batches_left: int | None = None
     has_joined: bool = False
     waited_s: float = 0.0
+    device_memory_bytes: int = 0

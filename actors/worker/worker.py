@@ -79,8 +79,8 @@ class Worker(StandingBy):
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
     def __init__(self, seat: int, use_gpu: bool, session: str = "") -> None:
-        # Not at the top of the file: Ray imports it wherever the handle of a worker is. The driver
-        # has them all, and starts with 0.7 s of CPU time without torch, not 1.8.
+        # Not at the top: Ray imports this file wherever the handle of a worker is, so also the
+        # driver, which starts with 0.7 s of CPU time without torch, not 1.8.
         import torch
 
         super().__init__()
@@ -102,7 +102,7 @@ class Worker(StandingBy):
         self._run: RunHere | None = None
         self._group: Group | None = None  # of the last generation; it lives on between runs
         self._last: tuple[int, Journal] = (-1, Journal(keep=False))  # number and journal of a run
-        self._last_status = RunStatus()
+        self._last_status = RunStatus()  # of the run in progress, or of the last one
         self._generation = -1
         self._ended: RunHere | None = None  # the run before
         self._early_stops: dict[int, CollectiveError] = {}  # by run; a call may overtake `run`
@@ -182,22 +182,18 @@ class Worker(StandingBy):
     def _leave(self) -> None:
         """This process was told to end. Called in a thread of its own."""
         self._is_leaving = True
-        leave(self._in_progress, self._info)
-
-    def _in_progress(self) -> RunHere | None:
-        with self._lock:
-            return self._run
+        leave(lambda: self._run, self._info)
 
     def _look(self) -> Look:
         with self._lock:
             run, group, (_, journal) = self._run, self._group, self._last
         return Look(
-            status=run.status if run else self._last_status,
+            status=self._last_status,
             group=group,
             is_running=run is not None,
             generation=self._generation,
             memory_bytes=resident_bytes(),
-            device_memory_bytes=device_memory_bytes(self._device),
+            device_memory_bytes=self._last_status.device_memory_bytes,
             reported=journal.latest_numbers(),
         )
 
@@ -215,9 +211,9 @@ class Worker(StandingBy):
             running_s=time.monotonic() - run.began_at if run else None,
             collectives=dict(group.statistics.operations) if group else {},
             last_report=self._last[1].last,
-            steps=replace(run.status if run else self._last_status),
+            steps=replace(self._last_status),
             memory_bytes=resident_bytes(),
-            device_memory_bytes=device_memory_bytes(self._device),
+            device_memory_bytes=self._last_status.device_memory_bytes,
         )
 
     @ray.method(concurrency_group="control")
@@ -470,6 +466,7 @@ class Worker(StandingBy):
         self, run: RunHere, value: object, error: BaseException | None
     ) -> Success | Failure:
         rank = run.assignment.rank
+        run.status.device_memory_bytes = device_memory_bytes(self._device)
         if error is None:
             group = self._group
             issued = group.statistics.total_operations() if group else 0

@@ -471,9 +471,10 @@ class _Hook(JoinHook):
             return
         group, earlier = self._model.group, self._model._reducer.earlier
         has_stepped = torch.tensor(
-            [earlier.has_stepped or not earlier.sees_steps], device=group.device
+            [earlier.has_stepped or not earlier.sees_steps], dtype=torch.int32, device=group.device
         )
-        broadcast_tensors([has_stepped], join.newest_rank(join.ledger.last_live), group)
+        newest = join.newest_rank(join.ledger.last_live)
+        group.broadcast(has_stepped, newest).wait_on_host()  # It is read below.
         join.settle(bool(has_stepped))
 
 

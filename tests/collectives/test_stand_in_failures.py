@@ -267,6 +267,69 @@ def test_nobody_waits_behind_an_abort_of_nccl() -> None:
     assert max(took_s) < 4
 
 
+def abort_two_launches(rank: Rank) -> float:
+    """One connects to a rank that never does, and the other waits behind it."""
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 1:
+        rank.store.wait(["said/raised/0"], 60)
+        return 0.0
+    tensor = torch.ones(3, device=group.device)
+    issues = [lambda: group.send(tensor, 1), lambda: group.all_reduce(tensor.clone())]
+    threads = [
+        threading.Thread(target=lambda issue=issue: error_of(issue), daemon=True)
+        for issue in issues
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    began_at = time.monotonic()
+    group.abort("over")
+    for thread in threads:
+        thread.join(15)
+    rank.say("raised")
+    return time.monotonic() - began_at
+
+
+@needs_stand_in
+def test_an_abort_frees_a_launch_and_who_waits_behind_it() -> None:
+    with StandInRanks(2) as ranks:
+        took_s, _ = ranks.run(abort_two_launches)
+    assert took_s < 8
+
+
+def wait_behind_a_busy_driver(rank: Rank) -> float:
+    """The longest time for which no thread of Python could run, while a work is in flight."""
+    group = rank.group()
+    group.barrier().wait()
+    longest_s = 0.0
+    if rank.rank == 0:
+        work = group.all_reduce(torch.ones(3, device=group.device))
+        time.sleep(0.2)  # It is launched, and waits for rank 1.
+        streams.machine().guard.stand_in_keep_driver_busy(1.0)
+        began_at = seen_at = time.monotonic()
+        while seen_at - began_at < 1.0:
+            time.sleep(0.01)
+            now = time.monotonic()
+            longest_s, seen_at = max(longest_s, now - seen_at), now
+        rank.say("seen")
+    rank.store.wait(["said/seen/0"], 30)
+    if rank.rank == 1:
+        work = group.all_reduce(torch.ones(3, device=group.device))
+    work.wait_on_host()
+    group.barrier().wait()
+    group.close()
+    return longest_s
+
+
+@needs_stand_in
+def test_a_question_to_a_busy_driver_holds_up_no_other_thread() -> None:
+    """Else none could abort what keeps the driver busy."""
+    with StandInRanks(2) as ranks:
+        longest_s, _ = ranks.run(wait_behind_a_busy_driver)
+    assert longest_s < 0.5
+
+
 def lose_a_peer(rank: Rank) -> str:
     """NCCL's threads find a broken connection; the store tells whose."""
     group = rank.group()

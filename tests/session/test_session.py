@@ -274,9 +274,19 @@ async def test_workers_that_find_no_room_in_time(session: Session) -> None:
     assert time.monotonic() - began_at < 5
 
 
-async def test_a_gpu_where_there_is_none(cluster: None) -> None:
-    with pytest.raises(StartupError, match="use_gpu=True: the cluster has no GPU"):
-        await Session(num_workers=1, use_gpu=True).start()
+@pytest.mark.slow  # The tests' own cluster has been told of GPUs.
+def test_a_gpu_where_there_is_none() -> None:
+    code = """
+import asyncio
+import chorusline as cl
+from actors.errors import StartupError
+
+try:
+    asyncio.run(cl.Session(num_workers=1, use_gpu=True).start())
+except StartupError as error:
+    print(error)
+"""
+    assert "use_gpu=True: the cluster has no GPU" in output_of("-c", code, timeout_s=100)
 
 
 async def test_as_many_workers_as_fit_between_fewest_and_most(session: Session) -> None:

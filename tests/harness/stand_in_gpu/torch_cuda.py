@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from collectives.operations import arguments
+from collectives.transports import cuda_events
 from runtime.zero import parameter_bucket
 
-from . import pinned, streams
+from . import memory, pinned, streams
 from .tensors import GpuTensor, empty, is_cuda, upload
 
 _FACTORIES = (
@@ -32,7 +34,7 @@ def install() -> None:
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
     cuda.set_device = lambda device: streams.machine().guard.stand_in_set_device(0)
-    cuda.memory_allocated = lambda device=None: 0
+    cuda.memory_allocated = lambda device=None: memory.allocated()
     cuda.get_rng_state = lambda *_: torch.zeros(1, dtype=torch.uint8)
     cuda.set_rng_state = lambda *_: None
     cuda.get_device_name = lambda *_: "stand-in"
@@ -42,6 +44,7 @@ def install() -> None:
     _install_factories()
     _install_moves()
     _install_kernels()
+    _install_futures()
     _install_in_chorusline()
     pinned.install()
 
@@ -135,8 +138,25 @@ def _install_kernels() -> None:
     _kernels.impl("empty_strided", of_stride, "CUDA")
 
 
+def _install_futures() -> None:
+    """Who takes the value of a future keeps its memory; torch does so by storages, which the
+    stand-in's tensors do not have. The order of streams is that of torch, by events."""
+    future: Any = torch._C.Future
+    plain_wait, plain_value = future.wait, future.value
+
+    def record(value: Any) -> Any:
+        for tensor in tree_flatten(value)[0]:
+            if isinstance(tensor, GpuTensor):
+                tensor.record_stream(streams.current_stream())
+        return value
+
+    future.wait = lambda self: record(plain_wait(self))
+    future.value = lambda self: record(plain_value(self))
+
+
 def _install_in_chorusline() -> None:
     """The stand-in's tensors are wrappers for torch only, and no capsule can carry them."""
+    cuda_events.driver = lambda: streams.machine().guard  # type: ignore[assignment]
     plain_unwrapped, plain_alias = arguments.unwrapped, arguments.alias
     plain_from_dlpack = arguments.from_dlpack
 
