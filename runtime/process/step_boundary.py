@@ -117,7 +117,8 @@ class Boundary:
     def iterating(self, iteration: Iteration) -> Iterator[None]:
         """The scope of one iteration over a shard."""
         self._begin_steps()
-        before = self.steps.batches_left, self.steps.epoch
+        steps = self.steps
+        before = steps.batches_taken, steps.batches_left, steps.epoch
         self._iterations.append(iteration)
         self.steps.epoch = iteration.epoch
         try:
@@ -125,7 +126,7 @@ class Boundary:
         finally:
             self._iterations.remove(iteration)
             if self._iterations:  # The outer iteration goes on where it was.
-                self.steps.batches_left, self.steps.epoch = before
+                steps.batches_taken, steps.batches_left, steps.epoch = before
             self.steps.has_joined = False
 
 

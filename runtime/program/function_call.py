@@ -243,13 +243,12 @@ class FunctionCall:
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Send the values of one step to the session."""
-        self._append(values, boundary().steps.taken)
+        taken = boundary().steps.taken
+        report = Report(self.rank, self._num_reports, time.time(), dict(values), taken)
+        self._journal.append(report)
         self._num_reports += 1
 
-    def say(self, values: Mapping[str, Any]) -> None:
-        """Send values in the order of the reports, without counting them as a report."""
-        self._append(values)
-
-    def _append(self, values: Mapping[str, Any], *taken: int) -> None:
-        report = Report(self.rank, self._num_reports, time.time(), dict(values), *taken)
-        self._journal.append(report)
+    def show(self, figure: bytes) -> None:
+        """Show a picture (PNG) between the lines that this rank prints."""
+        if self._journal.output is not None:
+            self._journal.output.show(figure)

@@ -8,8 +8,13 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
+from actors.crew.crew import Crew
+from actors.messages import WorkerSnapshot
+
 TOLD_AFTER_S = 8.0
 """Longer than a start on an idle machine takes."""
+
+_LOOK_S = 0.5
 
 _log = logging.getLogger("chorusline")
 
@@ -40,6 +45,22 @@ async def telling(what: Callable[[], Awaitable[str]]) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.wait([task])
+
+
+async def awaited(crew: Crew | None, fewest: int, startup_timeout_s: float) -> str:
+    """What the start of a session waits for now, as the end of a sentence. crew: if it has one."""
+    if crew is None:
+        what = f"room in the cluster for {fewest} workers"
+    elif not crew.num_workers:
+        return "the driver actor: Ray starts its process"
+    else:
+        said = await crew.workers_seen(_LOOK_S)
+        ready = sum(isinstance(word, WorkerSnapshot) for word in said)
+        what = (
+            f"{len(said) - ready} of {len(said)} workers: Ray starts their processes, or they "
+            "import torch"
+        )
+    return f"{what} (up to {startup_timeout_s:g} s, startup_timeout_s)"
 
 
 def _tell(what: str) -> None:

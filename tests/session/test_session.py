@@ -383,3 +383,20 @@ if __name__ == "__main__":
     print("nothing left")
 """
     assert "nothing left" in output_of("-c", script, timeout_s=90)
+
+
+async def test_a_worker_computes_with_one_thread_where_it_has_one_cpu(
+    session: Session,
+) -> None:
+    assert set(await session.run(lambda ctx: torch.get_num_threads())) == {1}
+
+
+@pytest.mark.slow
+async def test_a_worker_computes_with_as_many_threads_as_it_has_cpus(cluster: None) -> None:
+    def threads(ctx: Context) -> tuple[int, int, str | None]:
+        given = torch.get_num_threads()
+        torch.set_num_threads(3)
+        return given, torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+    async with Session(1, resources_per_worker={"CPU": 2}) as session:
+        assert await session.run(threads) == [(2, 3, "2")]

@@ -60,7 +60,8 @@ class Settings:
     """hub: path of its socket. abort_s: how long an abort takes at least. calls: the kernels that
     were launched, each as the names of the operations in it. broken: the number of an error that
     NCCL's own threads have found. breaks: kernels then wait for ever. kernel_s: how long a kernel
-    takes at least."""
+    takes at least. entering: called by each communicator that is about to be made, with its rank.
+    """
 
     hub: str = ""
     abort_s: float = 0.0
@@ -68,6 +69,7 @@ class Settings:
     broken: int = 0
     breaks: bool = False
     kernel_s: float = 0.0
+    entering: Callable[[int], object] = lambda rank: None
 
 
 settings = Settings()
@@ -148,6 +150,8 @@ class NcclCommunicator:
         self._connected: set[tuple[int, int]] = set()
         self._last_kernel: threading.Event | None = None
         self._launching = 0
+        streams.note_thread()  # NCCL takes the current device of the thread.
+        settings.entering(rank)
         self._host_line, self._kernel_line = Line(settings.hub), Line(settings.hub)
         everybody = frozenset(range(ndev))
         living.add(self)

@@ -21,6 +21,8 @@ import torch
 DEPTH = 1000
 """Kernels that a stream holds before a launch blocks, as with the driver's queue."""
 
+_INSIDE = ("collectives/contract/work.py", "collectives/contract/modes.py")
+
 Kernel = Callable[[], object]
 
 _ENDED, _NOT_READY = 0, 600
@@ -155,8 +157,8 @@ def wait_for_stream(what: str, *, reads: bool = False) -> None:
     note_wait(what)
     thread = thread_of(current())
     if reads and machine().strict and not all(one.is_set() for one in thread.awaited):
-        place = _place()
-        if any(f"/{package}/" in place for package in ("collectives", "runtime", "actors")):
+        place = place_of_ours()
+        if place:
             machine().misuses.append(f"{what} at {place} while the stream waits for a collective")
     thread.drain()
 
@@ -177,8 +179,15 @@ def _place() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def place_of_ours() -> str:
+    """The line, if it is one of our own code; else empty."""
+    place = _place()
+    ours = any(f"/{package}/" in place for package in ("collectives", "runtime", "actors"))
+    return place if ours and "/tests/" not in place else ""
+
+
 def _is_inside(path: str) -> bool:
-    return "stand_in_gpu" in path or "/torch/" in path
+    return path.endswith(_INSIDE) or "/stand_in_gpu/" in path or "/torch/" in path
 
 
 def note_thread() -> None:
@@ -259,6 +268,9 @@ class Event:
         self._reached: threading.Event | None = None
         self._status = ctypes.c_int(_ENDED)
 
+        self.at = (0, 0)
+        """The stream on which it was recorded, and how many kernels had been launched there."""
+
     @property
     def cuda_event(self) -> int:
         """What cuEventQuery of guard.cpp takes."""
@@ -273,7 +285,9 @@ class Event:
             status.value = _ENDED
             reached.set()
 
-        (stream or current_stream()).thread.launch(end)
+        thread = (stream or current_stream()).thread
+        thread.launch(end)
+        self.at = thread.number, thread.launched
 
     def wait(self, stream: Stream | None = None) -> None:
         note_thread()

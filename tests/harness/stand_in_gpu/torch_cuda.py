@@ -12,7 +12,7 @@ from collectives.operations import arguments
 from collectives.transports import cuda_events
 from runtime.zero import parameter_bucket
 
-from . import memory, streams
+from . import memory, pinned, streams
 from .tensors import GpuTensor, empty, is_cuda, upload
 
 _FACTORIES = (
@@ -46,6 +46,7 @@ def install() -> None:
     _install_kernels()
     _install_futures()
     _install_in_chorusline()
+    pinned.install()
 
 
 def _install_factories() -> None:
@@ -65,8 +66,9 @@ def _install_factories() -> None:
 def _on_gpu(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     def factory(*args: Any, **kwargs: Any) -> Any:
         if not is_cuda(kwargs.get("device")):
-            kwargs.pop("pin_memory", None)  # Host memory, as far as this process knows.
-            return plain(*args, **kwargs)
+            is_pinned = kwargs.pop("pin_memory", False)
+            made = plain(*args, **kwargs)
+            return pinned.pin(made) if is_pinned else made
         requires_grad = kwargs.pop("requires_grad", False)
         del kwargs["device"]
         copies = name in ("tensor", "as_tensor")
@@ -107,8 +109,12 @@ def _install_moves() -> None:
         dtype = kwargs.get("dtype") or next(iter(dtypes), None)
         source = self if dtype is None else plain(self, dtype)
         by_autograd = self.requires_grad and torch.is_grad_enabled()
-        moved: torch.Tensor = _Upload.apply(source) if by_autograd else upload(source)
-        if not kwargs.get("non_blocking"):
+        asynchronous = bool(kwargs.get("non_blocking"))
+        if by_autograd:
+            moved: torch.Tensor = _Upload.apply(source)
+        else:
+            moved = upload(source, asynchronous=asynchronous)
+        if not asynchronous:
             streams.wait_for_stream("copy from the host")
         return moved
 
