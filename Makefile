@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: run test test-slow test-oldest test-real check docs bench compared clean
+.PHONY: run test test-slow test-oldest test-real test-gpu check docs bench bench-gpu compared clean
 
 run: $(INSTALLED)  ## train the example on two CPU workers, with Join and ZeRO on
 	$(BIN)/chorusline run examples/stdlib_gpt.py $(ARGS)
@@ -23,6 +23,10 @@ test-oldest:  ## the fast tests on the oldest torch and Ray that pyproject.toml 
 test-real: $(INSTALLED)  ## models and optimizers of other libraries (extra "real"), which it installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'
 	$(BIN)/python -m pytest tests/real_models $(ARGS)
+
+test-gpu: $(INSTALLED)  ## the tests that need a GPU; installs CuPy and NCCL; writes out/test-gpu.json
+	$(BIN)/python benchmarks/gpu_machine.py --install
+	$(BIN)/python -m tests.on_gpu --out out/test-gpu.json $(ARGS)
 
 check: $(INSTALLED)  ## lint, format and types
 	$(BIN)/ruff check
@@ -44,6 +48,10 @@ bench: $(INSTALLED)  ## every benchmark, as tables
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/torch_backend.py
 
+bench-gpu: $(INSTALLED)  ## ours against torch's NCCL, DDP, ZeRO and FSDP2; writes out/bench-gpu.json
+	$(BIN)/python benchmarks/gpu_machine.py --install
+	$(BIN)/python benchmarks/gpu.py --out out/bench-gpu.json $(ARGS)
+
 compared: $(INSTALLED)  ## the table of README.md: three runs of what it quotes, half an hour
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/compared.py $(ARGS)
@@ -53,6 +61,7 @@ clean:
 
 # The stamp is newer than what says what to install, or everything is installed again.
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into .venv, once: PyTorch, Ray, and the tools of tests and docs; it takes minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(INSTALLED)

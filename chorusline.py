@@ -6,9 +6,12 @@ and `runtime` (sessions and training).
 
 from __future__ import annotations
 
+import importlib as _importlib
 import importlib.util as _importlib_util
+import logging as _logging
 import pathlib as _pathlib
 import typing as _typing
+import warnings as _warnings
 
 
 def _refuse_strangers() -> None:
@@ -32,7 +35,22 @@ def _refuse_strangers() -> None:
             )
 
 
+def _import_ray() -> None:
+    """Import Ray without its advice to install ipywidgets, which is the first thing that a notebook
+    would show, in red."""
+    widgets = _logging.getLogger("ray.widgets.util")
+    before = widgets.level
+    widgets.setLevel(_logging.WARNING)
+    try:
+        with _warnings.catch_warnings():
+            _warnings.filterwarnings("ignore", message="IProgress not found")
+            _importlib.import_module("ray")
+    finally:
+        widgets.setLevel(before)
+
+
 _refuse_strangers()
+_import_ray()
 
 from actors.actor_store import ActorStore  # noqa: E402
 from actors.errors import (  # noqa: E402

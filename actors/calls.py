@@ -132,6 +132,9 @@ def why_gone(error: RayError) -> str:
     for line in text.splitlines():
         if line.startswith("The actor is dead because"):
             return line.split(" Some common causes", 1)[0].rstrip(". ")
+    if "error raised in its creation task" in text:
+        # A traceback of Ray's and our own frames; its last line is the error.
+        return text.strip().splitlines()[-1]
     return text.strip()
 
 

@@ -1,20 +1,37 @@
-"""Reports on their way from the training threads to the session, without the driver.
+"""Reports on their way from the training thread to the control loop, where the session pulls them.
 
-`ctx.report` appends to the Journal of its worker. The session pulls from all control loops and says
-how many reports it has, and the worker drops those.
+`ctx.report` appends to the Journal of its worker. The session pulls from all control loops
+(crew/listening.py) and says how many reports it has, and the worker drops those.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from .calls import Actor, ActorGone, NoAnswer, answers
-from .messages import Report
+from .messages import Report, ReportValue, numbers_of
+from .output import Output, Printed
+from .run_status import RunStatus
 
-PRINTED = "chorusline.printed"
-"""The name of the only value of a Report that carries a line which the rank has printed."""
+_MOST_NAMES = 256
+"""Of reported values that are remembered: a name that is made of a number would add up for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A worker's answer to the session's pull.
+
+    reports: of the run, from the number on that was asked for.
+    printed: since the position that was asked for; None if Ray shows the worker's output.
+    status: of the worker in the run; None if it is not in it.
+    numbers: the last one of each name that was reported in the run.
+    """
+
+    reports: list[Report]
+    printed: Printed | None
+    status: RunStatus | None
+    numbers: dict[str, float]
 
 
 class Journal:
@@ -22,19 +39,24 @@ class Journal:
 
     keep: False if the session will not read; then only `last` is held, so that memory does not
     grow.
+    output: of the process, for what is shown in between its lines.
     """
 
-    def __init__(self, *, keep: bool) -> None:
+    def __init__(self, *, keep: bool, output: Output | None = None) -> None:
         self._keep = keep
+        self.output = output
         self._lock = threading.Lock()
         self._reports: deque[Report] = deque()
         self._dropped = 0  # reports before the first one that is held
         self.last: Report | None = None
+        self._latest: dict[str, ReportValue] = {}
 
     def append(self, report: Report) -> None:
         with self._lock:
-            if PRINTED not in report.values:
-                self.last = report
+            self.last = report
+            self._latest.update(report.values)
+            while len(self._latest) > _MOST_NAMES:
+                del self._latest[next(iter(self._latest))]
             if self._keep:
                 self._reports.append(report)
 
@@ -46,38 +68,8 @@ class Journal:
                 self._dropped += 1
             return list(self._reports)
 
-
-class JournalReader:
-    """The session's side: it gets every report of a run once, in order for each rank.
-
-    workers: by seat. It is the crew's own mapping, since a run may go on with other workers than it
-    began with.
-    starting: seats whose workers have not answered yet. They have no reports, and whoever waited
-    for them would keep the reports of the others.
-    """
-
-    def __init__(self, workers: Mapping[int, Actor], starting: Collection[int], run: int) -> None:
-        self._workers = workers
-        self._starting = starting
-        self._run = run
-        self._received: dict[int, tuple[Actor, int]] = {}  # by seat: of whom, how many
-
-    async def pull(self, timeout_s: float) -> list[Report]:
-        """New reports, by step, then by rank. A worker that is gone gives none."""
-        asked = {
-            seat: worker for seat, worker in self._workers.items() if seat not in self._starting
-        }
-        since = {
-            seat: known[1] if (known := self._received.get(seat)) and known[0] is worker else 0
-            for seat, worker in asked.items()
-        }
-        calls = {
-            seat: worker.pull_reports.remote(self._run, since[seat])
-            for seat, worker in asked.items()
-        }
-        new: list[Report] = []
-        for seat, reports in (await answers(calls, timeout_s)).items():
-            if not isinstance(reports, ActorGone | NoAnswer):
-                self._received[seat] = (asked[seat], since[seat] + len(reports))
-                new += reports
-        return sorted(new, key=lambda report: (report.step, report.rank))
+    def latest_numbers(self) -> dict[str, float]:
+        """The last number of each name that was reported."""
+        with self._lock:
+            latest = dict(self._latest)
+        return numbers_of(latest)

@@ -16,7 +16,7 @@ that the driver never imports the user's code.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -148,6 +148,17 @@ class Report:
     time: float
     values: dict[str, Any]
     taken: int = 0
+
+
+def numbers_of(values: Mapping[str, Any], within: str = "") -> dict[str, float]:
+    """The numbers among reported values, by name; `accuracy.top1` for one inside a dictionary."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, int | float):
+            found[within + name] = float(value)
+        elif isinstance(value, dict):
+            found |= numbers_of(value, f"{within}{name}.")
+    return found
 
 
 # ── How a run goes on without some of its ranks (regeneration.py) ────────────────────────────────

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ray.util.metrics import Counter, Gauge
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collectives.group import Group
 
 SAMPLE_S = 0.5
+
+MOST_REPORTED = 64
+"""Names of reported numbers that are published; a report may make names without end."""
 
 GAUGES = {
     "chorusline_step_seconds": "seconds of an optimizer step, averaged over the last sample",
@@ -39,6 +42,10 @@ COUNTERS = {
     "chorusline_sent_bytes": "bytes that collectives ask this rank to send",
     "chorusline_collectives": "collectives issued",
 }
+REPORTED = {
+    "chorusline_reported": "the last number that the rank has reported by this name (ctx.report)",
+}
+"""Its tag `name` is the name in the report, or `accuracy.top1` for a number in a dictionary."""
 OF_DRIVER = {
     "chorusline_lost_workers": "workers that died, or were given up, during a run",
     "chorusline_recoveries": "times that a run went on without workers that it had lost",
@@ -49,7 +56,8 @@ OF_DRIVER = {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the metrics are made of. status: of the run in progress, or of the last one."""
+    """What the metrics are made of. status: of the run in progress, or of the last one. reported:
+    the last numbers of this run, by name."""
 
     status: RunStatus
     group: Group | None
@@ -57,6 +65,7 @@ class Look:
     generation: int
     memory_bytes: int
     device_memory_bytes: int
+    reported: Mapping[str, float] = field(default_factory=dict)
 
 
 class Meter:
@@ -122,24 +131,45 @@ class Publisher:
 
     def __init__(self, session: str, seat: int, look: Callable[[], Look]) -> None:
         tags = {"session": session, "seat": str(seat)}
+        self._tags = tags
         self._metrics: dict[str, Any] = {}
         for kind, names in ((Gauge, GAUGES), (Counter, COUNTERS)):
             for name, says in names.items():
                 metric = kind(name, description=says, tag_keys=tuple(tags))
                 metric.set_default_tags(tags)
                 self._metrics[name] = metric
+        ((name, says),) = REPORTED.items()
+        self._reported = Gauge(name, description=says, tag_keys=(*tags, "name"))
+        self._reported.set_default_tags(tags)
+        self._named: dict[str, float] = {}
         self._meter = Meter()
         self._look = look
         self._is_over = threading.Event()
         threading.Thread(target=self._main, name="metrics", daemon=True).start()
 
+    def move_to(self, seat: int) -> None:
+        """Publish as the worker in another seat from now on."""
+        self._tags = self._tags | {"seat": str(seat)}
+        for metric in self._metrics.values():
+            metric.set_default_tags(self._tags)
+
     def _main(self) -> None:
         while not self._is_over.wait(SAMPLE_S):
-            for name, value in self._meter.read(self._look()).items():
+            look = self._look()
+            self._publish_reported(look.reported)
+            for name, value in self._meter.read(look).items():
                 if name in GAUGES:
                     self._metrics[name].set(value)
                 elif value > 0:
                     self._metrics[name].inc(value)
+
+    def _publish_reported(self, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            # Each name is a series of its own for whoever stores them, for ever.
+            if name in self._named or len(self._named) < MOST_REPORTED:
+                if self._named.get(name) != value:
+                    self._reported.set(value, tags={"name": name})
+                self._named[name] = value
 
 
 class DriverCounters:

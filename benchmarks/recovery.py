@@ -1,11 +1,14 @@
 """Seconds from a SIGKILL to the next step, beside Ray Train's restart from a checkpoint.
 
-    python benchmarks/recovery.py [--json] [--trials 20] [--peer-trials 20] [--seed 0]
+    python benchmarks/recovery.py [--json] [--trials 20] [--full-trials 5] [--peer-trials 20]
+        [--seed 0]
 
 Four workers train the same model on the same samples. In each trial one of them, drawn by the seed,
 is killed at an instant that the seed draws, too; before the next trial there are four again.
 
-Ours: the time until a survivor has taken a step in the generation without the victim. Ray Train
+Ours: the time until a survivor has taken a step in the generation without the victim. And, for a
+function that can run again, the time until a step is taken by four ranks again: without and with a
+worker in reserve (`Session(spares=1)`). The three that are left take steps meanwhile. Ray Train
 (v2, torch's DistributedDataParallel over Gloo, a checkpoint every --every steps): the time until
 any step has been taken again, which is one that it had taken before; and until it is where it was.
 Steps are lost where they have to be taken again, and their samples are seen twice.
@@ -192,6 +195,65 @@ async def ours(trials: int, seed: int) -> list[dict[str, float]]:
     return results
 
 
+def train_again(ctx: cl.Context, folder: str) -> int:
+    """As `train`, with what has to survive registered: newcomers take part."""
+    torch.set_num_threads(1)
+    log = Log(folder, f"process-{os.getpid()}")
+    model = cl.DistributedDataParallel(make_model())
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-4, replicas=2)
+    ctx.register("model", model)
+    ctx.register("optim", optim)
+    log.note("pid", os.getpid())
+    for _ in ctx.epochs(1):
+        with cl.Join([model, optim]):
+            while not (Path(folder).parent / "stop").exists():
+                time.sleep(_STEP_S)
+                model(batch_of(ctx.rank, optim.num_steps)).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+                log.note(f"step-of-{ctx.world_size}", optim.num_steps)
+    return optim.num_steps
+
+
+async def ours_at_full_size(trials: int, seed: int, spares: int) -> list[dict[str, float]]:
+    """The time until a step is taken by all ranks again."""
+    draw, results = random.Random(seed), []
+    with tempfile.TemporaryDirectory() as folder:
+        logs, stop = Path(folder) / "logs", Path(folder) / "stop"
+        logs.mkdir()
+
+        def full_steps(since: float) -> list[tuple[float, int]]:
+            told = Log.read(str(logs))
+            word = f"step-of-{NUM_WORKERS}"
+            return [(at, n) for _, at, said, n in told if said == word and at > since]
+
+        def living() -> list[int]:
+            pids = {n for _, _, word, n in Log.read(str(logs)) if word == "pid"}
+            return sorted(pid for pid in pids if Path(f"/proc/{pid}").exists())
+
+        async with cl.Session(
+            (1, NUM_WORKERS), spares=spares, resources_per_worker={"CPU": 0.1}
+        ) as session:
+            run = asyncio.create_task(session.run(train_again, folder=str(logs)))
+            for trial in range(trials):
+                since = time.monotonic()
+                await until(lambda at=since: len(full_steps(at)) >= 5 * NUM_WORKERS, run)
+                await until(lambda: session.num_spares == spares, run)
+                await asyncio.sleep(draw.random() * 0.5)
+                before = max(n for _, n in full_steps(0.0))
+                killed_at = time.monotonic()
+                os.kill(draw.choice(living()), signal.SIGKILL)
+                # Steps that were under way at that instant are over by then.
+                later = killed_at + 2 * _STEP_S
+                again = min(await until(lambda at=later: full_steps(at), run))
+                lost = max(0, before + 1 - again[1])
+                results.append({"seconds": again[0] - killed_at, "steps_lost": lost})
+                print(f"ours, spares={spares}, {trial}: {results[-1]['seconds']:.3f} s", flush=True)
+            stop.touch()
+            await run
+    return results
+
+
 # -- Ray Train -------------------------------------------------------------------------------------
 
 
@@ -319,6 +381,9 @@ def summary(results: list[dict[str, float]], name: str) -> dict[str, float]:
 def main() -> None:
     flags = parser(__doc__.splitlines()[0])
     flags.add_argument("--trials", type=int, default=20)
+    flags.add_argument(
+        "--full-trials", type=int, default=5, help="kills until there are four again"
+    )
     flags.add_argument("--peer-trials", type=int, default=20, help="0: without Ray Train")
     flags.add_argument("--every", type=int, default=10, help="steps between its checkpoints")
     flags.add_argument("--seed", type=int, default=0)
@@ -326,13 +391,19 @@ def main() -> None:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         our_results = asyncio.run(ours(args.trials, args.seed))
+        full = [
+            asyncio.run(ours_at_full_size(args.full_trials, args.seed, spares))
+            for spares in ((0, 1) if args.full_trials else ())
+        ]
         peer_results = peer(args.peer_trials, args.seed, args.every) if args.peer_trials else []
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()
     samples = NUM_WORKERS * BATCH
-    rows, figures, ratios = [], {"ours": our_results, "Ray Train": peer_results}, {}
-    for name, results in (("ours", our_results), ("Ray Train", peer_results)):
+    rows, ratios = [], {}
+    figures = {"ours": our_results, "Ray Train": peer_results}
+    figures |= dict(zip(("ours, until there are four", "ours, with a spare"), full, strict=False))
+    for name, results in figures.items():
         if not results:
             continue
         seconds, lost = summary(results, "seconds"), summary(results, "steps_lost")
@@ -362,6 +433,8 @@ def main() -> None:
             summary(one, "seconds")["median"] for one in (our_results, peer_results)
         )
         ratios["recovery"] = ours_s / theirs_s
+        if full:
+            ratios["full_size"] = summary(full[1], "seconds")["median"] / theirs_s
         back = summary(peer_results, "back")
         print(f"Ray Train is where it was after {back['median']:.3f} s (median)")
         print(f"ours / Ray Train: {ratios['recovery']:.4f}")

@@ -26,7 +26,7 @@ from .contract.torch_words import instead_of_method, says
 from .contract.work import Work
 from .diagnosis.debug import DebugLevel, get_debug_level
 from .diagnosis.flight_recorder import Activity, FlightRecorder
-from .diagnosis.profiling import begin_span
+from .diagnosis.profiling import begin_span, nvtx_is_recorded
 from .diagnosis.statistics import Statistics
 from .family import Family
 from .meeting import meet
@@ -34,7 +34,7 @@ from .objects.channel import ObjectChannel
 from .objects.collectives import ObjectCollectives
 from .objects.messages import ObjectMessages
 from .operations.composed_work import Coalesced, MonitoredBarrier
-from .operations.operations import Operations
+from .operations.host_reads import HostReads
 from .stores.rendezvous import store_from_url
 from .stores.store import Store
 from .subgroups import Subgroups
@@ -68,7 +68,7 @@ class GroupDescription:
     is_open: bool
 
 
-class Group(Operations, ObjectCollectives, Subgroups):
+class Group(HostReads, ObjectCollectives, Subgroups):
     """An immutable membership of `size` ranks that run collectives together.
 
     `Group.create` makes one; no Ray is needed. Every rank issues the same operations in the same
@@ -116,6 +116,7 @@ class Group(Operations, ObjectCollectives, Subgroups):
         self._shapes: list[tuple[FrameType, tuple[int, ...]]] = []
         self._notes_shapes = communicator.compares
         self._on_cuda = self.device.type == "cuda"
+        self._with_nvtx = nvtx_is_recorded(self.device)
         self._next_sequence = 0
         self._store = store
         self._asked_backend = backend
@@ -309,6 +310,12 @@ class Group(Operations, ObjectCollectives, Subgroups):
             not self._closed and self._communicator.failure() is None,
         )
 
+    @property
+    def all_succeeded(self) -> bool:
+        """Whether all operations of this rank (the last 512) have ended with success. If not, what
+        a GPU has computed behind `Work.wait()` may come from an operation that was stopped."""
+        return self._recorder.all_succeeded
+
     def activity(self, since: float, until: float) -> Activity:
         """How busy this group was, between two times of time.monotonic()."""
         return self._recorder.activity(since, until)
@@ -356,8 +363,8 @@ class Group(Operations, ObjectCollectives, Subgroups):
                 frame = sys._getframe(1)
                 operation.shapes = tuple(shape for of, shape in self._shapes if of is frame)
             self._shapes.clear()  # Also removes shapes of operations that a check refused.
-        if profiler._is_profiler_enabled or self._on_cuda:
-            operation.span = begin_span(operation, self._on_cuda)
+        if profiler._is_profiler_enabled or self._with_nvtx:
+            operation.span = begin_span(operation, self._with_nvtx)
         return operation
 
     def _begin_between_two(
@@ -373,8 +380,8 @@ class Group(Operations, ObjectCollectives, Subgroups):
         )
         self._recorder.record(operation, sys._getframe(2))
         self._shapes.clear()
-        if profiler._is_profiler_enabled or self._on_cuda:
-            operation.span = begin_span(operation, self._on_cuda)
+        if profiler._is_profiler_enabled or self._with_nvtx:
+            operation.span = begin_span(operation, self._with_nvtx)
         return operation
 
     def _deadline_s(self, kind: Kind, timeout_s: float | None) -> float:

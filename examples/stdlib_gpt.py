@@ -362,13 +362,11 @@ async def main() -> None:
     )
     try:
         with cl.Progress(num_steps) as progress:
-
-            def on_report(report: cl.Report) -> None:
-                reports.append(report)
-                progress.on_report(report)
-
             async with cl.Session(
-                num_workers=args.workers, use_gpu=args.gpu, on_report=on_report
+                num_workers=args.workers,
+                use_gpu=args.gpu,
+                on_report=reports.append,
+                progress=progress,
             ) as session:
                 trained, *_ = await session.run(train, corpus=corpus, plan=plan)
     finally:  # The reports of a failed run are worth reading, too.

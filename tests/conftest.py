@@ -31,6 +31,7 @@ cloudpickle.register_pickle_by_value(tests)
 # The assertions of contracts say what they compare, as those of test modules do.
 pytest.register_assert_rewrite("tests.contracts")
 
+NUM_GPUS = 3  # as Ray is told; they stand in for real ones (tests/harness/stand_in_gpu)
 NUM_CPUS = 5  # as Ray counts them, one for the session that stands; the machine may have fewer
 _LEAK_PATIENCE_S = 10.0
 _OF_RAY_DATA = {"_StatsActor", "_AutoscalingCoordinatorActor"}  # It has them stay.
@@ -39,7 +40,13 @@ _OF_RAY_DATA = {"_StatsActor", "_AutoscalingCoordinatorActor"}  # It has them st
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """A local cluster, started once: it takes seconds."""
-    ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=NUM_CPUS,
+        num_gpus=NUM_GPUS,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 

@@ -19,12 +19,15 @@ import ray
 from ..calls import Actor, ActorGone, NoAnswer, answer, answers, head_is_gone, head_stays_gone
 from ..driver.driver import GRACE_S, Unfit, driver_class
 from ..errors import DriverLost, HeadLost, StartupError
-from ..journal import JournalReader
 from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
+from ..worker.devices import environment_of_workers
 from ..worker.worker import worker_class
-from .recruiting import Recruiter, Seats
+from .listening import Listener
+from .recruiting import Recruiter
+from .reserve import Reserve
+from .seats import Seats
 
 NAMESPACE = "chorusline"
 """Ray's namespace of driver actors: by their names another process finds a cluster's sessions."""
@@ -83,10 +86,15 @@ class Crew:
         self._driver_options = driver_options
         # Only if there is one: Ray starts processes for an environment of their own.
         self._environment = {"runtime_env": dict(environment)} if environment else {}
+        of_workers = environment_of_workers(environment or {}, use_gpu)
+        self._workers_environment = {"runtime_env": of_workers} if of_workers else {}
         self._worker_class = worker_class()
         self._workers: dict[int, Actor] = {}  # by seat
         self._starting: set[int] = set()
         """Seats whose workers have not answered yet: a run may end while some are starting."""
+        self._reserve = Reserve(seats, self._made)
+        self.listener = Listener(self._workers, self._starting)
+        """Hears what the workers report and print."""
         self._driver: Actor | None = None
         self._incarnation = -1
         self._is_assembled = False
@@ -95,6 +103,11 @@ class Crew:
     @property
     def num_workers(self) -> int:
         return len(self._workers)
+
+    @property
+    def num_in_reserve(self) -> int:
+        """The number of workers that have started, and wait for a seat."""
+        return self._reserve.num_ready
 
     async def assemble(self, timeout_s: float) -> None:
         """See that there is a driver, and that every seat with room has an idle worker known to it.
@@ -121,7 +134,10 @@ class Crew:
             await self._start_driver(timeout_s)
         if self._workers and not self._is_assembled:
             await self._sort_out(timeout_s)
-        fresh = {seat: self._start_worker(seat) for seat in await self._empty_seats(timeout_s)}
+        fresh = {
+            seat: await self._take_from_reserve(seat) or self._start_worker(seat)
+            for seat in await self._empty_seats(timeout_s)
+        }
         if fresh:
             failed = await self._adopt(fresh, timeout_s)
             self._starting.clear()
@@ -228,7 +244,7 @@ class Crew:
                         began_at = time.monotonic()
                         call = driver.take_over.remote(request, program, dict(self._workers))
                         has_taken_over = True
-                    async with self._recruiting(driver, request, has_taken_over):
+                    async with self._recruiting(driver, request, program[0], has_taken_over):
                         outcome = await self._outcome(call)
                     break
                 except (ActorGone, StartupError):
@@ -314,7 +330,7 @@ class Crew:
 
     @contextlib.asynccontextmanager
     async def _recruiting(
-        self, driver: Actor, request: RunRequest, has_taken_over: bool
+        self, driver: Actor, request: RunRequest, payload: Any, has_taken_over: bool
     ) -> AsyncIterator[None]:
         """While the body runs, start workers, if the run can take them in."""
         if not request.goes_on:
@@ -326,10 +342,15 @@ class Crew:
             self._seats,
             self._workers,
             self._start_worker,
+            self._reserve,
+            self._take_from_reserve,
             self._starting,
             self._starting.discard,
         )
-        async with recruiter.at_work(has_taken_over=has_taken_over):
+        async with (
+            self._reserve.kept(payload),
+            recruiter.at_work(has_taken_over=has_taken_over),
+        ):
             yield
 
     async def cancel(self, run: int, reason: str) -> None:
@@ -340,9 +361,6 @@ class Crew:
         except (ActorGone, NoAnswer):
             self._kill_driver()
             await self._stop_workers(reason)
-
-    def reports(self, run: int) -> JournalReader:
-        return JournalReader(self._workers, self._starting, run)
 
     async def snapshots(
         self, timeout_s: float
@@ -388,6 +406,7 @@ class Crew:
             await self._stop_workers("the session was closed")
         finally:
             workers, driver = dict(self._workers), self._driver
+            workers |= {-2 - n: worker for n, worker in enumerate(self._reserve.leave())}
             for worker in workers.values():
                 ray.kill(worker)
             if driver is not None:
@@ -423,9 +442,23 @@ class Crew:
         """Start a new worker in a seat, in the place of the one that was there."""
         if seat in self._workers:
             self._kill_worker(seat)
-        made = self._worker_class.options(**self._seats.options(seat), **self._environment)
-        worker = self._workers[seat] = made.remote(seat, self._use_gpu, self.name)
+        worker = self._workers[seat] = self._made(seat)
         self._starting.add(seat)
+        return worker
+
+    def _made(self, seat: int) -> Actor:
+        options = {**self._seats.options(seat), **self._workers_environment}
+        made = self._worker_class.options(**options)
+        return made.remote(seat, self._use_gpu, self.name)
+
+    async def _take_from_reserve(self, seat: int) -> Actor | None:
+        """Seat a worker of the reserve in the place of the one that was there; None if there is
+        none."""
+        worker = await self._reserve.take(seat)
+        if worker is not None:
+            if seat in self._workers:
+                self._kill_worker(seat)
+            self._workers[seat] = worker
         return worker
 
     def _kill_worker(self, seat: int) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
 
 from ..calls import Actor, ActorGone, answer, nodes_leaving
 from ..messages import RunRequest
 from ..versions import versions_here
+from .reserve import Reserve
+from .seats import Seats
 
 NODE_WATCH_S = 1.0
 
@@ -25,30 +26,12 @@ _AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
 _ANSWER_S = 5.0
 
 
-class Seats(Protocol):
-    """The places of a session's workers, numbered from 0 to `most` - 1."""
-
-    most: int
-
-    @property
-    def has_all(self) -> bool:
-        """Whether there is, or was, room for all seats. Asks nothing of the cluster."""
-
-    def placed(self) -> list[int]:
-        """The seats that there is room for now. Blocks for some questions to the cluster."""
-
-    async def wait_for(self, seat: int) -> None:
-        """Ask for room for a seat, unless that was done; return when it is there, and stays."""
-
-    def options(self, seat: int) -> Mapping[str, Any]:
-        """Ray's actor options of the worker in a seat that there is room for."""
-
-
 class Recruiter:
     """Fills the seats of one run, as long as one driver carries it out.
 
     workers: by seat; the crew's own mapping, as it changes.
     start: makes a worker in a seat, in the place of the one that was there.
+    reserve: of the crew. take: has a worker of it take a seat, if there is one.
     starting: seats whose workers have not answered yet; the crew's own set.
     has_started: called with the seat when that worker has answered.
     """
@@ -60,6 +43,8 @@ class Recruiter:
         seats: Seats,
         workers: Mapping[int, Actor],
         start: Callable[[int], Actor],
+        reserve: Reserve,
+        take: Callable[[int], Awaitable[Actor | None]],
         starting: Collection[int],
         has_started: Callable[[int], None],
     ) -> None:
@@ -68,6 +53,8 @@ class Recruiter:
         self._seats = seats
         self._workers = workers
         self._start = start
+        self._reserve = reserve
+        self._take = take
         self._starting = starting
         self._has_started = has_started
 
@@ -134,11 +121,32 @@ class Recruiter:
         pause_s = _AGAIN_S
         with contextlib.suppress(ActorGone):
             while True:
-                await self._seats.wait_for(seat)
-                if await self._has_come(seat, self._start(seat)):
+                if await self._has_come(seat, await self._newcomer(seat)):
                     return
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
+
+    async def _newcomer(self, seat: int) -> Actor:
+        """A worker of the reserve; or, if there is room for the seat before one is ready, a new
+        worker."""
+        while (spare := await self._take(seat)) is None:
+            if await self._has_room_first(seat):
+                return self._start(seat)
+        return spare
+
+    async def _has_room_first(self, seat: int) -> bool:
+        """Wait for room for a seat, or for a worker in reserve; whether it was the room."""
+        room = asyncio.create_task(self._seats.wait_for(seat), name=f"room-{seat}")
+        spare = asyncio.create_task(self._reserve.wait_for_one(), name=f"spare-{seat}")
+        try:
+            await asyncio.wait((room, spare), return_when=asyncio.FIRST_COMPLETED)
+            if spare.done():
+                return False
+            room.result()
+            return True
+        finally:
+            room.cancel()
+            spare.cancel()
 
     async def _has_come(self, seat: int, newcomer: Actor) -> bool:
         # Its node may have gone just now: the worker has as long to come as the run waits.

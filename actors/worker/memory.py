@@ -27,7 +27,12 @@ def resident_bytes() -> int:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Memory of tensors on the GPU."""
+    """Memory of tensors on the GPU. For the training thread only.
+
+    The question takes the lock of torch's allocator, with Python's lock held. An allocation of the
+    training thread may hold the allocator's for as long as kernels run, which may wait for a lost
+    rank: a control loop that asks then answers nobody, and cannot abort either.
+    """
     import torch  # Not at the top of the file: see Worker.__init__, which has imported it.
 
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -6,7 +6,7 @@ import concurrent.futures
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from collectives.contract.errors import CollectiveError
+from collectives.contract.errors import CollectiveError, fresh_copy
 
 from ..actor_store import ActorStore
 from ..calls import Actor
@@ -70,3 +70,12 @@ class RunHere:
         self.early_freeze: CollectiveError | None = None
         self.nobody_began = False
         self.began_at = time.monotonic()
+
+
+def meet_again(group: Group, error: CollectiveError | None) -> None:
+    """A barrier with the ranks that this one has met in an earlier run. error: of an order to stop
+    that came before."""
+    if error is not None:
+        group.abort(error)
+        raise fresh_copy(error)
+    group.meet().wait_on_host()

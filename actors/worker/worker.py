@@ -1,7 +1,7 @@
 """The worker actor: one device, a control loop that always answers, and a training thread.
 
-    control loop    is Ray's, of the concurrency group "control": snapshot, abort, pull_reports,
-                    stop. It is never blocked, whatever the user's function does.
+    control loop    is Ray's, of the concurrency group "control": snapshot, abort, pull, stop.
+                    It is never blocked, whatever the user's function does.
     default loop    holds the call of `run` while the training thread works.
     training thread makes the group and calls the user's function. When a generation ends and the
                     run goes on, it waits in its lifeline (lifeline.py) and makes the next group.
@@ -36,12 +36,11 @@ from .. import outcomes
 from ..actor_store import ActorStore
 from ..calls import Actor, actor_class
 from ..errors import ends_a_generation
-from ..journal import Journal
+from ..journal import Journal, Pulled
 from ..messages import (
     Assignment,
     Failure,
     Readiness,
-    Report,
     Resumption,
     RunRequest,
     Stand,
@@ -51,15 +50,18 @@ from ..messages import (
     WorkerState,
 )
 from ..meter import Look, Publisher
+from ..output import Output, Position, Printed, read_rest
 from ..parcels.parcel import Parcel
 from ..run_status import RunStatus
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
+from .gpu import own_gpu
 from .leaving import SIGTERM_EXIT, leave
 from .lifeline import Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes
-from .run_here import Program, RunHere
+from .run_here import Program, RunHere, meet_again
 from .sigterm import hear_sigterm
+from .standing_by import StandingBy
 from .training_thread import TrainingThread
 
 if TYPE_CHECKING:
@@ -73,18 +75,18 @@ and as many more before it is interrupted in its Python code. Code that sees the
 story; code that waits for something else, or only computes, would never see it."""
 
 
-class Worker:
+class Worker(StandingBy):
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
     def __init__(self, seat: int, use_gpu: bool, session: str = "") -> None:
-        # Not at the top of the file: Ray imports it wherever the handle of a worker is. The driver
-        # has them all, and starts with 0.7 s of CPU time without torch, not 1.8.
+        # Not at the top: Ray imports this file wherever the handle of a worker is, so also the
+        # driver, which starts with 0.7 s of CPU time without torch, not 1.8.
         import torch
 
+        super().__init__()
         runtime = ray.get_runtime_context()
         num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
-        # Ray shows each actor only its own GPUs, so ours is number 0.
-        self._device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
+        self._device = own_gpu() if use_gpu else torch.device("cpu")
         self._num_threads = max(1, int(num_cpus))
         self._info = WorkerInfo(
             worker_id=runtime.get_actor_id() or "",
@@ -100,11 +102,12 @@ class Worker:
         self._run: RunHere | None = None
         self._group: Group | None = None  # of the last generation; it lives on between runs
         self._last: tuple[int, Journal] = (-1, Journal(keep=False))  # number and journal of a run
-        self._last_status = RunStatus()
+        self._last_status = RunStatus()  # of the run in progress, or of the last one
         self._generation = -1
         self._ended: RunHere | None = None  # the run before
         self._early_stops: dict[int, CollectiveError] = {}  # by run; a call may overtake `run`
         self._early_freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
+        self._output = Output(self._info.node_id)
         self._publisher = Publisher(session, seat, self._look)
         self._is_leaving = False
         self._leftovers = Leftovers()
@@ -138,7 +141,8 @@ class Worker:
         Where the group is made for a run that goes on, the lifeline deals with a rank that does not
         come.
         """
-        run = RunHere(assignment, request, store, Journal(keep=request.keep_reports), driver)
+        journal = Journal(keep=request.keep_reports, output=self._output)
+        run = RunHere(assignment, request, store, journal, driver)
         with self._lock:
             if self._run is not None:
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
@@ -146,6 +150,7 @@ class Worker:
             self._last = (request.run, run.journal)
             self._last_status = run.status
             self._generation = assignment.generation
+            self._output.set_rank(assignment.rank)
             run.stop_error = self._early_stops.pop(request.run, None)
             self._early_stops.clear()
             key = (request.run, assignment.generation)
@@ -177,22 +182,19 @@ class Worker:
     def _leave(self) -> None:
         """This process was told to end. Called in a thread of its own."""
         self._is_leaving = True
-        leave(self._in_progress, self._info)
-
-    def _in_progress(self) -> RunHere | None:
-        with self._lock:
-            return self._run
+        leave(lambda: self._run, self._info)
 
     def _look(self) -> Look:
         with self._lock:
-            run, group = self._run, self._group
+            run, group, (_, journal) = self._run, self._group, self._last
         return Look(
-            status=run.status if run else self._last_status,
+            status=self._last_status,
             group=group,
             is_running=run is not None,
             generation=self._generation,
             memory_bytes=resident_bytes(),
-            device_memory_bytes=device_memory_bytes(self._device),
+            device_memory_bytes=self._last_status.device_memory_bytes,
+            reported=journal.latest_numbers(),
         )
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
@@ -209,9 +211,9 @@ class Worker:
             running_s=time.monotonic() - run.began_at if run else None,
             collectives=dict(group.statistics.operations) if group else {},
             last_report=self._last[1].last,
-            steps=replace(run.status if run else self._last_status),
+            steps=replace(self._last_status),
             memory_bytes=resident_bytes(),
-            device_memory_bytes=device_memory_bytes(self._device),
+            device_memory_bytes=self._last_status.device_memory_bytes,
         )
 
     @ray.method(concurrency_group="control")
@@ -226,17 +228,27 @@ class Worker:
         )
 
     @ray.method(concurrency_group="control")
-    async def pull_reports(self, run: int, since: int) -> list[Report]:
-        """The reports of a run from number `since` on; the earlier ones are dropped here."""
-        number, journal = self._last
-        return journal.read(since) if number == run else []
+    async def pull(self, run: int, since: int, printed_until: Position | None) -> Pulled:
+        """The reports of a run from number `since` on, and what was printed since a position."""
+        with self._lock:
+            number, journal = self._last
+            status = replace(self._last_status)
+        printed = self._output.read(printed_until)
+        if number != run:
+            return Pulled([], printed, None, {})
+        return Pulled(journal.read(since), printed, status, journal.latest_numbers())
+
+    @ray.method(concurrency_group="control")
+    async def read_rest(
+        self, files: tuple[str, str], node_id: str, since: Position, rank: int | None
+    ) -> Printed | None:
+        """What another worker of this node, which is gone, has printed last (output.py)."""
+        return read_rest(files, node_id, since, rank)
 
     @ray.method(concurrency_group="control")
     async def stop_after_step(self, run: int) -> bool:
-        """Have all ranks stop a run after the step that they are in, by this rank's next vote.
-
-        Returns whether this rank takes steps at all.
-        """
+        """Have all ranks stop a run after their step, by this rank's next vote; False if this rank
+        takes no steps."""
         with self._lock:
             current = self._run
             if current is None or current.request.run != run:
@@ -348,6 +360,7 @@ class Worker:
             current.assignment = resumption.assignment
             current.store = ActorStore(current.driver)
             self._generation = resumption.assignment.generation
+            self._output.set_rank(resumption.assignment.rank)
             lifeline = current.lifeline
         lifeline.resume(resumption)
 
@@ -394,13 +407,13 @@ class Worker:
             run.lifeline = lifeline
             if run.stop_error is not None:
                 lifeline.stop(run.stop_error)
-            group = self._group
+            group, early_error = self._group, run.stop_error or run.early_freeze
         has_met = group is not None and group.generation == run.assignment.generation
         run.nobody_began = resumption is None and (has_met or not run.request.goes_on)
         if has_met:
             assert group is not None
             try:
-                self._see_all(run, group)
+                meet_again(group, early_error)
             except CollectiveTimeout:
                 if not run.request.goes_on:
                     raise
@@ -408,15 +421,6 @@ class Worker:
                 run.nobody_began = False
         assignment, group, resumption = lifeline.begin()
         return program(assignment, group, run.journal, lifeline, run.status, resumption)
-
-    def _see_all(self, run: RunHere, group: Group) -> None:
-        """A barrier with the ranks that this one has met in an earlier run."""
-        with self._lock:
-            error = run.stop_error or run.early_freeze
-        if error is not None:
-            group.abort(error)
-            raise fresh_copy(error)
-        _pass_barrier(group)
 
     def _meet(self, run: RunHere) -> Group:
         """The group of the run's generation."""
@@ -455,13 +459,14 @@ class Worker:
             raise fresh_copy(stop_error)
         if run.nobody_began:
             run.nobody_began = False
-            _pass_barrier(group)  # 3
+            group.meet().wait_on_host()  # 3
         return group
 
     def _conclude(
         self, run: RunHere, value: object, error: BaseException | None
     ) -> Success | Failure:
         rank = run.assignment.rank
+        run.status.device_memory_bytes = device_memory_bytes(self._device)
         if error is None:
             group = self._group
             issued = group.statistics.total_operations() if group else 0
@@ -485,14 +490,6 @@ class Worker:
                 GroupAborted(generation, list(ending.culprits), ending.reason, ending.traceback)
             )
         return ending
-
-
-def _pass_barrier(group: Group) -> None:
-    """Wait at a barrier. Blocks this thread on a GPU as well, where `wait` is the stream's."""
-    work = group.meet()
-    if group.device.type == "cuda":
-        work.get_future()
-    work.wait()
 
 
 def worker_class() -> Any:

@@ -116,6 +116,11 @@ class FlightRecorder:
     def has_pending(self) -> bool:
         return any(operation.ended_at is None for operation in self._operations.copy())
 
+    @property
+    def all_succeeded(self) -> bool:
+        """Whether all operations that are still recorded have ended with success."""
+        return all(operation.state is State.DONE for operation in self._operations.copy())
+
     def activity(self, since: float, until: float) -> Activity:
         """The activity between two times of time.monotonic(); any thread may call it.
 

@@ -1,15 +1,25 @@
 """Collectives as named ranges: in torch.profiler, and in NVTX for Nsight on GPUs.
 
 A range begins when the operation is issued and ends when the operation does, in the thread that
-ends it. Without a profiler and a GPU, the only cost is the check of a flag.
+ends it. While nobody records, the only cost is the check of a flag. NVTX cannot be asked whether
+anybody listens; the tools that do set a variable in the processes that they start.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 from torch.autograd import profiler
 
 from ..contract.operation import Operation, named
+
+_SET_BY_TOOLS = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+
+
+def nvtx_is_recorded(device: torch.device) -> bool:
+    """Whether a tool that records NVTX has started this process, which uses a GPU."""
+    return device.type == "cuda" and any(name in os.environ for name in _SET_BY_TOOLS)
 
 
 class _Spans:

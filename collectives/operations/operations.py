@@ -86,9 +86,20 @@ class Operations(GroupArguments):
 
         tensor: any shape; same number of elements and dtype on all ranks. factor: for PREMUL_SUM.
         """
+        return self._all_reduce(tensor, op, factor, timeout_s)
+
+    def _all_reduce(
+        self,
+        tensor: Array,
+        op: ReduceOp = ReduceOp.SUM,
+        factor: complex | None = None,
+        timeout_s: float | None = None,
+        finishers: Sequence[Finisher] = (),
+    ) -> Work:
+        """finishers: what else ends the operation."""
         tensor = self._checked(tensor, "tensor", True)
         wire_op = self._checked_op("all_reduce", op, factor, tensor)
-        finishers: list[Finisher] = []
+        finishers = [*finishers]
         flat = written(tensor, finishers, also_read=True)
         numel = tensor.numel()
         operation = self._begin(
@@ -146,10 +157,20 @@ class Operations(GroupArguments):
 
         tensor: any shape; same number of elements and dtype on all ranks.
         """
+        return self._broadcast(tensor, root, timeout_s)
+
+    def _broadcast(
+        self,
+        tensor: Array,
+        root: int,
+        timeout_s: float | None = None,
+        finishers: Sequence[Finisher] = (),
+    ) -> Work:
+        """finishers: what else ends the operation."""
         self._check_rank(root, "root")
         is_root = root == self.rank
         tensor = self._checked(tensor, "tensor", not is_root)
-        finishers: list[Finisher] = []
+        finishers = [*finishers]
         flat = read(tensor) if is_root else written(tensor, finishers)
         numel = tensor.numel()
         operation = self._begin(

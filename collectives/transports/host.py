@@ -67,9 +67,9 @@ def connect(
             os.close(descriptor)
     if not between_hosts:
         raise ValueError(
-            "backend 'shared-memory' joins ranks of one host, process namespace and user, but the "
-            f"ranks have {[c['host'] for c in cards]}, in rank order; choose backend='gloo', or "
-            "None"
+            "backend 'shared-memory' connects ranks of one host, process namespace and user, but "
+            f"the ranks have {[c['host'] for c in cards]}, in rank order; choose backend='gloo', "
+            "or None"
         )
     from .gloo import GlooCommunicator
 

@@ -242,11 +242,21 @@ class RollCall:
     def why_broken(
         self, operation: Operation | str, reason: str, patience_s: float
     ) -> CollectiveError:
-        """Call the roll: the error for a transport that failed with `reason` during `operation`.
+        """The error for a transport that failed with `reason` during `operation`, by a roll call:
+        that of `lost`, or GroupAborted if all ranks answer."""
+        error = self.lost(operation, reason, patience_s)
+        if error is not None:
+            return error
+        return GroupAborted(self.generation, [self.rank], f"{operation} failed: {reason}")
+
+    def lost(
+        self, operation: Operation | str, reason: str, patience_s: float
+    ) -> CollectiveError | None:
+        """Call the roll, after `reason`; None if all ranks answer.
 
         An error that another rank has published comes first. Otherwise it is PeerLost with the
         ranks that do not answer within `patience_s`, which must be several times the pause between
-        two of their reads; GroupAborted if all ranks answer.
+        two of their reads.
         """
         issued = operation if isinstance(operation, Operation) else None
         give_up_at = time.monotonic() + patience_s
@@ -264,4 +274,4 @@ class RollCall:
                     how = f"no answer for {patience_s:g} s, after {reason}"
                     return PeerLost(str(operation), self.generation, silent, how)
                 time.sleep(0.02)
-        return GroupAborted(self.generation, [self.rank], f"{operation} failed: {reason}")
+        return None

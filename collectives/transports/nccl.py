@@ -30,9 +30,11 @@ from ..contract.work import Work
 from ..stores.store import Store
 from .liveness import LOOK_S, RollCall
 from .nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
+from .nccl_connecting import Attempt
 from .nccl_works import ABORT_AFTER_S, LONGEST_PAUSE_S, NcclWork, Watcher
 
 CLOSE_TIMEOUT_S = 5.0  # for the other ranks to close as well
+SHARES_GPUS = 23000  # the first version of NCCL that lets ranks share a GPU
 ISSUE_TIMEOUT_S = 1.0  # for a launch in progress, before an abort goes ahead without it
 
 
@@ -57,11 +59,11 @@ def connect(
     """Meet in `store` and connect. Blocks until all ranks have come.
 
     1. Every rank writes that it is ready, rank 0 also NCCL's unique id, and waits for all ranks.
-    2. All ranks enter NCCL, which connects them.
+    2. All ranks enter NCCL, which connects them (nccl_connecting.py).
 
-    Raises StoreTimeout in (1), naming the keys `.../<rank>` that are missing. A rank that dies
-    during (2) leaves the others inside ncclCommInitRank, which returns no handle that could be
-    aborted: then the parent of a process that connects must kill it. (1) keeps that window small.
+    Raises StoreTimeout in (1), naming the keys `.../<rank>` that are missing. In (2) a rank that
+    dies, or a deadline, which is that of the store once more, is one error of all ranks: PeerLost,
+    CollectiveTimeout, or GroupAborted with what NCCL says.
     """
     # For a bad rank, NCCL would only report "unhandled cuda error".
     if not 0 <= rank < size:
@@ -83,15 +85,8 @@ def connect(
     # 2. Connect
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)  # Also creates the CUDA context that NCCL needs.
-        try:
-            comm = nccl.NcclCommunicator(size, unique_id, rank)
-        except (nccl.NcclError, KeyError) as error:  # KeyError: a status unknown to CuPy.
-            raise GroupAborted(
-                generation,
-                [rank],
-                f"NCCL could not connect on {device}: {error}. NCCL_DEBUG=WARN says more. Ranks "
-                "that share a GPU need NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1",
-            ) from error
+    roll_call = RollCall(store, rank, size, generation)
+    comm = Attempt(lambda: nccl.NcclCommunicator(size, unique_id, rank), device).result(roll_call)
     return NcclCommunicator(comm, stream, store, rank, size, device, generation)
 
 
@@ -353,7 +348,8 @@ class NcclCommunicator(Communicator):
         3. Destroy the handle; abort it after an error, with works left, or if (2) took too long.
         """
         # 1. Finish
-        self._let_finish()
+        with torch.cuda.device(self.device):  # The control loop's threads have chosen none.
+            self._let_finish()
         with self.in_flight.changed:
             idle = not self.in_flight.works
             first = self.in_flight.fail(GroupClosed("close", self.generation))

@@ -32,6 +32,7 @@ import torch
 from ..contract.errors import CollectiveError, GroupAborted
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import STARTED, Kind, Operation
+from .cuda_events import has_ended
 from .liveness import LOOK_S, RollCall, StorePosition, look_s, position_after, position_in
 
 TRUST_S = 0.05
@@ -138,7 +139,7 @@ class Watcher:
         # Events are queried without the lock: a query may block on the driver's.
         for work in in_flight.in_order():
             try:
-                if not (work.is_launched and work.ended.query()):
+                if not (work.is_launched and has_ended(work.ended)):
                     break
             except Exception as error:  # A CUDA error, perhaps of an earlier kernel.
                 self._abort(self._broken("the GPU failed", error))
@@ -235,7 +236,7 @@ class Watcher:
         if head is None:
             return position_after(last)
         operation = head.operation
-        if not head.is_launched or head.started.query():  # A launch that blocks waits for peers.
+        if not head.is_launched or has_ended(head.started):  # A launch that blocks waits for peers.
             operation.state = STARTED
             return position_in(operation)
         where = f"has issued {operation.place()}, but its GPU is busy with earlier kernels"

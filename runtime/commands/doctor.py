@@ -23,9 +23,12 @@ from pathlib import Path
 
 import torch
 
+from actors.worker.devices import VISIBLE
 from collectives.shared_memory.layout import make_memory
 from collectives.transports.interfaces import GLOO_VARIABLE, NCCL_VARIABLE, check_gloo_interfaces
-from collectives.transports.nccl import load_nccl
+from collectives.transports.nccl import SHARES_GPUS, load_nccl
+
+from .visible_gpus import traps
 
 _FEWEST_FILES = 4096
 _LEAST_SHM_BYTES = 1 << 30
@@ -70,7 +73,10 @@ def show_doctor() -> int:
 def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     """All findings. environment: read instead of the process's, except for Gloo's variables."""
     yield from _versions()
+    yield from _command(environment)
     yield from _devices()
+    for says, mend in traps(environment, len(list(Path("/dev").glob("nvidia[0-9]*")))):
+        yield Finding(VISIBLE, Verdict.POOR, says, mend)
     yield from _nccl()
     yield from _shared_memory()
     yield from _links(environment)
@@ -97,6 +103,59 @@ def _versions() -> Iterator[Finding]:
         return
     home = Path(str(chorusline.__file__)).parent
     yield Finding("chorusline", Verdict.FINE, f"{chorusline.__version__} in {home}")
+
+
+def _command(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether a terminal, and the jobs of a cluster that runs here, find the program `chorusline`.
+
+    A job has the PATH with which the node's Ray process was started.
+    """
+    program = Path(sys.executable).with_name("chorusline")
+    activate = program.with_name("activate")
+    first = f"source {activate}" if activate.exists() else f"export PATH={program.parent}:$PATH"
+    found = shutil.which("chorusline", path=environment.get("PATH", ""))
+    if found is None or Path(found).resolve() != program.resolve():
+        yield Finding(
+            "command",
+            Verdict.POOR,
+            f"{program} is not on the PATH"
+            if found is None
+            else f"`chorusline` is {found}, and not the one beside {sys.executable}",
+            f"{first}, also before `ray start`",
+        )
+    else:
+        yield Finding("command", Verdict.FINE, found)
+    without = [pid for pid, path in _started_nodes() if not shutil.which("chorusline", path=path)]
+    if without:
+        yield Finding(
+            "ray's jobs",
+            Verdict.POOR,
+            f"`ray start` was called here (pid of the node: {', '.join(map(str, without))}) where "
+            "`chorusline` is not on the PATH: jobs end with `chorusline: not found`",
+            f"`ray stop`, {first}, `ray start`; or submit {program} run …",
+        )
+
+
+def _started_nodes() -> Iterator[tuple[int, str]]:
+    """The pid and the PATH of each Ray node of this user that `ray start` has started here, as
+    nodes that take jobs are. A program that calls ray.init is the parent of its own."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if not _words(process / "cmdline")[0].endswith("/raylet"):
+                continue
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if parent != "1" and "start" not in _words(Path("/proc", parent, "cmdline")):
+                continue
+            variables = _words(process / "environ")
+        except OSError:
+            continue  # It has ended, or belongs to another user.
+        for variable in variables:
+            if variable.startswith("PATH="):
+                yield int(process.name), variable.removeprefix("PATH=")
+
+
+def _words(file: Path) -> list[str]:
+    return file.read_bytes().decode(errors="replace").split("\0")
 
 
 def _version(name: str, found: str, least: tuple[int, ...], mend: str) -> Finding:
@@ -144,7 +203,10 @@ def _nccl() -> Iterator[Finding]:
             "pip install 'chorusline[cuda13]', or [cuda12] beside a CUDA 12 build of torch",
         )
         return
-    yield Finding("nccl", Verdict.FINE, f"{_dotted(version)} in {_library('libnccl')}")
+    says = f"{_dotted(version)} in {_library('libnccl')}"
+    if version < SHARES_GPUS:
+        says += f"; ranks cannot share a GPU, which takes {_dotted(SHARES_GPUS)}"
+    yield Finding("nccl", Verdict.FINE, says)
 
 
 def _dotted(version: int) -> str:

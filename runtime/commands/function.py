@@ -15,16 +15,14 @@ from typing import Any
 
 from ray import cloudpickle
 
-from actors.journal import PRINTED
-from actors.messages import Report
 from collectives.contract.articles import with_article
 from collectives.contract.errors import ChoruslineError
 
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
 from ..session.progress import Progress
+from ..session.rank_output import label
 from ..session.session import Session
 from .arguments import keywords
-from .rank_output import ByRank, lines_of
 from .script import INTERRUPTED, below
 
 TERMINATED = 128 + signal.SIGTERM
@@ -112,14 +110,6 @@ async def _run(
     function: Callable[..., Any], arguments: dict[str, Any], options: argparse.Namespace
 ) -> int:
     progress = Progress()
-
-    def show(report: Report) -> None:
-        if PRINTED in report.values:
-            for line in lines_of(str(report.values[PRINTED]), report.rank):
-                progress.say(line)
-        else:
-            progress.on_report(report)
-
     session = Session(
         options.workers,
         use_gpu=options.gpu,
@@ -127,17 +117,16 @@ async def _run(
         startup_timeout_s=options.startup_timeout,
         address=options.address,
         env_vars=dict(options.env),
+        progress=progress,
         checkpoint=_checkpoints(options),
-        on_report=show,
-        log_to_driver=False,
     )
-    async with session:
-        with progress:
-            results = await session.run(ByRank(function), **arguments)
+    with progress:
+        async with session:
+            results = await session.run(function, **arguments)
     for rank, result in enumerate(results):
         if result is not None:
             text = repr(result)
             cut = text if len(text) <= _LONGEST_RESULT else f"{text[:_LONGEST_RESULT]}…"
-            for line in lines_of(f"returned {cut}", rank):
-                progress.say(line)
+            for line in f"returned {cut}".splitlines():
+                print(f"{label(rank)} {line}")
     return 0

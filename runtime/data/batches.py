@@ -74,32 +74,37 @@ class Batches(Dealt):
                 passage = self._cursor.begin(self._key, self)
         self._passage_name = passage.name if passage is not None else None
         join, bound = active_join(), boundary()
+        trains = torch.is_grad_enabled()
         self.taken = self.agreed = 0
         self.ids_of_the_lost = []
         try:
             self._dealer.begin(self)
             with bound.iterating(self):
-                bound.steps.batches_left = self._num_left()
+                steps = bound.steps
+                steps.batches_taken, steps.batches_left = 0, self._num_left()
                 if join:
                     # A stream does not know its batches; there each step agrees on the next one.
                     join.begin_epoch(self._batches_by_rank())
                     join.at_boundary = self._at_boundary
-                elif torch.is_grad_enabled() and between_runs().engines:
+                elif trains and between_runs().engines:
                     self._warn_without_join()
                 if join and not self._has_more():
                     # This rank has no batch at all: it shadows from the first step.
                     join.shadow(until=self._has_more)
                 number = 0
                 while self._has_more():
+                    taken_before = self.taken
                     batch = self._collate(self._take())
-                    bound.steps.batches_left = self._num_left()
+                    steps.batches_taken, steps.batches_left = number + 1, self._num_left()
+                    if trains:
+                        steps.samples += self.taken - taken_before
                     if join:
                         # The vote of this step tells the other ranks whether this rank has a next.
                         join.begin_batch(number, is_last=not self._has_more())
                     yield batch
                     number += 1
                     # A rank may have been lost in the step, and this rank has some of its samples.
-                    bound.steps.batches_left = self._num_left()
+                    steps.batches_left = self._num_left()
                     # An evaluation is no step: it must not save a checkpoint.
                     if passage is not None and self._at_boundary is not None:
                         self._at_boundary()

@@ -119,7 +119,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         check_devices(named, group)
         parameters, buffers = list(module.named_parameters()), module.named_buffers()
         check_same_model("DistributedDataParallel", parameters, group, buffers)
-        self._sync_norms = _sync_norms(module, group)
+        # Running statistics that do not travel are not kept for recovery either.
+        self._norms_check = recovery_of(group) is not None and not broadcast_buffers
+        self._sync_norms = _sync_norms(module, group, self._norms_check)
         self._norms_group = group
         self._hooked = WeakIdKeyDictionary()
         """Outputs that outlive a pass, such as a parameter, have had the hook since the first."""
@@ -217,7 +219,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if self._norms_group is not self.group:
             self._norms_group = self.group
             for norm in self._sync_norms:
-                norm.bind(self.group)
+                norm.bind(self.group, checks_at_once=self._norms_check)
 
     def _output_has_gradient(self, gradient: torch.Tensor) -> None:
         self._reducer.output_has_gradient()
@@ -469,13 +471,14 @@ class _Hook(JoinHook):
             return
         group, earlier = self._model.group, self._model._reducer.earlier
         has_stepped = torch.tensor(
-            [earlier.has_stepped or not earlier.sees_steps], device=group.device
+            [earlier.has_stepped or not earlier.sees_steps], dtype=torch.int32, device=group.device
         )
-        broadcast_tensors([has_stepped], join.newest_rank(join.ledger.last_live), group)
+        newest = join.newest_rank(join.ledger.last_live)
+        group.broadcast(has_stepped, newest).wait_on_host()  # It is read below.
         join.settle(bool(has_stepped))
 
 
-def _sync_norms(module: torch.nn.Module, group: Group) -> list[SyncBatchNorm]:
+def _sync_norms(module: torch.nn.Module, group: Group, checks_at_once: bool) -> list[SyncBatchNorm]:
     """The SyncBatchNorm layers of the module, each bound to its group."""
     found = []
     for name, layer in module.named_modules():
@@ -486,6 +489,6 @@ def _sync_norms(module: torch.nn.Module, group: Group) -> list[SyncBatchNorm]:
                 "chorusline.SyncBatchNorm.convert_sync_batchnorm(module)"
             )
         if isinstance(layer, SyncBatchNorm):
-            layer.bind(group)
+            layer.bind(group, checks_at_once=checks_at_once)
             found.append(layer)
     return found

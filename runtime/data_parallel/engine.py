@@ -22,6 +22,7 @@ from .buffers import Buffers
 from .gradients.gradient_bucket import GradientBucket
 from .gradients.reducer import Reducer
 from .same_model import broadcast_tensors, check_devices, check_same_model
+from .sync_batch_norm import SyncBatchNorm
 
 
 def owner_of(parameters: Sequence[torch.Tensor]) -> ModelEngine | None:
@@ -187,6 +188,14 @@ class ModelEngine:
         if live:
             root = join.newest_rank(live) if join else 0
         self.buffers.sync(root, self.group)
+
+    @property
+    def has_whole_gradients(self) -> bool:
+        """Whether this rank's gradients come from statistics that all ranks have shared. Asked when
+        a generation has ended: on a GPU the passes went through, also if an exchange of statistics
+        was stopped, and left anything behind."""
+        norms = [layer for layer in self.module.modules() if isinstance(layer, SyncBatchNorm)]
+        return all(norm.group is None or norm.group.all_succeeded for norm in norms)
 
     # -- from one generation, and one run, to the next -------------------------------------------
 

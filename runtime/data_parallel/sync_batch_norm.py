@@ -77,6 +77,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         self.process_group = process_group
         self._group: Group | None = None
+        self._checks_at_once = False
 
     @property
     def group(self) -> Group | None:
@@ -109,9 +110,14 @@ class SyncBatchNorm(_BatchNorm):
             setattr(converted, name, cls.convert_sync_batchnorm(child, process_group))
         return converted
 
-    def bind(self, group: Group) -> None:
-        """Set the group for the model around the layer; the user's process_group has precedence."""
+    def bind(self, group: Group, *, checks_at_once: bool = False) -> None:
+        """Set the group for the model around the layer; the user's process_group has precedence.
+
+        checks_at_once: on a GPU, wait until the statistics are known to be whole, before the
+            running statistics follow them.
+        """
         given = self.process_group
+        self._checks_at_once = checks_at_once
         self._group = group_beside(group) if given is None or given is group else given
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -123,7 +129,7 @@ class SyncBatchNorm(_BatchNorm):
         if self._group.size == 1:
             return super().forward(input)
         output, mean, variance, count = _Normalise.apply(
-            input, self.weight, self.bias, self.eps, self._group
+            input, self.weight, self.bias, self.eps, self._group, self._checks_at_once
         )
         self._track(mean, variance, count)
         normalised: torch.Tensor = output
@@ -135,9 +141,9 @@ class SyncBatchNorm(_BatchNorm):
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        factor = self.momentum
-        if factor is None:
-            factor = 1.0 / self.num_batches_tracked.item()
+        factor: float | torch.Tensor | None = self.momentum
+        if factor is None:  # On the device: a host that reads the number would wait for it.
+            factor = self.num_batches_tracked.to(torch.float64).reciprocal().to(mean.dtype)
         unbiased = variance * (count / (count - 1))
         for running, newest in ((self.running_mean, mean), (self.running_var, unbiased)):
             # Computed in the precision of the statistics: bfloat16 running statistics round once.
@@ -172,6 +178,7 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         group: Group,
+        checks_at_once: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         x = input.to(_precise(input.dtype))
         channels = x.size(1)
@@ -183,15 +190,20 @@ class _Normalise(torch.autograd.Function):
             mine[channels : 2 * channels] = var * own_count
             mine[-1] = own_count
         everybody = mine.new_empty(group.size, len(mine))
-        group.all_gather(everybody, mine).wait_on_host()  # The count is read below.
+        work = group.all_gather(everybody, mine)
+        work.wait()
         means, deviations = everybody[:, :channels], everybody[:, channels : 2 * channels]
         counts = everybody[:, -1:]
         count = counts.sum()
-        if not count > 1:
-            raise ValueError(
-                "Expected more than 1 value per channel when training, got input size "
-                f"{tuple(input.shape)} on rank {group.rank}, and {count:g} over all ranks"
-            )
+        if checks_at_once:
+            work.wait_on_host()
+        if own_count <= 1:  # Else there is more than one value, and no host has to read the count.
+            work.wait_on_host()
+            if not count > 1:
+                raise ValueError(
+                    "Expected more than 1 value per channel when training, got input size "
+                    f"{tuple(input.shape)} on rank {group.rank}, and {count:g} over all ranks"
+                )
         mean = (means * counts).sum(0) / count
         squares = (deviations + counts * (means - mean).square()).sum(0)
         variance = squares / count
@@ -202,12 +214,15 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(input, weight, mean, inverse, count)
         ctx.group = group
         ctx.mark_non_differentiable(mean, variance, count)
+        ctx.set_materialize_grads(False)  # Of the statistics there would be zeros, for nothing.
         return output, mean, variance, count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         input, weight, mean, inverse, count = ctx.saved_tensors
+        if gradient is None:  # Another node has given none. The other ranks wait for this one.
+            gradient = torch.zeros_like(input)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         x, dy = input.to(mean.dtype), gradient.to(mean.dtype)
         centred = (x - _shaped(mean, x)) * _shaped(inverse, x)
@@ -223,7 +238,7 @@ class _Normalise(torch.autograd.Function):
             scale = inverse if weight is None else inverse * weight
             inner = dy - _shaped(totals[:channels], x) - centred * _shaped(totals[channels:], x)
             grad_input = (inner * _shaped(scale, x)).to(input.dtype)
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

@@ -19,8 +19,9 @@ its announcement.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -28,6 +29,7 @@ import torch
 from collectives import Group
 from collectives.contract.operation import Kind, describe
 from collectives.neutral import take_part, why_not_without
+from collectives.operations.host_reads import device_numbers
 
 from .ledger import JoinLedger
 
@@ -127,7 +129,7 @@ class Conductor:
         self._is_quiet = True
         try:
             while self.live:
-                what, number, *operation = self._announce()
+                what, number, *operation = self._hear()
                 if what == Next.BATCH:
                     self._find_live(None if number < 0 else number, has_data=False)
                 elif what == Next.HOOK:
@@ -151,27 +153,35 @@ class Conductor:
         if batch is not None:  # All ranks know the numbers of batches.
             self.live = self._ledger.ranks_with_batch(batch)
         else:  # Only each rank itself knows whether it has data: ask them all.
-            flags = torch.zeros(len(self._all_ranks), dtype=torch.int32).to(self._channel.device)
-            flags[self._channel.rank] = has_data
-            quiet, self._is_quiet = self._is_quiet, True
-            try:
-                self._channel.all_reduce(flags).wait_on_host()
-            finally:
-                self._is_quiet = quiet
-            self.live = tuple(rank for rank, flag in enumerate(flags.tolist()) if flag)
+            mine = [int(has_data and rank == self._channel.rank) for rank in self._all_ranks]
+            flags = device_numbers(mine, torch.int32, self._channel.device)
+            with self._quietly():
+                everybody = self._channel.all_reduce_and_read(flags).tolist()
+            self.live = tuple(rank for rank, flag in enumerate(everybody) if flag)
         self.last_live = self.live or self.last_live
         self._on_batch(self.live)
 
-    def _announce(self, *numbers: int) -> list[int]:
-        """Broadcast from the conductor; all ranks return its announcement. numbers: this rank's,
-        which count on the conductor only."""
-        announced = torch.tensor(
-            [*numbers, *[0] * (_NUMBERS - len(numbers))], dtype=torch.int64
-        ).to(self._channel.device)
+    def _announce(self, *numbers: int) -> None:
+        """A rank with data tells what comes next; what the conductor tells counts. On a GPU it
+        does not wait until that has arrived: only ranks without data have to read it."""
+        mine = [*numbers, *[0] * (_NUMBERS - len(numbers))]
+        with self._quietly():
+            self._channel.broadcast(self._on_device(mine), min(self.live)).wait()
+
+    def _hear(self) -> list[int]:
+        """What the conductor announces, for a rank without data."""
+        with self._quietly():
+            there = self._on_device([0] * _NUMBERS)
+            return self._channel.broadcast_and_read(there, min(self.live)).tolist()
+
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        return device_numbers(numbers, torch.int64, self._channel.device)
+
+    @contextlib.contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """All ranks foresee what is issued inside."""
         quiet, self._is_quiet = self._is_quiet, True
         try:
-            self._channel.broadcast(announced, min(self.live)).wait_on_host()
+            yield
         finally:
             self._is_quiet = quiet
-        received: list[int] = announced.tolist()
-        return received

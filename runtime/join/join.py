@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from actors.errors import Interrupted
 from collectives import Group, Work
+from collectives.operations.host_reads import device_numbers
 
 from ..process.agreement import Agreement, Note
 from ..process.running import Survival
@@ -481,16 +482,15 @@ class Join:
         return bool(live)
 
     def _exchange_header(self) -> tuple[tuple[int, ...], Work]:
-        header = torch.zeros(self._group.size, dtype=torch.int32, device=self._device)
-        if self.ledger.live:
-            header[self._group.rank] = 1
-        work = self._group.all_reduce(header)
-        work.wait_on_host()
-        live = tuple(rank for rank, flag in enumerate(header.tolist()) if flag)
+        mine = [0] * self._group.size
+        mine[self._group.rank] = int(self.ledger.live)
+        header = device_numbers(mine, torch.int32, self._device)
+        reading = self._group.all_reduce_and_read(header)
+        live = tuple(rank for rank, flag in enumerate(reading.tolist()) if flag)
         self.last_step_live = live
         self.ledger.record(Agreement(live, live, ()))
         self._raise_if_exhausted(live)
-        return live, work
+        return live, reading.work
 
     def _raise_if_exhausted(self, live: tuple[int, ...]) -> None:
         if self._throws and 0 < len(live) < self._group.size:

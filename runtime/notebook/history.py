@@ -5,13 +5,18 @@ from __future__ import annotations
 from itertools import pairwise
 from statistics import median
 
-from actors.messages import Report
+from actors.messages import Report, numbers_of
 
 _MOST_POINTS = 2000  # of one rank; with more, every other point is dropped
 _MOST_BINS = 512
 _FIRST_BIN_S = 0.01
 _MOST_RATES = 60
 _REPORTS_A_RATE = 6  # With fewer reports the rate would jump between two values.
+_MOST_NAMES = 64  # of which curves are kept
+
+BOOKKEEPING = frozenset({"epoch", "batch", "step", "batches_left", "tokens", "samples"})
+"""Numbers of reports that say where a rank is, or how much it has done. They are shown as such, and
+not as curves of their own."""
 
 
 class _Points:
@@ -37,7 +42,7 @@ class History:
 
     def __init__(self) -> None:
         self.unit = "batches"
-        self._losses: dict[int, _Points] = {}
+        self._curves: dict[str, dict[int, _Points]] = {}  # by name and rank
         self._began_at: float | None = None
         self._length_s = 0.0
         self._num_reports = 0
@@ -45,17 +50,26 @@ class History:
         self._bin_s = _FIRST_BIN_S
 
     @property
-    def has_losses(self) -> bool:
-        return bool(self._losses)
+    def has_curves(self) -> bool:
+        return bool(self._curves)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the curves: the loss first, then in the order in which they were reported first."""
+        return sorted(self._curves, key=lambda name: name != "loss")
 
     def add(self, report: Report) -> None:
         values = report.values
-        loss = values.get("loss")
-        if isinstance(loss, int | float):
-            points = self._losses.setdefault(report.rank, _Points())
-            points.add((float(report.taken or report.step + 1), float(loss)))
+        at = float(report.taken or report.step + 1)
+        for name, value in numbers_of(values).items():
+            if name in BOOKKEEPING or (
+                name not in self._curves and len(self._curves) >= _MOST_NAMES
+            ):
+                continue
+            by_rank = self._curves.setdefault(name, {})
+            by_rank.setdefault(report.rank, _Points()).add((at, value))
         self.unit = next((name for name in ("tokens", "samples") if name in values), self.unit)
-        amount = values.get(self.unit, 1)
+        amount = values.get(self.unit, 1 if self.unit == "batches" else 0)
         self._num_reports += 1
         if self._began_at is None:
             self._began_at = report.time  # The length of the first step is unknown: do not count.
@@ -63,10 +77,11 @@ class History:
             # Clocks of hosts differ, so a report may have an earlier time than the first one.
             self._done(max(0.0, report.time - self._began_at), float(amount))
 
-    def loss_lines(self) -> dict[int, list[tuple[float, float] | None]]:
-        """By rank, (optimizer step, loss), with None where a rank took no step for a while, since
+    def lines(self, name: str = "loss") -> dict[int, list[tuple[float, float] | None]]:
+        """By rank, (optimizer step, number), with None where a rank took no step for a while, since
         it had joined."""
-        return {rank: _broken(points.held) for rank, points in sorted(self._losses.items())}
+        by_rank = self._curves.get(name, {})
+        return {rank: _broken(points.held) for rank, points in sorted(by_rank.items())}
 
     def rates(self) -> list[tuple[float, float]]:
         """(seconds since the first report, amount per second), over intervals of equal length."""

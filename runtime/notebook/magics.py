@@ -10,23 +10,18 @@ cell is `ctx.kept["model"]` in a train function.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import sys
 import traceback
 from typing import Any
 
-from actors.calls import ActorGone, NoAnswer
-from collectives import ChoruslineError
 from collectives.contract.articles import with_article
 
 from ..program.sending import packed_program
 from .cells import latest_session
 from .interrupt import shell
-from .remote_cell import check_source, run_cell, take_printed
+from .remote_cell import check_source, run_cell
 
 _START = "Start one: session = await cl.Session(num_workers=2).start()"
-_TAKE_S = 5.0
 _cell_numbers = itertools.count(1)
 
 
@@ -51,7 +46,8 @@ def _await_ranks(lines: list[str]) -> list[str]:
 
 
 async def ranks(line: str, cell: str) -> list[Any] | None:
-    """Run the cell on every rank, print each rank's output, return the last values by rank.
+    """Run the cell on every rank; return the last values by rank. What the ranks print, and the
+    figures that they show, appear while the cell runs.
 
         %%ranks [session]
 
@@ -71,14 +67,8 @@ async def ranks(line: str, cell: str) -> list[Any] | None:
         # A UsageError is shown as one text; a SyntaxError would be shown with our frames.
         text = "".join(traceback.format_exception_only(error)).rstrip()
         raise UsageError(f"%%ranks: the cell was not sent:\n{text}") from None
-    try:
-        results = await session.run(run_cell, source=cell, name=name)
-    except (Exception, asyncio.CancelledError):
-        await _print_what_was_printed(session)
-        raise
-    for rank, (text, _) in enumerate(results):
-        _print_of(rank, text)
-    values = [value for _, value in results]
+    program = packed_program(run_cell, {"source": cell, "name": name})
+    values = await session._run(program, session._audience(always_prints=True))
     return None if all(value is None for value in values) else values
 
 
@@ -103,18 +93,3 @@ def _named(name: str) -> Any:
     if why_not:
         raise UsageError(f"%%ranks: {why_not}")
     return session
-
-
-async def _print_what_was_printed(session: Any) -> None:
-    """Print the output of a cell that failed or was interrupted, before its error is shown."""
-    try:
-        async with asyncio.timeout(_TAKE_S):
-            for rank, text in enumerate(await session._run(packed_program(take_printed, {}))):
-                _print_of(rank, text)
-    except (ChoruslineError, ActorGone, NoAnswer, TimeoutError, RuntimeError):
-        pass  # The session itself has failed, and the cell's error says why.
-
-
-def _print_of(rank: int, text: str) -> None:
-    for line in text.splitlines():
-        sys.stdout.write(f"rank {rank} │ {line}\n")

@@ -13,6 +13,7 @@ black and on white."""
 
 _WIDTH, _HEIGHT = 440, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 26, 36
+_FEW_POINTS = 20  # Of a number that is reported once in an epoch; drawn thicker.
 _POINTS = 240  # of one line: as many as 440 pixels can show
 
 
@@ -51,7 +52,7 @@ def chart(title: str, x_label: str, lines: Sequence[Line], *, from_zero: bool = 
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img" '
         f'aria-label="{escape(title)}" font-family="sans-serif" font-size="11" '
-        'fill="currentColor" style="margin-right:16px">',
+        'fill="currentColor">',
         f'<text x="{_LEFT}" y="14" font-weight="bold">{escape(title)}</text>',
     ]
     for y in y_ticks:
@@ -71,9 +72,11 @@ def chart(title: str, x_label: str, lines: Sequence[Line], *, from_zero: bool = 
     )
     for line in lines:
         path = _path(line.points, across, down)
+        width = 1.5 if from_zero or len(line.points) > _FEW_POINTS else 2.5
         parts.append(
-            f'<path d="{path}" fill="none" stroke="{line.color}" stroke-width="1.5" '
-            f'stroke-linejoin="round"><title>{escape(line.label)}</title></path>'
+            f'<path d="{path}" fill="none" stroke="{line.color}" stroke-width="{width}" '
+            'stroke-linejoin="round" stroke-linecap="round">'
+            f"<title>{escape(line.label)}</title></path>"
         )
     if len(lines) > 1:
         parts.append(_legend(lines))
@@ -104,6 +107,8 @@ def _path(
             pen = "M"
         elif pen == "M" or number % every == 0 or number == len(points) - 1:
             parts.append(f"{pen}{across(point[0]):.1f} {down(point[1]):.1f}")
+            if pen == "M" and (number + 1 == len(points) or points[number + 1] is None):
+                parts.append("h0")  # A point by itself: with round ends it is a dot.
             pen = "L"
     return "".join(parts)
 

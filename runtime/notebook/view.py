@@ -1,7 +1,7 @@
 """A session in a notebook: a table of the ranks, and plots that grow during training.
 
 Each run has one display, which is updated in place, so a saved notebook contains its last state:
-one table and one pair of plots, in plain HTML and SVG.
+one table and its plots, in plain HTML and SVG.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from .history import History
 from .plots import COLORS, Line, chart
 
 _DRAW_S = 0.5
-_SHOW_AFTER_S = 1.0  # A run that ends sooner, and reports no loss, is not drawn.
+_SHOW_AFTER_S = 1.0  # A run that ends sooner, and reports no number, is not drawn.
 _ANSWER_S = 1.0
 _RANKS_LISTED = 16
+_MOST_CHARTS = 8
 
 Seen = Sequence[WorkerSnapshot | str]
 """The workers' answers, by seat; a text says why a worker did not answer."""
@@ -53,7 +54,7 @@ class LiveView:
                     async with asyncio.timeout(_DRAW_S):
                         await is_over.wait()
                 waited_s = time.monotonic() - self._began_at
-                if self._history.has_losses or waited_s > _SHOW_AFTER_S:
+                if self._history.has_curves or waited_s > _SHOW_AFTER_S:
                     self._seen = await self._ask(_ANSWER_S)
                     self._draw(f"running for {waited_s:.0f} s")
         except Exception:
@@ -64,7 +65,7 @@ class LiveView:
         elapsed_s = time.monotonic() - self._began_at
         try:
             self._seen = await self._ask(_ANSWER_S)
-            if self._handle is None and not self._history.has_losses:
+            if self._handle is None and not self._history.has_curves:
                 return
             ending = (
                 f"{self.step} steps in {elapsed_s:.1f} s" if self.step else f"{elapsed_s:.1f} s"
@@ -99,19 +100,25 @@ def session_as_html(state: str, seen: Seen) -> str:
 
 
 def run_as_html(headline: str, seen: Seen, history: History) -> str:
-    lines = history.loss_lines()
+    charts = [_chart_of(name, history) for name in history.names[:_MOST_CHARTS]]
+    rate = Line("", history.rates(), COLORS[2])
+    # The throughput stands beside the loss; other numbers follow.
+    charts.insert(1, chart(f"{history.unit}/s, all ranks", "seconds", [rate], from_zero=True))
+    plots = f'<div style="display:flex;flex-wrap:wrap;gap:8px">{"".join(charts)}</div>'
+    if more := history.names[_MOST_CHARTS:]:
+        names = escape(", ".join(more))
+        plots += f"<div>and {len(more)} more reported, not drawn: {names}</div>"
+    return _frame(headline, ranks_as_html(seen) + plots)
+
+
+def _chart_of(name: str, history: History) -> str:
+    lines = history.lines(name)
     if len(lines) > len(COLORS):
         lines = {rank: lines[rank] for rank in list(lines)[: len(COLORS)]}
-    rate = Line("", history.rates(), COLORS[2])
-    plots = chart(
-        "loss",
-        "optimizer step of this run",
-        [
-            Line(f"rank {rank}", points, COLORS[rank % len(COLORS)])
-            for rank, points in lines.items()
-        ],
-    ) + chart(f"{history.unit}/s, all ranks", "seconds", [rate], from_zero=True)
-    return _frame(headline, ranks_as_html(seen) + plots)
+    drawn = [
+        Line(f"rank {rank}", points, COLORS[rank % len(COLORS)]) for rank, points in lines.items()
+    ]
+    return chart(name, "optimizer step of this run", drawn)
 
 
 def ranks_as_html(seen: Seen) -> str:

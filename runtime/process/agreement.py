@@ -15,8 +15,6 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from collectives import Group
 
 MAX_ITERATIONS = 4
@@ -83,8 +81,7 @@ def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int
     return _HEAD + 2 * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
 
-def write_vote(
-    vote: torch.Tensor,
+def vote_of(
     rank: int,
     num_ranks: int,
     *,
@@ -94,39 +91,38 @@ def write_vote(
     weight: float | None,
     stop: bool,
     cursors: Sequence[int] = (),
+    num_cursors: int = 0,
     notes: Sequence[Note] = (),
-) -> None:
-    """Overwrite `vote` with the vote of `rank`.
+) -> list[float]:
+    """The vote of `rank`: vote_numel numbers. It is made on the host, and goes up in one copy.
 
-    vote: (vote_numel,) float32 or float64; its length says how many cursors it has room for.
     live: whether this rank took the step with data.
     has_next: whether this rank may take another step.
     used: per parameter, whether this rank has a gradient for it.
     weight: of this rank's loss; None if ranks do not weigh.
     stop: whether this rank was asked to stop.
-    cursors: each below 2^47; where they are fewer than the vote has room for, the rest is 0.
+    cursors: each below 2^47; where they are fewer than num_cursors, the rest is 0.
     """
-    vote.zero_()
-    vote[_VOTES] = 1
+    first = vote_numel(num_ranks, len(used))
+    vote = [0.0] * vote_numel(num_ranks, len(used), num_cursors)
+    vote[_VOTES] = 1.0
     if live:
         if weight is not None:
             vote[_WEIGHT] = weight
-            vote[_WEIGHING] = 1
-        vote[_HEAD + rank] = 1
-        vote[_HEAD + 2 * num_ranks : _HEAD + 2 * num_ranks + len(used)] = torch.tensor(
-            used, dtype=vote.dtype
-        )
+            vote[_WEIGHING] = 1.0
+        vote[_HEAD + rank] = 1.0
+        vote[_HEAD + 2 * num_ranks : first] = map(float, used)
     if stop:
-        vote[_ASKING] = 1
+        vote[_ASKING] = 1.0
     for note in notes:
-        vote[NOTES_AT + note] = 1
+        vote[NOTES_AT + note] = 1.0
     if has_next:
-        vote[_HEAD + num_ranks + rank] = 1
+        vote[_HEAD + num_ranks + rank] = 1.0
     if cursors:
-        halves = [half for cursor in cursors for half in divmod(cursor, _LOW)]
-        first = vote_numel(num_ranks, len(used))
-        at = first + rank * ((len(vote) - first) // num_ranks)
-        vote[at : at + len(halves)] = torch.tensor(halves, dtype=vote.dtype)
+        halves = [float(half) for cursor in cursors for half in divmod(cursor, _LOW)]
+        at = first + 2 * rank * num_cursors
+        vote[at : at + len(halves)] = halves
+    return vote
 
 
 def check_votes(total: Sequence[float], group: Group) -> None:

@@ -8,7 +8,6 @@
     of_group  what is known of a group, which may serve several runs.
     world     torch's default process group, if a run has made it.
     verdicts  how finely the state of an optimizer class may be cut.
-    printed   the stream to which cells of `%%ranks` print.
 
 A process has one BetweenRuns, since a worker process serves one rank of one session.
 
@@ -118,7 +117,6 @@ class BetweenRuns:
         self.world: World | None = None
         """A function that has failed leaves it behind, and the next call ends it
         (torch_distributed.py)."""
-        self.printed: Any = None
         """A stream of notebook/remote_cell.py; None before the first cell."""
         self._of_group: weakref.WeakKeyDictionary[Group, OfGroup] = weakref.WeakKeyDictionary()
 

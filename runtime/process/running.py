@@ -70,6 +70,9 @@ class Running(Protocol):
 
     def broadcast(self, value: T, root: int = 0) -> T: ...
 
+    def show(self, figure: bytes) -> None:
+        """Show a picture (PNG) where the rank's output is shown."""
+
 
 # A global, not a context variable: autograd's threads have no context variables.
 _current: Running | None = None

@@ -15,15 +15,20 @@ So nothing is in flight, and the group, the models and the optimizers are as aft
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from actors.errors import Interrupted
 from actors.run_status import RunStatus
+from actors.worker.memory import device_memory_bytes
 from collectives import Group
 
 from .agreement import Agreement
 from .between_runs import between_runs
+
+MEMORY_LOOK_S = 0.5
+"""Seconds between two looks at the GPU's memory."""
 
 
 class Iteration(Protocol):
@@ -59,6 +64,7 @@ class Boundary:
         """Called once, with the number of steps so far, when the function's first batch is taken,
         or the first forward of a DistributedDataParallel begins."""
         self._stop_is_agreed = False
+        self._looked_at = 0.0  # at the GPU's memory, in time.monotonic() seconds
         self._iterations: list[Iteration] = []
         """The iterations in progress, in the order of their beginning. They may be nested, or side
         by side as in a zip, which ends the first one first."""
@@ -74,6 +80,14 @@ class Boundary:
         self.resumed_live = self.resumed_live and agreement.live
         for one in self._iterations:
             one.agreed = one.taken
+        if group.device.type == "cuda":
+            self._look_at_memory(group)
+
+    def _look_at_memory(self, group: Group) -> None:
+        now = time.monotonic()
+        if now - self._looked_at >= MEMORY_LOOK_S:
+            self._looked_at = now
+            self.steps.device_memory_bytes = device_memory_bytes(group.device)
 
     def stop_if_agreed(self) -> None:
         """Called between two steps. Raises Interrupted if all ranks have agreed to stop here."""
@@ -103,7 +117,8 @@ class Boundary:
     def iterating(self, iteration: Iteration) -> Iterator[None]:
         """The scope of one iteration over a shard."""
         self._begin_steps()
-        before = self.steps.batches_left, self.steps.epoch
+        steps = self.steps
+        before = steps.batches_taken, steps.batches_left, steps.epoch
         self._iterations.append(iteration)
         self.steps.epoch = iteration.epoch
         try:
@@ -111,7 +126,7 @@ class Boundary:
         finally:
             self._iterations.remove(iteration)
             if self._iterations:  # The outer iteration goes on where it was.
-                self.steps.batches_left, self.steps.epoch = before
+                steps.batches_taken, steps.batches_left, steps.epoch = before
             self.steps.has_joined = False
 
 

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Mapping
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from ray.util import get_node_ip_address
 
@@ -21,6 +22,8 @@ from collectives.objects.blocking import broadcast_object
 from collectives.torch_backend import NAME, Options
 
 from .between_runs import World, between_runs
+
+_OF_ACCELERATE = "ACCELERATE_TORCH_DEVICE"
 
 
 def initialise(
@@ -61,9 +64,18 @@ def initialise(
             "LOCAL_WORLD_SIZE": str(local_world_size),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
+            **of_device(group.device, os.environ),
         }
     )
     between_runs().world = World(dist.group.WORLD, group, store, before)
+
+
+def of_device(device: torch.device, environment: Mapping[str, str]) -> dict[str, str]:
+    """accelerate, and with it the Trainer, would take the GPU whose number is LOCAL_RANK. A worker
+    sees all GPUs of its node, and its own may have another number."""
+    if device.type == "cpu" or _OF_ACCELERATE in environment:
+        return {}
+    return {_OF_ACCELERATE: str(device)}
 
 
 def end() -> None:

@@ -117,6 +117,7 @@ class Context:
             )
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
+        boundary().steps.num_epochs = num_epochs
         if resume is None:
             return self._call.epochs(num_epochs)
         return self._resumed(num_epochs, resume)

@@ -67,8 +67,6 @@ class FunctionCall:
         self.cursor = Cursor()
         self.is_resumed = False
         """Whether the place in the data is that of a checkpoint, or of the function's last call."""
-        self.resume_line = ""
-        """What rank 0 has said of the checkpoint that it resumes from."""
         self.named_loop: str | None = None
         """The loop over `ctx.epochs(..., resume=name)` that is in the middle of an epoch."""
         self._dealt_without_epoch: object = None
@@ -216,11 +214,13 @@ class FunctionCall:
         self.resume_data(parts, epoch_is_over=is_end)
         if self.rank == 0:
             place = told_place([part["data"] for part in parts], epoch_is_over=is_end)
-            self.resume_line = (
-                f"the run resumes from {reader.path}, of step {reader.manifest.step}"
-                f"{', ' + place if place else ''} (CheckpointConfig(resume='never') begins afresh)"
+            logger.warning(
+                "the run resumes from %s, of step %d%s (CheckpointConfig(resume='never'), or "
+                "chorusline run --fresh, begins afresh)",
+                reader.path,
+                reader.manifest.step,
+                f", {place}" if place else "",
             )
-            logger.warning("%s", self.resume_line)
 
     def resume_data(self, parts: Sequence[dict[str, Any]], *, epoch_is_over: bool = False) -> None:
         """Resume in the data. parts: the results of `data_state`, by rank of the earlier run.
@@ -280,13 +280,12 @@ class FunctionCall:
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Send the values of one step to the session."""
-        self._append(values, boundary().steps.taken)
+        taken = boundary().steps.taken
+        report = Report(self.rank, self._num_reports, time.time(), dict(values), taken)
+        self._journal.append(report)
         self._num_reports += 1
 
-    def say(self, values: Mapping[str, Any]) -> None:
-        """Send values in the order of the reports, without counting them as a report."""
-        self._append(values)
-
-    def _append(self, values: Mapping[str, Any], *taken: int) -> None:
-        report = Report(self.rank, self._num_reports, time.time(), dict(values), *taken)
-        self._journal.append(report)
+    def show(self, figure: bytes) -> None:
+        """Show a picture (PNG) between the lines that this rank prints."""
+        if self._journal.output is not None:
+            self._journal.output.show(figure)

@@ -9,8 +9,11 @@ from typing import Any
 
 from ray.runtime_env import RuntimeEnv
 
+from actors.worker.devices import narrowed_by
+
 from ..checkpoint.config import CheckpointConfig
 from ..process.random_state import check_seed
+from .progress import Progress
 
 NODE_ID = "ray.io/node-id"
 
@@ -50,6 +53,22 @@ def checked_failures(max_failures: int | None | Default, is_pair: bool) -> int |
     return max_failures
 
 
+def checked_spares(spares: int, max_failures: int | None, placement_strategy: str) -> int:
+    if type(spares) is not int or spares < 0:
+        raise ValueError(f"spares must be a number of workers, at least 0, got {spares!r}")
+    if spares and max_failures == 0:
+        raise ValueError(
+            f"spares={spares} workers would wait for a loss that ends the run: max_failures is 0; "
+            "set max_failures to None, or to the number of workers that a run may lose"
+        )
+    if spares and placement_strategy == "STRICT_PACK":
+        raise ValueError(
+            f"spares={spares} asks for room beside the workers, and placement_strategy="
+            "'STRICT_PACK' gives them one node as a whole; take 'PACK'"
+        )
+    return spares
+
+
 def check_kinds(address: object, on_report: object, checkpoint: object, seed: object) -> None:
     if address is not None and not isinstance(address, str):
         raise TypeError(f"address must be a string, got {type(address).__name__}")
@@ -62,6 +81,16 @@ def check_kinds(address: object, on_report: object, checkpoint: object, seed: ob
         )
     if seed is not None:
         check_seed(seed)
+
+
+def checked_progress(progress: bool | Progress, on_report: object) -> bool | Progress:
+    if not isinstance(progress, bool | Progress):
+        raise TypeError(
+            f"progress must be True, False or a Progress, got {type(progress).__name__}; write "
+            "progress=Progress(num_steps=...)"
+        )
+    is_shown_already = isinstance(getattr(on_report, "__self__", None), Progress)
+    return False if is_shown_already else progress
 
 
 def check_seconds(**seconds: float) -> None:
@@ -136,6 +165,13 @@ def check_accelerator(accelerator_type: str | None, use_gpu: bool) -> None:
             f"accelerator_type={accelerator_type!r} asks for nodes with that GPU, but use_gpu is "
             "False; set use_gpu=True, or choose nodes with label_selector"
         )
+
+
+def check_gpus_are_rays_to_deal(environment: Mapping[str, Any], use_gpu: bool) -> None:
+    """environment: Ray's runtime environment of the workers."""
+    narrowed = narrowed_by(environment) if use_gpu else None
+    if narrowed is not None:
+        raise ValueError(narrowed)
 
 
 def _check_texts(name: str, texts: Mapping[str, str] | None, example: str) -> None:

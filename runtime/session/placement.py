@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import (
 
 from actors.errors import StartupError
 
+from ..notebook import in_kernel
 from ..process.running import is_running
 from .autoscaling import Outlook, prospect
 from .interrupts import show_in_one_line
@@ -102,10 +103,13 @@ def _connect(address: str | None, log_to_driver: bool) -> bool:
     if ray.is_initialized():
         return False
     address = address or os.environ.get("RAY_ADDRESS") or "local"
+    options: dict[str, Any] = {"log_to_driver": log_to_driver}
+    if in_kernel():  # A notebook shows what Ray says of the connection as if it were an error.
+        options["logging_level"] = logging.WARNING
     if address == "local":
-        ray.init(address="local", include_dashboard=False, log_to_driver=log_to_driver)
+        ray.init(address="local", include_dashboard=False, **options)
         return True
-    join(address, log_to_driver=log_to_driver)
+    join(address, **options)
     return False
 
 

@@ -1,18 +1,18 @@
-"""The progress of a run: live bars in a terminal, else plain lines.
+"""The progress of a run on stderr: live bars on a terminal, else plain lines.
 
 In a job's log, a file or a pipe rich would show only its last bar, and Ray merges identical lines.
-So this process prints a plain line every few seconds, and each line has its step.
+So this process prints a plain line every few seconds and at the ends of epochs.
+
+What is shown comes from two places (seen.py): the ranks' reports, and where the ranks are in their
+loops, which the session pulls anyway. A training step does nothing for it.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from statistics import mean
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,151 +21,54 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.messages import Report
+from actors.run_status import RunStatus
 
-LINE_INTERVAL_S = 5.0
-MAX_RANKS_LISTED = 8  # More ranks than this are counted, not listed.
+from .seen import MAX_RANKS_LISTED, NOWHERE, Pace, Places, Seen, batches_left, headline, joining
 
-
-@dataclass(frozen=True)
-class RankSeen:
-    """The last report of one rank."""
-
-    epoch: int
-    taken: int  # batches of that epoch, one per report
-    left: int | None  # batches of that epoch, if reported
-    loss: float | None
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The sum of all reports so far. Frozen, since the display draws it from a thread.
-
-    Reports come in bursts, one rank's before another's. So a rank counts as joined only when it
-    has reported no batch left and another rank has taken more batches of the same epoch. If all
-    ranks end an epoch with equal numbers, no rank joins.
-    """
-
-    ranks: Mapping[int, RankSeen] = field(default_factory=dict)
-    steps_of: Mapping[int, int] = field(default_factory=dict)  # epoch -> most steps of any rank
-    tokens: float = 0.0  # after the first report, whose step includes the start
-    first_s: float = 0.0
-    last_s: float = 0.0
-
-    def add(self, report: Report) -> Seen:
-        values = report.values
-        epoch = _whole(values, "epoch") or 0
-        before = self.ranks.get(report.rank)
-        rank = RankSeen(
-            epoch=epoch,
-            taken=1 if before is None or before.epoch != epoch else before.taken + 1,
-            left=_whole(values, "batches_left"),
-            loss=_number(values, "loss"),
-        )
-        longest = max(self.steps_of.get(epoch, 0), rank.taken)
-        return Seen(
-            ranks={**self.ranks, report.rank: rank},
-            steps_of={**self.steps_of, epoch: longest},
-            tokens=self.tokens + (_number(values, "tokens") or 0.0) if self.ranks else 0.0,
-            first_s=self.first_s if self.ranks else report.time,
-            last_s=max(self.last_s, report.time),
-        )
-
-    @property
-    def step(self) -> int:
-        """The number of optimizer steps so far."""
-        return sum(self.steps_of.values())
-
-    @property
-    def joined(self) -> frozenset[int]:
-        epoch = max(self.steps_of, default=0)
-        return frozenset(
-            rank
-            for rank, its in self.ranks.items()
-            if its.left == 0 and its.epoch == epoch and its.taken < self.steps_of[epoch]
-        )
-
-    @property
-    def loss(self) -> float | None:
-        """The mean of the last losses of the ranks that still have data."""
-        joined = self.joined
-        live = (its for rank, its in self.ranks.items() if rank not in joined)
-        losses = [its.loss for its in live if its.loss is not None]
-        return mean(losses) if losses else None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        elapsed_s = self.last_s - self.first_s
-        return self.tokens / elapsed_s if self.tokens and elapsed_s > 0 else None
-
-
-def _number(values: Mapping[str, Any], name: str) -> float | None:
-    """A value of a report if it is a number: one of this name may be a vector or a text."""
-    value = values.get(name)
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _whole(values: Mapping[str, Any], name: str) -> int | None:
-    number = _number(values, name)
-    return None if number is None or not math.isfinite(number) else int(number)
-
-
-def headline(seen: Seen, num_steps: int | None) -> str:
-    parts = [f"step {seen.step}" + (f"/{num_steps}" if num_steps else "")]
-    if seen.loss is not None:
-        parts.append(f"loss {seen.loss:.3f}")
-    if seen.tokens_per_s is not None:
-        parts.append(f"{seen.tokens_per_s:,.0f} tokens/s")
-    return "  ".join(parts)
-
-
-def batches_left(seen: Seen) -> str:
-    """`batches left: rank 0 130, rank 1 joined`; many ranks are summed up in one phrase."""
-    joined = seen.joined
-    left = {rank: its.left for rank, its in sorted(seen.ranks.items()) if its.left is not None}
-    if not left:
-        return ""
-    if len(left) <= MAX_RANKS_LISTED:
-        says = (f"rank {rank} {'joined' if rank in joined else n}" for rank, n in left.items())
-        return "batches left: " + ", ".join(says)
-    live = [n for rank, n in left.items() if rank not in joined]
-    return f"batches left: {min(live)} to {max(live)}; {len(joined)} of {len(left)} ranks joined"
-
-
-def plain_line(seen: Seen, num_steps: int | None) -> str:
-    return "  ".join(filter(None, [headline(seen, num_steps), batches_left(seen)]))
-
-
-def joining(before: Seen, after: Seen) -> str:
-    """A sentence about the ranks that have joined between the two, or an empty text."""
-    ranks = sorted(after.joined - before.joined)
-    if not ranks:
-        return ""
-    subject = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
-    return f"step {after.step}: {subject} run out of data and joined; the others go on"
+LINE_INTERVAL_S = 10.0
+_EPOCH_LINE_S = 1.0  # Epochs that are shorter than this have no lines of their own.
+_BARS_AFTER_S = 1.0
 
 
 class Progress:
-    """Shows a run's reports: hand `on_report` to the Session, and enter this object around it.
+    """Shows how far a run is, on stderr: `Session(progress=Progress(num_steps=365))`.
 
-    It shows the values loss, tokens, batches_left and epoch of a report, if it has them.
+    A session makes one for each run, unless it has `progress=False`. It shows the epoch and the
+    step, the last reported numbers, tokens (if they are reported) or samples a second, the workers,
+    and what each rank has left of the epoch. Entered as a context manager, it also shows that the
+    workers are starting.
+
     num_steps: steps of the whole run, for the bar; None if unknown.
+    console: of rich; by default that of stderr.
     """
 
     def __init__(self, num_steps: int | None = None, *, console: Console | None = None) -> None:
+        self.counts_reports = True
+        """Whether it is to be given each report: it counts tokens and reported steps, and says who
+        has joined. Reports that nobody is given are not kept on the ranks."""
         self._num_steps = num_steps
-        self._console = console or Console()
+        self._console = console or Console(stderr=True)
         self._seen = Seen()
+        self._places = NOWHERE
+        self._pace = Pace()
+        self._num_entered = 0
         self._entered_s = time.monotonic()
-        self._line_due_s = 0.0
+        self._line_s = -LINE_INTERVAL_S  # when the last line was printed
+        self._last_line = ""
         self._live: Live | None = None
+        self._has_stdout = False  # True: what this process prints goes above the bars.
+
+    @classmethod
+    def of_places(cls) -> Progress:
+        """One that does without reports: a session's own."""
+        progress = cls()
+        progress.counts_reports = False
+        return progress
 
     def __enter__(self) -> Progress:
-        self._entered_s = time.monotonic()
-        if self._console.is_interactive:
-            self._live = Live(
-                get_renderable=self._draw, console=self._console, refresh_per_second=8
-            )
-            self._live.start()
+        """Show the bars from now on, also that the workers are starting."""
+        self.begin()
+        self._show_bars()
         return self
 
     def __exit__(
@@ -174,43 +77,127 @@ class Progress:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        """A run begins; a terminal has its bars as soon as there is something to show."""
+        self._num_entered += 1
+        if self._num_entered == 1:
+            self._entered_s = time.monotonic()
+
+    def end(self) -> None:
+        """The run is over: the last state stays."""
+        self._num_entered -= 1
+        if self._num_entered:
+            return
         if self._live is not None:
             self._live.stop()
             self._live = None
-        elif self._seen.ranks:
-            self.say(plain_line(self._seen, self._num_steps))
+            self._has_stdout = False
+        elif self._has_something:
+            self._line(self._plain_line())
 
     def on_report(self, report: Report) -> None:
-        """Show what a rank has reported: hand this method to a session as its on_report."""
-        now_s = time.monotonic()
+        """Show what a rank has reported: for sessions that have this method as their on_report."""
         before, self._seen = self._seen, self._seen.add(report)
         if news := joining(before, self._seen):
             self.say(news)
-        if self._live is None and now_s >= self._line_due_s:
-            self._line_due_s = now_s + LINE_INTERVAL_S
-            self.say(plain_line(self._seen, self._num_steps))
+        self._update()
+
+    def look(
+        self,
+        statuses: Mapping[int, RunStatus],
+        numbers: Mapping[int, Mapping[str, float]],
+        num_lost: int,
+    ) -> None:
+        """Show where the ranks are. statuses, and the numbers that were reported last: by seat.
+        num_lost: workers that the run has lost."""
+        if not statuses:
+            return
+        before, self._places = self._places, Places.of(statuses, numbers, num_lost)
+        self._pace.look(statuses, time.monotonic())
+        over = before.epoch_over(self._places)
+        if over and self._live is None and self._waited_s >= _EPOCH_LINE_S:
+            self._line(self._plain_line(over))
+        self._update()
 
     def say(self, line: str) -> None:
         """Print a line, above the bars if there are any."""
         # People search a log by line, so lines are not wrapped at the 80 columns of a job's output.
-        self._console.print(Text(line), soft_wrap=True)
+        self._console.print(Text.from_ansi(line), soft_wrap=True)
+
+    def show_line(self, line: str, is_error: bool) -> None:
+        """Print a line of a rank where it belongs: stdout or stderr, above the bars there."""
+        if self._live is not None and (is_error or self._has_stdout):
+            self.say(line)
+        else:
+            stream = sys.stderr if is_error else sys.stdout
+            stream.write(f"{line}\n")
+            stream.flush()
+
+    @property
+    def _has_something(self) -> bool:
+        return bool(self._seen.ranks or self._places.has_begun)
+
+    @property
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._line_s
+
+    def _update(self) -> None:
+        if self._live is not None or not self._has_something or not self._num_entered:
+            return
+        if self._console.is_interactive:
+            if time.monotonic() - self._entered_s >= _BARS_AFTER_S:
+                self._show_bars()
+        elif self._waited_s >= LINE_INTERVAL_S:
+            self._line(self._plain_line())
+
+    def _show_bars(self) -> None:
+        if self._live is None and self._console.is_interactive:
+            self._has_stdout = self._console.stderr and sys.stdout.isatty()
+            self._live = Live(
+                get_renderable=self._draw,
+                console=self._console,
+                refresh_per_second=4,
+                redirect_stdout=self._has_stdout,  # Else it is no terminal, and has no bars.
+            )
+            self._live.start()
+
+    def _line(self, line: str) -> None:
+        self._line_s = time.monotonic()
+        if line != self._last_line:
+            self._last_line = line
+            self.say(line)
+
+    def _plain_line(self, over: str = "") -> str:
+        left = "" if over else batches_left(self._seen, self._places)
+        return "  ".join(filter(None, [self._headline(over), left]))
+
+    def _headline(self, over: str = "") -> str:
+        return headline(self._seen, self._places, self._pace, self._num_steps, over)
 
     def _draw(self) -> RenderableType:
-        seen = self._seen
+        seen, places = self._seen, self._places
         elapsed_s = time.monotonic() - self._entered_s
-        if not seen.ranks:
+        if not self._has_something:
             return Text(f"starting workers … {elapsed_s:.0f} s", style="dim")
-        top = Text(f"{headline(seen, self._num_steps)}  {elapsed_s:.0f} s", style="bold")
+        top = Text(f"{self._headline()}  {elapsed_s:.0f} s", style="bold", overflow="ellipsis")
+        top.no_wrap = True
         bars = Table.grid(padding=(0, 2))
-        bars.add_row("all ranks", _bar(seen.step, self._num_steps))
-        if len(seen.ranks) > MAX_RANKS_LISTED:
-            return Group(top, bars, Text(batches_left(seen), style="dim"))
-        for rank, its in sorted(seen.ranks.items()):
-            if its.left is not None:
-                says = Text(f"{its.left} batches left", style="dim")
-                if rank in seen.joined:
+        if self._num_steps:
+            bars.add_row("all ranks", _bar(places.taken or seen.step, self._num_steps))
+        elif places.total:
+            bars.add_row("this epoch", _bar(places.done, places.total))
+        left, joined = places.left or seen.left, places.joined | seen.joined
+        if len(left) > MAX_RANKS_LISTED:
+            return Group(top, bars, Text(batches_left(seen, places), style="dim"))
+        if len(set(left.values())) > 1 or joined:
+            taken = places.batches or {rank: its.taken for rank, its in seen.ranks.items()}
+            for rank, count in sorted(left.items()):
+                says = Text(f"{count} batches left", style="dim")
+                if rank in joined:
                     says = Text("out of data, has joined", style="yellow")
-                bars.add_row(f"rank {rank}", _bar(its.taken, its.taken + its.left), says)
+                bars.add_row(f"rank {rank}", _bar(taken[rank], taken[rank] + count), says)
         return Group(top, bars)
 
 

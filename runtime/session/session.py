@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +17,6 @@ from actors import fault_plan
 from actors.calls import head_stays_gone
 from actors.crew.crew import HEAD_ANSWER_S, Crew
 from actors.errors import DriverLost
-from actors.journal import JournalReader
 from actors.messages import Report, RunRequest, RunSucceeded, WorkerSnapshot
 from actors.outcomes import raise_failure
 from actors.parcels.parcel import Parcel
@@ -28,18 +26,23 @@ from .. import notebook
 from ..checkpoint.config import CheckpointConfig
 from ..program.sending import HEAVY_BYTES, check_not_own, heavy_parts, packed_program
 from . import placement
+from .hearing import Audience, hearing
 from .holders import telling_who_holds
 from .options import (
     DEFAULT,
     Default,
     check_accelerator,
+    check_gpus_are_rays_to_deal,
     check_kinds,
     check_seconds,
     checked_environment,
     checked_failures,
     checked_labels,
+    checked_progress,
     checked_range,
+    checked_spares,
 )
+from .progress import Progress
 from .seats import Seats
 from .state import REMEDIES, SessionSnapshot, SessionState, how_interrupted
 from .trace import as_json, traced
@@ -47,11 +50,7 @@ from .waiting import awaited, telling, told_if_slow
 
 _log = logging.getLogger("chorusline")
 
-_PULL_S = 0.3
-"""Seconds between two pulls of reports. Each pull wakes the event loop, and a notebook sees an
-interrupt only when the loop wakes."""
-
-_LAST_PULL_S = 5.0
+_ASK_S = 5.0
 
 _BEGINNINGS = 3
 """How often one call of `run` may begin: workers may have died since the last run, and more
@@ -71,7 +70,9 @@ class Session:
     max_failures: a run fails when it loses more workers than this; None: any number may be lost,
         as long as `fewest` are left. Default: 0, or None if num_workers is a pair. A run goes on
         without the lost workers where its function can (ZeroRedundancyOptimizer, `replicas`).
-    use_gpu: whether each worker gets one GPU.
+    spares: workers that have started and loaded the program, and wait: one takes the seat of a lost
+        worker at once, and another one is started behind it. They need room of their own.
+    use_gpu: whether each worker gets a GPU, `ctx.device`; it sees all GPUs of its node.
     resources_per_worker: Ray's resource names and amounts, over the default of one CPU (a share of
         the CPUs on a cluster that the session starts itself).
     placement_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD", as in Ray.
@@ -82,6 +83,8 @@ class Session:
         cluster, and `close` stops it.
     on_report: called in this process's event loop with each Report of each rank.
     live_view: in a notebook, show the ranks and plots of their reports while a function runs.
+    progress: elsewhere, show on stderr how far a run is, as bars on a terminal and as lines in a
+        log. False: not at all. A Progress: in that one, which may know the number of steps.
     checkpoint: where every run saves what it has registered, and where it resumes from.
     seed: what `ctx.seed(seed)` does, at the beginning of every run.
     pause_s: how long a run waits for new workers when fewer than `fewest` are left.
@@ -90,7 +93,8 @@ class Session:
     label_selector: of the nodes on which workers may run, as in Ray:
         {"ray.io/market-type": "spot"}.
     accelerator_type: the GPU that their nodes have, as in Ray ("A100"); with use_gpu.
-    log_to_driver: whether Ray prints the workers' output here, if the session connects to Ray.
+    log_to_driver: whether the ranks' output is printed here, in lines that begin with `[rank 0]`;
+        and, if the session connects to Ray, whether Ray prints the output of other processes.
 
     Raises StartupError if the workers cannot be started. A session must be closed: Ray runs no
     clean-up code in abandoned actors.
@@ -100,6 +104,7 @@ class Session:
         self,
         num_workers: int | tuple[int, int] = 1,
         *,
+        spares: int = 0,
         use_gpu: bool = False,
         resources_per_worker: Mapping[str, float] | None = None,
         placement_strategy: str = "PACK",
@@ -108,6 +113,7 @@ class Session:
         address: str | None = None,
         on_report: Callable[[Report], None] | None = None,
         live_view: bool = True,
+        progress: bool | Progress = True,
         checkpoint: CheckpointConfig | None = None,
         seed: int | None = None,
         max_failures: int | None | Default = DEFAULT,
@@ -120,12 +126,15 @@ class Session:
     ) -> None:
         self._fewest, self._most = checked_range(num_workers)
         self._max_failures = checked_failures(max_failures, isinstance(num_workers, tuple))
+        self._spares = checked_spares(spares, self._max_failures, placement_strategy)
         placement.check(resources_per_worker, use_gpu, placement_strategy)
         check_seconds(timeout_s=timeout_s, startup_timeout_s=startup_timeout_s, pause_s=pause_s)
         check_accelerator(accelerator_type, use_gpu)
         self._labels = checked_labels(label_selector, placement_strategy)
         self._environment = checked_environment(runtime_env, env_vars)
+        check_gpus_are_rays_to_deal(self._environment, use_gpu)
         check_kinds(address, on_report, checkpoint, seed)
+        self._progress = checked_progress(progress, on_report)
         self._fault_plan = fault_plan.ordered(self._most)
         self._use_gpu = use_gpu
         self._accelerator_type = accelerator_type
@@ -151,6 +160,11 @@ class Session:
     def num_workers(self) -> int:
         """The number of workers now; before the start, the most that were asked for."""
         return self._crew.num_workers if self._crew else self._most
+
+    @property
+    def num_spares(self) -> int:
+        """The number of workers in reserve that could take a seat now."""
+        return self._crew.num_in_reserve if self._crew else 0
 
     @property
     def name(self) -> str:
@@ -180,7 +194,7 @@ class Session:
                 self._is_local = placement.connect(self._address, self._log_to_driver)
             async with telling(lambda: awaited(self._crew, self._fewest, self._startup_timeout_s)):
                 bundle = placement.bundle_of_worker(
-                    self._most,
+                    self._most + self._spares,
                     use_gpu=self._use_gpu,
                     resources_per_worker=self._resources_per_worker,
                     accelerator_type=self._accelerator_type,
@@ -198,7 +212,7 @@ class Session:
                         may_grow=not self._is_local,
                         labels=self._labels,
                     )
-                self._seats = Seats(first, bundle, self._most, strategy, self._labels)
+                self._seats = Seats(first, bundle, self._most, strategy, self._labels, self._spares)
                 self._crew = Crew(
                     self._seats,
                     self._fewest,
@@ -208,7 +222,7 @@ class Session:
                 )
                 await self._crew.assemble(self._startup_timeout_s)
             if notebook.in_kernel():
-                await self._ask_workers(_LAST_PULL_S)  # _repr_html_ shows the answers.
+                await self._ask_workers(_ASK_S)  # _repr_html_ shows the answers.
         except BaseException as error:
             await self.close()  # Also after a cancellation: nothing may stay behind.
             notebook.show_once(notebook.hint_at_other_sessions(error, self))
@@ -270,7 +284,17 @@ class Session:
 
         If the call is cancelled, it stops all ranks before it returns.
         """
-        return await self._run(self._packed(train, kwargs), self._live_view)
+        return await self._run(self._packed(train, kwargs), self._audience())
+
+    def _audience(self, *, always_prints: bool = False) -> Audience:
+        """Who hears of a run: the live view in a notebook, and elsewhere the progress."""
+        view = progress = None
+        if notebook.in_kernel():
+            view = notebook.LiveView(self._ask_workers) if self._live_view else None
+        else:
+            progress = Progress.of_places() if self._progress is True else self._progress or None
+        has_output = always_prints or self._log_to_driver
+        return Audience(self._on_report, view, progress, has_output)
 
     def _packed(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Parcel:
         program = packed_program(train, kwargs, self._checkpoint, self._seed)
@@ -319,27 +343,25 @@ class Session:
             self._state.value, self._seen if self._state is not SessionState.CLOSED else ()
         )
 
-    async def _run(self, program: Parcel, is_shown: bool = False) -> list[Any]:
+    async def _run(self, program: Parcel, audience: Audience) -> list[Any]:
         """1. Replace the workers that are missing since the last run. 2. Run, and hand on reports
         meanwhile; if the run failed before any worker began, repeat from 1. 3. Rebuild the results,
         or the failure."""
         why_not = self.why_not_ready()
         if why_not:
             raise notebook.show_once(RuntimeError(why_not), f"RuntimeError: {why_not}")
-        crew, view = self._crew, None
+        crew, view = self._crew, audience.view
         assert crew is not None
-        if is_shown and notebook.in_kernel():
-            view = notebook.LiveView(self._ask_workers)
         self._state = SessionState.RUNNING
         error: BaseException | None = None
         try:
             payload = ray.put(program)  # Now: later the caller may change what it has passed.
             async with notebook.waking():
                 for left in reversed(range(_BEGINNINGS)):
-                    request = self._new_request(view)
+                    request = self._new_request(audience)
                     await crew.assemble(self._startup_timeout_s)  # 1.
                     try:  # 2.
-                        async with self._reporting(crew.reports(request.run), view):
+                        async with hearing(crew.listener, request.run, audience):
                             outcome = await crew.run(request, payload)
                     except DriverLost as lost:
                         if lost.nobody_began and left:
@@ -363,12 +385,12 @@ class Session:
         assert isinstance(outcome, RunSucceeded)
         return [cloudpickle.loads(result) for result in outcome.results]
 
-    def _new_request(self, view: notebook.LiveView | None) -> RunRequest:
+    def _new_request(self, audience: Audience) -> RunRequest:
         self._next_run += 1
         return RunRequest(
             self._next_run - 1,
             self._timeout_s,
-            view is not None or self._on_report is not None,
+            audience.wants_reports,
             get_debug_level(),
             self._fewest,
             self._max_failures,
@@ -377,56 +399,13 @@ class Session:
             fault_plan=self._fault_plan,
         )
 
-    @asynccontextmanager
-    async def _reporting(
-        self, journals: JournalReader, view: notebook.LiveView | None
-    ) -> AsyncIterator[None]:
-        """Hand on reports while the body runs, and the remaining ones when it has ended.
-
-        If `on_report` raises, the body is cancelled, and its error is raised as it is.
-        """
-        is_over = asyncio.Event()
-        listeners = [self._on_report] if self._on_report is not None else []
-        if view is not None:
-            listeners.append(view.add)
-
-        async def pass_on() -> None:
-            is_last = False
-            while not is_last:
-                try:
-                    async with asyncio.timeout(_PULL_S):
-                        await is_over.wait()
-                except TimeoutError:
-                    pass
-                is_last = is_over.is_set()  # What comes during a pull needs another one.
-                if listeners:
-                    for report in await journals.pull(_LAST_PULL_S):
-                        for listener in listeners:
-                            listener(report)
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                passing = tasks.create_task(pass_on(), name="reports")
-                if view is not None:
-                    tasks.create_task(view.keep_drawing(is_over), name="view")
-                try:
-                    yield
-                finally:
-                    is_over.set()
-                    # After an interrupt, too: the task group would cancel the last pull. It begins
-                    # when the pull that is under way has ended.
-                    await asyncio.wait([passing], timeout=2 * _LAST_PULL_S)
-        except BaseExceptionGroup as group:
-            if len(group.exceptions) == 1:
-                raise group.exceptions[0] from None
-            raise
-
 
 def run(
     train: Callable[..., Any],
     /,
     *,
     num_workers: int | tuple[int, int] = 1,
+    spares: int = 0,
     use_gpu: bool = False,
     resources_per_worker: Mapping[str, float] | None = None,
     placement_strategy: str = "PACK",
@@ -434,6 +413,7 @@ def run(
     startup_timeout_s: float = 60.0,
     address: str | None = None,
     on_report: Callable[[Report], None] | None = None,
+    progress: bool | Progress = True,
     checkpoint: CheckpointConfig | None = None,
     seed: int | None = None,
     max_failures: int | None | Default = DEFAULT,
@@ -462,6 +442,7 @@ def run(
         )
     session = Session(
         num_workers,
+        spares=spares,
         use_gpu=use_gpu,
         resources_per_worker=resources_per_worker,
         placement_strategy=placement_strategy,
@@ -469,6 +450,7 @@ def run(
         startup_timeout_s=startup_timeout_s,
         address=address,
         on_report=on_report,
+        progress=progress,
         checkpoint=checkpoint,
         seed=seed,
         max_failures=max_failures,
@@ -484,6 +466,6 @@ def run(
 
     async def main() -> list[Any]:
         async with session:
-            return await session._run(program)
+            return await session._run(program, session._audience())
 
     return asyncio.run(main())

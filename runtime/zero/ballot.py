@@ -8,13 +8,14 @@ the same bits and makes the same decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from collectives import CollectiveMismatch, Group
+from collectives.operations.host_reads import device_numbers
 
 from ..process.agreement import (
     MAX_ITERATIONS,
@@ -23,11 +24,11 @@ from ..process.agreement import (
     Note,
     check_votes,
     read_agreement,
-    vote_numel,
-    write_vote,
+    vote_of,
 )
 
-_STEP, _STEP_SQUARED, _SQUARED_NORM, _LOSS_SCALE, _PER_RANK = range(5)
+_STEP, _STEP_SQUARED, _SQUARED_NORM, _PER_RANK = range(4)
+_LOSS_SCALE, _NUM_SAMPLES, _OPTIONS = range(3)  # of each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,9 @@ class Vote:
     has_next: the rank may take another step.
     used: per parameter, whether the rank has a gradient.
     weight: of the rank's losses; None: unweighted.
-    squared_norm: (), of the rank's reduced shard, or 0.0.
-    loss_scale: of the rank's losses, or 0.0.
+    add_squared_norm: adds that of the rank's reduced shard to a tensor of shape (), in float64;
+        None where nobody needs the norm.
+    loss_scale: of the rank's losses, or 0.0; on a GPU the host does not know it.
     options: the optimizer's numeric options.
     cursors: samples that the rank has taken of each iteration that it is in (dealer.py).
     num_samples: length of the dataset that the rank iterates, or 0.
@@ -53,8 +55,8 @@ class Vote:
     has_next: bool
     used: Sequence[bool]
     weight: float | None
-    squared_norm: torch.Tensor | float
-    loss_scale: float
+    add_squared_norm: Callable[[torch.Tensor], object] | None
+    loss_scale: torch.Tensor | float
     options: Sequence[float]
     cursors: Sequence[int] = ()
     num_samples: int = 0
@@ -64,29 +66,29 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result that all ranks read. squared_norm: of the whole summed gradient. loss_scale: mean
-    over the live ranks, 0.0 if no rank scales. options: by rank."""
+    """The result that all ranks read. squared_norm: of the whole summed gradient. loss_scales: of
+    the live ranks, 0.0 if they do not scale. options: by rank."""
 
     agreement: Agreement
     squared_norm: float
-    loss_scale: float
+    loss_scales: tuple[float, ...]
     options: tuple[tuple[float, ...], ...]
 
 
 class Ballot:
-    """One optimizer's vector of float64: four sums over all ranks; for each rank its options and
-    its number of samples; and the agreement."""
+    """One optimizer's vector of float64: three sums over all ranks; for each rank its loss scale,
+    its number of samples and its options; and the agreement.
 
-    def __init__(
-        self, group: Group, num_parameters: int, num_options: int, *, counts_samples: bool
-    ) -> None:
+    The vector is made on the host and goes up in one copy. On a GPU a ballot has at most four
+    operations: that copy, the loss scale, the all-reduce, and the copy down.
+    """
+
+    def __init__(self, group: Group, num_options: int, *, counts_samples: bool) -> None:
         """counts_samples: votes have cursors, since the run goes on when a rank is lost."""
         self._group = group
         self._num_cursors = MAX_ITERATIONS if counts_samples else 0
-        self._own_numel = num_options + 1
+        self._own_numel = _OPTIONS + num_options
         self._vote_at = _PER_RANK + group.size * self._own_numel
-        numel = self._vote_at + vote_numel(group.size, num_parameters, self._num_cursors)
-        self._vector = torch.zeros(numel, dtype=torch.float64, device=group.device)
 
     def move_to(self, group: Group) -> None:
         self._group = group
@@ -97,18 +99,17 @@ class Ballot:
         Raises CollectiveMismatch, on all ranks, if the ranks are not at the same step, or iterate
         datasets of different lengths.
         """
-        vector, group = self._vector, self._group
-        vector.zero_()
-        vector[_STEP] = vote.step
-        vector[_STEP_SQUARED] = vote.step**2
-        vector[_SQUARED_NORM] = vote.squared_norm
-        vector[_LOSS_SCALE] = vote.loss_scale
+        group = self._group
+        scale = vote.loss_scale
         own_at = _PER_RANK + group.rank * self._own_numel
-        vector[own_at : own_at + self._own_numel] = torch.tensor(
-            [*vote.options, vote.num_samples], dtype=torch.float64
-        )
-        write_vote(
-            vector[self._vote_at :],
+        numbers = [0.0] * self._vote_at
+        numbers[_STEP], numbers[_STEP_SQUARED] = vote.step, vote.step**2
+        numbers[own_at : own_at + self._own_numel] = [
+            0.0 if isinstance(scale, torch.Tensor) else scale,
+            vote.num_samples,
+            *vote.options,
+        ]
+        numbers += vote_of(
             group.rank,
             group.size,
             live=vote.live,
@@ -117,10 +118,15 @@ class Ballot:
             weight=vote.weight,
             stop=vote.stop,
             cursors=vote.cursors,
+            num_cursors=self._num_cursors,
             notes=vote.notes,
         )
-        group.all_reduce(vector).wait_on_host()
-        seen: tuple[float, ...] = tuple(vector.tolist())
+        vector = device_numbers(numbers, torch.float64, group.device)
+        if vote.add_squared_norm is not None:
+            vote.add_squared_norm(vector[_SQUARED_NORM])
+        if isinstance(scale, torch.Tensor):
+            vector[own_at + _LOSS_SCALE] = scale
+        seen: tuple[float, ...] = tuple(group.all_reduce_and_read(vector).tolist())
         check_votes(seen[self._vote_at :], group)
         # The variance of the steps is zero if and only if all are equal.
         if group.size * seen[_STEP_SQUARED] != seen[_STEP] ** 2:
@@ -137,7 +143,7 @@ class Ballot:
 
     def _check_lengths(self, seen: Sequence[float]) -> None:
         """Raise CollectiveMismatch if dataset lengths differ: samples would be lost or doubled."""
-        at = range(_PER_RANK + self._own_numel - 1, self._vote_at, self._own_numel)
+        at = range(_PER_RANK + _NUM_SAMPLES, self._vote_at, self._own_numel)
         lengths = {rank: int(seen[i]) for rank, i in enumerate(at) if seen[i]}
         if len(set(lengths.values())) > 1:
             by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in lengths.items())
@@ -158,14 +164,15 @@ class Ballot:
     def read(self, seen: Sequence[float]) -> Outcome:
         """Decode the sums, whether this rank took part in the all-reduce or received them."""
         agreement = read_agreement(seen[self._vote_at :], self._group.size, self._num_cursors)
+        own = [
+            seen[at : at + self._own_numel]
+            for at in range(_PER_RANK, self._vote_at, self._own_numel)
+        ]
         return Outcome(
             agreement,
             seen[_SQUARED_NORM],
-            seen[_LOSS_SCALE] / max(1, len(agreement.live)),
-            tuple(
-                tuple(seen[at : at + self._own_numel - 1])
-                for at in range(_PER_RANK, self._vote_at, self._own_numel)
-            ),
+            tuple(own[rank][_LOSS_SCALE] for rank in agreement.live),
+            tuple(tuple(numbers[_OPTIONS:]) for numbers in own),
         )
 
 

@@ -7,6 +7,12 @@ for the bucket before it, steps its shard and starts the all-gather of its param
 optimizer's `step()` does the rest, after the ballot. All ranks read the same agreement, so they
 launch the same operations in the same order.
 
+On a GPU nobody reads an agreement during the pass: the host would wait there, and launch nothing
+meanwhile. The shards are stepped at the beginning of `step()` (`step_launched`). The host comes
+there long before the GPU has ended the pass, and reads the agreements one after the other, as the
+GPU gets to them; so the updates still run beside the kernels of the pass, on a stream of their own.
+The all-gathers do not: NCCL's stream keeps its order, and the last bucket is before them.
+
 A bucket is launched when a rank has all its gradients, or when the backward pass has ended. So the
 pass no longer needs the bucket's parameters when new values arrive in them. (The exception is a
 pass that reads a parameter without its gradient, `weight.detach()`; this is not supported.)
@@ -26,10 +32,10 @@ from typing import Any
 
 import torch
 
-from collectives import Work
+from collectives.operations.host_reads import Reading, device_numbers
 
 from ..data_parallel.gradients.reducer import Reducer
-from ..process.agreement import Agreement, check_votes, read_agreement, vote_numel, write_vote
+from ..process.agreement import Agreement, check_votes, read_agreement, vote_of
 from .parameter_bucket import Gather
 from .parameter_shard import ParameterShard
 
@@ -51,7 +57,7 @@ class EarlyUpdate:
         self._shard = shard
         self._groups = groups
         self._divisor_of = divisor_of
-        self._votes: list[tuple[torch.Tensor, Work]] = []  # by bucket
+        self._votes: list[Reading] = []  # by bucket
         self._gathers: list[Gather] = []  # by bucket, of those that were stepped
         device = reducer.group.device
         # On a GPU updates have their own stream: the backward pass must not wait for the network.
@@ -71,19 +77,22 @@ class EarlyUpdate:
             self._shard.bring_home()
         if number + 1 < len(self._reducer.buckets):
             self._votes.append(self._vote(number))
-        if 0 < number == len(self._gathers) + 1:
+        if self._stream is None and 0 < number == len(self._gathers) + 1:
             self._step(number - 1)
 
-    def _vote(self, number: int) -> tuple[torch.Tensor, Work]:
+    def step_launched(self) -> None:
+        """On a GPU: step the shards of all buckets but the last. Called in `step()`, before any
+        wait."""
+        if self._stream is not None:
+            while len(self._gathers) < len(self._votes) and self._step(len(self._gathers)):
+                pass
+
+    def _vote(self, number: int) -> Reading:
         reducer, group = self._reducer, self._reducer.group
         usage = [
             reducer.parameters[p].grad is not None for p, _, _ in reducer.buckets[number].plan.spans
         ]
-        vote = torch.zeros(
-            vote_numel(group.size, len(usage)), dtype=torch.float64, device=group.device
-        )
-        write_vote(
-            vote,
+        vote = vote_of(
             group.rank,
             group.size,
             live=reducer.is_live,
@@ -92,25 +101,26 @@ class EarlyUpdate:
             weight=reducer.weight,
             stop=False,  # The ballot carries this request.
         )
-        return vote, group.all_reduce(vote)
+        return group.all_reduce_and_read(device_numbers(vote, torch.float64, group.device))
 
-    def _step(self, number: int) -> None:
+    def _step(self, number: int) -> bool:
+        """Whether the shard was stepped; if not, a rank has joined, and `step()` takes the step
+        after the ballot."""
         bucket = self._reducer.buckets[number]
-        vote, work = self._votes[number]
         with self._aside():
             assert bucket.work is not None
             bucket.work.wait()
-            work.wait_on_host()
-            total = vote.tolist()
+            total = self._votes[number].tolist()
             check_votes(total, self._reducer.group)
             agreement = read_agreement(total, self._reducer.group.size)
             if len(agreement.live) < self._reducer.group.size:
-                return  # A rank has joined: `step()` takes the step, after the ballot.
+                return False
             used = [False] * len(self._shard.parameters)
             for (parameter, _, _), is_used in zip(bucket.plan.spans, agreement.used, strict=True):
                 used[parameter] = is_used
             self._shard.apply([number], self._groups, used, self._divisor_of(agreement), 1.0)
             self._gathers += self._shard.start_gather([number])
+        return True
 
     def _aside(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()

@@ -44,7 +44,7 @@ from ..process.running import Survival, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import Ballot, Outcome, Vote, check_same_options, numbers_of, set_numbers
 from .early_update import EarlyUpdate
-from .loss_scale import check_scale
+from .loss_scale import agreed_scale
 from .parameter_bucket import Gather
 from .parameter_shard import ParameterShard
 from .shard_state import Inventory, ShardState
@@ -81,7 +81,7 @@ class OptimizerEngine:
         self.reducer: Reducer | None = None
         """The model's reducer if gradients are reduce-scattered; None if they are all-reduced or
         used as they are."""
-        self.loss_scale: float | None = None
+        self.loss_scale: torch.Tensor | None = None
         self.consolidated: dict[str, Any] | None = None
         """The whole state, on a rank to which it was gathered; None after the group changes."""
         self.last_live: tuple[int, ...] = ()
@@ -153,7 +153,6 @@ class OptimizerEngine:
     def _make_ballot(self) -> None:
         self._ballot = Ballot(
             self.group,
-            len(self.shard.parameters),
             len(self._option_numbers()),
             counts_samples=self._recovery is not None,
         )
@@ -176,6 +175,8 @@ class OptimizerEngine:
             except Exception as error:
                 if self._recovery is None or not ends_a_generation(error):
                     raise
+                if not self.step_counts and self.model and not self.model.has_whole_gradients:
+                    raise  # The function has to run again from the top, with gradients that are.
                 # If some rank has seen this step's ballot, the step is taken in here (`catch_up`),
                 # and the loop ends; if none has, the buckets are reduced again, and it goes on.
                 self._recovery.recover(error, self)
@@ -221,6 +222,8 @@ class OptimizerEngine:
     def _hold_ballot(self, is_live: bool) -> tuple[float, ...]:
         reach = self.faults.reach
         reach(Instant.REDUCE)
+        if self._early is not None:
+            self._early.step_launched()
         if self.reducer is not None:
             self.reducer.wait()  # (1)
         reach(Instant.REDUCED)
@@ -239,8 +242,8 @@ class OptimizerEngine:
             has_next=self.face._has_next(),
             used=[parameter.grad is not None for parameter in self.shard.parameters],
             weight=self.reducer.weight if self.reducer else None,
-            squared_norm=self.shard.squared_norm() if needs_norm else 0.0,
-            loss_scale=(self.loss_scale or 0.0) if is_live else 0.0,
+            add_squared_norm=self.shard.add_squared_norm if needs_norm else None,
+            loss_scale=self.loss_scale if is_live and self.loss_scale is not None else 0.0,
             options=self._options_to_vote(),
             cursors=self._recovery.cursors() if self._recovery else (),
             num_samples=boundary().num_samples,
@@ -263,8 +266,8 @@ class OptimizerEngine:
             given = [rank for rank in live if not math.isnan(sum(outcome.options[rank]))]
             if given:
                 set_numbers(self.face.param_groups, names, outcome.options[max(given)])
-        if self.face.uses_scaler and is_live:
-            check_scale(self.loss_scale, outcome.loss_scale)
+        if self.face.uses_scaler:
+            agreed_scale(outcome.loss_scales, live)
         self.face.found_overflow = self.face.uses_scaler and not math.isfinite(outcome.squared_norm)
         if self.reducer is not None:
             self.reducer.end_step()
@@ -279,7 +282,8 @@ class OptimizerEngine:
         if not agreement.live:
             return []  # All ranks have joined: there is no gradient.
         divisor = self.divisor(agreement)
-        scale = outcome.loss_scale if self.face.uses_scaler else 1.0
+        uses_scaler, live = self.face.uses_scaler, agreement.live
+        scale = agreed_scale(outcome.loss_scales, live) if uses_scaler else 1.0
         if self.face.max_norm is not None:
             self.face.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
         if self.face.found_overflow:

@@ -1,15 +1,16 @@
-"""Reads a GradScaler's loss scale in a sharded step, and checks that it is equal on all ranks."""
+"""The loss scale of a GradScaler in a sharded step, and the check that it is equal on all ranks."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 
 
-def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> float | None:
+def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> torch.Tensor | None:
     """The scale of this step, None without a GradScaler, which sets `found_inf` and `grad_scale`
-    on the optimizer for the time of the step.
+    on the optimizer for the time of the step. It travels as it is: to read it, the host would have
+    to wait for the GPU.
 
     uses_scaler: whether the scaler is a chorusline.GradScaler. Raises RuntimeError for others.
     """
@@ -22,15 +23,25 @@ def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> float | 
             "ZeroRedundancyOptimizer steps with the mean gradient. Use "
             "chorusline.GradScaler(optimizer), leave unscale_ out, and clip with max_norm"
         )
-    return scale.item()
+    return scale
 
 
-def check_scale(mine: float | None, mean: float) -> None:
-    """Raises RuntimeError if this rank's scale is not the mean over the live ranks."""
-    if mine is None or not math.isclose(mine, mean, rel_tol=1e-9):
-        raise RuntimeError(
-            f"the loss scales of the ranks differ: {mine} on this rank, {mean:g} on "
-            "average; every rank must call scaler.step(optimizer) and scaler.update() in each "
-            "step, and a Join of this optimizer must list the scaler: "
-            "Join([model, optimizer, scaler])"
-        )
+def agreed_scale(scales: Sequence[float], live: Sequence[int]) -> float:
+    """The loss scale of a step; 1.0 if no rank has data. Raises RuntimeError, on all ranks, if it
+    is not equal on the live ranks, or a rank has none.
+
+    scales: of the ranks in `live`.
+    """
+    if not scales:
+        return 1.0
+    if min(scales) == max(scales) > 0:
+        return scales[0]
+    by_rank = ", ".join(
+        f"{scale:g} on rank {rank}" if scale else f"none on rank {rank}"
+        for rank, scale in zip(live, scales, strict=True)
+    )
+    raise RuntimeError(
+        f"the loss scales of the ranks differ: {by_rank}; every rank must call "
+        "scaler.step(optimizer) and scaler.update() in each step, and a Join of this optimizer "
+        "must list the scaler: Join([model, optimizer, scaler])"
+    )

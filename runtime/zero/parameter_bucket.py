@@ -76,14 +76,17 @@ class ShardRange:
         self.reduced = reduced
         self.gradient = reduced.float() if self.has_master and reduced is not None else reduced
 
-    def take_gradient(self, divisor: float) -> None:
-        """Set `gradient` to the received sum over the ranks, divided by `divisor`."""
+    def take_gradient(self, divisor: float, coefficient: float) -> None:
+        """Set `gradient` to the received sum over the ranks, divided by `divisor`, and multiplied
+        by `coefficient`."""
         if self.gradient is None or self.reduced is None:
             return
         if self.gradient is not self.reduced:
             self.gradient.copy_(self.reduced)
         if divisor != 1:
             self.gradient.div_(divisor)
+        if coefficient != 1:
+            self.gradient.mul_(coefficient)
 
     def take_parameters(self) -> None:
         """Copy parameters to the master where they were changed outside the optimizer (a loaded

@@ -190,9 +190,9 @@ class ParameterShard:
             return [[number] for number in numbers]
         return [numbers]
 
-    def squared_norm(self) -> torch.Tensor:
-        """The squared 2-norm of the reduced, undivided gradient of this shard: (), float64."""
-        total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+    def add_squared_norm(self, total: torch.Tensor) -> None:
+        """Add the squared 2-norm of the reduced, undivided gradient of this shard to `total`: (),
+        float64."""
         for bucket, pieces in zip(self.buckets, self.pieces, strict=True):
             reduced = bucket.own.reduced
             own = [mine for mine in pieces if mine.range is bucket.own]
@@ -201,7 +201,6 @@ class ParameterShard:
                 if gradient is not None:
                     norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
                     total += norm.square().to(total.device)
-        return total
 
     def apply(
         self,
@@ -227,13 +226,16 @@ class ParameterShard:
             return
         pieces = [mine for number in portion for mine in self.pieces[number]]
         kept = [kept for number in portion for kept in self.buckets[number].ranges]
+        # On a GPU a whole range is scaled at once. On a CPU the tiles are: they stay in the cache.
+        at_once = 1.0 if _is_on_cpu(self.group) else coefficient
         for part in kept:
             part.take_parameters()
-            part.take_gradient(divisor)
+            part.take_gradient(divisor, at_once)
         for mine in pieces:
             gradient = self._gradient_of(mine) if used[mine.piece.parameter] else None
-            if coefficient != 1 and gradient is not None:
-                gradient = gradient * coefficient
+            is_scaled = at_once == coefficient and mine.range.gradient is not None
+            if coefficient != 1 and gradient is not None and not is_scaled:
+                gradient = gradient * coefficient  # A program's own `.grad` stays as it is.
             mine.tensor.grad = gradient
         _call(self.optimizer, "step", groups)
         for mine in pieces:

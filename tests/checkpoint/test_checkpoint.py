@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from runtime.checkpoint.format.shard_file import write_part
 from runtime.checkpoint.format.storage import Folder, open_storage
 from runtime.commands.command_line import main
 from runtime.program.context import call_of
-from tests.harness.ranks import NCCL, Rank, on_gpus, run_ranks
+from tests.harness.gpus import gpus_of
+from tests.harness.ranks import Rank
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train, same
 
 
@@ -252,12 +254,30 @@ def _train_on_gpus(rank: Rank, place: str) -> Any:
     return run_train(rank.group(), cl.CheckpointConfig(place), {"until": 2, "save_at": 2})
 
 
-@pytest.mark.parametrize("size", [on_gpus(2)])
-def test_what_gpus_saved_goes_on_on_cpus(ranks_of, tmp_path, size):
+@pytest.mark.parametrize("gpus", gpus_of(2))
+def test_what_gpus_saved_goes_on_on_cpus(ranks_of, tmp_path, gpus):
     place = tmp_path / "place"
-    (_, saved), _ = run_ranks(_train_on_gpus, size, tmp_path, NCCL, str(place))
+    (_, saved), _ = gpus.run(_train_on_gpus, tmp_path, str(place))
     ((resumed, _),) = ranks_of(1).run(run_train, cl.CheckpointConfig(place), {"until": 2})
     assert same(resumed, saved)
+
+
+def _go_on_on_gpus(rank: Rank, place: str, until: int) -> Any:
+    kwargs = {"until": until, "save_at": 2, "is_local": False}
+    return run_train(rank.group(), cl.CheckpointConfig(place), kwargs)
+
+
+@pytest.mark.parametrize("gpus", gpus_of(2))
+def test_training_goes_on_on_another_number_of_gpus(ranks_of, tmp_path, gpus):
+    place = tmp_path / "place"
+    of_save = replace(gpus, size=3)
+    saved = of_save.run(_go_on_on_gpus, tmp_path / "before", str(place), 2)[0][0]
+    for told, _ in gpus.run(_go_on_on_gpus, tmp_path / "after", str(place), 4):
+        assert told["step"] == 4
+        assert not same(told["model"], saved["model"])
+        ((expected, _),) = ranks_of(1).run(run_train, None, {"until": 4, "is_local": False})
+        for name, parameter in expected["model"].items():
+            torch.testing.assert_close(told["model"][name], parameter, rtol=1e-4, atol=2e-6)
 
 
 def _train_in_memory(group: cl.Group) -> str:

@@ -30,7 +30,8 @@ from collectives.transports.nccl import connect, load_nccl
 from collectives.transports.nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
 from tests.contracts.handle import finish
 from tests.contracts.numbers import assert_equal
-from tests.harness.ranks import NCCL, Body, Rank, on_gpus, run_ranks
+from tests.harness.gpus import Gpus, gpus_of
+from tests.harness.ranks import Body, Rank
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
 
@@ -181,7 +182,7 @@ def check_detail(rank: Rank) -> None:
             torch.cuda.synchronize(group.device)
 
 
-@pytest.mark.parametrize("size", [on_gpus(2), on_gpus(4)])
+@pytest.mark.parametrize("gpus", [*gpus_of(2), *gpus_of(4)])
 @pytest.mark.parametrize("body", [check_streams, check_abort, check_timeout, check_detail])
-def test_nccl_orders_streams_aborts_and_times_out(body: Body, size: int, tmp_path: Path) -> None:
-    run_ranks(body, size, tmp_path, NCCL)
+def test_nccl_orders_streams_aborts_and_times_out(body: Body, gpus: Gpus, tmp_path: Path) -> None:
+    gpus.run(body, tmp_path)

@@ -7,11 +7,13 @@ likes; the first message between two ranks blocks the thread that launches it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -23,11 +25,12 @@ from collectives.contract.errors import (
     PeerLost,
     UnsupportedOperation,
 )
-from runtime.process.agreement import check_votes, vote_numel, write_vote
+from runtime.process.agreement import check_votes, vote_numel, vote_of
 from runtime.zero.ballot import Ballot, Vote
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
+from tests.harness.stand_in_gpu.runs import Driver, in_run
 
 LOST = "driver: rank 1 is gone"
 
@@ -44,14 +47,14 @@ def lose_rank_1_soon(group: cl.Group) -> None:
 def hold_a_ballot(rank: Rank, step: int) -> None:
     with rank.group() as group:
         group.barrier().wait()
-        ballot = Ballot(group, 3, 1, counts_samples=False)
+        ballot = Ballot(group, 1, counts_samples=False)
         vote = Vote(
             step=step,
             live=True,
             has_next=True,
             used=[True] * 3,
             weight=None,
-            squared_norm=0.0,
+            add_squared_norm=None,
             loss_scale=0.0,
             options=[0.1],
         )
@@ -111,6 +114,43 @@ def test_objects_whose_lengths_were_stopped_are_not_unpickled() -> None:
         ranks.run(read_objects)
 
 
+def lose_rank_1_in_a_step(rank: Rank, has_norm: bool) -> bool | None:
+    """Whether rank 0 waits inside its step to go on with the gradients that it has."""
+    driver = Driver()
+
+    def train(ctx: cl.Context) -> None:
+        norm = cl.SyncBatchNorm(8) if has_norm else torch.nn.Tanh()
+        net = torch.nn.Sequential(torch.nn.Linear(6, 8), norm).to(ctx.device)
+        model = cl.DistributedDataParallel(net)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        x = torch.arange(24.0).view(4, 6).to(ctx.device)
+        for step in range(2):
+            if step == 1 and ctx.rank == 1:
+                rank.store.wait(["said/raised/0"], 30)
+                return
+            loss = model(x).sum()
+            loss.backward()  # It goes through: the host has not waited for the statistics.
+            if step == 1:
+                lose_rank_1_soon(ctx.group)
+            optimizer.step()
+
+    with rank.group() as group, contextlib.suppress(GroupAborted):
+        in_run(group, train, goes_on=True, driver=driver)
+    if rank.rank == 0:
+        rank.say("raised")
+    return driver.frozen.is_parked if driver.frozen is not None else None
+
+
+@needs_stand_in
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_a_step_does_not_go_on_with_gradients_behind_statistics_that_were_stopped(
+    has_norm: bool,
+) -> None:
+    with StandInRanks(2) as ranks:
+        found = ranks.run(lose_rank_1_in_a_step, has_norm)
+    assert found[0] is (not has_norm)
+
+
 def norm_forward(rank: Rank) -> None:
     with rank.group() as group:
         net = torch.nn.Sequential(torch.nn.Linear(6, 8), cl.SyncBatchNorm(8)).to(group.device)
@@ -121,13 +161,16 @@ def norm_forward(rank: Rank) -> None:
             rank.store.wait(["said/raised/0"], 30)
             return
         lose_rank_1_soon(group)
+        loss = model(x).sum()
         with pytest.raises(GroupAborted, match=LOST):
-            model(x)
+            loss.backward()
+        with pytest.raises(GroupAborted, match=LOST):  # One value: the host reads the count.
+            model(x[:1])
         rank.say("raised")
 
 
 @needs_stand_in
-def test_statistics_that_were_stopped_do_not_normalize() -> None:
+def test_statistics_that_were_stopped_make_no_gradients() -> None:
     with StandInRanks(2) as ranks:
         ranks.run(norm_forward)
 
@@ -170,10 +213,9 @@ def test_a_vector_without_every_vote_is_no_agreement() -> None:
         with cl.Group.create(store, 0, 1) as group:
             with pytest.raises(GroupAborted, match="votes of 1 ranks, although its sum went"):
                 check_votes(total, group)
-    vote = torch.zeros(vote_numel(1, 3))
-    write_vote(vote, 0, 1, live=False, has_next=False, used=[False] * 3, weight=None, stop=False)
+    vote = vote_of(0, 1, live=False, has_next=False, used=[False] * 3, weight=None, stop=False)
     with cl.Group.create(store, 0, 1) as group:
-        check_votes(vote.tolist(), group)
+        check_votes(vote, group)
 
 
 # -- nothing hangs -----------------------------------------------------------------------------
@@ -225,6 +267,69 @@ def test_nobody_waits_behind_an_abort_of_nccl() -> None:
     assert max(took_s) < 4
 
 
+def abort_two_launches(rank: Rank) -> float:
+    """One connects to a rank that never does, and the other waits behind it."""
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 1:
+        rank.store.wait(["said/raised/0"], 60)
+        return 0.0
+    tensor = torch.ones(3, device=group.device)
+    issues = [lambda: group.send(tensor, 1), lambda: group.all_reduce(tensor.clone())]
+    threads = [
+        threading.Thread(target=lambda issue=issue: error_of(issue), daemon=True)
+        for issue in issues
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    began_at = time.monotonic()
+    group.abort("over")
+    for thread in threads:
+        thread.join(15)
+    rank.say("raised")
+    return time.monotonic() - began_at
+
+
+@needs_stand_in
+def test_an_abort_frees_a_launch_and_who_waits_behind_it() -> None:
+    with StandInRanks(2) as ranks:
+        took_s, _ = ranks.run(abort_two_launches)
+    assert took_s < 8
+
+
+def wait_behind_a_busy_driver(rank: Rank) -> float:
+    """The longest time for which no thread of Python could run, while a work is in flight."""
+    group = rank.group()
+    group.barrier().wait()
+    longest_s = 0.0
+    if rank.rank == 0:
+        work = group.all_reduce(torch.ones(3, device=group.device))
+        time.sleep(0.2)  # It is launched, and waits for rank 1.
+        streams.machine().guard.stand_in_keep_driver_busy(1.0)
+        began_at = seen_at = time.monotonic()
+        while seen_at - began_at < 1.0:
+            time.sleep(0.01)
+            now = time.monotonic()
+            longest_s, seen_at = max(longest_s, now - seen_at), now
+        rank.say("seen")
+    rank.store.wait(["said/seen/0"], 30)
+    if rank.rank == 1:
+        work = group.all_reduce(torch.ones(3, device=group.device))
+    work.wait_on_host()
+    group.barrier().wait()
+    group.close()
+    return longest_s
+
+
+@needs_stand_in
+def test_a_question_to_a_busy_driver_holds_up_no_other_thread() -> None:
+    """Else none could abort what keeps the driver busy."""
+    with StandInRanks(2) as ranks:
+        longest_s, _ = ranks.run(wait_behind_a_busy_driver)
+    assert longest_s < 0.5
+
+
 def lose_a_peer(rank: Rank) -> str:
     """NCCL's threads find a broken connection; the store tells whose."""
     group = rank.group()
@@ -248,6 +353,91 @@ def test_an_error_of_nccl_calls_the_roll_instead_of_blaming_this_rank() -> None:
         with pytest.raises(AssertionError, match="rank 2: its process ended") as caught:
             ranks.run(lose_a_peer)
     assert "rank 0" not in str(caught.value) and "rank 1:" not in str(caught.value)
+
+
+def die(rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_ever(rank: int) -> None:
+    threading.Event().wait()
+
+
+def fail_in_nccl(rank: int) -> None:
+    raise nccl.NcclError(2)
+
+
+def meet_without(rank: Rank, entering: dict[int, Callable[[int], None]], kind: str) -> str:
+    """All ranks have met in the store, and one does not get through NCCL's own connecting."""
+    if rank.rank in entering:
+        nccl.settings.entering = entering[rank.rank]
+    began_at = time.monotonic()
+    error = error_of(lambda: rank.group(timeout_s=1.5))
+    assert type(error).__name__ == kind, repr(error)
+    assert time.monotonic() - began_at < 10
+    nccl.settings.entering = lambda rank: None
+    others = [one for one in range(rank.size) if one not in error.ranks]
+    if rank.rank in others:  # And those that are left go on, in the same processes.
+        store = cl.PrefixStore("those that are left", rank.store)
+        where = others.index(rank.rank)
+        with cl.Group.create(store, where, len(others), "cuda:0", generation=1) as group:
+            total = torch.ones(3, device=group.device)
+            group.all_reduce(total).wait()
+            assert total.tolist() == [float(len(others))] * 3
+    return str(error)
+
+
+@needs_stand_in
+def test_a_rank_that_dies_while_nccl_connects_is_named_at_the_deadline() -> None:
+    with StandInRanks(3) as ranks:
+        with pytest.raises(AssertionError, match="rank 1: its process ended") as caught:
+            ranks.run(meet_without, {1: die}, "PeerLost")
+    assert "rank 0" not in str(caught.value) and "rank 2" not in str(caught.value)
+
+
+@needs_stand_in
+def test_a_rank_that_nccl_keeps_for_ever_is_no_hang_of_the_others() -> None:
+    with StandInRanks(2) as ranks:
+        for told in ranks.run(meet_without, {1: wait_for_ever}, "CollectiveTimeout"):
+            assert "connecting by NCCL in generation 0" in told and "within 1.5 s" in told
+            assert "all ranks answer, and NCCL has not connected them" in told
+            assert "NCCL_DEBUG=INFO" in told
+
+
+class Ended(cl.PrefixStore):
+    """As the store of a session that ends the meeting: every later call raises its error."""
+
+    error: GroupAborted | None = None
+
+    def check(self, keys: Sequence[str | bytes]) -> bool:
+        if self.error is not None:
+            raise self.error
+        return super().check(keys)
+
+
+def meet_until_told(rank: Rank) -> float:
+    store = Ended("the session's", rank.store)
+    nccl.settings.entering = lambda number: number == 1 and wait_for_ever(1)
+    told = GroupAborted(0, [1], LOST)
+    threading.Timer(0.5, lambda: setattr(store, "error", told)).start()
+    began_at = time.monotonic()
+    with pytest.raises(GroupAborted, match=LOST):
+        cl.Group.create(store, rank.rank, rank.size, "cuda:0", timeout_s=30)
+    return time.monotonic() - began_at
+
+
+@needs_stand_in
+def test_a_session_ends_the_meeting_while_nccl_connects() -> None:
+    with StandInRanks(2) as ranks:
+        assert max(ranks.run(meet_until_told)) < 4
+
+
+@needs_stand_in
+def test_an_error_of_nccl_while_it_connects_ends_the_meeting_of_all_ranks() -> None:
+    with StandInRanks(2) as ranks:
+        for told in ranks.run(meet_without, {1: fail_in_nccl}, "GroupAborted"):
+            assert "by ranks [1]: connecting by NCCL failed: NCCL could not connect" in told
+            assert "NCCL_ERROR_SYSTEM_ERROR" in told
 
 
 # -- nothing leaks, nothing is used after it was given back -------------------------------------
@@ -293,6 +483,11 @@ def use_every_thread(rank: Rank) -> set[str]:
         assert called.wait(20)
         group.abort("over")
         group._communicator._ending.join()
+    other = rank.group(generation=1)
+    other.all_reduce(torch.ones(3, device=other.device)).wait()
+    closing = threading.Thread(target=other.close, name="closing")  # as the control loop does
+    closing.start()
+    closing.join()
     return streams.machine().unchosen
 
 

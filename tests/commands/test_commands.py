@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -12,18 +13,24 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import ray
+from ray.job_submission import JobSubmissionClient
 from rich.console import Console
 
 import chorusline as cl
 from actors.crew.crew import INCARNATION, NAMESPACE
+from actors.worker.devices import VISIBLE
 from runtime.commands.arguments import keywords, script_and_function, workers
 from runtime.commands.bench import Row, bus_factor, nbytes, table
 from runtime.commands.bench import WrongUsage as WrongCase
 from runtime.commands.command_line import main
 from runtime.commands.status import _show, survey
+from runtime.commands.visible_gpus import traps
+from tests import ROOT
+from tests.harness.head_node import free_ports, head_node, wait_until
 
 CHORUSLINE = [sys.executable, "-m", "runtime.commands.command_line"]
 SCRIPT = """
@@ -205,13 +212,12 @@ def test_ranks_print_whole_lines_with_their_rank_and_the_results_come_last(
         own = [line for line in lines if line.startswith(f"[rank {rank}] ")]
         assert own == [
             f"[rank {rank}] hello from plain",
-            f"[rank {rank}] a bar 100%",
             f"[rank {rank}] no end of line",
             f"[rank {rank}] returned {0.5 * (rank + 1)}",
         ]
-    others = [line for line in lines if not line.startswith("[rank ")]
-    assert all(line.startswith("step ") for line in others) and others, others
-    assert others[-1].startswith("step 2  loss 0.250")
+        assert f"[rank {rank}] a bar 100%" in done.stderr.splitlines()
+    assert all(line.startswith("[rank ") for line in lines), lines
+    assert re.search(r"^step 2  loss 0.250  .*2 workers", done.stderr, re.MULTILINE)
 
 
 COUNTING = """
@@ -385,6 +391,93 @@ def test_the_doctor_tells_the_mend_of_what_is_wrong_and_exits_with_1(
     assert "`ray start --head` there" in wrong["RAY_ADDRESS"]
     assert "RAY_AUTH_MODE=disabled" in wrong["ray's"]
     assert told.endswith("4 things prevent running here\n")
+
+
+@pytest.mark.parametrize(
+    ("visible", "on_machine", "says"),
+    [
+        (None, 8, None),
+        ("0,1", 0, None),
+        ("0,1,2,3", 4, None),
+        ("GPU-a,GPU-b", 2, None),
+        ("0", 8, "shows 1 of the 8 GPUs here: NCCL's first operation may take seconds, or hang"),
+        ("GPU-a", 2, "shows 1 of the 2"),
+        ("", 2, "hides all 2 GPUs"),
+        ("NoDevFiles", 2, "hides all 2 GPUs"),
+        ("0,-1,1", 3, "CUDA stops reading at '-1', and shows 1 GPUs"),
+        ("0,1,0", 3, "CUDA stops reading at '0', and shows 2 GPUs"),
+        ("MIG-a,MIG-b", 1, "parts of GPUs (MIG-a, MIG-b)"),
+    ],
+)
+def test_the_doctor_names_what_hides_gpus(
+    visible: str | None, on_machine: int, says: str | None
+) -> None:
+    found = list(traps({} if visible is None else {VISIBLE: visible}, on_machine))
+    assert len(found) == (says is not None)
+    for told, mend in found:
+        assert says is not None and says in told
+        assert mend
+
+
+def test_the_doctor_tells_that_a_terminal_does_not_find_the_program(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{here}:/usr/bin:/bin")
+    assert main(["doctor"]) == 0
+    assert f"command          {here / 'chorusline'}\n" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert f"{here / 'chorusline'} is not on the PATH" in told
+    assert f"source {here / 'activate'}, also before `ray start`" in told
+    other = tmp_path / "chorusline"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["doctor"]) == 0
+    assert f"`chorusline` is {other}, and not the one beside" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_doctor_tells_that_jobs_of_a_cluster_do_not_find_the_program(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And jobs end as it says, unless they name the program with its path."""
+    gcs, board, client, agent = free_ports(4)
+    address = f"http://127.0.0.1:{board}"
+    flags = [
+        *(f"--port={gcs}", "--num-cpus=1", "--include-dashboard=true"),
+        *(f"--dashboard-port={board}", f"--dashboard-agent-listen-port={agent}"),
+        f"--ray-client-server-port={client}",
+    ]
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError), urlopen(f"{address}/api/version", timeout=5):
+            return True
+        return False
+
+    bare = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    with head_node(*flags, is_up=answers, environment=bare):
+
+        def is_told() -> bool:
+            main(["doctor"])
+            pids = re.search(r"pid of the node: ([\d, ]+)\) where", capsys.readouterr().out)
+            named = pids[1].split(", ") if pids else []
+            return any(f":{gcs}" in Path("/proc", pid, "cmdline").read_text() for pid in named)
+
+        wait_until(is_told, 60)  # The dashboard answers before the node is there.
+        assert is_told()
+        jobs = JobSubmissionClient(address)
+        program = Path(sys.executable).with_name("chorusline")
+        ends = {"chorusline --help": "FAILED", f"{program} --help": "SUCCEEDED"}
+        for entrypoint, status in ends.items():
+            job = jobs.submit_job(entrypoint=entrypoint)
+            wait_until(lambda job=job: jobs.get_job_status(job).is_terminal(), 60)
+            assert jobs.get_job_status(job) == status, jobs.get_job_logs(job)
+            if status == "FAILED":
+                assert "chorusline: not found" in jobs.get_job_logs(job)
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ import torch
 
 import chorusline as cl
 from runtime.data_parallel.distributed_data_parallel import engine_of
-from tests.harness.ranks import NCCL, error_of, on_gpus, run_ranks
+from tests.harness.gpus import gpus_of
+from tests.harness.ranks import error_of
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, loss_of
 
@@ -366,6 +367,6 @@ def train_on_gpu(rank):
             assert_same(state, reference(lengths, 2))
 
 
-@pytest.mark.parametrize("size", [on_gpus(2)])
-def test_statistics_on_gpus_are_those_of_the_ranks_that_have_data(size, tmp_path):
-    run_ranks(train_on_gpu, size, tmp_path, NCCL)
+@pytest.mark.parametrize("gpus", gpus_of(2))
+def test_statistics_on_gpus_are_those_of_the_ranks_that_have_data(gpus, tmp_path):
+    gpus.run(train_on_gpu, tmp_path)

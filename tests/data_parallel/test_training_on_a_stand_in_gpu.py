@@ -10,6 +10,11 @@ import pytest
 import torch
 
 import chorusline as cl
+from collectives.objects.blocking import (
+    all_gather_object,
+    all_gather_row,
+    broadcast_object,
+)
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
 
@@ -105,12 +110,94 @@ def test_training_on_a_stand_in_equals_one_process(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def train_unevenly(group: cl.Group, zero: bool) -> list[torch.Tensor]:
+def mean_of(group: cl.Group, bucket: Any) -> Any:
+    return group.all_reduce(bucket.buffer(), cl.ReduceOp.AVG).get_future()
+
+
+def mean_in_callback(group: cl.Group, bucket: Any) -> Any:
+    """With kernels of its own, in the thread and on the stream that a callback gets."""
+    future = group.all_reduce(bucket.buffer()).get_future()
+    return future.then(lambda reduced: reduced.value()[0] / group.size)
+
+
+def train_hooked(group: cl.Group, hook: str) -> list[torch.Tensor]:
     be_strict()
-    kind = "zero, clipped" if zero else "ddp"
+    model = cl.DistributedDataParallel(net("ddp").to(group.device), group, bucket_cap_mb=0.0005)
+    model.register_comm_hook(group, {"mean": mean_of, "in a callback": mean_in_callback}[hook])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(group.rank, step).to(group.device)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
+@pytest.mark.parametrize("hook", ["mean", "in a callback"])
+def test_hooks_on_a_stand_in_give_what_one_process_gives(
+    hook: str, seed: int, ranks: dict[int, StandInRanks]
+) -> None:
+    found = of_seed(ranks, seed).check(train_hooked, hook)
+    for parameter, expected in zip(found[0], train_alone("ddp", 2), strict=True):
+        torch.testing.assert_close(parameter.double(), expected, atol=2e-5, rtol=2e-4)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def train_in_halves(group: cl.Group) -> list[torch.Tensor]:
+    """The vote cannot ride behind gradients that do not count, and has a sum of its own."""
+    be_strict()
+    module = net("ddp").to(group.device).to(torch.bfloat16)
+    model = cl.DistributedDataParallel(module, group, bucket_cap_mb=0.0005)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(group.rank, step).bfloat16().to(group.device)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def train_in_halves_alone(size: int) -> list[torch.Tensor]:
+    model = net("ddp").double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        data = torch.cat([batch(rank, step) for rank in range(size)])
+        model(data.double()).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
+def test_bfloat16_on_a_stand_in_is_close_to_one_process(
+    seed: int, ranks: dict[int, StandInRanks]
+) -> None:
+    found = of_seed(ranks, seed).check(train_in_halves)
+    for parameter, expected in zip(found[0], train_in_halves_alone(2), strict=True):
+        torch.testing.assert_close(parameter.double(), expected, atol=2e-2, rtol=2e-2)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def speak(group: cl.Group) -> list[Any]:
+    be_strict()
+    return [
+        all_gather_row(group, [group.rank, 7]),
+        broadcast_object(group, {"from": group.rank}),
+        all_gather_object(group, "x" * group.rank),
+    ]
+
+
+def test_what_ranks_tell_each_other_on_a_stand_in_is_read_when_it_is_there(
+    ranks: dict[int, StandInRanks],
+) -> None:
+    for told in of_seed(ranks, 0).check(speak):
+        assert told == [[[0, 7], [1, 7]], {"from": 0}, ["", "x"]]
+
+
+def train_unevenly(group: cl.Group, kind: str) -> list[torch.Tensor]:
+    be_strict()
     model = cl.DistributedDataParallel(net(kind).to(group.device), group, bucket_cap_mb=0.0005)
     optimizer = optimizer_of(kind, model)
-    joinables = [model, optimizer] if zero else [model]
+    joinables = [model, optimizer] if kind == "zero, clipped" else [model]
     with cl.Join(joinables, divide_by_initial_world_size=False):
         for step in range(2 + group.rank):
             optimizer.zero_grad()
@@ -119,8 +206,7 @@ def train_unevenly(group: cl.Group, zero: bool) -> list[torch.Tensor]:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def train_unevenly_alone(size: int, zero: bool) -> list[torch.Tensor]:
-    kind = "zero, clipped" if zero else "ddp"
+def train_unevenly_alone(size: int, kind: str) -> list[torch.Tensor]:
     model = net(kind, alone=True).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(size + 1):
@@ -128,17 +214,17 @@ def train_unevenly_alone(size: int, zero: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         data = torch.cat([batch(rank, step) for rank in live])
         model(data.double()).square().mean().backward()
-        if zero:
+        if kind == "zero, clipped":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
-@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("kind", ["ddp", "zero, clipped", "norm"])
 def test_uneven_ranks_on_a_stand_in_equal_one_process(
-    zero: bool, seed: int, ranks: dict[int, StandInRanks]
+    kind: str, seed: int, ranks: dict[int, StandInRanks]
 ) -> None:
-    for mine in of_seed(ranks, seed).check(train_unevenly, zero):
-        for parameter, expected in zip(mine, train_unevenly_alone(2, zero), strict=True):
+    for mine in of_seed(ranks, seed).check(train_unevenly, kind):
+        for parameter, expected in zip(mine, train_unevenly_alone(2, kind), strict=True):
             torch.testing.assert_close(parameter.double(), expected, atol=2e-5, rtol=2e-4)

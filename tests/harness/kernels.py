@@ -22,6 +22,8 @@ class Ran:
     told: str = ""  # on stderr
     value: str | None = None  # of the last expression, as text
     displays: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    pictures: list[str] = field(default_factory=list)  # PNG, in base64
+    pieces_printed: int = 0  # in how many parts `printed` came
     error: str | None = None  # its name
     traceback: str = ""
     stopped_s: float | None = None  # from the interrupt to the end of the cell
@@ -83,6 +85,7 @@ class Kernel:
         match kind:
             case "stream" if content["name"] == "stdout":
                 ran.printed += content["text"]
+                ran.pieces_printed += 1
                 return str(content["text"])
             case "stream":
                 ran.told += content["text"]
@@ -90,6 +93,8 @@ class Kernel:
                 ran.value = content["data"]["text/plain"]
             case "error":
                 ran.error, ran.traceback = content["ename"], "\n".join(content["traceback"])
+            case "display_data" if "image/png" in content["data"]:
+                ran.pictures.append(content["data"]["image/png"])
             case "display_data" | "update_display_data":
                 name = content["transient"]["display_id"]
                 ran.displays.setdefault(name, []).append(content["data"])

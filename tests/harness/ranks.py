@@ -24,7 +24,7 @@ import torch
 from collectives.contract.errors import CollectiveError
 from collectives.group import Group
 from collectives.stores.file_store import FileStore
-from collectives.transports.nccl import load_nccl
+from collectives.transports.nccl import SHARES_GPUS, load_nccl
 
 SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
 
@@ -51,7 +51,7 @@ def why_no_nccl(size: int) -> str:
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed: pip install chorusline[cuda13]"
     num_gpus = torch.cuda.device_count()
-    if num_gpus < size and load_nccl().get_version() < 23000:
+    if num_gpus < size and load_nccl().get_version() < SHARES_GPUS:
         return f"{size} ranks on {num_gpus} GPUs need NCCL 2.30 or later"
     return ""
 

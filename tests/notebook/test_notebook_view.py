@@ -58,7 +58,7 @@ def test_the_line_of_a_rank_is_broken_where_it_had_joined() -> None:
     history = History()
     for taken in (1, 2, 3, 4, 20, 21):
         history.add(report(0, taken, float(taken)))
-    line = history.loss_lines()[0]
+    line = history.lines()[0]
     assert line.index(None) == 4 and len(line) == 7
     assert [point[0] for point in line if point] == [1, 2, 3, 4, 20, 21]
 
@@ -73,7 +73,7 @@ def test_rates_are_even_where_training_was(num_reports: int) -> None:
     assert rates[-1][0] == pytest.approx(num_reports / 50, rel=0.15)
     for _, rate in rates:
         assert rate == pytest.approx(1600, rel=0.2)
-    for line in history.loss_lines().values():
+    for line in history.lines().values():
         assert len(line) <= 2000 and None not in line
 
 

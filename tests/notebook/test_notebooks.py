@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -208,7 +209,7 @@ def test_a_cell_runs_on_every_rank_and_its_variables_stay(started: Kernel) -> No
         "%%ranks\nimport asyncio\nx = torch.tensor([float(ctx.rank)])\n"
         "await ctx.group.all_reduce(x)\nprint('I am', ctx.rank)\nawait asyncio.sleep(0, x.item())"
     )
-    assert ran.printed == "rank 0 │ I am 0\nrank 1 │ I am 1\n"
+    assert sorted(ran.printed.splitlines()) == ["[rank 0] I am 0", "[rank 1] I am 1"]
     assert ran.value == "[1.0, 1.0]"
     assert started.run("%%ranks\ny = x + ctx.rank").value is None
     assert started.run("%%ranks session\ny.item();").value is None
@@ -223,7 +224,7 @@ def test_an_error_on_a_rank_is_shown_once_after_what_was_printed(started: Kernel
     ran = started.run(
         "%%ranks\nprint('so far')\nif ctx.rank == 1:\n    raise LookupError('lost')\nctx.barrier()"
     )
-    assert ran.printed == "rank 0 │ so far\nrank 1 │ so far\n"
+    assert sorted(ran.printed.splitlines()) == ["[rank 0] so far", "[rank 1] so far"]
     assert ran.error == "LookupError"
     assert ran.traceback.count("LookupError: lost") == 1
     assert "raised by rank 1 of 2" in ran.traceback and ", line 3, in <module>" in ran.traceback
@@ -232,6 +233,40 @@ def test_an_error_on_a_rank_is_shown_once_after_what_was_printed(started: Kernel
     wrong = started.run("%%ranks\nz = (")
     assert "SyntaxError: '(' was never closed" in wrong.told and "z = (" in wrong.told
     assert len(wrong.told.splitlines()) <= 5, "no frames of ours"
+
+
+def test_a_cell_on_the_ranks_prints_while_it_runs_and_shows_its_figures(started: Kernel) -> None:
+    ran = started.run(
+        "%%ranks\nimport time\nimport matplotlib.pyplot as plt\n"
+        "print('at first')\ntime.sleep(0.5)\n"
+        "if ctx.rank == 0:\n    plt.plot([1, 2, 3])\n    plt.show()\n    print('behind it')\n"
+        "else:\n    plt.plot([3, 2, 1]);  # shown at the end of the cell\n"
+        "ctx.barrier()\ntime.sleep(0.5)\nprint('at last')"
+    )
+    assert ran.error is None, ran.traceback
+    of_rank_0 = [line for line in ran.printed.splitlines() if line.startswith("[rank 0]")]
+    assert of_rank_0 == [
+        *("[rank 0] at first", "[rank 0] a figure:", "[rank 0] behind it", "[rank 0] at last")
+    ]
+    assert ran.printed.endswith("[rank 1] a figure:\n")
+    assert ran.pieces_printed >= 3, "not all at once"
+    assert len(ran.pictures) == 2 and ran.pictures[0] != ran.pictures[1]
+    assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in ran.pictures)
+
+
+def test_any_reported_number_is_plotted(started: Kernel) -> None:
+    ran = started.run(
+        "import time\n"
+        "def measure(ctx):\n"
+        "    for n in range(30):\n"
+        "        ctx.report(accuracy=n / 30, top={'five': 1 - n / 30})\n"
+        "        time.sleep(0.05)\n"
+        "await session.run(measure);"
+    )
+    html = ran.only_display()[-1]["text/html"]
+    for name in ("accuracy", "top.five", "batches/s"):
+        assert f'aria-label="{name}' in html
+    assert 'aria-label="loss"' not in html
 
 
 def test_a_magic_that_has_no_session_says_how_to_get_one(started: Kernel) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.data.dealer import Cut, Dealer, Dealt, Left
-from runtime.process.agreement import MAX_ITERATIONS, Note, read_agreement, vote_numel, write_vote
+from runtime.process.agreement import MAX_ITERATIONS, Note, read_agreement, vote_numel, vote_of
 from runtime.process.registry import Registered
 from runtime.recovery.plain_optimizer_steps import PlainSteps
 from runtime.recovery.restart import Summary, leader_of, up_to_date
@@ -54,9 +54,7 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
         ]
         total = torch.zeros(vote_numel(num_ranks, 4, MAX_ITERATIONS), dtype=dtype)
         for rank in range(num_ranks):
-            vote = torch.full_like(total, 7)
-            write_vote(
-                vote,
+            vote = vote_of(
                 rank,
                 num_ranks,
                 live=rank != 1,
@@ -65,8 +63,9 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
                 weight=None,
                 stop=False,
                 cursors=cursors[rank],
+                num_cursors=MAX_ITERATIONS,
             )
-            total += vote
+            total += torch.tensor(vote, dtype=dtype)
         told = read_agreement(total.tolist(), num_ranks, MAX_ITERATIONS)
         # Also of a rank that has joined, which is not live.
         assert told.cursors == tuple(map(tuple, cursors))

@@ -75,9 +75,10 @@ class Kind:
         self, model: torch.nn.Module, numbers: list[int], samples: Samples, which: int = 0
     ) -> torch.Tensor:
         """which: of the passes of the step."""
-        inputs = samples.inputs[numbers].to(self.dtype) + which
+        inputs = samples.inputs[numbers].to(device_of(model), self.dtype) + which
         output = model(inputs, is_used=(numbers[0] + which) % 3 == 0)
-        loss = torch.nn.functional.mse_loss(output, samples.targets[numbers].to(self.dtype))
+        targets = samples.targets[numbers].to(device_of(model), self.dtype)
+        loss = torch.nn.functional.mse_loss(output, targets)
         return loss * torch.inf if self.scaler and 7 in numbers else loss
 
     def passes_of(self, step: int) -> range:
@@ -88,6 +89,10 @@ class Kind:
 
     def key_list(self) -> list[int] | None:
         return [number // 5 for number in range(NUM_SAMPLES)] if self.keys else None
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 class Lines(torch.utils.data.IterableDataset):
@@ -210,7 +215,8 @@ def train(
     unknown phase is left to `acts`: by first rank, what is done to its context and optimizer.
     stream: of the samples, instead of the dataset that has a length; collate: of its rows."""
     seat, samples, diary = ctx.rank, Samples(), Diary(folder, ctx.rank)
-    model = cl.DistributedDataParallel(kind.network(), bucket_cap_mb=kind.bucket_cap_mb)
+    network = kind.network().to(ctx.device)
+    model = cl.DistributedDataParallel(network, bucket_cap_mb=kind.bucket_cap_mb)
     optim = cl.ZeroRedundancyOptimizer(
         model, kind.optimizer, replicas=kind.replicas, **kind.zero, **kind.options
     )
@@ -267,8 +273,8 @@ def train(
     return Told(
         ctx.rank,
         ctx.world_size,
-        [p.detach().clone() for p in model.parameters()],
-        [b.clone() for b in model.buffers()],
+        [p.detach().cpu().clone() for p in model.parameters()],
+        [b.cpu().clone() for b in model.buffers()],
         optim.num_steps,
         lost,
         optim.param_groups[0]["lr"],

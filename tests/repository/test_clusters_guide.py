@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from typing import Any
 
 import pytest
@@ -26,6 +28,27 @@ def test_ray_up_takes_the_autoscalers_file() -> None:
         validate_config(prepare_config(config | {"head_node_typ": "head"}))
     assert config["available_node_types"]["head"]["resources"] == {"CPU": 0}
     assert f"ray[default]=={ray.__version__}" in config["setup_commands"][0]
+
+
+def test_the_image_is_that_of_the_kuberay_job_and_what_it_copies_is_there() -> None:
+    """It cannot be built here: what it names is looked up."""
+    image = (FOLDER / "Dockerfile").read_text()
+    head = loaded("kuberay.yaml")["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    assert f"-t {head['containers'][0]['image']} ." in image
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert f"RAY_IMAGE=rayproject/ray:{ray.__version__}-py3" in image
+    assert f"\nray=={ray.__version__}\n" in constraints
+    assert re.search(r"^torch==", constraints, re.MULTILINE)
+    copied = re.findall(r"^COPY --chown=ray:users (.+) \S+$", image, re.MULTILINE)
+    names = [name for line in copied for name in line.split()]
+    assert len(names) == 8 and all((ROOT / name).exists() for name in names)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (
+        re.search(r"^ARG EXTRA=\[(.+)\]$", image, re.MULTILINE)[1]
+        in extras[  # type: ignore[index]
+            "optional-dependencies"
+        ]
+    )
 
 
 def test_the_kuberay_job_is_of_one_version_and_runs_our_command() -> None:

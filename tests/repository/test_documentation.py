@@ -22,15 +22,21 @@ def programs() -> dict[str, str]:
 
 SLOW = {
     "checkpoints-0",
+    *(f"data-{number}" for number in range(5)),
     "from-ray-train-0",
     "from-torch-2",
     "from-torch-3",
-    "getting-started-0",
+    *(f"recipes-{number}" for number in range(7)),
     "torch-distributed-0",
     "training-0",
     "uneven-inputs-0",
 }
 """Programs that start sessions, beside others in the fast suite that do the same."""
+
+
+def test_the_programs_that_are_called_slow_exist() -> None:
+    assert programs().keys() >= SLOW
+    assert {name for name in programs() if name.startswith(("data", "recipes"))} <= SLOW
 
 
 @pytest.mark.parametrize(

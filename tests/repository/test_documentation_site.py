@@ -77,6 +77,15 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     assert missing == set()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_only_ranks_join(page: Path) -> None:
+    """They run out of data. Workers come in, a run uses a cluster (docs/glossary.md)."""
+    text = " ".join(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).split())
+    things = "(?:cluster|session|run|workers?|nodes?|process(?:es)?|machines?)"
+    joins = rf"\b{things} (?:may |can |that (?:comes )?)?joins?\b|\bjoins? (?:the|a) {things}\b"
+    assert re.findall(joins, text) == []
+
+
 def test_a_walk_says_how_many_files_it_enters() -> None:
     walks = (ROOT / "docs/architecture.md").read_text().split("### The walk of ")[1:]
     assert [walk.split("\n")[0] for walk in walks] == [
@@ -86,6 +95,7 @@ def test_a_walk_says_how_many_files_it_enters() -> None:
         "a save",
     ]
     for walk in walks:
+        walk = walk.split("\n## ")[0]  # The last one ends where the next section begins.
         said = re.search(r"It\s+enters\s+(\d+)\s+files", walk)
         assert said is not None
         assert int(said[1]) == len(set(re.findall(r"`([\w/]+\.py)`", walk)))

@@ -129,8 +129,8 @@ def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path, on_clu
     picture = imread(tmp_path / "out/loss.png")
     assert picture.shape[1] > 1000
     assert picture.std() > 0.05, "the plot is blank"
-    assert f"step {len(records)}/{len(records)}  loss" in done.stdout
-    assert "run out of data and joined; the others go on" in done.stdout
+    assert f"step {len(records)}/{len(records)}  loss" in done.stderr
+    assert "run out of data and joined; the others go on" in done.stderr
     assert "sample:\ndef " in done.stdout
     difference = re.search(r"one process .* largest difference ([^,]+),", done.stdout)
     assert float(difference[1]) < 1e-5

@@ -36,7 +36,7 @@ ORDER = {
         "parcels",
         (
             *("errors", "calls", "versions", "run_status", "whereabouts", "fault_plan", "messages"),
-            *("actor_store", "meter", "journal", "outcomes"),
+            *("actor_store", "meter", "output", "journal", "outcomes"),
         ),
         "driver",
         "worker",

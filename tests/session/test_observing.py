@@ -18,7 +18,7 @@ import pytest
 import ray
 import torch
 
-from actors.meter import COUNTERS, GAUGES, OF_DRIVER, Look, Meter
+from actors.meter import COUNTERS, GAUGES, OF_DRIVER, REPORTED, Look, Meter
 from actors.run_status import RunStatus
 from actors.versions import difference, versions_here
 from actors.whereabouts import Whereabouts
@@ -202,7 +202,7 @@ def test_activity_stands_for_what_the_ring_has_lost_and_counts_overlaps_once() -
 def test_the_dashboard_asks_for_metrics_that_exist_and_for_all_of_them() -> None:
     board = json.loads((ROOT / "docs/grafana-dashboard.json").read_text())
     asked = " ".join(t["expr"] for panel in board["panels"] for t in panel.get("targets", []))
-    exist = {f"ray_{name}" for name in GAUGES}
+    exist = {f"ray_{name}" for name in (*GAUGES, *REPORTED)}
     exist |= {f"ray_{name}_total" for name in (*COUNTERS, *OF_DRIVER)}
     named = set(re.findall(r"ray_chorusline\w+", asked))
     assert named <= exist
@@ -222,6 +222,7 @@ def train(ctx):
     while ctx.reduce(float(time.monotonic() < until), "min"):
         model(torch.ones(2, 64)).sum().backward()
         optim.step(); optim.zero_grad()
+        ctx.report(loss=0.25, top={"one": 0.5}, note="no number")
 
 def scraped():
     port = ray.nodes()[0]["MetricsExportPort"]
@@ -239,6 +240,8 @@ async def main():
             for line in (await asyncio.to_thread(scraped)).splitlines():
                 if line.startswith("ray_chorusline") and (
                     found := re.match(r'(\\w+)\\{.*seat="(\\d)".*\\} (.*)', line)):
+                    if name := re.search(r'[{,]name="([^"]*)"', line):
+                        seen[f"{name[1]} of {found[2]}"] = float(found[3])
                     seen[found[1] + found[2]] = max(
                         float(found[3]), seen.get(found[1] + found[2], -1.0))
         await running
@@ -260,6 +263,7 @@ def test_prometheus_scrapes_what_workers_do() -> None:
         assert seen[f"ray_chorusline_rank{seat}"] == float(seat)
         assert seen[f"ray_chorusline_world_size{seat}"] == 2
         assert seen[f"ray_chorusline_memory_bytes{seat}"] > 50e6
+        assert (seen[f"loss of {seat}"], seen[f"top.one of {seat}"]) == (0.25, 0.5)
 
 
 # ── A driver that nobody needs ───────────────────────────────────────────────────────────────────

@@ -64,6 +64,11 @@ async def test_a_label_that_no_node_has_is_named(cluster: None) -> None:
         ),
         ({"accelerator_type": "A100"}, ValueError, "set use_gpu=True"),
         ({"accelerator_type": 100, "use_gpu": True}, ValueError, "such as 'A100', got 100"),
+        (
+            {"env_vars": {"CUDA_VISIBLE_DEVICES": "0,1"}, "use_gpu": True},
+            ValueError,
+            "two workers may get the same one. .* before `ray start`",
+        ),
         ({"pause_s": 0}, ValueError, "pause_s must be a positive number of seconds, got 0"),
         ({"timeout_s": float("nan")}, ValueError, "timeout_s must be a positive number"),
     ],

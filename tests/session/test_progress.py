@@ -1,11 +1,24 @@
 """What the display concludes from reports, however they arrive, and what it prints in a log."""
 
+import fcntl
 import io
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import time
 
+import pytest
+import torch
 from rich.console import Console
 
+import chorusline as cl
 from actors.messages import Report
-from runtime.session.progress import Progress, Seen, batches_left
+from actors.run_status import RunStatus
+from runtime.session.progress import Progress
+from runtime.session.seen import Pace, Places, Seen, batches_left, headline
 
 
 def report(rank, number, num_batches, *, epoch=0, time=0.0):
@@ -77,3 +90,128 @@ def test_log_gets_whole_lines_with_the_join_and_the_end():
     assert first.startswith("step 1/5  loss 2.000")
     assert news == "step 3: rank 0 has run out of data and joined; the others go on"
     assert last == "step 5/5  loss 3.000  batches left: rank 0 joined, rank 1 0"
+
+
+def status(rank, *, epoch=1, taken=30, left=10, **more):
+    return RunStatus(
+        rank, taken=70, num_epochs=3, epoch=epoch, batches_taken=taken, batches_left=left, **more
+    )
+
+
+def places_of(*statuses, numbers=None, num_lost=0):
+    return Places.of(dict(enumerate(statuses)), numbers, num_lost)
+
+
+def test_headline_has_the_place_the_numbers_the_pace_and_the_workers():
+    pace = Pace()
+    for now_s in (1.0, 3.0):
+        pace.look({0: status(0, samples=int(100 * now_s)), 1: status(1)}, now_s)
+    reported = seen(Report(0, 0, 0.0, {"accuracy": 0.5, "top": {"five": 1.0}, "loss": 2e-5}))
+    places = places_of(status(0), status(1, left=4), num_lost=1)
+    assert headline(reported, places, pace) == (
+        "epoch 2/3  step 30/40  loss 2e-05  accuracy 0.500  top.five 1.000  100 samples/s  "
+        "2 workers, 1 lost"
+    )
+    without = places_of(status(0), status(1, has_joined=True), numbers={0: {"a": 1}, 1: {"a": 3}})
+    assert headline(Seen(), without) == "epoch 2/3  step 30/40  a 1.000  2 workers"
+    assert batches_left(reported, places) == "batches left: rank 0 10, rank 1 4"
+    assert batches_left(reported, places_of(status(0), status(1))) == "", "equal on all ranks"
+
+
+def test_a_rank_that_has_not_begun_the_epoch_does_not_count_in_it():
+    places = places_of(status(0, epoch=1, taken=40, left=0), status(1, epoch=2, taken=1))
+    assert (places.of_epochs, places.done, places.total) == ("epoch 2/3", 40, 40)
+    later = places_of(status(0, epoch=2), status(1, epoch=2))
+    assert places.epoch_over(later) == "epoch 2/3 is over" and later.epoch_over(later) == ""
+
+
+def test_a_number_that_is_reported_once_in_an_epoch_stays():
+    first = Report(0, 0, 0.0, {"loss": 1.0, "accuracy": 0.25})
+    assert seen(first, Report(0, 1, 1.0, {"loss": 0.5})).numbers == {"loss": 0.5, "accuracy": 0.25}
+
+
+def train(ctx, pause_s=0.0):
+    model = cl.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    for epoch in ctx.epochs(2):
+        with cl.Join([model, optim], skew_warning=None):
+            for batch in ctx.shard(torch.ones(21, 2), batch_size=2, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                time.sleep(pause_s)
+        if ctx.rank == 0:
+            print("x" * 200)
+            ctx.report(accuracy=epoch + 0.5)
+
+
+async def test_a_run_that_reports_nothing_in_its_steps_has_its_progress_in_a_log(session, capsys):
+    """Without a line of the program, on stderr; a session in tests has no terminal."""
+    await session.run(train)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("epoch 2/2  step 6/6  accuracy 1.500") and "2 workers" in last
+    await session.run(lambda ctx: ctx.rank)
+    assert capsys.readouterr().err == "", "nothing to say"
+
+
+async def test_progress_and_output_can_be_switched_off(cluster, capsys):
+    few = {"CPU": 0.1}
+    async with cl.Session(
+        1, resources_per_worker=few, progress=False, log_to_driver=False
+    ) as session:
+        await session.run(train)
+    shown = capsys.readouterr()
+    assert shown.out == shown.err == ""
+    with pytest.raises(TypeError, match=r"write progress=Progress\(num_steps=...\)"):
+        cl.Session(progress=10)
+
+
+ON_A_TERMINAL = """
+import asyncio, sys
+import chorusline as cl
+from tests.session.test_progress import train
+
+async def main():
+    async with cl.Session(2, resources_per_worker={"CPU": 0.1}) as session:
+        running = asyncio.create_task(session.run(train, pause_s=0.2))
+        while not running.done():
+            await asyncio.sleep(0.5)
+            print("y" * 30)
+        await running
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stdout_is_terminal", [True, False])
+def test_a_terminal_has_bars_below_whole_lines(on_cluster, stdout_is_terminal):
+    """What ranks and what the program itself print is not torn by the bars; and stdout that goes
+    into a file has nothing but it."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 300, 0, 0))
+    path = os.pathsep.join(sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL],
+        stdout=theirs if stdout_is_terminal else subprocess.PIPE,
+        stderr=theirs,
+        env={**on_cluster, "PYTHONPATH": path, "TERM": "xterm-256color"},
+    )
+    os.close(theirs)
+    raw = b""
+    try:
+        while part := os.read(ours, 65536):
+            raw += part
+    except OSError:  # The other side is closed.
+        pass
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, raw.decode()
+    os.close(ours)
+    terminal = raw.decode()
+    lines = terminal.replace("\x1b[2K", "\n").replace("\r", "\n").splitlines()
+    assert "epoch 2/2  step" in terminal and "this epoch" in terminal
+    printed = lines if stdout_is_terminal else output.decode().splitlines()
+    assert printed.count("[rank 0] " + "x" * 200) == 2
+    assert printed.count("y" * 30) >= 3
+    if not stdout_is_terminal:
+        assert "xxx" not in terminal and set(printed) == {"[rank 0] " + "x" * 200, "y" * 30}

@@ -274,9 +274,19 @@ async def test_workers_that_find_no_room_in_time(session: Session) -> None:
     assert time.monotonic() - began_at < 5
 
 
-async def test_a_gpu_where_there_is_none(cluster: None) -> None:
-    with pytest.raises(StartupError, match="use_gpu=True: the cluster has no GPU"):
-        await Session(num_workers=1, use_gpu=True).start()
+@pytest.mark.slow  # The tests' own cluster has been told of GPUs.
+def test_a_gpu_where_there_is_none() -> None:
+    code = """
+import asyncio
+import chorusline as cl
+from actors.errors import StartupError
+
+try:
+    asyncio.run(cl.Session(num_workers=1, use_gpu=True).start())
+except StartupError as error:
+    print(error)
+"""
+    assert "use_gpu=True: the cluster has no GPU" in output_of("-c", code, timeout_s=100)
 
 
 async def test_as_many_workers_as_fit_between_fewest_and_most(session: Session) -> None:
@@ -373,3 +383,20 @@ if __name__ == "__main__":
     print("nothing left")
 """
     assert "nothing left" in output_of("-c", script, timeout_s=90)
+
+
+async def test_a_worker_computes_with_one_thread_where_it_has_one_cpu(
+    session: Session,
+) -> None:
+    assert set(await session.run(lambda ctx: torch.get_num_threads())) == {1}
+
+
+@pytest.mark.slow
+async def test_a_worker_computes_with_as_many_threads_as_it_has_cpus(cluster: None) -> None:
+    def threads(ctx: Context) -> tuple[int, int, str | None]:
+        given = torch.get_num_threads()
+        torch.set_num_threads(3)
+        return given, torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+    async with Session(1, resources_per_worker={"CPU": 2}) as session:
+        assert await session.run(threads) == [(2, 3, "2")]

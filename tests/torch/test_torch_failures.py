@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import chorusline as cl
 from collectives.stores.torch_store import TorchStore
+from runtime.process.torch_distributed import of_device
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Ranks
 from tests.references.training import batches_of, loss_of, make_model
 
@@ -228,6 +229,13 @@ async def test_torchruns_variables_are_set_as_long_as_torch_is_initialised(sessi
     with pytest.raises(KeyError):
         await session.run(among_torchs_variables, error=KeyError("no such sample"))
     assert await session.run(environment) == [{**names, **afterwards} for names in before]
+
+
+def test_accelerate_is_told_the_gpu_that_is_not_the_one_of_its_local_rank():
+    name = "ACCELERATE_TORCH_DEVICE"
+    assert of_device(torch.device("cuda", 3), {}) == {name: "cuda:3"}
+    assert of_device(torch.device("cuda", 3), {name: "cuda:1"}) == {}, "the user's word stands"
+    assert of_device(torch.device("cpu"), {}) == {}
 
 
 def described_again(ctx, once):

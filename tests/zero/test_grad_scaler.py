@@ -101,3 +101,17 @@ def test_what_would_decide_by_local_gradients_is_refused(ranks_of):
         assert "Use chorusline.GradScaler(optimizer)" in stock
         assert "clip with the optimizer's max_norm" in unscale
         assert "Join([model, optimizer, scaler])" in order
+
+
+def take_step_at_a_scale_of_its_own(group):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        scaler = cl.GradScaler(optimizer, init_scale=4.0 * (1 + group.rank))
+        scaler.scale(loss_of(model, torch.randn(3, 7))).backward()
+        return str(error_of(lambda: scaler.step(optimizer), RuntimeError))
+
+
+def test_scales_that_differ_are_refused_on_every_rank(ranks_of):
+    for told in ranks_of(2).run(take_step_at_a_scale_of_its_own):
+        assert "the loss scales of the ranks differ: 4 on rank 0, 8 on rank 1; every" in told

@@ -1,32 +1,31 @@
-"""ZeRO where state and parameters live on GPUs. Skipped, with the reason, where there are none."""
+"""ZeRO where state and parameters live on GPUs, or on stand-ins for them."""
 
 import pytest
 import torch
 
 import chorusline as cl
-from tests.harness.ranks import NCCL, Rank, on_gpus, run_ranks
+from collectives.group import Group
+from tests.harness.gpus import gpus_of
+from tests.harness.ranks import Rank
 from tests.references.training import batches_of, loss_of, make_model
-
-needs_cuda = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="torch sees no CUDA device; a CPU has no second device"
-)
 
 
 class Spread(torch.nn.Module):
-    """A model on two devices of one process."""
+    """A model on the host and on a second device."""
 
-    def __init__(self):
+    def __init__(self, second):
         super().__init__()
         torch.manual_seed(0)
         self.first = torch.nn.Linear(7, 13)
-        self.second = torch.nn.Linear(13, 5).cuda()
+        self.second = torch.nn.Linear(13, 5).to(second)
 
     def forward(self, batch):
-        return self.second(torch.tanh(self.first(batch)).cuda())
+        hidden = torch.tanh(self.first(batch))
+        return self.second(hidden.to(self.second.weight.device))
 
 
 def train_spread(group):
-    module = Spread()
+    module = Spread("cuda")
     zero = cl.ZeroRedundancyOptimizer(
         module.parameters(), torch.optim.AdamW, lr=1e-2, group=group, max_norm=0.1
     )
@@ -45,17 +44,21 @@ def broadcast(group, zero):
     return state[0]
 
 
-@pytest.mark.gpu
-@needs_cuda
-def test_parameters_on_two_devices_are_gathered_by_way_of_the_groups(ranks_of):
-    module = Spread()
+def train_spread_on(rank: Rank):
+    with Group.create(rank.store, rank.rank, rank.size, "cpu", name="on the host") as group:
+        return train_spread(group)
+
+
+@pytest.mark.parametrize("gpus", gpus_of(2))
+def test_parameters_on_two_devices_are_gathered_by_way_of_the_groups(gpus, tmp_path):
+    module = Spread("cpu")
     plain = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for batch in batches_of(0, 3, torch.float32):
         plain.zero_grad()
         module(batch).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         plain.step()
-    for parameters in ranks_of(2).run(train_spread):
+    for parameters in gpus.run(train_spread_on, tmp_path):
         for ours, expected in zip(parameters, module.parameters(), strict=True):
             assert torch.allclose(ours, expected.cpu(), rtol=1e-4, atol=1e-6)
 
@@ -83,16 +86,16 @@ def train_capturable(rank: Rank, overlapped: bool):
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("size", [on_gpus(2)])
-def test_state_of_capturable_optimizers_stays_on_the_gpu(size, overlapped, tmp_path):
+@pytest.mark.parametrize("gpus", gpus_of(2))
+def test_state_of_capturable_optimizers_stays_on_the_gpu(gpus, overlapped, tmp_path):
     model = make_model(torch.float32)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = [batches_of(rank, 4, torch.float32) for rank in range(size)]
+    data = [batches_of(rank, 4, torch.float32) for rank in range(gpus.size)]
     for step in range(4):
         plain.zero_grad()
         for batches in data:
-            (loss_of(model, batches[step]) / size).backward()
+            (loss_of(model, batches[step]) / gpus.size).backward()
         plain.step()
-    for parameters in run_ranks(train_capturable, size, tmp_path, NCCL, overlapped):
+    for parameters in gpus.run(train_capturable, tmp_path, overlapped):
         for ours, expected in zip(parameters, model.parameters(), strict=True):
             assert torch.allclose(torch.tensor(ours), expected, rtol=1e-4, atol=1e-6)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from collectives import Group
+from collectives.operations.host_reads import device_numbers
 
 from ...process.agreement import (
     MAX_ITERATIONS,
@@ -33,7 +34,7 @@ from ...process.agreement import (
     check_votes,
     read_agreement,
     vote_numel,
-    write_vote,
+    vote_of,
 )
 from ...process.between_runs import between_runs
 from ...process.step_boundary import boundary
@@ -315,16 +316,15 @@ class Reducer(Launcher):
 
     def _launch_rest(self) -> None:
         # The vote comes first: it may travel behind the content of the last bucket.
-        if self._reduction.vote is not None:
-            self._write_vote(self._reduction.vote)
+        if self._reduction.votes:
+            self._reduction.take_vote(self._vote())
         for bucket in self.buckets[self._num_launched :]:
             self._launch(bucket)
         self._reduction.launch_vote(self.group)
 
-    def _write_vote(self, vote: torch.Tensor) -> None:
+    def _vote(self) -> list[float]:
         has_next = self._has_next()
-        write_vote(
-            vote,
+        return vote_of(
             self.group.rank,
             self.group.size,
             live=self.is_live,
@@ -333,16 +333,14 @@ class Reducer(Launcher):
             weight=self.weight,
             stop=boundary().steps.stop_is_wanted,
             cursors=self._cursors() if self._cursors is not None else (),
+            num_cursors=self._num_cursors,
             notes=self.earlier.notes(is_own=bool(self._arrivals)) if self.is_live else (),
         )
 
     def _finish(self) -> None:
         """Wait for sums and votes, and set `.grad` to the mean for any kind of optimizer."""
         self.wait()
-        self._reduction.finish(self.buckets, self.group)
-        vote = self._reduction.vote
-        assert vote is not None
-        total = vote.tolist()
+        total = self._reduction.finish(self.buckets, self.group)
         check_votes(total, self.group)
         agreement = read_agreement(total, self.group.size, self._num_cursors)
         self.weight = None
@@ -366,9 +364,8 @@ class Reducer(Launcher):
         self._has_measured_order = True
         expected = self.gradients.order
         rest = [number for number in expected if number not in self._arrivals]
-        measured = torch.tensor([*self._arrivals, *rest], dtype=torch.int32).to(self.group.device)
-        self.group.broadcast(measured, rank).wait_on_host()
-        order = measured.tolist()
+        mine = device_numbers([*self._arrivals, *rest], torch.int32, self.group.device)
+        order = self.group.broadcast_and_read(mine, rank).tolist()
         if order != expected:
             self.lay_out(order)
         if self.on_new_order is not None:

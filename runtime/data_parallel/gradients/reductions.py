@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives import Group, Work
+from collectives import Group
+from collectives.operations.host_reads import Reading, device_numbers, host_numbers
 
 from .comm_hooks import CommHook, GradBucket
 from .gradient_bucket import GradientBucket
@@ -30,13 +31,12 @@ class Reduction(ABC):
     """How the buckets of one model are reduced.
 
     hook: the communication hook that reduces them, if there is one.
-    vote: (vote_numel,) this rank writes its vote here before the last bucket is launched; after
-        `finish` it holds the sum of all votes. None where an optimizer holds a ballot instead.
+    votes: whether the step is voted on here, and not in the ballot of an optimizer.
     carrier: the bucket that carries the vote behind its content, if one does.
     """
 
     hook: CommHook | None = None
-    vote: torch.Tensor | None = None
+    votes = True
     carrier: GradientBucket | None = None
 
     def adopt(self, fresh: Sequence[GradientBucket], group: Group) -> None:
@@ -49,12 +49,16 @@ class Reduction(ABC):
     def launch(self, bucket: GradientBucket, number: int, group: Group) -> None:
         """Begin to reduce a bucket. All ranks launch them in the order of their numbers."""
 
-    def launch_vote(self, group: Group) -> None:
-        """Called when the vote is written and all buckets are launched."""
+    def take_vote(self, vote: Sequence[float]) -> None:
+        """This rank's vote (vote_numel), before the last bucket is launched."""
 
-    def finish(self, buckets: Sequence[GradientBucket], group: Group) -> None:
-        """Block until buckets and vote hold the sums over all ranks. The caller has waited for the
-        works of the buckets."""
+    def launch_vote(self, group: Group) -> None:
+        """Called when the vote is taken and all buckets are launched."""
+
+    def finish(self, buckets: Sequence[GradientBucket], group: Group) -> list[float]:
+        """Block until the buckets hold the sums over all ranks; returns the sum of the votes. The
+        caller has waited for the works of the buckets."""
+        return []
 
     def divide(self, buckets: Sequence[GradientBucket], divisor: float) -> None:
         """Divide the sums to get means. divisor: 0 where no rank was live: no gradient counts."""
@@ -63,32 +67,39 @@ class Reduction(ABC):
 class AllReduce(Reduction):
     """Every rank gets the whole sum of every bucket, in place."""
 
-    vote: torch.Tensor
-
     def __init__(self) -> None:
-        self._vote_work: Work | None = None
+        self._vote = torch.empty(0)
+        self._reading: Reading | None = None
 
     def place_vote(self, last: GradientBucket, numel: int) -> None:
-        self._vote_work = None
+        self._reading = None
         if last.flat.dtype in _COUNTING:
             self.carrier = last
-            self.vote = last.flat[last.plan.content : last.plan.content + numel]
+            self._vote = last.flat[last.plan.content : last.plan.content + numel]
         else:
             self.carrier = None
-            self.vote = torch.zeros(numel, dtype=torch.float32, device=last.flat.device)
+            self._vote = torch.zeros(numel, dtype=torch.float32, device=last.flat.device)
+
+    def take_vote(self, vote: Sequence[float]) -> None:
+        numbers = host_numbers(vote, self._vote.dtype, self._vote.device)
+        self._vote.copy_(numbers, non_blocking=True)
 
     def launch(self, bucket: GradientBucket, number: int, group: Group) -> None:
-        rider = self.vote.numel() if bucket is self.carrier else 0
-        bucket.work = group.all_reduce(bucket.flat[: bucket.plan.content + rider])
+        if bucket is self.carrier:
+            whole = bucket.flat[: bucket.plan.content + self._vote.numel()]
+            self._reading = group.all_reduce_and_read(whole, self._vote)
+            bucket.work = self._reading.work
+        else:
+            bucket.work = group.all_reduce(bucket.flat[: bucket.plan.content])
 
     def launch_vote(self, group: Group) -> None:
         if self.carrier is None:
-            self._vote_work = group.all_reduce(self.vote)
+            self._reading = group.all_reduce_and_read(self._vote)
 
-    def finish(self, buckets: Sequence[GradientBucket], group: Group) -> None:
-        if self._vote_work is not None:
-            self._vote_work.wait_on_host()
-            self._vote_work = None
+    def finish(self, buckets: Sequence[GradientBucket], group: Group) -> list[float]:
+        reading, self._reading = self._reading, None
+        assert reading is not None
+        return reading.tolist()
 
     def divide(self, buckets: Sequence[GradientBucket], divisor: float) -> None:
         if divisor not in (0, 1):
@@ -103,16 +114,18 @@ class ByHook(Reduction):
     """
 
     hook: CommHook
-    vote: torch.Tensor
 
     def __init__(self, hook: CommHook, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.hook = hook
         self._parameters = parameters
         self._last: GradientBucket | None = None
+        self._vote: Sequence[float] = ()
 
     def place_vote(self, last: GradientBucket, numel: int) -> None:
         self._last = last
-        self.vote = torch.zeros(numel, dtype=torch.float32, device=last.flat.device)
+
+    def take_vote(self, vote: Sequence[float]) -> None:
+        self._vote = vote
 
     def launch(self, bucket: GradientBucket, number: int, group: Group) -> None:
         is_last = bucket is self._last
@@ -120,16 +133,19 @@ class ByHook(Reduction):
             GradBucket(number, bucket.content(), bucket.plan.spans, self._parameters, is_last)
         )
 
-    def finish(self, buckets: Sequence[GradientBucket], group: Group) -> None:
+    def finish(self, buckets: Sequence[GradientBucket], group: Group) -> list[float]:
         for bucket in buckets:
             assert bucket.future is not None
             future, bucket.future = bucket.future, None
             self.hook.finish(future, bucket.flat[: bucket.plan.content], group)
-        group.all_reduce(self.vote).wait_on_host()
+        vote = device_numbers(self._vote, torch.float32, group.device)
+        return group.all_reduce_and_read(vote).tolist()
 
 
 class ReduceScatter(Reduction):
     """Each rank gets the sum for its shard of a bucket; its optimizer divides the sum."""
+
+    votes = False
 
     def adopt(self, fresh: Sequence[GradientBucket], group: Group) -> None:
         for bucket in fresh:

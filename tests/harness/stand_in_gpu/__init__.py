@@ -11,6 +11,7 @@ their own (ranks.py). Streams, memory and NCCL go wrong here as the real ones ma
 - torch_cuda.py puts these in the place of `torch.cuda` and of the functions that make tensors.
 - nccl.py is `cupy.cuda.nccl` as NCCL's sources describe it. Its kernels meet in hub.py.
 
-Not modelled: Python's lock and the driver's context lock held by CUDA calls, kernels that cannot
-run at the same time, several devices, CUDA graphs, kernels' numerics, real time.
+Not modelled: Python's lock and the driver's held by CUDA calls, but for the query of an event;
+kernels that cannot run at the same time; several devices; CUDA graphs; torch.distributed; kernels'
+numerics; time.
 """

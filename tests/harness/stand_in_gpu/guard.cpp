@@ -6,6 +6,11 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
+#include <chrono>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
 
 using namespace c10;
 
@@ -27,6 +32,15 @@ DeviceIndex exchange(DeviceIndex index) {
   choose(index);
   return before;
 }
+
+// A place in a stream: behind so many kernels.
+struct Point {
+  StreamId stream;
+  long long kernels;
+};
+std::mutex streams;
+std::unordered_map<StreamId, long long> launched;
+std::unordered_map<StreamId, std::deque<Point>> waits; // For which the next kernel has to wait.
 
 Stream stream_of(StreamId id) { return Stream(Stream::UNSAFE, Device(kind, 0), id); }
 
@@ -53,15 +67,28 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const Stream &) const override { return true; }
   void synchronizeStream(const Stream &) const override {}
 
-  // The engine's own events; Python's are in streams.py.
-  void record(void **, const Stream &, const DeviceIndex, const EventFlag) const override {}
-  void block(void *, const Stream &) const override {}
+  // Events of the engine and of futures; Python's are in streams.py.
+  void record(void **event, const Stream &s, const DeviceIndex, const EventFlag) const override {
+    std::lock_guard<std::mutex> held(streams);
+    if (*event == nullptr)
+      *event = new Point;
+    *static_cast<Point *>(*event) = {s.id(), launched[s.id()]};
+  }
+  void block(void *event, const Stream &s) const override {
+    std::lock_guard<std::mutex> held(streams);
+    if (event != nullptr && static_cast<Point *>(event)->stream != s.id())
+      waits[s.id()].push_back(*static_cast<Point *>(event));
+  }
   bool queryEvent(void *) const override { return true; }
-  void destroyEvent(void *, const DeviceIndex) const noexcept override {}
+  void destroyEvent(void *event, const DeviceIndex) const noexcept override {
+    delete static_cast<Point *>(event);
+  }
   void recordDataPtrOnStream(const c10::DataPtr &, const Stream &) const override {}
 };
 
 Guard guard;
+
+std::mutex driver; // Of the GPU's context: a call may hold it for as long as kernels run.
 
 } // namespace
 
@@ -72,6 +99,35 @@ extern "C" long long stand_in_stream() { return current_stream; }
 extern "C" void stand_in_set_stream(long long id) { current_stream = id; }
 extern "C" void stand_in_set_device(int index) { choose(static_cast<DeviceIndex>(index)); }
 extern "C" bool stand_in_device_was_set() { return device_was_set; }
+
+// Python's streams take the waits, before each launch, and count the launch. No call from here into
+// Python: whoever records may hold a lock that a thread with Python's lock wants.
+extern "C" bool stand_in_take_wait(long long stream, long long *other, long long *kernels) {
+  std::lock_guard<std::mutex> held(streams);
+  auto &queue = waits[stream];
+  if (queue.empty())
+    return false;
+  *other = queue.front().stream;
+  *kernels = queue.front().kernels;
+  queue.pop_front();
+  return true;
+}
+extern "C" void stand_in_count_launch(long long stream) {
+  std::lock_guard<std::mutex> held(streams);
+  ++launched[stream];
+}
+
+// An event is the address of what the query returns.
+extern "C" int cuEventQuery(void *event) {
+  std::lock_guard<std::mutex> held(driver);
+  return *static_cast<volatile int *>(event);
+}
+extern "C" void stand_in_keep_driver_busy(double seconds) {
+  std::thread([seconds] {
+    std::lock_guard<std::mutex> held(driver);
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  }).detach();
+}
 
 namespace at {
 

@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 def why_not() -> str:
     """Why there can be no stand-in on this machine; empty if there can be one."""
     if shutil.which("g++") is None:
-        return "the stand-in GPU needs g++, to build 100 lines of C++ against torch's headers"
+        return "the stand-in GPU needs g++, to build some C++ against torch's headers"
     if (_torch() / "lib" / "libtorch_cuda.so").exists():  # Also PyPI's build, of a plain version.
         return "the stand-in GPU takes the place of CUDA, which this build of torch has"
     if not (_torch() / "include" / "c10").is_dir():
@@ -63,6 +63,13 @@ def load(library: Path) -> ctypes.CDLL:
     guard.stand_in_stream.restype = ctypes.c_longlong
     guard.stand_in_set_stream.argtypes = [ctypes.c_longlong]
     guard.stand_in_device_was_set.restype = ctypes.c_bool
+    pointer = ctypes.POINTER(ctypes.c_longlong)
+    guard.stand_in_take_wait.argtypes = [ctypes.c_longlong, pointer, pointer]
+    guard.stand_in_take_wait.restype = ctypes.c_bool
+    guard.stand_in_count_launch.argtypes = [ctypes.c_longlong]
+    guard.stand_in_count_launch.restype = None
+    guard.cuEventQuery.argtypes = [ctypes.c_void_p]
+    guard.stand_in_keep_driver_busy.argtypes = [ctypes.c_double]
     return guard
 
 

@@ -98,6 +98,16 @@ def _give_back(allocation: Allocation) -> None:
         streams.thread_of(allocation.stream).launch(allocation.poison, always=True)
 
 
+def allocated() -> int:
+    """Bytes of tensors; as torch.cuda.memory_allocated, which holds Python's lock and waits for the
+    allocator's. A thread that allocates may hold that while it waits for kernels."""
+    if threading.get_ident() not in streams.machine().users:
+        name = threading.current_thread().name
+        streams.machine().misuses.append(f"{name}, which does not compute, waits for the allocator")
+    with _lock:
+        return sum(allocation.nbytes for allocation in _by_address.values())
+
+
 def fill_with_poison(tensor: torch.Tensor) -> None:
     with torch.inference_mode(False), torch.no_grad():
         if tensor.dtype is torch.bool:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,13 +59,17 @@ _SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
 class Settings:
     """hub: path of its socket. abort_s: how long an abort takes at least. calls: the kernels that
     were launched, each as the names of the operations in it. broken: the number of an error that
-    NCCL's own threads have found. kernel_s: how long a kernel takes at least."""
+    NCCL's own threads have found. breaks: kernels then wait for ever. kernel_s: how long a kernel
+    takes at least. entering: called by each communicator that is about to be made, with its
+    rank."""
 
     hub: str = ""
     abort_s: float = 0.0
     calls: list[tuple[str, ...]] = field(default_factory=list)
     broken: int = 0
+    breaks: bool = False
     kernel_s: float = 0.0
+    entering: Callable[[int], object] = lambda rank: None
 
 
 settings = Settings()
@@ -128,6 +133,10 @@ def _method(kind: str, *names: str) -> Callable[..., None]:
     return method
 
 
+living: weakref.WeakSet[NcclCommunicator] = weakref.WeakSet()
+"""Communicators that were neither aborted nor destroyed."""
+
+
 class NcclCommunicator:
     def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
         if type(commId) is not bytes or len(commId) != 128:
@@ -141,8 +150,11 @@ class NcclCommunicator:
         self._connected: set[tuple[int, int]] = set()
         self._last_kernel: threading.Event | None = None
         self._launching = 0
+        streams.note_thread()  # NCCL takes the current device of the thread.
+        settings.entering(rank)
         self._host_line, self._kernel_line = Line(settings.hub), Line(settings.hub)
         everybody = frozenset(range(ndev))
+        living.add(self)
         self._host_line.meet(("init", self.name), rank, None, everybody, takers=ndev)
 
     allReduce = _method("allReduce", "send", "recv", "count", "dtype", "op")
@@ -167,11 +179,13 @@ class NcclCommunicator:
         if self._launching:
             streams.machine().misuses.append("a communicator was freed inside one of its calls")
         self.is_alive = False
+        living.discard(self)
 
     def destroy(self) -> None:
         if self.is_alive and self._last_kernel is not None:
             self._last_kernel.wait()
         self.is_alive = False
+        living.discard(self)
 
     def check_async_error(self) -> None:
         if not self.is_alive:
@@ -236,6 +250,8 @@ class NcclCommunicator:
     ) -> None:
         try:
             time.sleep(settings.kernel_s)
+            if settings.breaks and settings.broken:
+                self.aborted.wait()  # Nothing comes through the connection any more.
             for (call, _), used in zip(kernels, memories, strict=True):
                 for allocation in used:
                     allocation.touch(stream, call.kind)

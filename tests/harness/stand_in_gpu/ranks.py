@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,18 @@ class StandInRanks:
             pipe.send((number, self.size, self._folder.name, *self._settings))
             self._pipes.append(pipe)
 
-    def run(self, body: Callable[..., Any], *arguments: Any, timeout_s: float = 60) -> list[Any]:
+    def run(
+        self,
+        body: Callable[..., Any],
+        *arguments: Any,
+        timeout_s: float = 60,
+        lost: Collection[int] = (),
+    ) -> list[Any]:
         """What `body(rank, *arguments)` returns, by rank; fails with the tracebacks, and with what
-        was undefined on a GPU. After a failure the next call starts new processes."""
+        was undefined on a GPU. After a failure the next call starts new processes.
+
+        lost: ranks that are killed, or stopped for good, and return nothing.
+        """
         if not self._pipes:
             self._start()
         for pipe in self._pipes:
@@ -99,6 +108,8 @@ class StandInRanks:
         give_up_at = time.monotonic() + timeout_s
         found, failures = [], []
         for number, pipe in enumerate(self._pipes):
+            if number in lost:
+                continue
             if not pipe.poll(max(0.0, give_up_at - time.monotonic())):
                 failures.append(f"rank {number} has not ended within {timeout_s:g} s")
                 continue
@@ -109,8 +120,9 @@ class StandInRanks:
             found.append(value)
             if failure:
                 failures.append(f"rank {number}: {failure}")
-        if failures:
+        if failures or lost:
             self.stop()
+        if failures:
             raise AssertionError("\n".join(failures))
         return found
 

@@ -29,8 +29,8 @@ def main(library: str, path: str) -> None:
     import torch.distributed.checkpoint  # noqa: F401
 
     import chorusline  # noqa: F401
-    import tests.contracts.group  # noqa: F401
-    from tests.harness.stand_in_gpu import nccl, torch_cuda  # noqa: F401
+    import tests.contracts.group
+    import tests.harness.stand_in_gpu.installing  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for ranks.
     with Listener(path, "AF_UNIX", backlog=64) as listener:
@@ -57,15 +57,13 @@ def _be_rank(connection: Connection, loaded: ctypes.CDLL) -> None:
 
     from collectives import FileStore
     from tests.harness.ranks import NCCL, Rank
-    from tests.harness.stand_in_gpu import nccl, streams, torch_cuda
+    from tests.harness.stand_in_gpu import streams
+    from tests.harness.stand_in_gpu.installing import install
 
     connection.send(os.getpid())
     number, size, folder, seed, jitter_s = connection.recv()
     torch.set_num_threads(1)
-    loaded.stand_in_install()
-    streams.set_up(loaded, seed, jitter_s)
-    torch_cuda.install()
-    nccl.install(f"{folder}/hub")
+    install(loaded, f"{folder}/hub", seed, jitter_s)
     rank = Rank(number, size, FileStore(f"{folder}/store"), NCCL)
     while True:
         try:
@@ -80,7 +78,11 @@ def _be_rank(connection: Connection, loaded: ctypes.CDLL) -> None:
         misuses = streams.machine().misuses
         if misuses:
             outcome = None, "\n".join([outcome[1], "misuses of the GPU:", *misuses[:5]])
-        connection.send_bytes(pickle.dumps(outcome))  # `send` would share the memory of tensors.
+        try:
+            packed = pickle.dumps(outcome)  # `send` would share the memory of tensors.
+        except Exception:
+            packed = pickle.dumps((None, traceback.format_exc()))
+        connection.send_bytes(packed)
 
 
 if __name__ == "__main__":

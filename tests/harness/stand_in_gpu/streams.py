@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,25 +21,31 @@ import torch
 DEPTH = 1000
 """Kernels that a stream holds before a launch blocks, as with the driver's queue."""
 
+_INSIDE = ("collectives/contract/work.py", "collectives/contract/modes.py")
+
 Kernel = Callable[[], object]
+
+_ENDED, _NOT_READY = 0, 600
 
 
 @dataclass
 class Machine:
     """What this process knows of its GPU.
 
-    guard: the library of guard.cpp.
+    guard: the library of guard.cpp; guard_with_lock: whose calls keep Python's lock.
     seed, jitter_s: one kernel of ten waits up to `jitter_s` seconds.
     launches: kernels by stream.
     waits: by place in the code, how often the host waited for the GPU there; only while `counts`.
     misuses: what would be undefined on a GPU, in words.
     unchosen: threads that used the GPU without choosing a device, by name.
+    users: threads that have launched something.
     capturing: whether the current stream is being captured in a CUDA graph.
     strict: our own code must not read on the host what the stream has while the stream waits for
         another one: a collective there may be stopped, and then the read comes back with anything.
     """
 
     guard: ctypes.CDLL
+    guard_with_lock: ctypes.PyDLL
     seed: int = 0
     jitter_s: float = 0.0005
     launches: Counter[int] = field(default_factory=Counter)
@@ -46,17 +53,20 @@ class Machine:
     counts: bool = False
     misuses: list[str] = field(default_factory=list)
     unchosen: set[str] = field(default_factory=set)
+    users: set[int] = field(default_factory=set)
     capturing: bool = False
     strict: bool = False
     threads: dict[int, StreamThread] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # Finalizers may take it.
 
 
 _machines: list[Machine] = []  # One, from `set_up` on.
 
 
 def set_up(guard: ctypes.CDLL, seed: int, jitter_s: float) -> None:
-    _machines.append(Machine(guard, seed, jitter_s))
+    with_lock = ctypes.PyDLL(guard._name)
+    with_lock.cuEventQuery.argtypes = [ctypes.c_void_p]
+    _machines.append(Machine(guard, with_lock, seed, jitter_s))
 
 
 def machine() -> Machine:
@@ -82,8 +92,25 @@ class StreamThread:
         """always: also if the queue is full."""
         while not always and self.launched - self.ended >= DEPTH:
             time.sleep(0.0002)
+        other, kernels = ctypes.c_longlong(), ctypes.c_longlong()
+        guard = machine().guard
+        while guard.stand_in_take_wait(self.number, other, kernels):
+            self._put(thread_of(other.value).waiter(kernels.value))
+        self._put(kernel)
+
+    def _put(self, kernel: Kernel) -> None:
         self.launched += 1
+        machine().guard.stand_in_count_launch(self.number)
         self.kernels.put(kernel)
+
+    def waiter(self, kernels: int) -> Kernel:
+        """A kernel of another stream that ends when so many of this one have."""
+
+        def wait() -> None:
+            while self.ended < kernels:
+                time.sleep(0.0001)
+
+        return wait
 
     def drain(self) -> None:
         reached = threading.Event()
@@ -130,8 +157,8 @@ def wait_for_stream(what: str, *, reads: bool = False) -> None:
     note_wait(what)
     thread = thread_of(current())
     if reads and machine().strict and not all(one.is_set() for one in thread.awaited):
-        place = _place()
-        if any(f"/{package}/" in place for package in ("collectives", "runtime", "actors")):
+        place = place_of_ours()
+        if place:
             machine().misuses.append(f"{what} at {place} while the stream waits for a collective")
     thread.drain()
 
@@ -152,13 +179,21 @@ def _place() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def place_of_ours() -> str:
+    """The line, if it is one of our own code; else empty."""
+    place = _place()
+    ours = any(f"/{package}/" in place for package in ("collectives", "runtime", "actors"))
+    return place if ours and "/tests/" not in place else ""
+
+
 def _is_inside(path: str) -> bool:
-    return "stand_in_gpu" in path or "/torch/" in path
+    return path.endswith(_INSIDE) or "/stand_in_gpu/" in path or "/torch/" in path
 
 
 def note_thread() -> None:
     """A thread that uses the GPU must have chosen its device; the main thread has GPU 0."""
     here = machine()
+    here.users.add(threading.get_ident())
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main and not here.guard.stand_in_device_was_set():
         here.unchosen.add(threading.current_thread().name)
@@ -179,18 +214,27 @@ def counting_waits() -> Iterator[Counter[str]]:
 # -- what stands for the names of torch.cuda -------------------------------------------------------
 
 
+living: weakref.WeakSet[Stream] = weakref.WeakSet()
+"""Streams that somebody has made and still holds."""
+
+
 class Stream:
     _last = 0
+    is_new = True
 
     def __init__(self, device: object = None, priority: int = 0, number: int | None = None) -> None:
         if number is None:
             with machine().lock:
                 Stream._last += 1
                 number = Stream._last
+        else:
+            self.is_new = False
         self.cuda_stream = self.stream_id = number
         self.device = torch.device("cuda", 0)
         self.device_index = 0
         self.thread = thread_of(number)
+        if self.is_new:
+            living.add(self)
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
@@ -222,11 +266,27 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._reached: threading.Event | None = None
+        self.at = (0, 0)
+        """The stream on which it was recorded, and how many kernels had been launched there."""
+        self._status = ctypes.c_int(_ENDED)
+
+    @property
+    def cuda_event(self) -> int:
+        """What cuEventQuery of guard.cpp takes."""
+        return ctypes.addressof(self._status)
 
     def record(self, stream: Stream | None = None) -> None:
         note_thread()
-        self._reached = threading.Event()
-        (stream or current_stream()).thread.launch(self._reached.set)
+        reached = self._reached = threading.Event()
+        status = self._status = ctypes.c_int(_NOT_READY)
+
+        def end() -> None:
+            status.value = _ENDED
+            reached.set()
+
+        thread = (stream or current_stream()).thread
+        thread.launch(end)
+        self.at = thread.number, thread.launched
 
     def wait(self, stream: Stream | None = None) -> None:
         note_thread()
@@ -237,7 +297,8 @@ class Event:
 
     def query(self) -> bool:
         note_thread()
-        return self._reached is None or self._reached.is_set()
+        # As torch's does, this holds Python's lock while the driver is busy.
+        return bool(machine().guard_with_lock.cuEventQuery(self.cuda_event) == _ENDED)
 
     def synchronize(self) -> None:
         note_wait("event.synchronize")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from . import streams
+from . import pinned, streams
 from .memory import Allocation, Block, allocate
 
 aten = torch.ops.aten
@@ -137,13 +137,20 @@ def empty(size: Any, stride: Any, dtype: torch.dtype) -> GpuTensor:
     return GpuTensor(block.allocation.memory, block)
 
 
-def upload(tensor: torch.Tensor) -> GpuTensor:
+def upload(tensor: torch.Tensor, *, asynchronous: bool = False) -> GpuTensor:
     """A copy of a host tensor on the GPU, made in the order of the stream."""
     stride = tensor.stride() if tensor.layout is torch.strided else None
     made = empty(tensor.size(), stride, tensor.dtype)
-    source, target = tensor.detach().clone(), made.memory
+    source, target = _sent(tensor, asynchronous), made.memory
     streams.launch(lambda: target.copy_(source))
     return made
+
+
+def _sent(tensor: torch.Tensor, asynchronous: bool) -> torch.Tensor:
+    """What a copy up reads: memory that is not pinned is copied at the launch."""
+    if asynchronous and pinned.is_pinned(tensor):
+        return tensor
+    return tensor.detach().clone()
 
 
 def _kernel(func: Any, tensors: list[Any], run: Callable[[], object]) -> None:
@@ -171,13 +178,14 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
 def _copy_across(to: Any, source: Any, non_blocking: bool = False) -> Any:
     """`to.copy_(source)` between the host and the GPU."""
     if isinstance(to, GpuTensor):
-        target, sent = to.memory, source.detach().clone()
+        target, sent = to.memory, _sent(source, non_blocking)
         _kernel("copy_", [to], lambda: target.copy_(sent))
         if not non_blocking and source.dim():
             streams.wait_for_stream("copy from the host")
         return to
     kept = source.memory
-    if non_blocking:
+    if non_blocking and pinned.is_pinned(to):
+        pinned.begin_down(to)
         _kernel("copy_", [source], lambda: to.copy_(kept))
     else:
         streams.wait_for_stream("copy to the host", reads=True)

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from collectives.operations import arguments
+from collectives.transports import cuda_events
 from runtime.zero import parameter_bucket
 
-from . import streams
+from . import memory, pinned, streams
 from .tensors import GpuTensor, empty, is_cuda, upload
 
 _FACTORIES = (
@@ -32,7 +34,7 @@ def install() -> None:
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
     cuda.set_device = lambda device: streams.machine().guard.stand_in_set_device(0)
-    cuda.memory_allocated = lambda device=None: 0
+    cuda.memory_allocated = lambda device=None: memory.allocated()
     cuda.get_rng_state = lambda *_: torch.zeros(1, dtype=torch.uint8)
     cuda.set_rng_state = lambda *_: None
     cuda.get_device_name = lambda *_: "stand-in"
@@ -42,7 +44,9 @@ def install() -> None:
     _install_factories()
     _install_moves()
     _install_kernels()
+    _install_futures()
     _install_in_chorusline()
+    pinned.install()
 
 
 def _install_factories() -> None:
@@ -62,7 +66,9 @@ def _install_factories() -> None:
 def _on_gpu(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     def factory(*args: Any, **kwargs: Any) -> Any:
         if not is_cuda(kwargs.get("device")):
-            return plain(*args, **kwargs)
+            is_pinned = kwargs.pop("pin_memory", False)
+            made = plain(*args, **kwargs)
+            return pinned.pin(made) if is_pinned else made
         requires_grad = kwargs.pop("requires_grad", False)
         del kwargs["device"]
         copies = name in ("tensor", "as_tensor")
@@ -103,8 +109,12 @@ def _install_moves() -> None:
         dtype = kwargs.get("dtype") or next(iter(dtypes), None)
         source = self if dtype is None else plain(self, dtype)
         by_autograd = self.requires_grad and torch.is_grad_enabled()
-        moved: torch.Tensor = _Upload.apply(source) if by_autograd else upload(source)
-        if not kwargs.get("non_blocking"):
+        asynchronous = bool(kwargs.get("non_blocking"))
+        if by_autograd:
+            moved: torch.Tensor = _Upload.apply(source)
+        else:
+            moved = upload(source, asynchronous=asynchronous)
+        if not asynchronous:
             streams.wait_for_stream("copy from the host")
         return moved
 
@@ -128,8 +138,25 @@ def _install_kernels() -> None:
     _kernels.impl("empty_strided", of_stride, "CUDA")
 
 
+def _install_futures() -> None:
+    """Who takes the value of a future keeps its memory; torch does so by storages, which the
+    stand-in's tensors do not have. The order of streams is that of torch, by events."""
+    future: Any = torch._C.Future
+    plain_wait, plain_value = future.wait, future.value
+
+    def record(value: Any) -> Any:
+        for tensor in tree_flatten(value)[0]:
+            if isinstance(tensor, GpuTensor):
+                tensor.record_stream(streams.current_stream())
+        return value
+
+    future.wait = lambda self: record(plain_wait(self))
+    future.value = lambda self: record(plain_value(self))
+
+
 def _install_in_chorusline() -> None:
     """The stand-in's tensors are wrappers for torch only, and no capsule can carry them."""
+    cuda_events.driver = lambda: streams.machine().guard  # type: ignore[assignment]
     plain_unwrapped, plain_alias = arguments.unwrapped, arguments.alias
     plain_from_dlpack = arguments.from_dlpack
 

@@ -1,0 +1,164 @@
+"""What the workers say while they work, as the session hears it without the driver: what they
+report, what they print, and where they are.
+
+The session pulls from all control loops, and says how much it has already. So nothing is lost where
+an answer is, and a worker drops what has arrived.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from ..calls import Actor, ActorGone, NoAnswer, answer, answers
+from ..journal import Pulled
+from ..messages import Report
+from ..output import ERR, Piece, Position, Printed, read_rest
+from ..run_status import RunStatus
+
+_REST_S = 2.0
+_SILENT_S = 5.0
+"""A worker that does not answer is asked again after this time, and not each time, so that a rank
+that hangs does not delay what the others say. What it prints is read from its files meanwhile."""
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What was heard of one worker. printed: its last answer; None if there is none, or if Ray
+    shows the worker's output. rank: of what it has printed last."""
+
+    worker: Actor
+    printed: Printed | None = None
+    rank: int | None = None
+
+
+@dataclass(slots=True)
+class News:
+    """reports: new ones, by step, then by rank.
+    printed: new output, by seat; a worker that is gone is among them with what it has printed last.
+    statuses: of the workers in the run, by seat.
+    numbers: that each of them has reported last, by seat and name.
+    num_lost: workers that the run has lost so far."""
+
+    reports: list[Report] = field(default_factory=list)
+    printed: list[tuple[int, Printed]] = field(default_factory=list)
+    statuses: dict[int, RunStatus] = field(default_factory=dict)
+    numbers: dict[int, dict[str, float]] = field(default_factory=dict)
+    num_lost: int = 0
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is more output to pull at once."""
+        return any(printed.has_more for _, printed in self.printed)
+
+
+class Listener:
+    """It gets every report of a run once, in order for each rank, and every byte that was printed.
+
+    workers: by seat. It is the crew's own mapping, since a run may go on with other workers than it
+    began with.
+    starting: seats whose workers have not answered yet. They say nothing yet, and whoever waited
+    for them would keep waiting what the others say.
+    """
+
+    def __init__(self, workers: Mapping[int, Actor], starting: Collection[int]) -> None:
+        self._workers = workers
+        self._starting = starting
+        self._heard: dict[int, _Heard] = {}
+        self._run = -1
+        self._received: dict[int, tuple[Actor, int]] = {}  # by seat: of whom, how many reports
+        self._lost: list[Actor] = []  # in this run
+        self._silent: dict[Actor, float] = {}  # until when it is not asked
+
+    async def pull(self, run: int, timeout_s: float) -> News:
+        """What is new in a run. A worker that is gone reports nothing."""
+        if run != self._run:
+            self._run, self._received, self._lost = run, {}, []
+            self._silent.clear()
+        news = News()
+        asked = {
+            seat: worker for seat, worker in self._workers.items() if seat not in self._starting
+        }
+        calls, since = {}, {}
+        for seat in [*self._heard]:
+            if self._heard[seat].worker is not self._workers.get(seat):
+                await self._hear_rest(seat, news)
+                self._lose(self._heard.pop(seat).worker)
+        for seat, worker in asked.items():
+            heard = self._heard.setdefault(seat, _Heard(worker))
+            if self._silent.get(worker, 0.0) > time.monotonic():
+                await self._hear_rest(seat, news, is_gone=False)
+                continue
+            received = self._received.get(seat)
+            since[seat] = received[1] if received and received[0] is worker else 0
+            until = heard.printed.until if heard.printed else None
+            calls[seat] = worker.pull.remote(run, since[seat], until)
+        for seat, pulled in (await answers(calls, timeout_s)).items():
+            if isinstance(pulled, Pulled):
+                self._received[seat] = (asked[seat], since[seat] + len(pulled.reports))
+                news.reports.extend(pulled.reports)
+                if pulled.status is not None:
+                    news.statuses[seat] = pulled.status
+                    news.numbers[seat] = pulled.numbers
+                if pulled.printed is not None:
+                    self._note(seat, pulled.printed, news)
+            elif isinstance(pulled, ActorGone):
+                await self._hear_rest(seat, news)
+                self._lose(asked[seat])
+            else:
+                assert isinstance(pulled, NoAnswer)
+                self._silent[asked[seat]] = time.monotonic() + _SILENT_S
+                await self._hear_rest(seat, news, is_gone=False)
+        news.num_lost = len(self._lost)
+        news.reports.sort(key=lambda report: (report.step, report.rank))
+        return news
+
+    def _note(self, seat: int, printed: Printed, news: News) -> None:
+        heard = self._heard.get(seat)
+        if heard is None:
+            return  # Forgotten meanwhile.
+        heard.printed = printed
+        if printed.pieces:
+            heard.rank = printed.pieces[-1].rank
+            news.printed.append((seat, printed))
+
+    def _lose(self, worker: Actor) -> None:
+        if not any(worker is one for one in self._lost):
+            self._lost.append(worker)
+
+    async def _hear_rest(self, seat: int, news: News, *, is_gone: bool = True) -> None:
+        """What a worker that is gone, or does not answer, has printed last, out of its files."""
+        heard = self._heard[seat]
+        while (last := heard.printed) is not None:
+            given = (last.files, last.node_id, last.until, heard.rank)
+            rest = read_rest(*given)
+            if rest is None:  # On another node: have another worker there read it.
+                rest = await self._read_there(given)
+            if rest is None and not is_gone:
+                return
+            if rest is None:
+                text = f"(it is gone; what it printed last is in {last.files[0]} on its node)\n"
+                piece = Piece(ERR, text.encode(), heard.rank)
+                rest = Printed((piece,), last.until, False, last.files, last.node_id)
+                news.printed.append((seat, rest))
+                heard.printed = None
+                return
+            self._note(seat, rest, news)
+            if not rest.has_more:
+                return
+
+    async def _read_there(
+        self, given: tuple[tuple[str, str], str, Position, int | None]
+    ) -> Printed | None:
+        for seat, heard in [*self._heard.items()]:
+            is_there = heard.printed is not None and heard.printed.node_id == given[1]
+            worker = self._workers.get(seat)
+            if is_there and worker is not None and worker is heard.worker:
+                try:
+                    found = await answer(worker.read_rest.remote(*given), _REST_S)
+                except (ActorGone, NoAnswer):
+                    continue
+                assert found is None or isinstance(found, Printed)
+                return found
+        return None

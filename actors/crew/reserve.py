@@ -1,0 +1,122 @@
+"""Workers in reserve: they have started and wait, so that a lost worker's seat is not empty long.
+
+A process, torch and the program's modules take seconds to load. A worker in reserve has them. When
+a seat is empty, the worker takes it with the place that it has (`Seats.swap`), and the place of the
+lost worker is filled behind it, without haste.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ray
+
+from ..calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
+from .seats import Seats
+
+_AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
+"""Seconds between two attempts to start a worker: at first, and at most. It doubles."""
+
+_BEHIND_S = 3.0
+"""Seconds until the next worker is started behind one that has taken a seat: a process that starts
+needs the cores of the node, and so does the recovery."""
+
+_ANSWER_S = 2.0
+"""Seconds in which a worker that does nothing else takes a seat; then another one is asked."""
+
+
+class Reserve:
+    """The workers in reserve of one session, by seat (`Seats.reserve`).
+
+    make: starts a worker in a seat that there is room for.
+    """
+
+    def __init__(self, seats: Seats, make: Callable[[int], Actor]) -> None:
+        self._seats = seats
+        self._make = make
+        self._workers: dict[int, Actor] = {}
+        self._ready: set[int] = set()
+        self._is_ready = asyncio.Event()
+
+    @property
+    def num_ready(self) -> int:
+        """The number of workers that could take a seat now."""
+        return len(self._ready)
+
+    @asynccontextmanager
+    async def kept(self, program: Any) -> AsyncIterator[None]:
+        """While the body runs, see that a worker waits in every seat of the reserve, and has opened
+        the program. Those that wait at the end wait on."""
+        keepers = [
+            asyncio.create_task(self._keep(seat, program), name=f"reserve-{seat}")
+            for seat in self._seats.reserve
+        ]
+        try:
+            yield
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            if keepers:
+                await asyncio.wait(keepers)
+
+    async def _keep(self, seat: int, program: Any) -> None:
+        pause_s = _AGAIN_S
+        while True:
+            if seat not in self._workers:
+                await self._seats.wait_for(seat)
+                self._workers[seat] = self._make(seat)
+            worker = self._workers[seat]
+            try:
+                await answer(worker.prepare.remote(program))
+                self._ready.add(seat)
+                self._is_ready.set()
+                await answer(worker.stand_by.remote())
+                pause_s = _AGAIN_S
+                await asyncio.sleep(_BEHIND_S)
+            except ActorGone:
+                if self._workers.get(seat) is worker:
+                    self._drop(seat)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
+
+    def _drop(self, seat: int) -> None:
+        self._ready.discard(seat)
+        ray.kill(self._workers.pop(seat))
+
+    async def wait_for_one(self) -> None:
+        """Return when a worker is ready, which another seat may take first."""
+        while not self._ready:
+            self._is_ready.clear()
+            await self._is_ready.wait()
+
+    async def take(self, seat: int) -> Actor | None:
+        """A worker that sits in `seat` from now on; None if none is ready."""
+        while self._ready:
+            spare = min(self._ready)
+            self._ready.discard(spare)
+            worker = self._workers.pop(spare)
+            try:
+                await self._sit(worker, seat)
+                self._seats.swap(seat, spare)
+                return worker
+            except (ActorGone, NoAnswer):
+                ray.kill(worker)
+            except BaseException:  # The caller is cancelled: nobody knows this worker any more.
+                ray.kill(worker)
+                raise
+        return None
+
+    async def _sit(self, worker: Actor, seat: int) -> None:
+        info = (await answer(worker.snapshot.remote(), _ANSWER_S)).info
+        if info.node_id in await asyncio.to_thread(nodes_leaving):
+            raise ActorGone("its node is drained")
+        await answer(worker.sit.remote(seat), _ANSWER_S)
+
+    def leave(self) -> list[Actor]:
+        """The workers in reserve, which are the caller's to end."""
+        workers, self._workers = list(self._workers.values()), {}
+        self._ready.clear()
+        return workers

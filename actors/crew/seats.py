@@ -1,0 +1,31 @@
+"""What a crew needs of the places of its workers; runtime/session/seats.py has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Seats(Protocol):
+    """The seats of a session's workers, numbered from 0 to `most` - 1, and those behind them in
+    which workers wait in reserve."""
+
+    most: int
+    reserve: range
+
+    @property
+    def has_all(self) -> bool:
+        """Whether there is, or was, room for all seats of workers. Asks nothing of the cluster."""
+
+    def placed(self) -> list[int]:
+        """The workers' seats that there is room for now. Blocks for some questions to the
+        cluster."""
+
+    async def wait_for(self, seat: int) -> None:
+        """Ask for room for a seat, unless that was done; return when it is there, and stays."""
+
+    def options(self, seat: int) -> Mapping[str, Any]:
+        """Ray's actor options of the worker in a seat that there is room for."""
+
+    def swap(self, seat: int, other: int) -> None:
+        """Exchange the places of two seats."""

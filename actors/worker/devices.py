@@ -1,0 +1,125 @@
+"""Which GPU is a worker's own: a pure decision, from what Ray has assigned and what CUDA shows.
+
+A worker sees all GPUs of its node, and uses one of them. Ray would hide the others, by
+CUDA_VISIBLE_DEVICES, and NCCL then cannot tell how the GPUs of a node are connected: on machines
+with NVSwitch its first operation takes seconds, or hangs (github.com/NVIDIA/nccl/issues/1749 and
+1906, github.com/ray-project/ray/issues/61073). So workers are started with a variable that stops
+Ray from hiding them, which Ray 2.50 and 2.60 both know. Where they are hidden nevertheless, the
+worker finds its own among those that are left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+RAY_HIDES_NONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # since NCCL 2.30
+_MIG = "MIG-"
+_OF_THE_NODE = (
+    f"Set {VISIBLE} where the node is started, before `ray start`, or not at all: Ray deals the "
+    "GPUs that the node has at its start"
+)
+
+
+class NoGpu(RuntimeError):
+    """The worker has no GPU that it may use; the text says why, and the mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """index: of the device, as torch counts them in this process. environment: variables to set
+    before the first use of CUDA."""
+
+    index: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def environment_of_workers(environment: Mapping[str, Any], use_gpu: bool) -> dict[str, Any]:
+    """Ray's runtime environment of workers: `environment`, and with GPUs all of them visible.
+
+    A value that the user gives stays: "0" hides the other GPUs, as Ray does for other actors.
+    """
+    if not use_gpu:
+        return dict(environment)
+    variables = {RAY_HIDES_NONE: "1", **(environment.get("env_vars") or {})}
+    return {**environment, "env_vars": variables}
+
+
+def narrowed_by(runtime_env: Mapping[str, Any]) -> str | None:
+    """The sentence for a runtime environment that itself says which GPUs processes see."""
+    visible = (runtime_env.get("env_vars") or {}).get(VISIBLE)
+    if visible is None:
+        return None
+    return (
+        f"the runtime environment sets {VISIBLE}={visible!r} in all workers, and Ray does not know "
+        f"of it when it deals GPUs: two workers may get the same one. {_OF_THE_NODE}"
+    )
+
+
+def choose_gpu(
+    assigned: Sequence[int | str], share: float, environment: Mapping[str, str], num_visible: int
+) -> Gpu:
+    """The GPU of a worker. Raises NoGpu.
+
+    assigned: as `ray.get_gpu_ids()` has them: numbers of the node's GPUs, or entries of the
+        node's CUDA_VISIBLE_DEVICES. share: how much of GPUs Ray has assigned; of several it is the
+        first. environment: of this process. num_visible: how many GPUs torch sees in it.
+    """
+    visible = environment.get(VISIBLE)
+    says = f"{VISIBLE} is {visible!r}" if visible is not None else f"{VISIBLE} is not set"
+    if not assigned:
+        raise NoGpu(
+            "Ray has assigned this worker no GPU; ask for one with use_gpu=True, or for a part of "
+            "one with resources_per_worker={'GPU': 0.5}"
+        )
+    if num_visible == 0:
+        raise NoGpu(
+            f"Ray has assigned GPU {_names(assigned)} to this worker, and torch sees no CUDA "
+            f"device in it ({says}). Install a CUDA build of torch on the node, see whether "
+            "`nvidia-smi` works there, and run `chorusline doctor` on it"
+        )
+    wanted = max(1, math.ceil(share))
+    if len(assigned) != wanted:
+        raise NoGpu(
+            f"Ray has assigned {share:g} GPU to this worker, and names {_names(assigned)}: "
+            f"{says}, which is not what the node was started with. {_OF_THE_NODE}"
+        )
+    added = {SHARED_GPUS: "1"} if 0 < share < 1 and SHARED_GPUS not in environment else {}
+    if visible is None:
+        places = {int(one): str(one) for one in assigned}
+    else:
+        listed = [entry.strip() for entry in visible.split(",")]
+        lacking = [one for one in assigned if str(one) not in listed]
+        if lacking:
+            raise NoGpu(
+                f"Ray has assigned GPU {_names(lacking)} to this worker, and {says} in it, which "
+                f"leaves that out. {_OF_THE_NODE}"
+            )
+        places = {listed.index(str(one)): str(one) for one in assigned}
+    own = [places[place] for place in sorted(places)]
+    # CUDA shows a process one part of a GPU (MIG), whatever the list says.
+    hidden = own[:1] if own[0].startswith(_MIG) else own if _hides(environment) else []
+    if hidden:
+        return Gpu(0, {**added, VISIBLE: ",".join(hidden)})
+    index = min(places)
+    if index >= num_visible:
+        raise NoGpu(
+            f"Ray has assigned GPU {_names(assigned)} to this worker, which would be number "
+            f"{index} here, and torch sees only {num_visible} ({says}). Start the node with "
+            "`ray start --num-gpus` of what it has, and see `nvidia-smi -L`; parts of a GPU (MIG) "
+            f"must be listed in {VISIBLE} before `ray start`"
+        )
+    return Gpu(index, added)
+
+
+def _hides(environment: Mapping[str, str]) -> bool:
+    """Whether the user wants the other GPUs hidden. Ray 2.50 takes any value for a no."""
+    return environment.get(RAY_HIDES_NONE, "").lower() in ("0", "false")
+
+
+def _names(assigned: Sequence[int | str]) -> str:
+    return ", ".join(str(one) for one in sorted(assigned, key=str))

@@ -1,0 +1,50 @@
+"""What a worker does while it has no seat: it has started, has the program's modules, and waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+from dataclasses import replace
+
+import ray
+
+from ..messages import WorkerInfo
+from ..meter import Publisher
+from ..parcels.parcel import Parcel
+
+_LOADED_LATE = "torch._dynamo"
+"""torch loads it, and sympy with it, when the first optimizer is made: 2 to 4 s (torch 2.13)."""
+
+
+class StandingBy:
+    """The part of a worker that takes a seat (crew/reserve.py). All of it runs on the control loop.
+
+    A worker that begins in its seat is never asked for any of this.
+    """
+
+    _info: WorkerInfo
+    _publisher: Publisher
+
+    def __init__(self) -> None:
+        self._has_seat = asyncio.Event()
+
+    @ray.method(concurrency_group="control")
+    async def prepare(self, program: Parcel) -> None:
+        """Import what the program needs: open it once, and drop it."""
+        # A program that cannot be opened fails where it is called, with the reason.
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(program.opened)
+            await asyncio.to_thread(importlib.import_module, _LOADED_LATE)
+
+    @ray.method(concurrency_group="control")
+    async def stand_by(self) -> None:
+        """Return when this worker has a seat; the death of its process ends the call as well."""
+        await self._has_seat.wait()
+
+    @ray.method(concurrency_group="control")
+    async def sit(self, seat: int) -> None:
+        """Take the seat of a worker that is gone."""
+        self._info = replace(self._info, seat=seat)
+        self._publisher.move_to(seat)
+        self._has_seat.set()

@@ -1,0 +1,42 @@
+"""Whether a CUDA event has ended, asked without holding Python's lock.
+
+`torch.cuda.Event.query` holds it during the call, and the call may block: in the driver, behind
+another one that holds the lock of the GPU's context, such as a launch into a queue that is full of
+kernels which wait for a lost rank. Then no thread of the process could run any more, and so none
+could end those kernels. ctypes gives Python's lock back around a call.
+
+The driver's library is asked and not the runtime's: it has one name for all versions of CUDA, and
+an event of the one is an event of the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+_ENDED, _NOT_READY = 0, 600  # CUDA_SUCCESS, CUDA_ERROR_NOT_READY
+
+
+@functools.cache
+def driver() -> ctypes.CDLL | None:
+    """The driver's library, which torch has loaded; None where there is none, as on ROCm."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        library.cuEventQuery.argtypes = [ctypes.c_void_p]
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def has_ended(event: torch.cuda.Event) -> bool:
+    """`event.query()`, for an event that was recorded. Raises RuntimeError if the GPU has failed,
+    perhaps by an earlier kernel."""
+    library = driver()
+    if library is None:
+        return bool(event.query())
+    status = library.cuEventQuery(event.cuda_event)
+    if status in (_ENDED, _NOT_READY):
+        return bool(status == _ENDED)
+    raise RuntimeError(f"CUDA error {status} of an event")

@@ -1,0 +1,64 @@
+"""The ranks' output, in this process: whole lines, each with its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from actors.output import ERR, FIGURE, Piece, Printed
+
+_OF_RAY = (":actor_name:", ":task_name:", ":job_id:")
+"""Beginnings of lines that Ray writes into the files for itself."""
+
+
+class RankLines:
+    """Makes lines of what arrives.
+
+    show_line: called with each line, and with whether it comes from stderr.
+    show_figure: called with a picture (PNG) and its rank.
+    """
+
+    def __init__(
+        self,
+        show_line: Callable[[str, bool], None],
+        show_figure: Callable[[bytes, int | None], None],
+    ) -> None:
+        self._show_line = show_line
+        self._show_figure = show_figure
+        self._begun: dict[tuple[int, int], Piece] = {}  # by seat and stream: a line without its end
+
+    def take(self, seat: int, printed: Printed) -> None:
+        for piece in printed.pieces:
+            if piece.kind == FIGURE:
+                self.end()  # The line that was begun before it comes before it.
+                self._show_figure(piece.data, piece.rank)
+            else:
+                self._take(seat, piece)
+
+    def _take(self, seat: int, piece: Piece) -> None:
+        begun = self._begun.pop((seat, piece.kind), None)
+        if begun is not None and begun.rank != piece.rank:
+            self._show(begun)
+            begun = None
+        *lines, rest = ((begun.data if begun else b"") + piece.data).split(b"\n")
+        for line in lines:
+            self._show(Piece(piece.kind, line, piece.rank))
+        if rest:
+            self._begun[seat, piece.kind] = Piece(piece.kind, rest, piece.rank)
+
+    def end(self) -> None:
+        """Show the lines that have no end yet."""
+        begun, self._begun = self._begun, {}
+        for piece in begun.values():
+            self._show(piece)
+
+    def _show(self, piece: Piece) -> None:
+        text = piece.data.decode(errors="replace")
+        if not text.startswith(_OF_RAY):
+            # As on a terminal, a carriage return begins the line again: of a progress bar this
+            # shows the last state.
+            text = text.rstrip("\r").rpartition("\r")[2]
+            self._show_line(f"{label(piece.rank)} {text}", piece.kind == ERR)
+
+
+def label(rank: int | None) -> str:
+    return "[no rank yet]" if rank is None else f"[rank {rank}]"

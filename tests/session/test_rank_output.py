@@ -1,0 +1,129 @@
+"""What ranks print, whichever way and however late: all of it arrives, in order, with its rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import chorusline as cl
+from actors.output import ERR, FIGURE, OUT, Piece, Position, Printed, _in_order, _Mark, read_rest
+from runtime.session.rank_output import RankLines
+
+NUM_LINES = 500
+
+
+def of_rank(text: str, rank: int) -> list[str]:
+    prefix = f"[rank {rank}] "
+    return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
+
+
+def print_much(ctx: cl.Context) -> None:
+    for number in range(NUM_LINES):
+        print("line", number)  # Equal on both ranks: Ray would merge them.
+        if number % 50 == 0:
+            print("trouble", number, file=sys.stderr)
+    sys.stdout.buffer.write(b"of bytes\n")
+    sys.stdout.flush()
+    os.write(1, b"of C code\n")
+    subprocess.run(["echo", "of a child process"], check=True)
+    print("a bar 50%\ra bar 100%")
+    print(":actor_name:of Ray")
+    print("ends without ", end="")
+    sys.stdout.buffer.write(b"an end of line")
+
+
+async def test_every_line_of_every_rank_arrives_in_order_before_run_returns(
+    session: cl.Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        await session.run(print_much)
+        shown = capsys.readouterr()
+        for rank in range(2):
+            assert of_rank(shown.out, rank) == [
+                *(f"line {number}" for number in range(NUM_LINES)),
+                "of bytes",
+                "of C code",
+                "of a child process",
+                "a bar 100%",
+                "ends without an end of line",
+            ]
+            assert of_rank(shown.err, rank) == [f"trouble {n}" for n in range(0, NUM_LINES, 50)]
+
+
+def print_and_die(ctx: cl.Context) -> None:
+    if ctx.rank == 1:
+        print("\n".join(f"last words {number}" for number in range(NUM_LINES)))
+        print("and half a li", end="")
+        os.kill(os.getpid(), signal.SIGKILL)
+    ctx.barrier()
+
+
+async def test_what_a_rank_prints_before_a_sigkill_arrives(
+    session: cl.Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(cl.WorkerLost):
+        await session.run(print_and_die)
+    shown = capsys.readouterr()
+    expected = [f"last words {number}" for number in range(NUM_LINES)]
+    assert of_rank(shown.out, 1) == [*expected, "and half a li"]
+    await session.run(lambda ctx: print("anew"))
+    shown = capsys.readouterr()
+    assert of_rank(shown.out, 0) == of_rank(shown.out, 1) == ["anew"]
+
+
+def test_two_streams_are_shown_in_the_order_in_which_they_were_written() -> None:
+    out, err = b"one\nthree\nfive", b"two\nfour\n"
+    marks = [
+        _Mark(0, 0, 0, None),  # rank 0 begins
+        _Mark(4, 0, 0, None),  # went to stderr
+        _Mark(4, 4, 0, None),  # and back
+        _Mark(10, 4, 0, b"PNG"),
+        _Mark(10, 4, 0, None),
+        _Mark(10, 9, 0, None),
+        _Mark(14, 9, 2, None),  # It is rank 2 from here on.
+    ]
+    texts = {OUT: (0, out), ERR: (0, err)}
+    pieces, until, is_whole = _in_order(texts, marks, None, OUT)
+    assert is_whole and until == Position(14, 9, 7)
+    lines: list[str] = []
+    shown = RankLines(
+        lambda line, is_error: lines.append(line + "!" * is_error),
+        lambda png, rank: lines.append(f"{rank} {png!r}"),
+    )
+    for begin in range(len(pieces)):  # However they arrive.
+        shown.take(0, Printed(tuple(pieces[begin : begin + 1]), until, False, ("", ""), ""))
+    shown.end()
+    assert lines == [
+        "[rank 0] one",
+        "[rank 0] two!",
+        "[rank 0] three",
+        "0 b'PNG'",
+        "[rank 0] four!",
+        "[rank 0] five",
+    ]
+    assert [piece.kind for piece in pieces] == [OUT, ERR, OUT, FIGURE, ERR, OUT]
+
+
+def test_what_is_read_in_parts_stops_at_a_mark_that_is_not_reached() -> None:
+    marks = [_Mark(6, 0, 0, None), _Mark(6, 3, 0, None)]
+    first = {OUT: (0, b"abc"), ERR: (0, b"xyz")}  # The limit cut "abcdef".
+    pieces, until, is_whole = _in_order(first, marks, 0, OUT)
+    assert (pieces, until, is_whole) == ([Piece(OUT, b"abc", 0)], Position(3, 0, 0), False)
+    rest = {OUT: (3, b"defghi"), ERR: (0, b"xyz")}
+    pieces, until, is_whole = _in_order(rest, marks, 0, OUT)
+    assert [piece.data for piece in pieces] == [b"def", b"xyz", b"ghi"] and is_whole
+
+
+def test_the_rest_of_a_worker_that_is_gone_is_read_where_its_files_are(tmp_path: Path) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    out.write_bytes(b"known, and new\n")
+    err.write_bytes(b"")
+    files = (str(out), str(err))
+    rest = read_rest(files, "node", Position(7, 0), 3)
+    assert rest is not None and rest.pieces == (Piece(OUT, b"and new\n", 3),)
+    assert read_rest((str(tmp_path / "none"), files[1]), "node", Position(), 3) is None

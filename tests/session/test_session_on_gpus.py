@@ -1,0 +1,72 @@
+"""A session whose workers have real GPUs. Skipped, with the reason, where there are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+from tests.harness.ranks import on_gpus
+
+# A process of its own: the tests' cluster may have been told of other GPUs than there are.
+PROGRAM = """
+import json, sys
+import torch
+import chorusline as cl
+
+def train(ctx):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model = cl.DistributedDataParallel(net.to(ctx.device))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    generator = torch.Generator().manual_seed(ctx.rank)
+    with cl.Join([model, optim]):
+        for batch in torch.randn(3 + ctx.rank, 4, 6, generator=generator).to(ctx.device):
+            model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+    return {
+        "device": str(ctx.device),
+        "current": torch.cuda.current_device(),
+        "of .cuda()": torch.ones(1).cuda().device.index,
+        "seen": torch.cuda.device_count(),
+        "backend": ctx.group.backend,
+        "parameters": [p.tolist() for p in model.parameters()],
+    }
+
+size = int(sys.argv[1])
+share = min(1.0, torch.cuda.device_count() / size)
+results = cl.run(
+    train,
+    num_workers=size,
+    use_gpu=True,
+    resources_per_worker={"CPU": 0.1, "GPU": share},
+    env_vars={"NCCL_MAX_CTAS": "2"} if share < 1 else {},
+)
+print(json.dumps([share, torch.cuda.device_count(), list(results)]))
+"""
+
+
+@pytest.mark.parametrize("size", [on_gpus(2)])
+def test_workers_train_each_on_its_own_gpu_and_see_all(size: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(size)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+    )
+    assert done.returncode == 0, done.stderr
+    share, num_gpus, found = json.loads(done.stdout.splitlines()[-1])
+    for one in found:
+        assert one["backend"] == "nccl"
+        assert one["device"] == f"cuda:{one['current']}" == f"cuda:{one['of .cuda()']}"
+        assert one["seen"] == num_gpus
+        assert one["parameters"] == found[0]["parameters"]
+    if share == 1:
+        assert len({one["device"] for one in found}) == size

@@ -1,0 +1,145 @@
+"""Workers in reserve: a lost worker's seat is taken by one that has started before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from actors.calls import answers
+from actors.messages import WorkerSnapshot
+
+FEW = {"CPU": 0.1}
+
+
+def ready(path: Path) -> None:
+    give_up_at = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.02)
+
+
+def train(ctx: cl.Context, folder: Path, dies: bool) -> tuple[int, int, int, torch.Tensor]:
+    """Six steps; with `dies`, rank 1 is killed before its fourth, when a worker is in reserve."""
+    torch.manual_seed(0)
+    model = cl.DistributedDataParallel(torch.nn.Linear(4, 2))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1, replicas=2)
+    ctx.register("model", model)
+    ctx.register("optim", optim)
+    for _ in ctx.epochs(1):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(torch.arange(48.0).view(12, 4), 1):
+                if dies and optim.num_steps == 3 and ctx.generation == 0:
+                    ready(folder / "in_reserve")
+                    if ctx.rank == 1:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                model(batch).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+    return os.getpid(), ctx.world_size, optim.num_steps, model.module.weight.detach().clone()
+
+
+async def pids_in_reserve(session: cl.Session) -> set[int]:
+    assert session._crew is not None
+    workers = session._crew._reserve._workers
+    said = await answers({seat: one.snapshot.remote() for seat, one in workers.items()}, 60)
+    return {word.info.pid for word in said.values() if isinstance(word, WorkerSnapshot)}
+
+
+async def in_reserve(session: cl.Session, number: int) -> None:
+    give_up_at = time.monotonic() + 60
+    while session.num_spares < number:
+        assert time.monotonic() < give_up_at
+        await asyncio.sleep(0.05)
+
+
+async def has_ended(*pids: int) -> None:
+    give_up_at = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < give_up_at
+        await asyncio.sleep(0.05)
+
+
+async def test_a_worker_in_reserve_takes_the_seat_of_a_lost_one(
+    cluster: None, tmp_path: Path
+) -> None:
+    # Two workers are the fewest: without the reserve the run would wait for a new process.
+    async with cl.Session(2, spares=1, max_failures=None, resources_per_worker=FEW) as session:
+        assert session.num_spares == 0, "it is started beside the first run, not before it"
+        run = asyncio.create_task(session.run(train, folder=tmp_path, dies=True))
+        await in_reserve(session, 1)
+        waited = await pids_in_reserve(session)
+        (tmp_path / "in_reserve").touch()
+        told = await run
+        assert {pid for pid, *_ in told} & waited == waited, "it has taken the seat"
+        assert [size for _, size, _, _ in told] == [2, 2]
+        assert {steps for _, _, steps, _ in told} == {7} or {steps for _, _, steps, _ in told} == {
+            6
+        }
+        assert torch.equal(told[0][3], told[1][3])
+        assert session.num_workers == 2
+
+
+async def a_look(session: cl.Session) -> list[int]:
+    return [pid for pid, *_ in await session.run(train, folder=Path(), dies=False)]
+
+
+@pytest.mark.slow
+async def test_the_reserve_is_filled_again_also_between_runs_and_leaves_nothing_behind(
+    cluster: None, tmp_path: Path
+) -> None:
+    def wait(ctx: cl.Context, folder: Path) -> None:
+        ctx.register("nothing", cl.RandomState())
+        ready(folder / "go_on")
+
+    async with cl.Session(2, spares=2, max_failures=None, resources_per_worker=FEW) as session:
+        run = asyncio.create_task(session.run(wait, folder=tmp_path))
+        await in_reserve(session, 2)
+        first = await pids_in_reserve(session)
+        for pid in first:  # Those in reserve die: others take their places.
+            os.kill(pid, signal.SIGKILL)
+        give_up_at = time.monotonic() + 60
+        while len(await pids_in_reserve(session) - first) < 2:
+            assert time.monotonic() < give_up_at
+            await asyncio.sleep(0.2)
+        await in_reserve(session, 2)
+        (tmp_path / "go_on").touch()
+        await run
+
+        waiting = await pids_in_reserve(session)
+        before = await a_look(session)
+        assert not waiting & set(before)
+        os.kill(before[0], signal.SIGKILL)
+        await has_ended(before[0])
+        began_at = time.monotonic()
+        after = await a_look(session)
+        assert after[1] == before[1] and after[0] in waiting, "one of them has sat down"
+        assert time.monotonic() - began_at < 20
+        everybody = {*after, *await pids_in_reserve(session)}
+    await has_ended(*everybody)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"spares": -1, "max_failures": None}, "spares must be a number of workers, .* got -1"),
+        ({"spares": 1.0, "max_failures": None}, r"got 1\.0"),
+        ({"spares": 1}, "would wait for a loss that ends the run: max_failures is 0"),
+        (
+            {"spares": 1, "max_failures": 2, "placement_strategy": "STRICT_PACK"},
+            "take 'PACK'",
+        ),
+    ],
+)
+def test_a_reserve_that_could_never_help_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        cl.Session(2, **options)
+    with pytest.raises(ValueError, match=says):
+        cl.run(train, num_workers=2, **options)
