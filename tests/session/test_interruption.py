@@ -189,7 +189,11 @@ async def test_a_loop_of_ones_own_stops_at_the_next_forward_pass(session: cl.Ses
         return at["step"]
 
     running = asyncio.create_task(session.run(own_loop, num_steps=10**6))
-    await asyncio.sleep(0.5)
+    while not all(
+        isinstance(worker, WorkerSnapshot) and worker.steps.taken > 3
+        for worker in (await session.snapshot()).workers
+    ):
+        await asyncio.sleep(0.05)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
