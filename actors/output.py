@@ -56,7 +56,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """What a worker has printed since some position. until: the position after it.
+    """What a worker has printed since some position. until: the position after it. rank: of the
+    worker there.
 
     has_more: there is more to read at once.
     files: of stdout and stderr, on the node of this id.
@@ -64,6 +65,7 @@ class Printed:
 
     pieces: tuple[Piece, ...]
     until: Position
+    rank: int | None
     has_more: bool
     files: tuple[str, str]
     node_id: str
@@ -152,10 +154,10 @@ class Output:
             OUT: (since.out, _read(self._files[0], since.out, out)),
             ERR: (since.err, _read(self._files[1], since.err, err)),
         }
-        pieces, until, is_whole = _in_order(texts, marks, rank, last)
+        pieces, until, rank, is_whole = _in_order(texts, marks, rank, last)
         until = Position(until.out, until.err, num_dropped + until.marks)
         has_more = not is_whole or until.out < out or until.err < err
-        return Printed(tuple(pieces), until, has_more, self._files, self._node_id)
+        return Printed(tuple(pieces), until, rank, has_more, self._files, self._node_id)
 
 
 def read_rest(
@@ -172,14 +174,14 @@ def read_rest(
     pieces = [Piece(kind, data, rank) for kind, data in zip((OUT, ERR), read, strict=True) if data]
     until = Position(since.out + len(read[0]), since.err + len(read[1]), since.marks)
     has_more = max(map(len, read)) == _MOST_BYTES
-    return Printed(tuple(pieces), until, has_more, files, node_id)
+    return Printed(tuple(pieces), until, rank, has_more, files, node_id)
 
 
 def _in_order(
     texts: dict[int, tuple[int, bytes]], marks: Sequence[_Mark], rank: int | None, last: int
-) -> tuple[list[Piece], Position, bool]:
-    """The pieces, the position after them (its marks are those that were passed), and whether all
-    of the texts and marks were used.
+) -> tuple[list[Piece], Position, int | None, bool]:
+    """The pieces, the position after them (its marks are those that were passed), the rank there,
+    and whether all of the texts and marks were used.
 
     texts: by kind, where in its file the text begins, and the text.
     rank: before the first mark. last: the stream that was written to last.
@@ -197,13 +199,13 @@ def _in_order(
 
     for number, mark in enumerate(marks):
         if not (up_to(OUT, mark.out) & up_to(ERR, mark.err)):
-            return pieces, Position(at[OUT], at[ERR], number), False
+            return pieces, Position(at[OUT], at[ERR], number), rank, False
         if mark.figure is not None:
             pieces.append(Piece(FIGURE, mark.figure, mark.rank))
         rank = mark.rank
     for kind in (last, OUT + ERR - last):
         up_to(kind, texts[kind][0] + len(texts[kind][1]))
-    return pieces, Position(at[OUT], at[ERR], len(marks)), True
+    return pieces, Position(at[OUT], at[ERR], len(marks)), rank, True
 
 
 class _Noted:

@@ -26,11 +26,10 @@ that hangs does not delay what the others say. What it prints is read from its f
 @dataclass(slots=True)
 class _Heard:
     """What was heard of one worker. printed: its last answer; None if there is none, or if Ray
-    shows the worker's output. rank: of what it has printed last."""
+    shows the worker's output."""
 
     worker: Actor
     printed: Printed | None = None
-    rank: int | None = None
 
 
 @dataclass(slots=True)
@@ -70,6 +69,15 @@ class Listener:
         self._received: dict[int, tuple[Actor, int]] = {}  # by seat: of whom, how many reports
         self._lost: list[Actor] = []  # in this run
         self._silent: dict[Actor, float] = {}  # until when it is not asked
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether every worker was asked before. The last words of one that was not are lost."""
+        return all(
+            (heard := self._heard.get(seat)) is not None and heard.worker is worker
+            for seat, worker in self._workers.items()
+            if seat not in self._starting
+        )
 
     async def pull(self, run: int, timeout_s: float) -> News:
         """What is new in a run. A worker that is gone reports nothing."""
@@ -120,7 +128,6 @@ class Listener:
             return  # Forgotten meanwhile.
         heard.printed = printed
         if printed.pieces:
-            heard.rank = printed.pieces[-1].rank
             news.printed.append((seat, printed))
 
     def _lose(self, worker: Actor) -> None:
@@ -131,7 +138,7 @@ class Listener:
         """What a worker that is gone, or does not answer, has printed last, out of its files."""
         heard = self._heard[seat]
         while (last := heard.printed) is not None:
-            given = (last.files, last.node_id, last.until, heard.rank)
+            given = (last.files, last.node_id, last.until, last.rank)
             rest = read_rest(*given)
             if rest is None:  # On another node: have another worker there read it.
                 rest = await self._read_there(given)
@@ -139,8 +146,8 @@ class Listener:
                 return
             if rest is None:
                 text = f"(it is gone; what it printed last is in {last.files[0]} on its node)\n"
-                piece = Piece(ERR, text.encode(), heard.rank)
-                rest = Printed((piece,), last.until, False, last.files, last.node_id)
+                piece = Piece(ERR, text.encode(), last.rank)
+                rest = Printed((piece,), last.until, last.rank, False, last.files, last.node_id)
                 news.printed.append((seat, rest))
                 heard.printed = None
                 return

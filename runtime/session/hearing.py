@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -89,11 +90,10 @@ async def hearing(listener: Listener, run: int, audience: Audience) -> AsyncIter
     async def pass_on() -> None:
         is_last = False
         while not is_last:
-            try:
-                async with asyncio.timeout(_PULL_S):
-                    await is_over.wait()
-            except TimeoutError:
-                pass
+            if listener.knows_all or not audience.is_there:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_PULL_S):
+                        await is_over.wait()
             is_last = is_over.is_set()  # What comes during a pull needs another one.
             has_more = audience.is_there
             while has_more:

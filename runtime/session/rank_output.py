@@ -37,28 +37,29 @@ class RankLines:
     def _take(self, seat: int, piece: Piece) -> None:
         begun = self._begun.pop((seat, piece.kind), None)
         if begun is not None and begun.rank != piece.rank:
-            self._show(begun)
+            self._show(seat, begun)
             begun = None
         *lines, rest = ((begun.data if begun else b"") + piece.data).split(b"\n")
         for line in lines:
-            self._show(Piece(piece.kind, line, piece.rank))
+            self._show(seat, Piece(piece.kind, line, piece.rank))
         if rest:
             self._begun[seat, piece.kind] = Piece(piece.kind, rest, piece.rank)
 
     def end(self) -> None:
         """Show the lines that have no end yet."""
         begun, self._begun = self._begun, {}
-        for piece in begun.values():
-            self._show(piece)
+        for (seat, _), piece in begun.items():
+            self._show(seat, piece)
 
-    def _show(self, piece: Piece) -> None:
+    def _show(self, seat: int, piece: Piece) -> None:
         text = piece.data.decode(errors="replace")
         if not text.startswith(_OF_RAY):
             # As on a terminal, a carriage return begins the line again: of a progress bar this
             # shows the last state.
             text = text.rstrip("\r").rpartition("\r")[2]
-            self._show_line(f"{label(piece.rank)} {text}", piece.kind == ERR)
+            who = f"[worker in seat {seat}]" if piece.rank is None else label(piece.rank)
+            self._show_line(f"{who} {text}", piece.kind == ERR)
 
 
-def label(rank: int | None) -> str:
-    return "[no rank yet]" if rank is None else f"[rank {rank}]"
+def label(rank: int) -> str:
+    return f"[rank {rank}]"

@@ -158,8 +158,8 @@ class Places:
 
     @property
     def of_epochs(self) -> str:
-        """`epoch 2/3`; empty outside of loops over epochs."""
-        if self.epoch is None or (not self.num_epochs and not self.epoch):
+        """`epoch 2/3`; empty outside of loops over several epochs."""
+        if self.epoch is None or (self.epoch == 0 and (self.num_epochs or 1) == 1):
             return ""
         return f"epoch {self.epoch + 1}" + (f"/{self.num_epochs}" if self.num_epochs else "")
 
