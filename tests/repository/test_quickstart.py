@@ -65,6 +65,9 @@ def test_the_other_lines_that_launch_it_do_so(folder: Path) -> None:
     assert "epoch 5, step 246" in typed(folder, "chorusline run train.py --epochs 6")
     function = typed(folder, "chorusline run train.py:train --workers 2 -- --epochs 2")
     assert "[rank 0] returned 82" in function and "[rank 1] returned 82" in function
+    line = "chorusline run train.py:train --workers 2 --checkpoint out/checkpoints -- --epochs 8"
+    goes_on = typed(folder, line)
+    assert "step-00000240-" in goes_on and "[rank 1] returned 328" in goes_on
 
 
 @pytest.fixture(scope="module")
