@@ -18,6 +18,7 @@ import ray
 
 from tests import ROOT
 from tests.harness.browser import Browser, jupyterlab, missing
+from tests.repository.test_quickstart import PROGRAM
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,6 +30,7 @@ PICTURES = {
     ("first_steps", 2): ("jupyterlab_first_steps", "node"),
     ("many_numbers", 1): ("jupyterlab_numbers", "outputArea.node"),
     ("many_numbers", 2): ("jupyterlab_ranks", "node"),
+    ("quickstart", 2): ("jupyterlab_quickstart", "node"),
 }
 """By notebook and number of a cell: the picture's name, and what it shows of the cell."""
 
@@ -79,6 +81,15 @@ ctx.world_size""",
 ]
 """The cells of a notebook that reports several numbers, and plots on a rank."""
 
+QUICKSTART = [
+    f"%%writefile train.py\n{PROGRAM}",
+    "!python train.py --epochs 1",
+    "import chorusline as cl\nfrom train import train\n"
+    "session = await cl.Session(num_workers=2).start()\nawait session.run(train, epochs=2)",
+    "await session.close()",
+]
+"""The program of docs/getting-started.md: as a script, and its function in the notebook."""
+
 RUN_ALL = """
 const app = window.jupyterapp;
 const panel = [...app.shell.widgets('main')].find(one => one.content && one.content.widgets);
@@ -119,17 +130,17 @@ def lab(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
     folder = tmp_path_factory.mktemp("lab")
     for path in NOTEBOOKS:
         shutil.copy(path, folder)
-    cells = [nbformat.v4.new_code_cell(source) for source in MANY_NUMBERS]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    nbformat.write(
-        nbformat.v4.new_notebook(cells=cells, metadata=kernel), folder / "many_numbers.ipynb"
-    )
+    for name, sources in (("many_numbers", MANY_NUMBERS), ("quickstart", QUICKSTART)):
+        cells = [nbformat.v4.new_code_cell(source) for source in sources]
+        notebook = nbformat.v4.new_notebook(cells=cells, metadata=kernel)
+        nbformat.write(notebook, folder / f"{name}.ipynb")
     gcs = ray.get_runtime_context().gcs_address
     with jupyterlab(folder, RAY_ADDRESS=gcs, RAY_AUTH_MODE="disabled") as address:
         yield address, folder
 
 
-@pytest.mark.parametrize("name", [*(path.stem for path in NOTEBOOKS), "many_numbers"])
+@pytest.mark.parametrize("name", [*(path.stem for path in NOTEBOOKS), "many_numbers", "quickstart"])
 def test_a_notebook_runs_in_a_browser(
     lab: tuple[str, Path], browser: Browser, name: str, tmp_path: Path
 ) -> None:
