@@ -275,7 +275,7 @@ def test_a_magic_that_has_no_session_says_how_to_get_one(started: Kernel) -> Non
     assert "there is no variable 'nobody'" in told and start in told
     started.run("number = 3")
     told = started.run("%%ranks number\n1").told
-    assert "%%ranks number: that is a int, not a session" in told and start in told
+    assert "%%ranks number: that is an int, not a session" in told and start in told
     started.run("fresh = cl.Session()")
     assert "the session has not started" in started.run("%%ranks fresh\n1").told
 
