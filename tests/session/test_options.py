@@ -30,7 +30,7 @@ async def test_variables_and_labels_reach_the_workers_and_the_driver(cluster: No
         assert session._crew is not None
         look = session._crew._driver.__ray_call__
         assert await look.remote(lambda _: os.environ["OF_THE_SESSION"]) == "yes"
-        assert session._new_request(None).pause_s == 7
+        assert session._new_request(session._audience()).pause_s == 7
     assert "OF_THE_SESSION" not in os.environ
 
 
