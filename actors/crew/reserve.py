@@ -71,8 +71,9 @@ class Reserve:
             worker = self._workers[seat]
             try:
                 await answer(worker.prepare.remote(program))
-                self._ready.add(seat)
-                self._is_ready.set()
+                if self._workers.get(seat) is worker:  # It may have been taken meanwhile.
+                    self._ready.add(seat)
+                    self._is_ready.set()
                 await answer(worker.stand_by.remote())
                 pause_s = _AGAIN_S
                 await asyncio.sleep(_BEHIND_S)
