@@ -213,8 +213,11 @@ class OptimizerEngine:
         outcome = self._see(payload, is_live)
         if self.reducer is None:
             self._check_gradients(outcome.agreement)
-        for gather in self._apply(outcome):  # (4), and (5) begins
-            gather.wait()
+        gathers = self._apply(outcome)  # (4), and (5) begins
+        for gather in gathers:
+            # The gradients of the next step are kept for recovery: they must not be those of
+            # parameters that a lost rank did not send. The last all-gather tells for all.
+            gather.wait(on_host=self._recovery is not None and gather is gathers[-1])
         if self.model is not None and self.reducer is not None:
             self.model.sync_buffers(outcome.agreement.live, self.face._join)
         self.faults.reach(Instant.STEPPED)

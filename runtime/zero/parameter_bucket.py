@@ -36,8 +36,12 @@ class Gather:
     staged: torch.Tensor | None = None
     target: torch.Tensor | None = None
 
-    def wait(self) -> None:
-        self.work.wait()
+    def wait(self, on_host: bool = False) -> None:
+        """on_host: also on a GPU, return or raise when it is known how it has ended."""
+        if on_host:
+            self.work.wait_on_host()
+        else:
+            self.work.wait()
         if self.staged is not None and self.target is not None:
             self.target.copy_(self.staged)
         self.bucket.give_out()
@@ -63,16 +67,23 @@ class ShardRange:
 
     owner: the rank that owns the shard.
     values: (n,) view of the bucket's `flat`.
-    master: (n,) stepped by the optimizer: `values` itself, or its float32 copy.
+    master: (n,) stepped by the optimizer: `values` itself, or its float32 copy. A replica on a GPU
+        is a copy, too: an all-gather that is aborted there leaves anything in the ranges that it
+        receives, and nobody else may have what the lost rank had.
     reduced: (n,) receives the sum of the gradients; None if gradients are read from `.grad`.
     gradient: (n,) the mean gradient, in the master's dtype.
     """
 
-    def __init__(self, owner: int, values: torch.Tensor, reduced: torch.Tensor | None) -> None:
+    def __init__(
+        self, owner: int, values: torch.Tensor, reduced: torch.Tensor | None, is_replica: bool
+    ) -> None:
         self.owner = owner
         self.values = values
         self.has_master = values.dtype in _HALF
+        self._is_copy = is_replica and not self.has_master and values.device.type != "cpu"
         self.master = values.float() if self.has_master else values
+        if self._is_copy:
+            self.master = values.clone()
         self.reduced = reduced
         self.gradient = reduced.float() if self.has_master and reduced is not None else reduced
 
@@ -94,10 +105,12 @@ class ShardRange:
         if self.has_master:
             is_ours = self.master.to(self.values.dtype) == self.values
             self.master.copy_(torch.where(is_ours, self.master, self.values.float()))
+        elif self._is_copy:
+            self.master.copy_(self.values)
 
     def publish_master(self) -> None:
-        """Round the master into `values`, which are gathered."""
-        if self.has_master:
+        """Copy the master, rounded, into `values`, which are gathered."""
+        if self.has_master or self._is_copy:
             self.values.copy_(self.master)
 
 
@@ -140,9 +153,10 @@ class ParameterBucket:
         self.ranges: list[ShardRange] = []
         for owner in guarded_ranks(group.rank, group.size, replicas):
             values = self.flat[owner * length : (owner + 1) * length]
-            if self.ranges and reduced is not None:
+            is_replica = bool(self.ranges)
+            if is_replica and reduced is not None:
                 reduced = torch.zeros_like(reduced)
-            self.ranges.append(ShardRange(owner, values, reduced))
+            self.ranges.append(ShardRange(owner, values, reduced, is_replica))
 
     def _lay_out(self, number: int, offset: int, numel: int) -> None:
         parameter = self._parameters[number]

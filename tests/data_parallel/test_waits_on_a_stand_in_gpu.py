@@ -147,7 +147,7 @@ def ranks() -> Iterator[StandInRanks]:
         yield started
 
 
-ONE_IN_BACKWARD, ONE_IN_STEP = (1, 0), (0, 1)
+ONE_IN_BACKWARD, ONE_IN_STEP, TWO_IN_STEP = (1, 0), (0, 1), (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +157,12 @@ ONE_IN_BACKWARD, ONE_IN_STEP = (1, 0), (0, 1)
         ("ddp, recovery", ONE_IN_BACKWARD),
         ("half", ONE_IN_BACKWARD),
         ("zero", ONE_IN_STEP),
-        ("zero, recovery", ONE_IN_STEP),
-        ("zero, clipped, replicas, recovery", ONE_IN_STEP),
+        ("zero, recovery", TWO_IN_STEP),
+        ("zero, clipped, replicas, recovery", TWO_IN_STEP),
         ("zero, overlapped", (0, 3)),  # one for each of its three buckets
         ("scaled", ONE_IN_STEP),
         ("norms", ONE_IN_BACKWARD),
-        ("zero, norms, recovery", ONE_IN_STEP),
+        ("zero, norms, recovery", TWO_IN_STEP),
         ("join", ONE_IN_BACKWARD),
         ("zero, join", ONE_IN_STEP),
         ("norms, join", (1, 1)),  # which ranks have data for the batch

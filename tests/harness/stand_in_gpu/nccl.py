@@ -303,7 +303,10 @@ class NcclCommunicator:
             return
         parts = [found.get(rank, Garbage(None)) for rank in range(self.size)]
         if any(isinstance(p, Garbage) for p in parts) or len({p[1:] for p in parts}) > 1:
-            _put(call.given["recv"], count, dtype, None)
+            if call.kind == "allGather":
+                self._spoil_gathered(call, count, dtype)
+            else:
+                _put(call.given["recv"], count, dtype, None)
             return
         tensors = [_from_bytes(part[0], dtype) for part in parts]
         op = call.given.get("op", _SUM)
@@ -321,6 +324,14 @@ class NcclCommunicator:
             own = slice(self.rank * count, (self.rank + 1) * count)
             result = _reduced([tensor[own] for tensor in tensors], op)
         _put(call.given["recv"], count, dtype, result)
+
+    def _spoil_gathered(self, call: Call, count: int, dtype: int) -> None:
+        """What NCCL leaves in all chunks; in place it does not write to the rank's own one."""
+        begin, itemsize = call.given["recv"], _DTYPES[dtype].itemsize
+        for rank in range(self.size):
+            address = begin + rank * count * itemsize
+            if address != call.given["send"]:
+                _put(address, count, dtype, None)
 
 
 def _memories(call: Call, size: int) -> list[memory.Allocation]:
