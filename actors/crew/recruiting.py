@@ -15,13 +15,10 @@ from contextlib import asynccontextmanager
 from ..calls import Actor, ActorGone, answer, nodes_leaving
 from ..messages import RunRequest
 from ..versions import versions_here
-from .reserve import Reserve
+from .reserve import AGAIN_AT_MOST_S, AGAIN_S, Reserve
 from .seats import Seats
 
 NODE_WATCH_S = 1.0
-
-_AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
-"""Seconds between two attempts to start a worker in a seat: at first, and at most. It doubles."""
 
 _ANSWER_S = 5.0
 
@@ -118,13 +115,13 @@ class Recruiter:
                 await self._fill(seat)
 
     async def _fill(self, seat: int) -> None:
-        pause_s = _AGAIN_S
+        pause_s = AGAIN_S
         with contextlib.suppress(ActorGone):
             while True:
                 if await self._has_come(seat, await self._newcomer(seat)):
                     return
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
+                pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
 
     async def _newcomer(self, seat: int) -> Actor:
         """A worker of the reserve; or, if there is room for the seat before one is ready, a new

@@ -17,8 +17,9 @@ import ray
 from ..calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from .seats import Seats
 
-_AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
-"""Seconds between two attempts to start a worker: at first, and at most. It doubles."""
+AGAIN_S, AGAIN_AT_MOST_S = 1.0, 30.0
+"""Seconds between two attempts to start a worker, here and in the seats of a run: at first, and at
+most. It doubles."""
 
 _BEHIND_S = 3.0
 """Seconds until the next worker is started behind one that has taken a seat: a process that starts
@@ -63,7 +64,7 @@ class Reserve:
                 await asyncio.wait(keepers)
 
     async def _keep(self, seat: int, program: Any) -> None:
-        pause_s = _AGAIN_S
+        pause_s = AGAIN_S
         while True:
             if seat not in self._workers:
                 await self._seats.wait_for(seat)
@@ -75,13 +76,13 @@ class Reserve:
                     self._ready.add(seat)
                     self._is_ready.set()
                 await answer(worker.stand_by.remote())
-                pause_s = _AGAIN_S
+                pause_s = AGAIN_S
                 await asyncio.sleep(_BEHIND_S)
             except ActorGone:
                 if self._workers.get(seat) is worker:
                     self._drop(seat)
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
+                pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
 
     def _drop(self, seat: int) -> None:
         self._ready.discard(seat)

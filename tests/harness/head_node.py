@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -87,3 +88,28 @@ def marked(folder: str) -> list[int]:
             if f"{MARK}={folder}\0".encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
+
+
+@contextlib.contextmanager
+def dashboard_of_head(environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """A head node to which jobs can be submitted; gives the address of its dashboard."""
+    port, client, agent = free_ports(3)
+    address = f"http://127.0.0.1:{port}"
+    flags = [
+        *("--port=0", "--num-cpus=2", "--include-dashboard=true", "--dashboard-host=127.0.0.1"),
+        *(f"--dashboard-port={port}", f"--dashboard-agent-listen-port={agent}"),
+        f"--ray-client-server-port={client}",
+    ]
+
+    def is_up() -> bool:
+        return answers(f"{address}/api/version")
+
+    with head_node(*flags, is_up=is_up, environment=environment):
+        yield address
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers there with anything but an error."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
+        return True
+    return False

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
-from tests.harness.head_node import BIN, ENVIRONMENT, free_ports, head_node
+from tests.harness.head_node import BIN, ENVIRONMENT, dashboard_of_head
 
 PAGE = (ROOT / "docs/getting-started.md").read_text()
 (PROGRAM,) = re.findall(r'```python title="train.py"\n(.*?)```', PAGE, re.DOTALL)
@@ -72,20 +70,7 @@ def test_the_other_lines_that_launch_it_do_so(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
-    port, client, agent = free_ports(3)
-    address = f"http://127.0.0.1:{port}"
-    flags = [
-        *("--port=0", "--num-cpus=2", "--include-dashboard=true", "--dashboard-host=127.0.0.1"),
-        *(f"--dashboard-port={port}", f"--dashboard-agent-listen-port={agent}"),
-        f"--ray-client-server-port={client}",
-    ]
-
-    def answers() -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{address}/api/version", timeout=1):
-            return True
-        return False
-
-    with head_node(*flags, is_up=answers, environment={"PYTHONPATH": str(ROOT)}):
+    with dashboard_of_head({"PYTHONPATH": str(ROOT)}) as address:
         yield address
 
 

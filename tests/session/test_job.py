@@ -4,7 +4,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,13 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 
 from tests import ROOT
-from tests.harness.head_node import BIN, ENVIRONMENT, MARK, free_ports, head_node, wait_until
+from tests.harness.head_node import (
+    BIN,
+    ENVIRONMENT,
+    MARK,
+    dashboard_of_head,
+    wait_until,
+)
 
 TINY = ["--preset", "tiny", "--files", "6", "--block", "32", "--batch-size", "32"]
 
@@ -20,14 +25,7 @@ TINY = ["--preset", "tiny", "--files", "6", "--block", "32", "--batch-size", "32
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
     """Address of the dashboard of a head node of our own."""
-    port, client, agent = free_ports(3)
-    address = f"http://127.0.0.1:{port}"
-    flags = [
-        *("--port=0", "--num-cpus=2", "--include-dashboard=true", "--dashboard-host=127.0.0.1"),
-        *(f"--dashboard-port={port}", f"--dashboard-agent-listen-port={agent}"),
-        f"--ray-client-server-port={client}",
-    ]
-    with head_node(*flags, is_up=lambda: answers(f"{address}/api/version")):
+    with dashboard_of_head() as address:
         yield address
 
 
@@ -111,9 +109,3 @@ def submit(dashboard: str, *args: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=180,
     )
-
-
-def answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
-        return True
-    return False
