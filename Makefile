@@ -3,8 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+DIST ?= dist
 
-.PHONY: run test test-slow test-oldest test-real test-gpu check docs bench bench-gpu compared clean
+.PHONY: run test test-slow test-oldest test-real test-gpu check docs dist bench bench-gpu compared clean
 
 run: $(INSTALLED)  ## train the example on two CPU workers, with Join and ZeRO on
 	$(BIN)/chorusline run examples/stdlib_gpt.py $(ARGS)
@@ -20,9 +21,9 @@ test-oldest:  ## the fast tests on the oldest torch and Ray that pyproject.toml 
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[test]'
 	.venv-oldest/bin/python -m pytest -m "not slow" $(ARGS)
 
-test-real: $(INSTALLED)  ## models and optimizers of other libraries (extra "real"), which it installs
+test-real: $(INSTALLED)  ## models, optimizers and trackers of other libraries, which it installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'
-	$(BIN)/python -m pytest tests/real_models $(ARGS)
+	$(BIN)/python -m pytest tests/real_models tests/commands/test_plain_scripts.py tests/repository/test_examples.py tests/tracking tests/checkpoint/test_safetensors.py $(ARGS)
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU; installs CuPy and NCCL; writes out/test-gpu.json
 	$(BIN)/python benchmarks/gpu_machine.py --install
@@ -37,10 +38,16 @@ docs: $(INSTALLED)  ## the documentation site, in site/; broken links and undocu
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "written: site/index.html (the search needs a server: python -m http.server -d site)"
 
+dist: $(INSTALLED)  ## a wheel and an sdist, in dist/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'build>=1.2'
+	$(BIN)/python -m build --outdir $(DIST)
+
 bench: $(INSTALLED)  ## every benchmark, as tables
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/join.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/input.py
+	$(BIN)/python benchmarks/steps_cost.py
 	$(BIN)/python benchmarks/recorder.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/recovery.py
@@ -57,7 +64,7 @@ compared: $(INSTALLED)  ## the table of README.md: three runs of what it quotes,
 	$(BIN)/python benchmarks/compared.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-oldest out site .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf .venv .venv-oldest out site dist build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
 # The stamp is newer than what says what to install, or everything is installed again.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -125,6 +125,7 @@ from runtime.checkpoint import (  # noqa: E402
 )
 from runtime.data.dataset_batches import Shard  # noqa: E402
 from runtime.data.dealing import deal  # noqa: E402
+from runtime.data.steps import Step, Steps  # noqa: E402
 from runtime.data.streaming import Stream  # noqa: E402
 from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel  # noqa: E402
 from runtime.data_parallel.gradients.comm_hooks import GradBucket  # noqa: E402
@@ -137,8 +138,16 @@ from runtime.join.join_hook import JoinHook  # noqa: E402
 from runtime.notebook import load_ipython_extension, unload_ipython_extension  # noqa: E402, F401
 from runtime.process.random_state import RandomState  # noqa: E402
 from runtime.program.context import Context  # noqa: E402
-from runtime.session.progress import Progress  # noqa: E402
-from runtime.session.session import Session, SessionSnapshot, run  # noqa: E402
+from runtime.session.attaching import attach  # noqa: E402
+from runtime.session.one_run import run  # noqa: E402
+from runtime.session.session import Session, SessionSnapshot  # noqa: E402
+from runtime.session.showing.progress import Progress  # noqa: E402
+from runtime.tracking.json_lines import JSONLinesTracker  # noqa: E402
+from runtime.tracking.mlflow import MLflowTracker  # noqa: E402
+from runtime.tracking.opentelemetry import OpenTelemetryTracker  # noqa: E402
+from runtime.tracking.tensorboard import TensorBoardTracker  # noqa: E402
+from runtime.tracking.tracker import TrackedEvent, TrackedRun, Tracker  # noqa: E402
+from runtime.tracking.wandb import WandbTracker  # noqa: E402
 from runtime.zero.grad_scaler import GradScaler  # noqa: E402
 from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
 
@@ -164,9 +173,19 @@ __all__ = [
     "Session",
     "SessionSnapshot",
     "run",
+    "attach",
     "Context",
     "Report",
     "Progress",
+    # Where runs are recorded.
+    "Tracker",
+    "TrackedRun",
+    "TrackedEvent",
+    "JSONLinesTracker",
+    "TensorBoardTracker",
+    "MLflowTracker",
+    "WandbTracker",
+    "OpenTelemetryTracker",
     # Training.
     "DistributedDataParallel",
     "PureDistributedDataParallel",
@@ -177,6 +196,8 @@ __all__ = [
     "Joinable",
     "JoinHook",
     "Shard",
+    "Steps",
+    "Step",
     "Stream",
     "deal",
     # Other ways to bring ranks together.

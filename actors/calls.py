@@ -32,7 +32,14 @@ from ray.exceptions import (
 
 Key = TypeVar("Key", bound=Hashable)
 
+HEAD_S, HEAD_ANSWER_S = 30.0, 2.0
+"""Seconds after which the cluster's head is taken for dead, and within which it takes a connection.
+A head that is restarted by a supervisor is back earlier."""
+
+_HEAD_WATCH_S = 5.0
+
 _PARENT_WATCH_S = 0.2
+
 
 _ASKED_AGAIN = 3
 _OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
@@ -193,6 +200,19 @@ async def stays_refused(address: str, timeout_s: float) -> bool:
             return False
         await asyncio.sleep(1 / _ASKED_AGAIN)
     return await asyncio.to_thread(refuses, address, timeout_s)
+
+
+async def until_head_is_gone() -> None:
+    """Return when the head has taken no connections for HEAD_S."""
+    gone_since: float | None = None
+    while True:
+        await asyncio.sleep(_HEAD_WATCH_S)
+        if not await asyncio.to_thread(head_is_gone, HEAD_ANSWER_S):
+            gone_since = None
+        elif gone_since is None:
+            gone_since = time.monotonic()
+        elif time.monotonic() - gone_since > HEAD_S:
+            return
 
 
 def nodes_leaving() -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 from .messages import Report, ReportValue, numbers_of
 from .output import Output, Printed
@@ -22,7 +23,8 @@ _MOST_NAMES = 256
 class Pulled:
     """A worker's answer to the session's pull.
 
-    reports: of the run, from the number on that was asked for.
+    reports: of the run, from the number on that was asked for, or that is held.
+    first: the number of the first of them.
     printed: since the position that was asked for; None if Ray shows the worker's output.
     status: of the worker in the run; None if it is not in it.
     numbers: the last one of each name that was reported in the run.
@@ -32,6 +34,7 @@ class Pulled:
     printed: Printed | None
     status: RunStatus | None
     numbers: dict[str, float]
+    first: int = 0
 
 
 class Journal:
@@ -40,14 +43,17 @@ class Journal:
     keep: False if the session will not read; then only `last` is held, so that memory does not
     grow.
     output: of the process, for what is shown in between its lines.
+    history: how many reports are held that were read already, for a reader that begins anew.
     """
 
-    def __init__(self, *, keep: bool, output: Output | None = None) -> None:
+    def __init__(self, keep: bool, output: Output | None = None, history: int = 0) -> None:
         self._keep = keep
+        self._history = history
         self.output = output
         self._lock = threading.Lock()
         self._reports: deque[Report] = deque()
-        self._dropped = 0  # reports before the first one that is held
+        self.dropped = 0
+        """Reports before the first one that is held; the control loop's."""
         self.last: Report | None = None
         self._latest: dict[str, ReportValue] = {}
 
@@ -61,12 +67,17 @@ class Journal:
                 self._reports.append(report)
 
     def read(self, since: int) -> list[Report]:
-        """All reports from number `since` on; the earlier ones are dropped."""
+        """All reports that are held from number `since` on; the earlier ones are dropped."""
         with self._lock:
-            while self._dropped < since and self._reports:
+            while self.dropped < since - self._history and self._reports:
                 self._reports.popleft()
-                self._dropped += 1
-            return list(self._reports)
+                self.dropped += 1
+            return list(islice(self._reports, max(0, since - self.dropped), None))
+
+    def pulled(self, since: int, printed: Printed | None, status: RunStatus | None) -> Pulled:
+        reports = self.read(since)
+        first = max(since, self.dropped)
+        return Pulled(reports, printed, status, self.latest_numbers(), first)
 
     def latest_numbers(self) -> dict[str, float]:
         """The last number of each name that was reported."""

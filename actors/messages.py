@@ -101,6 +101,8 @@ class RunRequest:
     last_save_s: how long the run waits for the checkpoint that the ranks write before it is given
     up; None if the session keeps no checkpoints.
     fault_plan: what a person has ordered to happen to workers (fault_plan.py).
+    report_history: reports that a worker holds although they were pulled, for a keeper that is
+    started again.
     """
 
     run: int
@@ -112,6 +114,7 @@ class RunRequest:
     pause_s: float = 300.0
     last_save_s: float | None = None
     fault_plan: tuple[Order, ...] = ()
+    report_history: int = 0
 
     def __post_init__(self) -> None:
         if self.run < 0:
@@ -141,6 +144,7 @@ class Report:
     time: seconds since the epoch, by the clock of that machine.
     values: by name, each a ReportValue.
     taken: optimizer steps of the run by then, on all ranks.
+    global_step: the same, with the steps before the checkpoint that the run has resumed from.
     """
 
     rank: int
@@ -148,6 +152,7 @@ class Report:
     time: float
     values: dict[str, Any]
     taken: int = 0
+    global_step: int = 0
 
 
 def numbers_of(values: Mapping[str, Any], within: str = "") -> dict[str, float]:

@@ -4,6 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_PASSAGES = 16
+"""That a status remembers: whoever follows a run looks several times a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """How a rank got from one generation, in which its function ran, into the next such one.
+
+    generation: the new one.
+    left_at, entered_at: seconds since the epoch, by the clock of that machine.
+    num_workers: ranks of the new generation.
+    lost: ranks of the old generation that are not in the new one.
+    left: those of `lost` that had handed over their state before they left.
+    came: ranks of the new generation that were not in the old one.
+    runs_again: the function runs again from the top.
+    step: optimizer steps by then, with those of `steps_before`.
+    """
+
+    generation: int
+    left_at: float
+    entered_at: float
+    num_workers: int
+    lost: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+    came: tuple[int, ...] = ()
+    runs_again: bool = False
+    step: int = 0
+
 
 @dataclass(slots=True)
 class RunStatus:
@@ -18,7 +46,15 @@ class RunStatus:
     samples: that this rank has taken for training.
     has_joined: this rank has run out of data, and shadows the steps of others.
     waited_s: seconds for which steps waited for their gradients with nothing else to do.
+    slowness: in `ctx.steps`, how many times as long as the median of the others this rank takes for
+        a micro-batch; 0 if it is not known.
     device_memory_bytes: of tensors on the GPU, when the training thread last looked.
+    generation: in which the function runs; -1 before its call.
+    origin: the id of the run; of the first one, in a chain of runs that resume from checkpoints.
+    resumed_from: the checkpoint that the run, or the function's last call in it, has resumed from.
+    resumed_step: the step of that checkpoint.
+    steps_before: to add to `taken` for the steps of the whole chain.
+    passages: from generation to generation, the last ones.
     """
 
     rank: int | None = None
@@ -31,4 +67,11 @@ class RunStatus:
     batches_left: int | None = None
     has_joined: bool = False
     waited_s: float = 0.0
+    slowness: float = 0.0
     device_memory_bytes: int = 0
+    generation: int = -1
+    origin: str = ""
+    resumed_from: str = ""
+    resumed_step: int = 0
+    steps_before: int = 0
+    passages: tuple[Passage, ...] = ()

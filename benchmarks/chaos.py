@@ -59,6 +59,9 @@ class Nodes:
     Ray starts nodes from the main thread only, so the loop stands still while one starts.
     """
 
+    HEAD = "head"
+    """A resource of the head, for a worker that must not be on the nodes."""
+
     def __init__(self) -> None:
         # A node that was killed is found dead within seconds; one that is busy is not dead.
         health = {
@@ -68,7 +71,7 @@ class Nodes:
             "health_check_failure_threshold": 3,
         }
         few = {"include_dashboard": False, "object_store_memory": 80 << 20}
-        head = {"num_cpus": 0, "_system_config": health, **few}
+        head = {"num_cpus": 0, "resources": {self.HEAD: 1}, "_system_config": health, **few}
         self._few = few
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._nodes: dict[str, object] = {}
@@ -186,9 +189,10 @@ def _warm_up(ctx: cl.Context) -> None:
     torch.optim.AdamW([parameter]).step()
 
 
-async def _fill(session: cl.Session, nodes: Nodes, num_workers: int) -> None:
-    """Until there is a worker on each of so many nodes."""
-    nodes.have(num_workers)
+async def fill(session: cl.Session, nodes: Nodes | None, num_workers: int) -> None:
+    """Until there is a worker on each of so many nodes, and each is warm."""
+    if nodes is not None:
+        nodes.have(num_workers)
     async with asyncio.timeout(ROUND_S):
         while True:
             if len(await session.run(_warm_up)) == num_workers:
@@ -204,7 +208,7 @@ async def play_all(nodes: Nodes, first_seed: int, seconds: float) -> list[Round]
         ends_at = time.monotonic() + seconds
         for number in itertools.count():
             plan = draw(first_seed * 1_000_003 + number)
-            await _fill(session, nodes, plan.num_workers)
+            await fill(session, nodes, plan.num_workers)
             one = await play(session, plan, nodes)
             rounds.append(one)
             faults = "; ".join(f"seat {f.seat}: {f.kind} {f.phase}" for f in one.struck)

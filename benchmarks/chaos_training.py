@@ -80,7 +80,7 @@ _world_sizes: dict[str, list[int]] = {}
 
 def train(ctx: cl.Context, plan: Plan, folder: str) -> Told:
     torch.set_num_threads(1)
-    seat, samples = _seat_here(), Samples()
+    seat, samples = seat_here(), Samples()
     path = Path(folder) / f"{seat}-{os.getpid()}.diary"
     world_sizes = _world_sizes.setdefault(folder, [])
     model = cl.DistributedDataParallel(network(), bucket_cap_mb=plan.bucket_cap_mb)
@@ -113,7 +113,7 @@ def train(ctx: cl.Context, plan: Plan, folder: str) -> Told:
     return Told(seat, os.getpid(), parameters, optim.num_steps, recoveries, tuple(world_sizes))
 
 
-def _seat_here() -> int:
+def seat_here() -> int:
     """Ranks change with the generations, and are in the order of the seats in each."""
     (worker,) = ray._private.worker.global_worker.actors.values()
     return int(worker._info.seat)

@@ -8,7 +8,9 @@ is killed at an instant that the seed draws, too; before the next trial there ar
 
 Ours: the time until a survivor has taken a step in the generation without the victim. And, for a
 function that can run again, the time until a step is taken by four ranks again: without and with a
-worker in reserve (`Session(spares=1)`). The three that are left take steps meanwhile. Ray Train
+worker in reserve (`Session(spares=1)`). The three that are left take steps meanwhile. What the
+arrival of the fourth costs them is the longest time from a step of three to the next one, of four;
+where it came before the three had taken a step, there is no such time. Ray Train
 (v2, torch's DistributedDataParallel over Gloo, a checkpoint every --every steps): the time until
 any step has been taken again, which is one that it had taken before; and until it is where it was.
 Steps are lost where they have to be taken again, and their samples are seen twice.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -215,6 +218,29 @@ def train_again(ctx: cl.Context, folder: str) -> int:
     return optim.num_steps
 
 
+def arrival_gap(entries: list[tuple[str, float, str, int]], since: float) -> dict[str, float]:
+    """The longest time, over the ranks that stay, from a rank's last step of three to its next one,
+    of four: in seconds, and in steps (the median time from one to the next). Empty if there is
+    none.
+
+    entries: name of the process, seconds, word, number. since: the seconds of the kill.
+    """
+    gaps, steps = [], []
+    by_name: dict[str, list[tuple[float, str]]] = {}
+    for name, at, word, _ in entries:
+        if word.startswith("step-of-"):
+            by_name.setdefault(name, []).append((at, word))
+    for told in by_name.values():
+        for (at, word), (then, after) in itertools.pairwise(sorted(told)):
+            if word != after and at > since and after == f"step-of-{NUM_WORKERS}":
+                gaps.append(then - at)
+            elif word == after and at < since:
+                steps.append(then - at)
+    if not gaps:
+        return {}
+    return {"arrival_s": max(gaps), "arrival_steps": max(gaps) / statistics.median(steps)}
+
+
 async def ours_at_full_size(trials: int, seed: int, spares: int) -> list[dict[str, float]]:
     """The time until a step is taken by all ranks again."""
     draw, results = random.Random(seed), []
@@ -247,7 +273,10 @@ async def ours_at_full_size(trials: int, seed: int, spares: int) -> list[dict[st
                 later = killed_at + 2 * _STEP_S
                 again = min(await until(lambda at=later: full_steps(at), run))
                 lost = max(0, before + 1 - again[1])
-                results.append({"seconds": again[0] - killed_at, "steps_lost": lost})
+                # Of all ranks: a rank's line comes when its step has ended.
+                await until(lambda at=again[0]: len(full_steps(at)) >= NUM_WORKERS, run)
+                gap = arrival_gap(list(Log.read(str(logs))), killed_at)
+                results.append({"seconds": again[0] - killed_at, "steps_lost": lost, **gap})
                 print(f"ours, spares={spares}, {trial}: {results[-1]['seconds']:.3f} s", flush=True)
             stop.touch()
             await run
@@ -419,6 +448,21 @@ def main() -> None:
         )
     header = ("", "trials", "median s", "worst s", "steps taken again", "samples seen twice")
     table("from SIGKILL to the next step, 4 workers", header, rows)
+    arrivals = {name: [r for r in figures[name] if "arrival_s" in r] for name in list(figures)[2:]}
+    table(
+        "an arrival: the longest time between two steps of the others",
+        ("", "arrivals", "median s", "worst s", "median steps", "worst steps"),
+        [
+            (
+                name,
+                str(len(some)),
+                *(f"{summary(some, 'arrival_s')[k]:.3f}" for k in ("median", "worst")),
+                *(f"{summary(some, 'arrival_steps')[k]:.1f}" for k in ("median", "worst")),
+            )
+            for name, some in arrivals.items()
+            if some
+        ],
+    )
     phases = ("detection", "decision", "rendezvous", "reshard", "step")
     table(
         "where our time goes, ms",

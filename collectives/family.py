@@ -31,6 +31,8 @@ class Member(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
     @property
     def flight_recorder(self) -> FlightRecording: ...
+    @property
+    def has_misled_here(self) -> bool: ...
     def failure(self) -> CollectiveError | None: ...
     def end_with(self, error: CollectiveError) -> None: ...
 
@@ -74,6 +76,11 @@ class Family:
     def recordings(self) -> list[FlightRecording]:
         """The recordings of all open groups, and of those that failed and were closed since."""
         return [member.flight_recorder for member in self._known()]
+
+    @property
+    def has_misled(self) -> bool:
+        """Of its groups, as `Group.has_misled`."""
+        return any(member.has_misled_here for member in self._known())
 
     def as_seen_from(self, target: Member, error: CollectiveError) -> CollectiveError:
         """`error`, which one of the groups raised, with `target`'s numbers of the ranks."""

@@ -311,10 +311,11 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         )
 
     @property
-    def all_succeeded(self) -> bool:
-        """Whether all operations of this rank (the last 512) have ended with success. If not, what
-        a GPU has computed behind `Work.wait()` may come from an operation that was stopped."""
-        return self._recorder.all_succeeded
+    def has_misled(self) -> bool:
+        """Whether this program has gone on behind `Work.wait()` of an operation (of the last 512)
+        that has not succeeded, in this group or one of its family. On a GPU `wait()` returns before
+        that is known; what was computed since may come from an operation that was stopped."""
+        return self._family.has_misled
 
     def activity(self, since: float, until: float) -> Activity:
         """How busy this group was, between two times of time.monotonic()."""

@@ -355,6 +355,11 @@ class Subgroups(ABC):
         """The last collectives of this rank and their current states; print it when a run hangs."""
         return self._recorder.read(self.ranks)
 
+    @property
+    def has_misled_here(self) -> bool:
+        """Of this group alone, as `has_misled`."""
+        return self._recorder.has_misled
+
     def flight_recorders(self) -> list[FlightRecording]:
         """The recordings of this group, its family and their object channels."""
         return self._family.recordings()

@@ -16,23 +16,29 @@ from typing import Any
 
 import ray
 
-from ..calls import Actor, ActorGone, NoAnswer, answer, answers, head_is_gone, head_stays_gone
+from ..calls import (
+    HEAD_ANSWER_S,
+    HEAD_S,
+    Actor,
+    ActorGone,
+    NoAnswer,
+    answer,
+    answers,
+    head_stays_gone,
+    until_head_is_gone,
+)
 from ..driver.driver import GRACE_S, Unfit, driver_class
 from ..errors import DriverLost, HeadLost, StartupError
-from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from ..lasting import INCARNATION, NAMESPACE, Lasting
+from ..messages import RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from ..versions import versions_here
-from ..whereabouts import Whereabouts
 from ..worker.devices import environment_of_workers
 from ..worker.worker import worker_class
+from .asking import Asking
 from .listening import Listener
 from .recruiting import Recruiter
 from .reserve import Reserve
 from .seats import Seats
-
-NAMESPACE = "chorusline"
-"""Ray's namespace of driver actors: by their names another process finds a cluster's sessions."""
-
-INCARNATION = "/driver-"
 
 STEP_S = 2.0
 """Seconds that a run which is to stop has for the step in progress, before it is aborted in it."""
@@ -45,12 +51,6 @@ _PROVEN_S = 5.0
 
 _DRIVER_START_S = 30.0
 
-HEAD_S, HEAD_ANSWER_S = 30.0, 2.0
-"""Seconds after which the cluster's head is taken for dead, and within which it takes a connection.
-A head that is restarted by a supervisor is back earlier."""
-
-_HEAD_WATCH_S = 5.0
-
 _LOOK_S = 0.5
 
 _ANSWER_S = 5.0
@@ -61,13 +61,14 @@ class _DriverGone(StartupError):
     """The driver died while it met the workers; another one can do that."""
 
 
-class Crew:
+class Crew(Asking):
     """The driver and the workers. `assemble` comes before each run, `dismiss` once, at the end.
 
     fewest: the smallest number of workers with which a run begins.
     driver_options: Ray's actor options of the driver, which say where it is to run. If there is no
         such node, or it takes no actors because it is drained, the driver runs anywhere.
     environment: Ray's runtime environment of all actors.
+    lasting: of a detached session, whose actors outlive the process that starts them.
     """
 
     def __init__(
@@ -78,10 +79,12 @@ class Crew:
         use_gpu: bool,
         driver_options: Mapping[str, Any],
         environment: Mapping[str, Any] | None = None,
+        lasting: Lasting | None = None,
     ) -> None:
         self._seats = seats
         self._fewest = fewest
-        self.name = f"session-{uuid.uuid4().hex[:8]}"
+        self._lasting = lasting
+        self.name = lasting.name if lasting else f"session-{uuid.uuid4().hex[:8]}"
         self._use_gpu = use_gpu
         self._driver_options = driver_options
         # Only if there is one: Ray starts processes for an environment of their own.
@@ -202,16 +205,11 @@ class Crew:
     async def _try_to_start_driver(self, place: Mapping[str, Any], timeout_s: float) -> Actor:
         self._incarnation += 1
         # Other processes find the session by this name, which dies with the actor.
-        driver = (
-            driver_class()
-            .options(
-                name=f"{self.name}{INCARNATION}{self._incarnation}",
-                namespace=NAMESPACE,
-                **place,
-                **self._environment,
-            )
-            .remote(self._incarnation, self.name)
-        )
+        name = {"name": f"{self.name}{INCARNATION}{self._incarnation}", "namespace": NAMESPACE}
+        if self._lasting:
+            name = self._lasting.options_of_driver(self._incarnation)
+        made = driver_class().options(**name, **place, **self._environment)
+        driver = made.remote(self._incarnation, self.name, self._lasting is not None)
         self._driver = driver
         try:
             await answer(driver.snapshot.remote(), timeout_s)
@@ -220,18 +218,54 @@ class Crew:
             raise
         return driver
 
-    async def run(self, request: RunRequest, payload: Any) -> RunSucceeded | RunFailed:
+    async def find(self) -> None:
+        """Take over the living workers of a detached session, whose keeper has died. Its driver is
+        ended, since what it knows was for that keeper; the workers go on."""
+        assert self._lasting is not None
+        drivers = await asyncio.to_thread(self._lasting.drivers)
+        for driver in drivers.values():
+            ray.kill(driver)
+        self._incarnation = max(drivers, default=self._incarnation)
+        workers = dict(enumerate(await asyncio.to_thread(self._lasting.workers)))
+        calls = {number: worker.snapshot.remote() for number, (_, worker) in workers.items()}
+        for number, said in sorted((await answers(calls, _ANSWER_S)).items()):
+            seat, worker = workers[number]
+            if isinstance(said, WorkerSnapshot):
+                seat = said.info.seat  # One of the reserve may sit elsewhere than it began.
+            if isinstance(said, ActorGone) or seat in self._seats.reserve or seat in self._workers:
+                ray.kill(worker)
+                continue
+            self._workers[seat] = worker
+            if isinstance(said, NoAnswer):
+                self._starting.add(seat)
+        self._was_assembled = True
+
+    async def go_on_with(self, request: RunRequest) -> RunSucceeded | RunFailed:
+        """As `run`, with a run that the workers found (`find`) may be in, or have ended."""
+        program = None
+        for worker in [*self._workers.values()]:
+            payload = worker.program_of.remote(request.run)
+            with contextlib.suppress(ActorGone, NoAnswer):
+                if await answer(payload, _ANSWER_S) is not None:
+                    program = payload
+                    break
+        return await self.run(request, program or ray.put(None), has_begun=True)
+
+    async def run(
+        self, request: RunRequest, payload: Any, *, has_begun: bool = False
+    ) -> RunSucceeded | RunFailed:
         """Have the driver run a program. Returns how the run has ended.
 
         payload: a reference to the program's Parcel.
+        has_begun: under a driver that is gone.
 
         If the driver dies, the ranks go on, and a new driver takes the run over. If this call is
         cancelled, it ends the run on all ranks first.
         """
-        driver: Actor | None = self._living_driver()
+        driver: Actor | None = None if has_begun else self._living_driver()
         self._is_assembled = False  # Until the run has ended well.
         program = [payload]
-        call = self._living_driver().run.remote(request, program)
+        call = driver.run.remote(request, program) if driver is not None else None
         began_with = dict(self._workers)
         has_taken_over = False
         num_failed = 0
@@ -257,7 +291,9 @@ class Crew:
         except asyncio.CancelledError:
             if await head_stays_gone(HEAD_ANSWER_S):
                 raise  # Ray's calls would only keep the caller waiting.
-            if not await self._stopped_after_step(request.run, call):
+            if call is None:  # No driver has taken the run over yet.
+                await self._stop_workers("the caller of run() was cancelled")
+            elif not await self._stopped_after_step(request.run, call):
                 await self.cancel(request.run, "the caller of run() was cancelled")
                 with contextlib.suppress(ActorGone, NoAnswer):
                     await answer(call, _ANSWER_S)  # The cancellation may have overtaken the call.
@@ -280,7 +316,7 @@ class Crew:
     async def _outcome(self, call: Any) -> RunSucceeded | RunFailed | None:
         """What the driver returns. Raises HeadLost if the cluster's head is gone for HEAD_S: Ray
         would wait for ever."""
-        watch = asyncio.create_task(_until_head_is_gone(), name="head-watch")
+        watch = asyncio.create_task(until_head_is_gone(), name="head-watch")
         outcome = asyncio.ensure_future(answer(call))
         try:
             await asyncio.wait((watch, outcome), return_when=asyncio.FIRST_COMPLETED)
@@ -346,6 +382,7 @@ class Crew:
             self._take_from_reserve,
             self._starting,
             self._starting.discard,
+            payload,
         )
         async with (
             self._reserve.kept(payload),
@@ -361,43 +398,6 @@ class Crew:
         except (ActorGone, NoAnswer):
             self._kill_driver()
             await self._stop_workers(reason)
-
-    async def snapshots(
-        self, timeout_s: float
-    ) -> tuple[DriverSnapshot | None, tuple[WorkerSnapshot | str, ...]]:
-        """Snapshots of the driver and, by seat, of the workers; a text says why one gave none."""
-        calls = {"driver": self._driver.snapshot.remote()} if self._driver is not None else {}
-        async with asyncio.TaskGroup() as tasks:
-            asked = tasks.create_task(answers(calls, timeout_s), name="driver-snapshot")
-            workers = await self.workers_seen(timeout_s)
-        driver = (await asked).get("driver")
-        return driver if isinstance(driver, DriverSnapshot) else None, workers
-
-    async def workers_seen(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
-        """Snapshots of the workers, by seat, without asking the driver."""
-        calls = {seat: worker.snapshot.remote() for seat, worker in self._workers.items()}
-        said = await answers(calls, timeout_s)
-        return tuple(
-            word.detail if isinstance(word, ActorGone | NoAnswer) else word
-            for _, word in sorted(said.items())
-        )
-
-    async def whereabouts(
-        self, timeout_s: float
-    ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]:
-        """The snapshot of each worker, and what it has done last; by seat."""
-        workers = sorted(self._workers.items())
-        calls = {(seat, 0): worker.snapshot.remote() for seat, worker in workers}
-        calls |= {(seat, 1): worker.whereabouts.remote() for seat, worker in workers}
-        said = await answers(calls, timeout_s)
-        seen: dict[int, tuple[WorkerSnapshot, Whereabouts] | str] = {}
-        for seat, _ in workers:
-            who, what = said[seat, 0], said[seat, 1]
-            if isinstance(who, ActorGone | NoAnswer):
-                seen[seat] = who.detail
-            else:
-                seen[seat] = what.detail if isinstance(what, ActorGone | NoAnswer) else (who, what)
-        return seen
 
     async def dismiss(self) -> None:
         """End everything: close the groups, kill the actors, and wait until they are dead."""
@@ -448,8 +448,10 @@ class Crew:
 
     def _made(self, seat: int) -> Actor:
         options = {**self._seats.options(seat), **self._workers_environment}
+        if self._lasting:
+            options |= self._lasting.options_of_worker(seat, uuid.uuid4().hex[:8])
         made = self._worker_class.options(**options)
-        return made.remote(seat, self._use_gpu, self.name)
+        return made.remote(seat, self._use_gpu, self.name, self._lasting is not None)
 
     async def _take_from_reserve(self, seat: int) -> Actor | None:
         """Seat a worker of the reserve in the place of the one that was there; None if there is
@@ -471,15 +473,3 @@ class Crew:
         self._is_assembled = False
         if driver is not None:
             ray.kill(driver)
-
-
-async def _until_head_is_gone() -> None:
-    gone_since: float | None = None
-    while True:
-        await asyncio.sleep(_HEAD_WATCH_S)
-        if not await asyncio.to_thread(head_is_gone, HEAD_ANSWER_S):
-            gone_since = None
-        elif gone_since is None:
-            gone_since = time.monotonic()
-        elif time.monotonic() - gone_since > HEAD_S:
-            return

@@ -104,7 +104,7 @@ class Listener:
             calls[seat] = worker.pull.remote(run, since[seat], until)
         for seat, pulled in (await answers(calls, timeout_s)).items():
             if isinstance(pulled, Pulled):
-                self._received[seat] = (asked[seat], since[seat] + len(pulled.reports))
+                self._received[seat] = (asked[seat], pulled.first + len(pulled.reports))
                 news.reports.extend(pulled.reports)
                 if pulled.status is not None:
                     news.statuses[seat] = pulled.status

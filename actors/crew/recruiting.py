@@ -3,6 +3,9 @@
 A seat is empty from the start if the cluster had no room for it, or becomes empty because its
 worker has died, or has left a node that goes. To fill a seat may take as long as a node takes to
 come, so each seat has a task of its own, and none keeps another waiting.
+
+The driver hears of a new worker when that has opened the program, and so has loaded its modules:
+the other ranks, which will wait for the worker to meet them, train until then.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
-from ..calls import Actor, ActorGone, answer, nodes_leaving
+from ..calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from ..messages import RunRequest
 from ..versions import versions_here
 from .reserve import AGAIN_AT_MOST_S, AGAIN_S, Reserve
@@ -31,6 +35,7 @@ class Recruiter:
     reserve: of the crew. take: has a worker of it take a seat, if there is one.
     starting: seats whose workers have not answered yet; the crew's own set.
     has_started: called with the seat when that worker has answered.
+    program: a reference to the run's Parcel.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class Recruiter:
         take: Callable[[int], Awaitable[Actor | None]],
         starting: Collection[int],
         has_started: Callable[[int], None],
+        program: Any,
     ) -> None:
         self._driver = driver
         self._request = request
@@ -54,6 +60,7 @@ class Recruiter:
         self._take = take
         self._starting = starting
         self._has_started = has_started
+        self._program = program
 
     @asynccontextmanager
     async def at_work(self, *, has_taken_over: bool) -> AsyncIterator[None]:
@@ -111,25 +118,26 @@ class Recruiter:
     async def _await_start(self, seat: int) -> None:
         """As `_fill`, where a worker is on its way to the seat already."""
         with contextlib.suppress(ActorGone):
-            if not await self._has_come(seat, self._workers[seat]):
+            if not await self._has_come(seat, self._workers[seat], is_prepared=False):
                 await self._fill(seat)
 
     async def _fill(self, seat: int) -> None:
         pause_s = AGAIN_S
         with contextlib.suppress(ActorGone):
             while True:
-                if await self._has_come(seat, await self._newcomer(seat)):
+                worker, is_prepared = await self._newcomer(seat)
+                if await self._has_come(seat, worker, is_prepared=is_prepared):
                     return
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
 
-    async def _newcomer(self, seat: int) -> Actor:
+    async def _newcomer(self, seat: int) -> tuple[Actor, bool]:
         """A worker of the reserve; or, if there is room for the seat before one is ready, a new
-        worker."""
+        worker. And whether it has opened the program."""
         while (spare := await self._take(seat)) is None:
             if await self._has_room_first(seat):
-                return self._start(seat)
-        return spare
+                return self._start(seat), False
+        return spare, True
 
     async def _has_room_first(self, seat: int) -> bool:
         """Wait for room for a seat, or for a worker in reserve; whether it was the room."""
@@ -145,8 +153,15 @@ class Recruiter:
             room.cancel()
             spare.cancel()
 
-    async def _has_come(self, seat: int, newcomer: Actor) -> bool:
+    async def _has_come(self, seat: int, newcomer: Actor, *, is_prepared: bool) -> bool:
         # Its node may have gone just now: the worker has as long to come as the run waits.
+        if not is_prepared:
+            try:
+                await answer(newcomer.prepare.remote(self._program), self._request.pause_s)
+            except ActorGone:
+                return False
+            except NoAnswer:
+                pass  # The driver says what is wrong with it.
         call = self._driver.adopt.remote({seat: newcomer}, self._request.pause_s, versions_here())
         if await answer(call):
             return False

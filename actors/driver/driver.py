@@ -21,7 +21,16 @@ import ray
 
 from .. import messages
 from ..actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
-from ..calls import Actor, ActorGone, NoAnswer, actor_class, answer, answers, end_with_parent
+from ..calls import (
+    Actor,
+    ActorGone,
+    NoAnswer,
+    actor_class,
+    answer,
+    answers,
+    end_with_parent,
+)
+from ..lasting import end_without
 from ..messages import RunFailed, RunRequest, RunSucceeded
 from ..meter import DriverCounters
 from ..versions import difference
@@ -54,12 +63,15 @@ class Driver(StoreActor):
     """One per session; num_cpus=0. Everything here runs on one loop, the store on its own.
 
     incarnation: how many drivers the session has had before this one.
+    is_lasting: the session has a keeper, without which this actor ends.
     """
 
-    def __init__(self, incarnation: int, session: str = "") -> None:
+    def __init__(self, incarnation: int, session: str = "", is_lasting: bool = False) -> None:
         super().__init__()
         self._incarnation = incarnation
         end_with_parent()
+        if is_lasting:
+            end_without(session)
         self._counters = DriverCounters(session)
         self._membership = Membership()
         self._workers: dict[str, Actor] = {}  # by worker id

@@ -9,6 +9,7 @@ are held for assignments only.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ from ..calls import Actor
 from ..errors import ends_a_generation
 from ..fault_plan import Faults, Instant
 from ..messages import NOWHERE, Assignment, Frozen, Readiness, Resumption, RunRequest
+from ..run_status import MOST_PASSAGES, RunStatus
+from .passages import Passages
 
 if TYPE_CHECKING:
     from collectives.group import Group
@@ -43,9 +46,11 @@ class Lifeline:
         connect: Callable[[], Group],
         resumption: Resumption | None = None,
         seat: int = -1,
+        status: RunStatus | None = None,
     ) -> None:
         """seat: of this worker, if it is one with which the run began: it commits what is ordered
-        for that seat."""
+        for that seat.
+        status: of this rank, which says how it went from generation to generation."""
         self.faults = Faults.of(request.fault_plan, seat, lambda: ray.kill(self._driver))
         self.goes_on = request.goes_on
         self.group: Group | None = None
@@ -60,6 +65,8 @@ class Lifeline:
         self._stop_error: CollectiveError | None = None
         self._freeze_error: CollectiveError | None = None
         self._is_released = False
+        self._status = status or RunStatus()
+        self._passages = Passages(assignment.world_size)
         self.last_resumption = resumption
         self.readiness: Callable[[], Readiness] = _not_yet
         """Set by the run's program. For any thread."""
@@ -95,6 +102,7 @@ class Lifeline:
         read after this call, when it can no longer change.
         """
         met = self._as_collective_error(error)
+        self._passages.left(time.time())
         if self.group is not None and not self.group.failure():
             self.group.abort(met)
         return Frozen(self.assignment.rank, self.generation, (), met, NOWHERE)
@@ -118,7 +126,18 @@ class Lifeline:
             self.assignment = resumption.assignment
             self.generation = self.assignment.generation
             self._freeze_error = None
+        self._passages.attempted(resumption)
         return resumption
+
+    def has_entered(self, *, runs_again: bool) -> None:
+        """The function goes on in the generation that this rank was put into last, or is about to
+        be called there: say so in the status."""
+        status = self._status
+        step = status.steps_before + status.taken
+        passage = self._passages.entered(self.assignment, time.time(), step, runs_again=runs_again)
+        if passage is not None:
+            status.passages = (*status.passages, passage)[-MOST_PASSAGES:]
+        status.generation = self.generation
 
     def connect(self) -> Group:
         self.faults.reach(Instant.MEET)

@@ -12,6 +12,7 @@ from ..actor_store import ActorStore
 from ..calls import Actor
 from ..journal import Journal
 from ..messages import Assignment, Failure, Resumption, RunRequest, Success, WorkerState
+from ..parcels.parcel import Parcel
 from ..run_status import RunStatus
 from .lifeline import Lifeline
 from .training_thread import TrainingThread
@@ -42,8 +43,9 @@ class RunHere:
 
     store: of the generation. A cancelled store stays cancelled, so the next generation has another.
     lifeline: None until the training thread has unpickled the program.
+    program: None when the run is over here, so that its memory is free.
     stop_error: the error that this rank was told to stop with.
-    early_freeze: the first generation was ended before the training thread was in it.
+    freezes: by generation, the error that ended it (`notes_freeze`).
     nobody_began: as long as this is true and this rank fails, no rank has called the function
     (phase 2 of `Worker.run`).
     """
@@ -55,9 +57,11 @@ class RunHere:
         store: ActorStore,
         journal: Journal,
         driver: Actor,
+        program: Parcel | None = None,
     ) -> None:
         self.assignment = assignment
         self.request = request
+        self.program = program
         self.store = store
         self.journal = journal
         self.status = RunStatus(rank=assignment.rank)
@@ -67,9 +71,20 @@ class RunHere:
         self.ending: concurrent.futures.Future[Success | Failure] = concurrent.futures.Future()
         self.state = WorkerState.STARTING
         self.stop_error: CollectiveError | None = None
-        self.early_freeze: CollectiveError | None = None
+        self.freezes: dict[int, CollectiveError] = {}
         self.nobody_began = False
         self.began_at = time.monotonic()
+
+    def notes_freeze(self, generation: int, error: CollectiveError) -> bool:
+        """A generation is over: whether this rank is in it. Whoever makes a group asks `ends_with`
+        when it is made; the order to go on in a generation may come after its end."""
+        if generation >= self.assignment.generation:
+            self.freezes.setdefault(generation, error)
+        return generation == self.assignment.generation
+
+    def ends_with(self, generation: int) -> CollectiveError | None:
+        """The order that stands against the group of a generation; None if there is none."""
+        return self.stop_error or self.freezes.get(generation)
 
 
 def meet_again(group: Group, error: CollectiveError | None) -> None:

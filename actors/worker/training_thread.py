@@ -23,6 +23,10 @@ LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (acto
 Outcome = TypeVar("Outcome")
 
 
+_IMPORTING = "<frozen importlib"
+"""Begins the file names of Python's own code that imports modules."""
+
+
 class TrainingThread(Generic[Outcome]):
     """Runs a function once; an awaitable that it returns is awaited on the thread's own loop.
 
@@ -59,19 +63,36 @@ class TrainingThread(Generic[Outcome]):
         self._thread.start()
         return await self._delivered
 
-    def cancel(self) -> None:
-        """Cancel the coroutine, if there is one. A call that blocks goes on. For any thread."""
+    async def stop(self, grace_s: float) -> None:
+        """End the function, first as a coroutine, then wherever it runs Python. grace_s: seconds
+        that it gets before each of the two."""
+        for stop_harder in (self._cancel, self._interrupt):
+            while not await asyncio.to_thread(self.wait_ended, grace_s):
+                if stop_harder():
+                    break
+
+    def _cancel(self) -> bool:
+        """Cancel the coroutine, if there is one. A call that blocks goes on."""
         with self._lock:
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
+        return True
 
-    def interrupt(self) -> None:
+    def _interrupt(self) -> bool:
         """Raise CancelledError in the function, wherever it runs Python. A single call into C goes
-        on until it returns. For any thread."""
+        on until it returns. False, and nothing is raised, while it imports a module: modules that
+        were left half-way would stay so for all later runs of this process."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if any(
+            each.f_code.co_filename.startswith(_IMPORTING)
+            for each, _ in traceback.walk_stack(frame)
+        ):
+            return False
         if not self._has_ended.is_set() and self._thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread.ident), ctypes.py_object(asyncio.CancelledError)
             )
+        return True
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Block until the function is over. Returns whether it is."""

@@ -59,9 +59,9 @@ from .gpu import own_gpu
 from .leaving import SIGTERM_EXIT, leave
 from .lifeline import Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes
+from .outliving import Outliving
 from .run_here import Program, RunHere, meet_again
 from .sigterm import hear_sigterm
-from .standing_by import StandingBy
 from .training_thread import TrainingThread
 
 if TYPE_CHECKING:
@@ -75,15 +75,17 @@ and as many more before it is interrupted in its Python code. Code that sees the
 story; code that waits for something else, or only computes, would never see it."""
 
 
-class Worker(StandingBy):
+class Worker(Outliving):
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
-    def __init__(self, seat: int, use_gpu: bool, session: str = "") -> None:
+    def __init__(
+        self, seat: int, use_gpu: bool, session: str = "", is_lasting: bool = False
+    ) -> None:
         # Not at the top: Ray imports this file wherever the handle of a worker is, so also the
         # driver, which starts with 0.7 s of CPU time without torch, not 1.8.
         import torch
 
-        super().__init__()
+        super().__init__(session, is_lasting)
         runtime = ray.get_runtime_context()
         num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
         self._device = own_gpu() if use_gpu else torch.device("cpu")
@@ -101,7 +103,7 @@ class Worker(StandingBy):
         self._lock = threading.Lock()
         self._run: RunHere | None = None
         self._group: Group | None = None  # of the last generation; it lives on between runs
-        self._last: tuple[int, Journal] = (-1, Journal(keep=False))  # number and journal of a run
+        self._last: tuple[int, Journal] = (-1, Journal(False))  # number and journal of a run
         self._last_status = RunStatus()  # of the run in progress, or of the last one
         self._generation = -1
         self._ended: RunHere | None = None  # the run before
@@ -141,8 +143,8 @@ class Worker(StandingBy):
         Where the group is made for a run that goes on, the lifeline deals with a rank that does not
         come.
         """
-        journal = Journal(keep=request.keep_reports, output=self._output)
-        run = RunHere(assignment, request, store, journal, driver)
+        journal = Journal(request.keep_reports, self._output, request.report_history)
+        run = RunHere(assignment, request, store, journal, driver, program)
         with self._lock:
             if self._run is not None:
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
@@ -154,7 +156,8 @@ class Worker(StandingBy):
             run.stop_error = self._early_stops.pop(request.run, None)
             self._early_stops.clear()
             key = (request.run, assignment.generation)
-            run.early_freeze = self._early_freezes.pop(key, None)
+            if key in self._early_freezes:
+                run.freezes[assignment.generation] = self._early_freezes[key]
             self._early_freezes.clear()
             run.thread = TrainingThread(
                 lambda: self._train(run, program, resumption),
@@ -171,7 +174,7 @@ class Worker(StandingBy):
             return ending
         finally:
             with self._lock:
-                self._run = None
+                self._run, run.program = None, None
                 self._ended = run
                 lifeline = run.lifeline
             if lifeline is not None:
@@ -236,7 +239,7 @@ class Worker(StandingBy):
         printed = self._output.read(printed_until)
         if number != run:
             return Pulled([], printed, None, {})
-        return Pulled(journal.read(since), printed, status, journal.latest_numbers())
+        return journal.pulled(since, printed, status)
 
     @ray.method(concurrency_group="control")
     async def read_rest(
@@ -325,9 +328,7 @@ class Worker(StandingBy):
         if group is not None:
             await asyncio.to_thread(group.abort, error)  # ncclCommAbort may take its time.
         if thread is not None:
-            for stop_harder in (thread.cancel, thread.interrupt):
-                if not await asyncio.to_thread(thread.wait_ended, COROUTINE_GRACE_S):
-                    stop_harder()
+            await thread.stop(COROUTINE_GRACE_S)
 
     @ray.method(concurrency_group="control")
     async def freeze(self, run: int, generation: int, error: CollectiveError) -> None:
@@ -341,8 +342,8 @@ class Worker(StandingBy):
                 if run > self._last[0]:
                     self._early_freezes[run, generation] = error
                 return
-            if current.assignment.generation != generation:
-                return  # This rank has gone on already.
+            if not current.notes_freeze(generation, error):
+                return  # This rank has gone on already, or is to go on in that generation later.
             group, store, lifeline = self._group, current.store, current.lifeline
         store.cancel(error)
         if group is not None and group.generation == generation:
@@ -396,18 +397,17 @@ class Worker(StandingBy):
         set_debug_level(max(run.request.debug_level, get_debug_level()))
         program: Program = parcel.opened()
         lifeline = Lifeline(
-            run.request,
-            run.driver,
-            run.assignment,
+            *(run.request, run.driver, run.assignment),
             lambda: self._meet(run),
             resumption,
             self._info.seat if resumption is None else -1,
+            run.status,
         )
         with self._lock:
             run.lifeline = lifeline
             if run.stop_error is not None:
                 lifeline.stop(run.stop_error)
-            group, early_error = self._group, run.stop_error or run.early_freeze
+            group, early_error = self._group, run.ends_with(run.assignment.generation)
         has_met = group is not None and group.generation == run.assignment.generation
         run.nobody_began = resumption is None and (has_met or not run.request.goes_on)
         if has_met:
@@ -427,12 +427,12 @@ class Worker(StandingBy):
         with self._lock:
             assignment, store = run.assignment, run.store
             group, self._group = self._group, None
-            early_freeze, run.early_freeze = run.early_freeze, None
-        if early_freeze is not None:
+            frozen = run.freezes.get(assignment.generation)
+        if frozen is not None:
             if group is not None:
-                group.abort(early_freeze)
+                group.abort(frozen)
                 group.close()
-            raise fresh_copy(early_freeze)
+            raise fresh_copy(frozen)
         if group is not None and group.generation != assignment.generation:
             group.close()
             group = None
@@ -450,13 +450,13 @@ class Worker(StandingBy):
             raise fresh_copy(failure)
         with self._lock:
             self._group = group
-            stop_error = run.stop_error
-            if stop_error is None:
+            ended = run.ends_with(assignment.generation)
+            if run.stop_error is None:
                 run.state = WorkerState.TRAINING
-        if stop_error is not None:
-            # The order to stop came before there was a group that `abort` could have aborted.
-            group.abort(stop_error)
-            raise fresh_copy(stop_error)
+        if ended is not None:
+            # The order came before there was a group that `abort` or `freeze` could have aborted.
+            group.abort(ended)
+            raise fresh_copy(ended)
         if run.nobody_began:
             run.nobody_began = False
             group.meet().wait_on_host()  # 3

@@ -92,6 +92,11 @@ class Work(ABC):
                 self._complete_future()
         return self._output
 
+    def order_stream(self) -> None:
+        """`wait()`, for a caller that learns in another way how the work has ended, before anything
+        counts that was computed behind it (`Group.has_misled`)."""
+        self._block()
+
     def _complete_future(self) -> None:
         # The thread that ended the work may not have run the callbacks yet.
         if self.is_completed():

@@ -117,9 +117,10 @@ class FlightRecorder:
         return any(operation.ended_at is None for operation in self._operations.copy())
 
     @property
-    def all_succeeded(self) -> bool:
-        """Whether all operations that are still recorded have ended with success."""
-        return all(operation.state is State.DONE for operation in self._operations.copy())
+    def has_misled(self) -> bool:
+        """Whether an operation that is still recorded, and was relied on, has not succeeded."""
+        operations = self._operations.copy()
+        return any(one.relied_on and one.state is not State.DONE for one in operations)
 
     def activity(self, since: float, until: float) -> Activity:
         """The activity between two times of time.monotonic(); any thread may call it.

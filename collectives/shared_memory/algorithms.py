@@ -36,14 +36,17 @@ class SharedMemoryCommunicator(Communicator):
 
     backend = "shared-memory"
 
-    def __init__(self, segment: SharedSegment, timeout_s: float) -> None:
-        """Blocks until all ranks have come. Leaves `segment` and raises CollectiveError if not."""
+    def __init__(
+        self, segment: SharedSegment, timeout_s: float, look: Callable[[], None] | None = None
+    ) -> None:
+        """Blocks until all ranks have come. Leaves `segment` and raises if not. look: as in
+        `SharedSegment.meet`."""
         self.rank = segment.rank
         self.size = segment.size
         self.device = torch.device("cpu")
         self._segment = segment
         try:
-            segment.meet(timeout_s)
+            segment.meet(timeout_s, look)
         except BaseException:
             segment.leave()
             raise
@@ -320,8 +323,14 @@ def _and_then(body: Body, finish: Callable[[], None]) -> Body:
 
 
 def connect_shared_memory(
-    descriptor: int, pids: list[int], rank: int, generation: int, timeout_s: float
+    descriptor: int,
+    pids: list[int],
+    rank: int,
+    generation: int,
+    timeout_s: float,
+    look: Callable[[], None] | None = None,
 ) -> SharedMemoryCommunicator:
-    """Join the segment behind `descriptor`. pids: the process of each rank. timeout_s: to meet."""
+    """Join the segment behind `descriptor`. pids: the process of each rank. timeout_s: to meet.
+    look: as in `SharedSegment.meet`."""
     segment = SharedSegment(descriptor, pids, rank, generation, SLOT_BYTES)
-    return SharedMemoryCommunicator(segment, timeout_s)
+    return SharedMemoryCommunicator(segment, timeout_s, look)

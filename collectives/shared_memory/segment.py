@@ -124,6 +124,7 @@ class SharedSegment:
         # serves one thread at a time.
         self._polling = threading.Lock()
         self._meet_timeout_s = 0.0
+        self._look: Callable[[], None] | None = None
         self._turns = 1
         self._lateness = Lateness(rank, self.size)
         # Set for a subgroup: passes on to its parent which ranks this rank waits for, and since.
@@ -259,6 +260,8 @@ class SharedSegment:
         failure = self.failure()
         if failure is not None:
             raise failure
+        if self._look is not None:
+            self._look()
         late = [peer for peer, at in self._peers if self._words[at] < tick]
         if not late:
             return late
@@ -448,12 +451,22 @@ class SharedSegment:
         assert failure is not None
         return failure
 
-    def meet(self, timeout_s: float) -> None:
-        """Return when all ranks have mapped the segment. Uses tick 1."""
+    def meet(self, timeout_s: float, look: Callable[[], None] | None = None) -> None:
+        """Return when all ranks have mapped the segment. Uses tick 1.
+
+        look: called while this rank waits; raises if the rendezvous is over. Another rank may have
+            been told to leave it before it could map the segment, and nothing here shows that.
+        """
         self._meet_timeout_s = timeout_s
         self._words[self._block + STATE] = _OPEN
         self.publish(1)
-        self.wait(1, "rendezvous", time.monotonic() + timeout_s, spin=True)
+        self._look = look
+        try:
+            self.wait(1, "rendezvous", time.monotonic() + timeout_s, spin=True)
+        except CollectiveError as error:
+            raise self.abort(error) from None
+        finally:
+            self._look = None
 
     def turn(self) -> None:
         self._turns += 1

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import time
 from pathlib import Path
 
 import torch
 
 from ..contract.communicator import Communicator
-from ..contract.errors import PeerLost
+from ..contract.errors import PeerLost, StoreLost, StoreTimeout
 from ..shared_memory.algorithms import SLOT_BYTES, connect_shared_memory
 from ..shared_memory.layout import make_memory, open_memory
 from ..stores.store import Store
+
+_LOOK_S = 0.05
+"""Seconds between two looks into the store, while ranks wait for each other in the memory. All of
+them have come before the first look, as a rule."""
 
 
 def host_identity() -> str:
@@ -61,7 +67,20 @@ def connect(
                 descriptor = _open_memory(cards[0]["pid"], cards[0]["descriptor"], generation)
             pids = [c["pid"] for c in cards]
             ours, descriptor = descriptor, -1
-            return connect_shared_memory(ours, pids, rank, generation, store.timeout_s)
+
+            look_at = time.monotonic() + _LOOK_S
+
+            def look() -> None:
+                nonlocal look_at
+                if time.monotonic() < look_at:
+                    return
+                # A wait raises if the rendezvous is over. The ranks have all that they need of the
+                # store, so they can do without it.
+                with contextlib.suppress(StoreTimeout, StoreLost):
+                    store.wait(["never"], 0)
+                look_at = time.monotonic() + _LOOK_S
+
+            return connect_shared_memory(ours, pids, rank, generation, store.timeout_s, look)
     finally:
         if descriptor >= 0:
             os.close(descriptor)

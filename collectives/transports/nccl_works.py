@@ -17,8 +17,9 @@ leave their positions and errors (liveness.py).
 
 The host must not read results behind `wait()`, which orders the stream only: that read would come
 back when this rank's own abort ends the kernel, with whatever is there. `wait_on_host()` returns
-when the work is done by the rule above, and raises its error. Stores that fail tell no aborts; then
-the votes of a step are counted (agreement.py of the runtime).
+when the work is done by the rule above, and raises its error. What a program has computed behind
+`wait()` is worthless if the work fails later; `Group.has_misled` tells that then. Stores that fail
+tell no aborts; then the votes of a step are counted (agreement.py of the runtime).
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ class NcclWork(PendingWork):
         super().settle(failure)
 
     def _block(self) -> None:
+        for operation in (*self.before, self.operation):
+            operation.relied_on = True
+        self.order_stream()
+
+    def order_stream(self) -> None:
         """Order the current stream behind the work; a barrier blocks the host, as in torch."""
         # A work with a future also blocks: the future must be complete when wait() returns.
         if self.blocks_host or self._future is not None:

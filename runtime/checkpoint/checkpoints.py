@@ -43,6 +43,7 @@ from .contents import (
     collect_replicated,
     kind_of,
     state_of,
+    tied_of,
 )
 from .epoch_end import EpochEnd, LastSave
 from .format import catalog
@@ -286,6 +287,7 @@ class Checkpoints:
             paused_s=time.monotonic() - began_at - waited_s,
             corrupted=self._corrupted,
             looked_at=self._looked_at,
+            tied=tied_of(self.registry),
             **fields,
         )
         self._count += 1

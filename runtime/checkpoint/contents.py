@@ -11,7 +11,7 @@ tensor in the checkpoint, as in torch.distributed.checkpoint.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,24 @@ def state_of(entry: Registered) -> dict[str, Any]:
     if isinstance(entry.object, DistributedDataParallel):
         return entry.object.module.state_dict()
     return entry.object.state_dict()
+
+
+def tied_of(entries: Iterable[Registered]) -> dict[str, dict[str, str]]:
+    """Which tensors of modules are other ones of the same module, as in Manifest."""
+    found: dict[str, dict[str, str]] = {}
+    for entry in entries:
+        if not isinstance(entry.object, torch.nn.Module):
+            continue
+        first: dict[tuple[Any, ...], str] = {}
+        tied: dict[str, str] = {}
+        for name, tensor in state_of(entry).items():
+            if is_dense(tensor):
+                where = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+                if (one := first.setdefault((*where, tensor.dtype), name)) != name:
+                    tied[name] = one
+        if tied:
+            found[entry.name] = tied
+    return found
 
 
 def collect_replicated(

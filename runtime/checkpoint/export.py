@@ -1,7 +1,8 @@
-"""Exports a checkpoint to one file in the plain format, and lists the checkpoints of a place."""
+"""Exports a checkpoint to one file, as plain states or safetensors, and lists checkpoints."""
 
 from __future__ import annotations
 
+import importlib.util
 import time
 import warnings
 from collections.abc import Iterator
@@ -10,30 +11,115 @@ from typing import Any
 
 import torch
 
-from .contents import PER_RANK, ZERO
+from .contents import MODEL, PER_RANK, STATE, ZERO
 from .format.catalog import candidates, listing, newest_whole, why_unlisted
 from .format.errors import CheckpointCorrupted, CheckpointUntrusted
 from .format.reader import CheckpointReader
 from .format.storage import Folder, open_storage
 from .restore import plain_optimizer_state, read_tree
 
+TORCH, SAFETENSORS = "torch", "safetensors"
+FORMATS = (TORCH, SAFETENSORS)
 
-def export(source: str | Path, target: str | Path) -> CheckpointReader:
-    """Write a checkpoint to one file with torch.save; returns the reader of the checkpoint.
+
+def export(
+    source: str | Path, target: str | Path, file_format: str | None = None
+) -> CheckpointReader:
+    """Write a checkpoint to one file; returns the reader of the checkpoint.
 
     source: a checkpoint, or a place, whose newest whole checkpoint is taken.
-    target: the file. It holds, by registered name, the state that a plain module or optimizer
-        loads, or a list by rank where each rank has a state of its own.
-    Needs memory for the whole checkpoint. No code that the checkpoint names is run: a state that
-    needs it is left out, with a warning.
+    target: the file.
+    file_format: "torch" (torch.save) or "safetensors"; default: the latter for a target that ends
+        in .safetensors.
 
-    Raises CheckpointNotFound, CheckpointCorrupted; CheckpointUntrusted if no state could be read.
+    torch: the file holds, by registered name, the state that a plain module or optimizer loads, or
+    a list by rank where each rank has a state of its own. safetensors: it holds the weights of the
+    registered modules (`safetensors_of`). Needs memory for all that is written. No code that the
+    checkpoint names is run: a state that needs it is left out, with a warning.
+
+    Raises CheckpointNotFound, CheckpointCorrupted; CheckpointUntrusted if no state could be read;
+    ValueError if there are no weights to write; ImportError without the library safetensors.
     """
-    reader = newest_whole(open_storage(source))
     path = Path(target).absolute()
+    if file_format is None:
+        file_format = SAFETENSORS if path.suffix == f".{SAFETENSORS}" else TORCH
+    if file_format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {file_format!r}")
+    if file_format == SAFETENSORS and importlib.util.find_spec("safetensors") is None:
+        raise ImportError(
+            "writing safetensors needs the library safetensors, which is not installed: "
+            "pip install 'chorusline[safetensors]', or export to a file that torch.load reads "
+            "(--format torch)"
+        )
+    reader = newest_whole(open_storage(source))
+    if file_format == SAFETENSORS:
+        _save_safetensors(reader, path)
+        return reader
     with Folder(path.parent).create(path.name) as file:
         torch.save(plain_states(reader), file)
     return reader
+
+
+def safetensors_of(reader: CheckpointReader) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The weights and buffers of the registered modules, by name; and the file's metadata.
+
+    The names are those of the plain module, so that its load_state_dict takes them; of several
+    modules they begin with the registered name and a dot. A tensor that is tied to another one is
+    written once, and the metadata has its name with the other's, as `safetensors.torch.save_model`
+    does it, so that `load_model` ties them again.
+    """
+    manifest = reader.manifest
+    modules = [name for name, kind in manifest.kinds.items() if _is_module(name, kind, reader)]
+    if not modules:
+        raise ValueError(
+            f"{reader.path} has no weights: no module is among what was registered "
+            f"({', '.join(manifest.kinds) or 'nothing'})"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    metadata = {"format": "pt", "chorusline.step": str(manifest.step)}
+    for module in modules:
+        within = f"{module}." if len(modules) > 1 else ""
+        tied = manifest.tied.get(module, {})
+        metadata |= {within + name: within + one for name, one in tied.items()}
+        for entry in reader.below(module):
+            name = str(entry.path[-1])
+            if name in tied:
+                continue
+            try:
+                value = reader.value(entry)
+            except CheckpointUntrusted:
+                value = None
+            if isinstance(value, torch.Tensor):
+                tensors[within + name] = value.contiguous()
+            else:
+                warnings.warn(
+                    f"left out of the export, since safetensors hold tensors only: {name} of "
+                    f"{module!r}",
+                    stacklevel=2,
+                )
+    return tensors, metadata
+
+
+def _is_module(name: str, kind: str, reader: CheckpointReader) -> bool:
+    """Whether a state is that of a module: tensors under their names. The tensors of a plain
+    optimizer are deeper in its state."""
+    if kind == MODEL:
+        return True
+    dense = [entry.path for entry in reader.below(name) if entry.dtype is not None]
+    return kind == STATE and bool(dense) and all(len(path) == 2 for path in dense)
+
+
+def _save_safetensors(reader: CheckpointReader, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors, metadata = safetensors_of(reader)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        save_file(tensors, part, metadata)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def plain_states(reader: CheckpointReader) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collectives.contract.articles import with_article
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..process.registry import Registered
-from ..zero.parameter_bucket import in_format_of
+from ..zero.shards.parameter_bucket import in_format_of
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .contents import PER_RANK, ZERO, is_dense, leaves_of, tree_of
 from .format.errors import CheckpointMismatch

@@ -16,8 +16,8 @@ from typing import Any, Self
 import torch
 
 from ..partition.resharding import Range
-from ..zero.optimizer_trial import Verdict
-from ..zero.shard_state import MASTER, Layout, ShardState, is_per_element
+from ..zero.shards.optimizer_trial import Verdict
+from ..zero.shards.shard_state import MASTER, Layout, ShardState, is_per_element
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .contents import add_leaf, pickled
 from .format.errors import CheckpointMismatch

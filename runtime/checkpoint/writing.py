@@ -7,7 +7,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from collectives import ChoruslineError, Group, PeerLost, StoreLost, StoreTimeout
@@ -84,6 +84,7 @@ class Writing:
     progress_by_rank: list[Any] | None = None
     waited_s: float = 0.0
     paused_s: float = 0.0
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def carry_out(self) -> None:
         """Phases (3) to (8); ends the Saving in any case."""
@@ -189,6 +190,7 @@ class Writing:
                 files={file: length for part in parts for file, length in part.files.items()},
                 entries=merged(parts),
                 progress=self.progress_by_rank or [progress for *_, progress, _ in records],
+                tied=self.tied,
             )
             write_manifest(self.storage, self.folder, manifest)  # (6)
         except StoreLost:

@@ -34,6 +34,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def restarts(text: str) -> int:
+    """The value of `3`; 0 means never."""
+    if not re.fullmatch(r"\d+", text.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts; write 3, or 0")
+    return int(text)
+
+
 def variable(text: str) -> tuple[str, str]:
     """`NAME=VALUE` as a pair; the value may be empty, and may contain `=`."""
     name, equals, value = text.partition("=")

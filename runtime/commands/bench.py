@@ -232,7 +232,8 @@ def _case(group: Group, op: str, nbytes: int) -> tuple[Callable[[], None], Calla
 
     def wrong() -> int:
         fill()
-        call()
+        for work in issue():
+            work.wait_on_host()  # The elements are looked at below.
         match op:
             case "all_reduce":
                 differs = whole != total

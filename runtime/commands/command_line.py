@@ -1,8 +1,10 @@
 """The `chorusline` program: its commands and their flags.
 
 run script.py …              run a script, as `python` would
+run --workers 2 script.py …  run a script on ranks, as `torchrun` would
 run script.py:function …     run a function of the script on ranks
 status, doctor, bench        show what runs, what is wrong here, how fast collectives are
+attach, stop                 show a detached session, and end it
 checkpoint                   list and export checkpoints
 """
 
@@ -51,9 +53,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Shows a table of the sessions of a cluster; on a terminal it is updated until "
         "Ctrl-C.",
     )
+    of_cluster = "of the cluster; RAY_ADDRESS, or the local"
     status.add_argument("session", nargs="?", help="name of one session (default: all)")
-    status.add_argument("--address", default=None, help="of the cluster; RAY_ADDRESS, or the local")
+    status.add_argument("--address", default=None, help=of_cluster)
     status.add_argument("--once", action="store_true", help="one table, also on a terminal")
+    attach = commands.add_parser(
+        "attach",
+        help="show a detached session, from another terminal",
+        description="Shows the run that is in progress, or the last one, with its progress and its "
+        "output, until it has ended. Ctrl-C ends the showing; the run goes on.",
+    )
+    stop = commands.add_parser(
+        "stop",
+        help="end a detached session",
+        description="Aborts the run in progress, ends the workers, and frees their resources.",
+    )
+    for one in (attach, stop):
+        one.add_argument("session", help="its name, as `chorusline status` lists it")
+        one.add_argument(
+            "--address", default=None, help="of the cluster; RAY_ADDRESS, or the local"
+        )
     commands.add_parser(
         "doctor",
         help="what this machine has, what is wrong with it, and the remedy",
@@ -79,10 +98,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="action")
     listed = actions.add_parser("list", help="read, check and list the checkpoints of a place")
     listed.add_argument("place")
-    exported = actions.add_parser("export", help="write the newest complete one with torch.save")
+    exported = actions.add_parser("export", help="write the newest complete one to one file")
     exported.add_argument("place")
-    exported.add_argument("file", type=Path, help="to write; torch.load reads it")
+    exported.add_argument("file", type=Path, help="to write")
+    exported.add_argument(
+        "--format",
+        choices=["torch", "safetensors"],
+        default=None,
+        help="all states, for torch.load; or the weights of modules as safetensors (default: by "
+        "the name of the file)",
+    )
     given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["run"] and given[1:2] and is_flag(given[1]):
+        return _run_on_ranks(function_flags.made_for_script(run.prog), given[1:])
     # argparse drops a `--` that comes first in a REMAINDER, so split there before it parses.
     is_function = given[:1] == ["run"] and arguments.names_function(given[1:2])
     end = given.index("--") if is_function and "--" in given else len(given)
@@ -95,6 +123,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .status import show_status
 
             return show_status(options.session, options.address, options.once)
+        case "attach":
+            from .detached import show_attached
+
+            return show_attached(options.session, options.address)
+        case "stop":
+            from .detached import stop_session
+
+            return stop_session(options.session, options.address)
         case "doctor":
             from .doctor import show_doctor
 
@@ -134,6 +170,26 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
         flags.error(str(error))
 
 
+def is_flag(word: str) -> bool:
+    """Whether it is a flag of the ranks, which comes before the script."""
+    return word.startswith("-") and word not in ("-h", "--help")
+
+
+def _run_on_ranks(flags: argparse.ArgumentParser, given: list[str]) -> int:
+    options = flags.parse_args(given)
+    script, function = arguments.script_and_function(options.script)
+    if function is not None:
+        flags.error(
+            f"{options.script!r} names a function, and its flags come behind it: chorusline run "
+            f"{options.script} --workers 2"
+        )
+    if not script.is_file():
+        flags.error(f"argument script: there is no file {str(script)!r} in {Path.cwd()}")
+    from .plain_script import run_on_ranks
+
+    return run_on_ranks(script, options)
+
+
 def _version() -> str:
     try:
         return f"chorusline {importlib.metadata.version('chorusline')}"
@@ -147,7 +203,7 @@ def look_at_checkpoints(options: argparse.Namespace) -> int:
 
     try:
         if options.action == "export":
-            taken = export(options.place, options.file)
+            taken = export(options.place, options.file, options.format)
             print(f"{options.file}: step {taken.manifest.step} of {taken.path}")
             return 0
         lines = 0

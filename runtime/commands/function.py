@@ -19,14 +19,15 @@ from collectives.contract.articles import with_article
 from collectives.contract.errors import ChoruslineError
 
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
-from ..session.progress import Progress
-from ..session.rank_output import label
 from ..session.session import Session
+from ..session.showing.progress import Progress
+from ..tracking.named import checked_trackers
+from ..tracking.tracker import Tracker
 from .arguments import keywords
+from .detached import print_results
 from .script import INTERRUPTED, below
 
 TERMINATED = 128 + signal.SIGTERM
-_LONGEST_RESULT = 200  # characters of a result that are printed
 
 
 class WrongUsage(Exception):
@@ -45,7 +46,11 @@ def run_function(script: Path, name: str, options: argparse.Namespace, words: li
             arguments = keywords(words, function)
         except ValueError as error:
             raise WrongUsage(f"{script}:{name}: {error}") from None
-        return asyncio.run(_run(function, arguments, options))
+        try:
+            trackers = checked_trackers(options.tracker)
+        except (ImportError, ValueError) as error:
+            raise WrongUsage(f"--tracker: {error}") from None
+        return asyncio.run(_run(function, arguments, options, trackers))
     except KeyboardInterrupt:
         print("Interrupted: all ranks were stopped.", file=sys.stderr)
         return INTERRUPTED
@@ -107,7 +112,10 @@ def _checkpoints(options: argparse.Namespace) -> CheckpointConfig | None:
 
 
 async def _run(
-    function: Callable[..., Any], arguments: dict[str, Any], options: argparse.Namespace
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    options: argparse.Namespace,
+    trackers: tuple[Tracker, ...],
 ) -> int:
     progress = Progress()
     session = Session(
@@ -118,15 +126,11 @@ async def _run(
         address=options.address,
         env_vars=dict(options.env),
         progress=progress,
+        trackers=trackers,
         checkpoint=_checkpoints(options),
     )
     with progress:
         async with session:
             results = await session.run(function, **arguments)
-    for rank, result in enumerate(results):
-        if result is not None:
-            text = repr(result)
-            cut = text if len(text) <= _LONGEST_RESULT else f"{text[:_LONGEST_RESULT]}…"
-            for line in f"returned {cut}".splitlines():
-                print(f"{label(rank)} {line}")
+    print_results(results)
     return 0

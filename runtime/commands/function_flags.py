@@ -1,4 +1,5 @@
-"""The flags of `chorusline run script.py:function`, without torch: `--help` answers at once."""
+"""The flags of `chorusline run script.py:function`, and of `chorusline run --workers 2 script.py`,
+without torch: `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ import argparse
 from . import arguments
 
 USAGE = """chorusline run script.py …
+       chorusline run --workers N [flags] script.py …
        chorusline run script.py:function [flags] [-- --name value …]"""
 
 DESCRIPTION = """\
-Runs a script as python would, with all that follows as its arguments; or calls
-function(ctx, name=value, …) on every rank of a session. It joins the Ray cluster of
-RAY_ADDRESS, or starts a cluster on this machine."""
+Runs a script as python would, with all that follows as its arguments; or, with flags before it, on
+every rank of a session, as torchrun would; or calls function(ctx, name=value, …) on every rank. It
+joins the Ray cluster of RAY_ADDRESS, or starts a cluster on this machine."""
 
-_WORKERS = "workers of script.py:function"
+_WORKERS = "workers"
+_TORCHS_TIMEOUT_S = 1800.0  # torch.distributed's own default for Gloo.
 _OF_CHECKPOINTS = ("--fresh", "--resume", "--save-every", "--keep")
 
 
@@ -23,6 +26,27 @@ def made(prog: str) -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog=prog or "chorusline run", usage=USAGE, formatter_class=_OneColumn
     )
+    _add_workers(flags, timeout_s=60.0)
+    _add_trackers(flags)
+    _add_checkpoints(flags)
+    return flags
+
+
+def made_for_script(prog: str) -> argparse.ArgumentParser:
+    """The parser of what stands between `run` and the end, if a flag comes first."""
+    flags = argparse.ArgumentParser(
+        prog=prog or "chorusline run", usage=USAGE, formatter_class=_OneColumn
+    )
+    _add_workers(flags, timeout_s=_TORCHS_TIMEOUT_S)
+    _add_restarts(flags)
+    flags.add_argument("script", help="a Python file that torchrun could start")
+    flags.add_argument(
+        "args", nargs=argparse.REMAINDER, metavar="…", help="arguments of the script"
+    )
+    return flags
+
+
+def _add_workers(flags: argparse.ArgumentParser, *, timeout_s: float) -> None:
     workers = flags.add_argument_group(_WORKERS)
     workers.add_argument(
         "--workers",
@@ -50,9 +74,10 @@ def made(prog: str) -> argparse.ArgumentParser:
     workers.add_argument(
         "--timeout",
         type=float,
-        default=60.0,
+        default=timeout_s,
         metavar="S",
-        help="seconds that a collective waits for all ranks (default: 60)",
+        help="seconds that a collective waits for all ranks (default: 60; for a script on every "
+        f"rank {_TORCHS_TIMEOUT_S:.0f}, as in torch, if it gives no timeout itself)",
     )
     workers.add_argument(
         "--startup-timeout",
@@ -62,6 +87,32 @@ def made(prog: str) -> argparse.ArgumentParser:
         help="seconds for room in the cluster and for the workers' start; more where nodes have "
         "to start first (default: 60)",
     )
+
+
+def _add_restarts(flags: argparse.ArgumentParser) -> None:
+    restarts = flags.add_argument_group("a script on every rank")
+    restarts.add_argument(
+        "--max-restarts",
+        type=arguments.restarts,
+        default=0,
+        metavar="N",
+        help="if a rank fails or is lost, begin the script again on all ranks, in new processes, "
+        "up to N times (default: 0)",
+    )
+
+
+def _add_trackers(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument(
+        "--tracker",
+        action="append",
+        default=[],
+        metavar="NAME[:X]",
+        help="record the run of a function: tensorboard[:FOLDER], mlflow[:EXPERIMENT], "
+        "wandb[:PROJECT], jsonl[:FILE], opentelemetry; may be repeated",
+    )
+
+
+def _add_checkpoints(flags: argparse.ArgumentParser) -> None:
     kept = flags.add_argument_group("checkpoints of what the function registers")
     kept.add_argument(
         "--checkpoint",
@@ -97,12 +148,16 @@ def made(prog: str) -> argparse.ArgumentParser:
         metavar="N",
         help="keep the N newest checkpoints (default: all)",
     )
-    return flags
 
 
 def explained() -> str:
     """All flags with what they do."""
-    _, heading, text = made("").format_help().partition(_WORKERS)
+    flags = argparse.ArgumentParser(formatter_class=_OneColumn, add_help=False, usage="")
+    _add_workers(flags, timeout_s=60.0)
+    _add_restarts(flags)
+    _add_trackers(flags)
+    _add_checkpoints(flags)
+    _, heading, text = flags.format_help().partition(f"{_WORKERS}:\n")
     return heading + text
 
 

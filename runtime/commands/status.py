@@ -21,11 +21,13 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.calls import ActorGone, NoAnswer, answers
-from actors.crew.crew import INCARNATION, NAMESPACE
+from actors.lasting import INCARNATION, KEEPER, NAMESPACE, Lasting, names_of
 from actors.messages import DriverSnapshot, MemberState, Report, Survey, WorkerSnapshot
 from collectives.contract.errors import ChoruslineError
 
+from ..data.stragglers import FAR
 from ..session import placement
+from ..session.detached.standing import Standing
 
 _REFRESH_S = 1.0
 _ANSWER_S = 3.0
@@ -61,19 +63,19 @@ def show_status(session: str | None, address: str | None, once: bool) -> int:
 
 
 async def _show(session: str | None, console: Console, once: bool) -> int:
-    surveys = await survey(session)
-    if not surveys:
+    surveys, standings = await survey(session), await detached(session)
+    if not surveys and not standings:
         print(nothing_found(session, await survey(None)), file=sys.stderr)
         return 1
     if once:
-        console.print(drawn(surveys))
+        console.print(drawn(surveys, standings))
         return 0
-    with Live(drawn(surveys), console=console, auto_refresh=False) as live:
-        while surveys:
+    with Live(drawn(surveys, standings), console=console, auto_refresh=False) as live:
+        while surveys or standings:
             await asyncio.sleep(_REFRESH_S)
-            surveys = await survey(session)
-            if surveys:
-                live.update(drawn(surveys), refresh=True)
+            surveys, standings = await survey(session), await detached(session)
+            if surveys or standings:
+                live.update(drawn(surveys, standings), refresh=True)
     console.print("The session has ended." if session else "No session runs any more.")
     return 0
 
@@ -106,6 +108,20 @@ async def survey(session: str | None) -> dict[str, Survey | str]:
     return dict(sorted(found.items()))
 
 
+async def detached(session: str | None) -> dict[str, Standing | str]:
+    """What the keepers of detached sessions say, by name; a text says why one said nothing."""
+    keepers = {
+        name: keeper
+        for name in names_of(KEEPER)
+        if session in (None, name) and (keeper := Lasting(name).keeper()) is not None
+    }
+    calls = {name: keeper.standing.remote() for name, keeper in keepers.items()}
+    return {
+        name: said.detail if isinstance(said, ActorGone | NoAnswer) else said
+        for name, said in (await answers(calls, _ANSWER_S + 1.0)).items()
+    }
+
+
 def nothing_found(session: str | None, others: Mapping[str, object]) -> str:
     if session is None:
         return (
@@ -116,13 +132,22 @@ def nothing_found(session: str | None, others: Mapping[str, object]) -> str:
     return f"the session {session!r} is gone, or was never on this cluster; {has}"
 
 
-def drawn(surveys: Mapping[str, Survey | str]) -> RenderableType:
+def drawn(
+    surveys: Mapping[str, Survey | str], standings: Mapping[str, Standing | str] | None = None
+) -> RenderableType:
     parts: list[RenderableType] = []
-    for name, answer in surveys.items():
+    standings = standings or {}
+    for name in sorted({*surveys, *standings}):
+        answer, standing = surveys.get(name), standings.get(name)
         if isinstance(answer, str):
             parts.append(Text(f"{name}: its driver {answer}"))
-            continue
-        parts += [Text(headline(name, answer.driver), style="bold"), table(answer)]
+        elif answer is not None:
+            parts.append(Text(headline(name, answer.driver), style="bold"))
+        if standing is not None:
+            words = standing if isinstance(standing, Standing) else f"its keeper {standing}"
+            parts.append(Text(f"{'  ' if answer else f'{name}: '}{words}"))
+        if answer is not None and not isinstance(answer, str):
+            parts.append(table(answer))
     return Group(*parts)
 
 
@@ -152,13 +177,19 @@ def _cells(word: WorkerSnapshot, where: str) -> Sequence[str]:
         "" if word.rank is None else str(word.rank),
         where,
         word.info.device,
-        word.state.value,
+        _state(word),
         "" if word.running_s is None else f"{word.running_s:.0f} s",
         f"{word.steps.taken:,}",
         _left(word),
         f"{(word.memory_bytes + word.device_memory_bytes) / (1 << 20):,.0f} MiB",
         _last_report(word.last_report),
     )
+
+
+def _state(word: WorkerSnapshot) -> str:
+    """With how slow the rank is, where that is worth a word."""
+    slowness = word.steps.slowness
+    return word.state.value + (f", {slowness:.1f}x as slow" if slowness >= FAR else "")
 
 
 def _left(word: WorkerSnapshot) -> str:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
 from ..join.active import active_join
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .cursor import Cursor, Passage, Rest
 from .dealer import Dealer, Dealt
+from .fetching.on_device import ToDevice
 
 
 class Batches(Dealt):
@@ -36,14 +36,15 @@ class Batches(Dealt):
         key: str,
         dealer: Dealer,
         epoch: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
         cursor: Cursor | None,
         at_boundary: Callable[[], None] | None,
+        device: torch.device | str | None = None,
     ) -> None:
         """key: identifies the iteration when a run resumes.
         dealer: knows how samples are dealt again when ranks are lost.
         cursor: records which samples this rank was given; None: they are not recorded.
         at_boundary: called between two batches.
+        device: where batches are copied to; None: they stay where they are made.
 
         Raises ValueError for a batch_size below 1."""
         if not hasattr(batch_size, "__index__"):
@@ -58,9 +59,9 @@ class Batches(Dealt):
         self.ids_of_the_lost: list[int] = []
         self._dealer = dealer
         self._key = key
-        self._collate = collate_fn or default_collate
         self._cursor = cursor
         self._at_boundary = at_boundary
+        self._to_device = None if device is None else ToDevice(device)
         self._rest = self._coming()
 
     def __iter__(self) -> Iterator[Any]:
@@ -94,7 +95,9 @@ class Batches(Dealt):
                 number = 0
                 while self._has_more():
                     taken_before = self.taken
-                    batch = self._collate(self._take())
+                    batch = self._take()
+                    if self._to_device is not None:
+                        batch = self._to_device(batch)
                     steps.batches_taken, steps.batches_left = number + 1, self._num_left()
                     if trains:
                         steps.samples += self.taken - taken_before
@@ -123,6 +126,7 @@ class Batches(Dealt):
             raise
         finally:
             self._dealer.end(self)
+            self._left()
 
     def _warn_without_join(self) -> None:
         """The ranks' numbers of batches differ, and the loop trains: it needs a Join."""
@@ -164,8 +168,11 @@ class Batches(Dealt):
         """Whether this rank has another batch; a loss may give it more later."""
 
     @abstractmethod
-    def _take(self) -> list[Any]:
-        """The samples of the next batch; they count as taken."""
+    def _take(self) -> Any:
+        """The next batch; its samples count as taken."""
 
     def _end(self) -> None:
         """Called when the iteration is over on this rank."""
+
+    def _left(self) -> None:
+        """Called when this rank has left the iteration, also by an error, or to begin it anew."""

@@ -13,6 +13,9 @@ from .batches import Batches
 from .cursor import Cursor, Rest
 from .dealer import Cut, Dealer, Left
 from .dealing import Hands, deal, redeal
+from .fetching.fetcher import Fetcher, Fetching, loader_seed
+from .fetching.fetchers import Fetchers
+from .fetching.options import FetchOptions
 
 
 class MapStyleDataset(Protocol):
@@ -21,6 +24,34 @@ class MapStyleDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+def check_dataset(dataset: Any, method: str) -> None:
+    """Raises TypeError for a dataset without numbered samples, ValueError for an empty one. method:
+    of the Context, for the text."""
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        raise TypeError(
+            f"{method} deals out samples, and a DataLoader makes batches of them already; write "
+            f"ctx.{method}(loader.dataset, ...), with loader.collate_fn if it has one of "
+            "its own"
+        )
+    is_iterated = isinstance(dataset, torch.utils.data.IterableDataset)
+    if is_iterated or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            f"{method} needs a dataset with a length and numbered samples, got "
+            f"{type(dataset).__name__}. To deal out another iterable, or a ray.data.Dataset, "
+            "make a Stream(data) in the program that has the session; list(data) makes a "
+            "dataset of a short iterable. Iterate what belongs to this rank alone (an iterator "
+            "of streaming_split) as it is, inside Join"
+        )
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        raise TypeError(
+            f"{method} needs numbered samples, dataset[0] to dataset[n - 1], and "
+            f"{with_article(type(dataset))} has names; make samples of its columns, as in "
+            "list(zip(columns['x'], columns['y']))"
+        )
+    if len(dataset) == 0:
+        raise ValueError("the dataset is empty, so no rank would get a batch; check its source")
 
 
 class Shard(Batches):
@@ -54,11 +85,17 @@ class Shard(Batches):
         keep_together: Sequence[Hashable] | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        options: FetchOptions | None = None,
+        fetchers: Fetchers | None = None,
         dealer: Dealer | None = None,
         cursor: Cursor | None = None,
         at_boundary: Callable[[], None] | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
-        """dealer: deals samples again when ranks are lost; None: nothing is dealt again.
+        """options: how batches are made, with their own collate_fn; None: by collate_fn, in this
+            thread.
+        fetchers: where loader processes come from; None: they end with each iteration.
+        dealer: deals samples again when ranks are lost; None: nothing is dealt again.
         cursor: records which samples this rank was given, for checkpoints.
         at_boundary: called between two batches.
         The other parameters are those of `ctx.shard`.
@@ -67,37 +104,27 @@ class Shard(Batches):
         if isinstance(dataset, torch.utils.data.DataLoader):
             raise TypeError(
                 "shard deals out samples, and a DataLoader makes batches of them already; write "
-                "ctx.shard(loader.dataset, batch_size), with loader.collate_fn if it has one of "
-                "its own"
+                "ctx.shard(loader), without a batch size, which takes over what the loader says; "
+                "or write ctx.shard(loader.dataset, batch_size), with loader.collate_fn if it has "
+                "one of its own"
             )
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise TypeError(
-                f"shard needs a dataset with a length and numbered samples, got "
-                f"{type(dataset).__name__}. To deal out another iterable, or a ray.data.Dataset, "
-                "make a Stream(data) in the program that has the session; list(data) makes a "
-                "dataset of a short iterable. Iterate what belongs to this rank alone (an iterator "
-                "of streaming_split) as it is, inside Join"
-            )
-        if isinstance(dataset, Mapping) and 0 not in dataset:
-            raise TypeError(
-                "shard needs numbered samples, dataset[0] to dataset[n - 1], and "
-                f"{with_article(type(dataset))} has names; make samples of its columns, as in "
-                "list(zip(columns['x'], columns['y']))"
-            )
-        if len(dataset) == 0:
-            raise ValueError("the dataset is empty, so no rank would get a batch; check its source")
+        check_dataset(dataset, "shard")
         self.dataset = dataset
         self._given_samples = len(dataset)
         self._seed, self._shuffle = seed, shuffle
+        self._options = options or FetchOptions(collate_fn=collate_fn)
+        self._fetchers = fetchers or Fetchers()
+        self._fetcher: Fetcher | None = None
+        self._fetching: Fetching | None = None
         self._keep_together = keep_together
         super().__init__(
             batch_size,
             key=f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}",
             dealer=dealer or Dealer(rank, world_size),
             epoch=epoch,
-            collate_fn=collate_fn,
             cursor=cursor,
             at_boundary=at_boundary,
+            device=device,
         )
         self._round_up = 0 if drop_last else batch_size - 1
         self._take_hand(self._dealt(world_size), rank)
@@ -142,11 +169,30 @@ class Shard(Batches):
     def _has_more(self) -> bool:
         return self._num_left() > 0
 
-    def _take(self) -> list[Any]:
+    def _take(self) -> Any:
         ids = self.sample_ids[self.taken : self.taken + self.batch_size]
-        samples = [self.dataset[i] for i in ids]
+        if self._fetching is None or self._fetching.next_indices != ids:
+            # The first batch; or the hands were dealt again, and what was fetched belongs to others
+            # now; or the last batch has failed.
+            self._fetching = self._fetched_from_here()
+        batch = next(self._fetching)
         self.taken += len(ids)
-        return samples
+        return batch
+
+    def _fetched_from_here(self) -> Fetching:
+        if self._fetcher is None:
+            self._fetcher = self._fetchers.take(self.dataset, self._options)
+        ids, size, left = self.sample_ids, self.batch_size, self._num_left()
+        starts = range(self.taken, self.taken + left * size, size)
+        # Loader processes of two ranks draw different numbers, and so do those that start inside
+        # the epoch after a resume.
+        seed = loader_seed(torch.initial_seed(), self._seed, self.epoch, self._dealer.rank, left)
+        return self._fetcher.fetch((ids[start : start + size] for start in starts), seed=seed)
+
+    def _left(self) -> None:
+        fetcher, self._fetcher, self._fetching = self._fetcher, None, None
+        if fetcher is not None:
+            self._fetchers.give_back(fetcher)
 
     def _dealt(self, num_ranks: int) -> Hands:
         return self._rest.dealt(self._whole, num_ranks, self._keep_together)

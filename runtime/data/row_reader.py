@@ -25,6 +25,7 @@ order.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -123,6 +124,34 @@ class _Reading:
         return [*self.waiting, *(row for hand in self.hands.values() for row in hand.kept())]
 
 
+@dataclass(slots=True)
+class _Window:
+    """The rows that the ranks of `ctx.steps` may ask for, in a reading that all share by place.
+
+    first: the place of the first kept row; what lies before was used in steps that count.
+    """
+
+    source: Iterator[Any]
+    first: int = 0
+    rows: deque[Any] = field(default_factory=deque)
+
+    def fill(self, first: int, count: int) -> int:
+        """Keep the rows from `first` on, and read up to `count` of them; returns how many are."""
+        while self.first < first and self.rows:
+            self.rows.popleft()
+            self.first += 1
+        while self.first < first:  # A reading that begins in the middle of an epoch.
+            next(self.source, None)
+            self.first += 1
+        self.read(first + count)
+        return max(0, min(count, self.first + len(self.rows) - first))
+
+    def read(self, up_to: int) -> None:
+        """Read the rows before place `up_to`, as far as there are any."""
+        missing = up_to - self.first - len(self.rows)
+        self.rows.extend(itertools.islice(self.source, max(0, missing)))
+
+
 class RowReader:
     """Reads `source` for all ranks.
 
@@ -140,6 +169,7 @@ class RowReader:
         """The run in which the former reader died, and the last generation that it can have met."""
         self._source = source
         self._readings: dict[ReadingKey, _Reading] = {}
+        self._window: tuple[ReadingKey, _Window] | None = None
         if hasattr(source, "iter_rows"):
             # A number must mean the same row when the data is read again.
             source.context.execution_options.preserve_order = True
@@ -194,10 +224,36 @@ class RowReader:
                 reading = _Reading(before.source, name, num_holders, given, before.next_number)
                 reading.put_back(row for row in left if row[0] not in given)
                 return reading
+        return _Reading(self._iterated(epoch), name, num_holders, given)
+
+    def _iterated(self, epoch: int) -> Iterator[Any]:
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)
-        rows = self._source.iter_rows() if hasattr(self._source, "iter_rows") else self._source
-        return _Reading(iter(rows), name, num_holders, given)
+        return iter(
+            self._source.iter_rows() if hasattr(self._source, "iter_rows") else self._source
+        )
+
+    # -- by place, for ctx.steps -------------------------------------------------------------------
+
+    def count_window(self, key: ReadingKey, epoch: int, first: int, count: int) -> int:
+        """How many rows there are from place `first` on, at most `count`. All ranks have used the
+        rows before it, so these are dropped.
+
+        key: of the iteration; another one begins anew. Also a reader that replaces one that died
+        can answer: it reads the rows again."""
+        if self._window is None or self._window[0] != key or self._window[1].first > first:
+            self._window = key, _Window(self._iterated(epoch))
+        return self._window[1].fill(first, count)
+
+    def window(self, key: ReadingKey, epoch: int, first: int, count: int) -> list[Any]:
+        """The rows from place `first` on, which `count_window` has counted."""
+        if self._window is None or self._window[0] != key or self._window[1].first > first:
+            self.count_window(key, epoch, first, count)
+        assert self._window is not None
+        window = self._window[1]
+        window.read(first + count)
+        begin = first - window.first
+        return list(itertools.islice(window.rows, begin, begin + count))
 
     def take(
         self, key: ReadingKey, holder: int, count: int, drop_last: bool, counted: int | None

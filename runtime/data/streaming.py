@@ -23,8 +23,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch.utils.data import DataLoader, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from actors.calls import GONE, Actor, nodes_leaving, why_gone
 from actors.errors import StreamLost
@@ -32,10 +35,11 @@ from actors.errors import StreamLost
 from .batches import Batches
 from .cursor import Cursor
 from .dealer import Cut, Dealer, Left
+from .fetching.loader_rows import LoaderRows
 from .row_reader import ReaderDied, ReadingKey, Row, row_reader_class
 
-_SLICE_S = 0.2  # A thread waits for Ray in slices, and can be interrupted between two of them.
-_RESTART_S = 30.0
+SLICE_S = 0.2  # A thread waits for Ray in slices, and can be interrupted between two of them.
+RESTART_S = 30.0
 """The time for Ray to replace a reader that died."""
 
 
@@ -57,7 +61,9 @@ class Stream:
 
     source: an object that gives the same rows in each iteration, such as an IterableDataset, or a
         `ray.data.Dataset`. It is pickled and sent to the reader. If it has `set_epoch`, that is
-        called before each iteration with the epoch of `ctx.shard`.
+        called before each iteration with the epoch of `ctx.shard`. Or a DataLoader over an
+        IterableDataset: its loader processes make the rows, beside the reader, and its batch_size
+        and collate_fn are those of `ctx.shard`, which may say otherwise.
 
     Raises TypeError for a source that is not iterable, or only once.
     """
@@ -81,8 +87,15 @@ class Stream:
                 f"Stream needs something to iterate, got {type(source).__name__}; a dataset with a "
                 "length and numbered samples is handed to ctx.shard as it is"
             )
+        self.batch_size: int | None = None
+        self.collate_fn: Callable[[list[Any]], Any] | None = None
+        has_epochs = hasattr(source, "set_epoch")
+        if isinstance(source, DataLoader):
+            source = LoaderRows(source)
+            has_epochs = source.has_epochs
+            self.batch_size, self.collate_fn = source.batch_size, source.collate_fn
         self._source = source
-        self.has_epochs = hasattr(source, "set_epoch")
+        self.has_epochs = has_epochs
         """Whether the order of the rows may depend on the epoch."""
         self._reader: Actor | None = None
         self._started_in = ("", "")  # cluster and job
@@ -132,6 +145,8 @@ class Stream:
             "_is_sent": True,
             "_is_closed": False,
             "has_epochs": self.has_epochs,
+            "batch_size": self.batch_size,
+            "collate_fn": self.collate_fn,
         }
 
 
@@ -153,6 +168,8 @@ class StreamShard(Batches):
         epoch: int = 0,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        device: torch.device | str | None = None,
         cursor: Cursor | None = None,
         at_boundary: Callable[[], None] | None = None,
         survives: Callable[[], bool] = lambda: False,
@@ -167,11 +184,13 @@ class StreamShard(Batches):
             key=f"stream/{batch_size}/{epoch}",
             dealer=dealer,
             epoch=epoch,
-            collate_fn=collate_fn,
             cursor=cursor,
             at_boundary=at_boundary,
+            device=device,
         )
         self._reader = stream.reader
+        self._collate = collate_fn or stream.collate_fn or default_collate
+        self._pins = pin_memory and torch.accelerator.is_available()
         self._drop_last = drop_last
         self._survives = survives
         self._without_reader = without_reader or (lambda error: error)
@@ -212,7 +231,7 @@ class StreamShard(Batches):
     def _has_more(self) -> bool:
         return bool(self._ahead) or self._gone is not None
 
-    def _take(self) -> list[Any]:
+    def _take(self) -> Any:
         if self._gone is not None:
             raise self._lost(self._gone)
         batch = self._ahead.popleft()
@@ -222,12 +241,13 @@ class StreamShard(Batches):
             self._look_ahead()
         except ReaderGone as gone:
             raise self._lost(gone) from None
-        return [row for _, row in batch]
+        collated = self._collate([row for _, row in batch])
+        return pin_memory(collated) if self._pins else collated
 
     def _end(self) -> None:
         if self._reading is not None:
             with contextlib.suppress(ReaderGone):  # A new reader knows no reading to end.
-                _answer(self._reader.end.remote(self._reading, self._holder))
+                answer(self._reader.end.remote(self._reading, self._holder))
 
     def _lost(self, gone: ReaderGone) -> Exception:
         if not gone.has_come:
@@ -264,7 +284,7 @@ class StreamShard(Batches):
 
     def _receive(self) -> None:
         asked, self._asked = self._asked, None
-        rows: list[Row] = _answer(asked)
+        rows: list[Row] = answer(asked)
         if rows:
             self._ahead.append(rows)
 
@@ -282,7 +302,7 @@ class StreamShard(Batches):
         lost: dict[int, int | None] = dict.fromkeys(sorted(dealer.lost), 0)
         for cut in cuts:
             lost.update(cut.lost)
-        give_up_at = time.monotonic() + _RESTART_S
+        give_up_at = time.monotonic() + RESTART_S
         while True:
             call = self._reader.begin.remote(
                 self._reading,
@@ -295,14 +315,14 @@ class StreamShard(Batches):
                 dealer.inside(),
             )
             try:
-                self.ids_of_the_lost = _answer(call)
+                self.ids_of_the_lost = answer(call)
                 self._look_ahead()
                 return
             except ReaderGone as gone:
                 # If the reader died before this iteration, the next reader can begin it: retry.
                 if gone.has_come or self._ahead or time.monotonic() > give_up_at:
                     raise self._lost(gone) from None
-            time.sleep(_SLICE_S)
+            time.sleep(SLICE_S)
 
     def go_on(self, cut: Cut) -> Left:
         ranks = len(cut.former_ranks)
@@ -312,7 +332,7 @@ class StreamShard(Batches):
                 if self._asked is not None:
                     self._receive()  # An empty answer is out of date: a lost rank's rows come back.
                 lost = self._reader.lose.remote(self._reading, dict(cut.lost))
-                self.ids_of_the_lost = _answer(lost)
+                self.ids_of_the_lost = answer(lost)
                 self._look_ahead()
             except ReaderGone as gone:
                 # The step that waits for this can be taken; `_take` raises for the batch after it.
@@ -328,7 +348,7 @@ class StreamShard(Batches):
             return []
         by_holder = dict(zip(self.holders, counts, strict=True))
         try:
-            ids: list[int] = _answer(self._reader.ids.remote(self._reading, by_holder))
+            ids: list[int] = answer(self._reader.ids.remote(self._reading, by_holder))
         except ReaderGone:
             return self._numbers[: by_holder.get(self._holder, 0)]  # Other ranks know their own.
         return ids
@@ -338,10 +358,10 @@ class StreamShard(Batches):
         return super().num_committed + self._num_unknown
 
 
-def _answer(call: Any) -> Any:
+def answer(call: Any) -> Any:
     """The reader's answer to a call. Blocks the training thread. Raises ReaderGone; StreamLost if
     the reader was ended for good, RuntimeError if the source raised."""
-    while not ray.wait([call], timeout=_SLICE_S)[0]:
+    while not ray.wait([call], timeout=SLICE_S)[0]:
         pass
     try:
         return ray.get(call)

@@ -6,17 +6,39 @@ step counts. So in a run that goes on after the death of a rank, each rank keeps
     agreed   the buffers after the last step that all ranks agreed on
     kept     the buffers after the last step that counts. An agreed step counts once the plain
              optimizer has taken it; with a sharded optimizer it counts after the ballot
+
+On a GPU the host does not wait for the buffers of another rank to come in the step of a plain
+optimizer. So a copy consists of what has come, and of what was there before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from collectives import CollectiveMismatch, Group
+from collectives import CollectiveError, CollectiveMismatch, Group, Work
 
 from .same_model import broadcast_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """after, before: copies of the buffers behind and in front of the operation that brought those
+    of another rank. work: this operation, where it is not known whether it has succeeded."""
+
+    after: list[torch.Tensor] = field(default_factory=list)
+    before: list[torch.Tensor] = field(default_factory=list)
+    work: Work | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        if self.work is not None:
+            try:
+                self.work.wait_on_host()
+            except CollectiveError:  # It was stopped, and has left anything.
+                return self.before
+        return self.after
 
 
 class Buffers:
@@ -35,23 +57,32 @@ class Buffers:
         self.synced_step = 0
         """The number of steps whose buffers this rank has synchronised."""
         self._shapes = {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
-        self._kept: list[torch.Tensor] = []
-        self._agreed: list[torch.Tensor] = []
+        self._kept = _Copy()
+        self._agreed = _Copy()
 
     def begin_forward(self) -> None:
         """Before the first step: copy the buffers that the forward pass is about to change."""
-        if self.is_kept and not self._kept:
-            self._kept = self._copied()
+        if self.is_kept and not self._kept.after:
+            self._kept = _Copy(self._copied())
 
-    def sync(self, root: int | None, group: Group) -> None:
-        """Copy the buffers of rank `root` after a step; None: no rank took the step."""
+    def sync(self, root: int | None, group: Group, *, on_host: bool = False) -> bool:
+        """Copy the buffers of rank `root` after a step; None: no rank took the step.
+
+        on_host: also on a GPU, return when it is known that they have come.
+        Returns whether any were sent.
+        """
         buffers = list(self._module.buffers())
+        work: Work | None = None
+        before: list[torch.Tensor] = []
         if self.travel and buffers and root is not None:
+            is_open = group.device.type != "cpu" and not on_host
+            before = self._copied() if is_open else []
             try:
-                broadcast_tensors(buffers, root, group)
+                work = broadcast_tensors(buffers, root, group, on_host=on_host)
             except CollectiveMismatch as error:
                 raise self._named(error, group.rank) from error
-        self._have_synced()
+        self._have_synced(before, work if before else None)
+        return work is not None
 
     def _named(self, error: CollectiveMismatch, rank: int) -> CollectiveMismatch:
         """The same error, with the buffers that have become others on this rank."""
@@ -86,7 +117,8 @@ class Buffers:
         has_ended = self.synced_step == step
         if self.travel and buffers:
             root = synced.index(step) if step in synced else max(live, default=0)
-            broadcast_tensors(self._kept if has_ended else buffers, root, group)
+            sent = self._kept.tensors() if has_ended else buffers
+            broadcast_tensors(sent, root, group, on_host=True)
         if not has_ended:
             self._have_synced()
 
@@ -95,9 +127,9 @@ class Buffers:
         if self.synced_step < step:
             self._have_synced()
 
-    def _have_synced(self) -> None:
+    def _have_synced(self, before: Sequence[torch.Tensor] = (), work: Work | None = None) -> None:
         self.synced_step += 1
-        self._agreed = self._copied()
+        self._agreed = _Copy(self._copied(), [*before], work)
         if self.count_when_agreed:
             self.keep_agreed()
 
@@ -108,12 +140,13 @@ class Buffers:
     def drop_kept(self) -> None:
         """Stop keeping copies, at the end of the run."""
         self.is_kept = False
-        self._kept = []
+        self._kept = self._agreed = _Copy()
 
     def committed(self) -> dict[str, torch.Tensor]:
         """By name, the buffers after the last step that counts; present ones before any step."""
         buffers = dict(self._module.named_buffers())
-        return dict(zip(buffers, self._kept, strict=True)) if self._kept else buffers
+        kept = self._kept.tensors()
+        return dict(zip(buffers, kept, strict=True)) if kept else buffers
 
     def _copied(self) -> list[torch.Tensor]:
         if not (self.is_kept and self.travel):

@@ -169,7 +169,10 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         boundary().begin_forward()
         Join.notify_join_context(self)
         self._engine.buffers.begin_forward()
+        # In a step of ctx.steps a rank may have no forward pass, so there it is done as it begins.
         if torch.is_grad_enabled():
+            self._engine.steps.begin_forward()
+        if torch.is_grad_enabled() and self._engine.steps.plan is None:
             self._engine.reduce_unfrozen()
             self._engine.reduce_grown()
         self._bind_norms()

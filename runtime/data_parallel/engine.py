@@ -21,6 +21,7 @@ from ..process.running import recovery_of
 from .buffers import Buffers
 from .gradients.gradient_bucket import GradientBucket
 from .gradients.reducer import Reducer
+from .model_steps import ModelSteps, StepEnder
 from .same_model import broadcast_tensors, check_devices, check_same_model
 from .sync_batch_norm import SyncBatchNorm
 
@@ -73,11 +74,14 @@ class ModelEngine:
         """Takes the model to the next generation; None without recovery, and after the run."""
         is_kept = self.recovery is not None
         self.buffers = Buffers(module, travel=broadcast_buffers, is_kept=is_kept)
+        self.steps = ModelSteps(module, reducer, self._begin_step, buffers_travel=broadcast_buffers)
+        """The model in the steps of `ctx.steps`."""
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._own(reducer.parameters)
         between_runs().count_registrations()
         self._num_registrations = -1
         between_runs().wrap(self)
+        between_runs().models.append(weakref.ref(self))
         if self.recovery is not None:
             self.recovery.watch_model(self)
 
@@ -177,25 +181,43 @@ class ModelEngine:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def leave_steps_to_optimizer(self) -> None:
-        """A sharded optimizer ends the steps from now on; a step counts after its ballot."""
+    def leave_steps_to_optimizer(self, ender: StepEnder | None) -> None:
+        """A sharded optimizer ends the steps from now on; a step counts after its ballot. ender:
+        the optimizer, if it takes the sums of the gradients in shards."""
         self.reducer.ends_steps = False
+        self.steps.ender = ender
         self.buffers.count_when_agreed = True
 
-    def sync_buffers(self, live: tuple[int, ...], join: Join | None) -> None:
-        """Copy the buffers of rank 0, or inside a Join of a rank that had the newest batch."""
+    def _begin_step(self) -> None:
+        """A step of `ctx.steps` begins. On each rank, also if it gets no micro-batch of it."""
+        self.buffers.begin_forward()
+        self.reduce_unfrozen()
+        self.reduce_grown()
+
+    def sync_buffers(
+        self, live: tuple[int, ...], join: Join | None, *, on_host: bool = False
+    ) -> bool:
+        """Copy the buffers of rank 0, or inside a Join of a rank that had the newest batch.
+
+        on_host: also on a GPU, return when it is known that the buffers have come.
+        Returns whether any were sent.
+        """
+        if self.steps.is_under_way:  # All ranks have those of the last micro-batch already.
+            self.steps.buffers.commit()
+            return self.buffers.sync(None, self.group)
         root = None
         if live:
             root = join.newest_rank(live) if join else 0
-        self.buffers.sync(root, self.group)
+        return self.buffers.sync(root, self.group, on_host=on_host)
 
     @property
     def has_whole_gradients(self) -> bool:
-        """Whether this rank's gradients come from statistics that all ranks have shared. Asked when
-        a generation has ended: on a GPU the passes went through, also if an exchange of statistics
-        was stopped, and left anything behind."""
+        """Whether the operations have succeeded on whose results this rank's gradients may depend:
+        statistics of layers, and what the program itself communicates. Asked when a generation
+        has ended: on a GPU the passes went through, also if one was stopped and left anything."""
         norms = [layer for layer in self.module.modules() if isinstance(layer, SyncBatchNorm)]
-        return all(norm.group is None or norm.group.all_succeeded for norm in norms)
+        groups = [self.group, *(norm.group for norm in norms if norm.group is not None)]
+        return not any(group.has_misled for group in groups)
 
     # -- from one generation, and one run, to the next -------------------------------------------
 
@@ -219,6 +241,7 @@ class ModelEngine:
     def release(self) -> None:
         """Stop reducing gradients, so that another model can wrap the same module."""
         self.reducer.release()
+        between_runs().drop_model(self)
         engines = between_runs().engines
         for parameter in self.reducer.parameters:
             # Another model may wrap the same module already.

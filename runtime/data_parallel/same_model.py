@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from collectives import Group
+from collectives import Group, Work
 from collectives.contract.dtypes import DTYPES
 from collectives.diagnosis.blame import check_like_rank_0
 from collectives.objects.blocking import all_gather_row
@@ -124,19 +124,34 @@ def unlike_values(tensors: Sequence[torch.Tensor], group: Group) -> tuple[int, l
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Sequence[torch.Tensor], root: int, group: Group) -> None:
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], root: int, group: Group, *, on_host: bool = False
+) -> Work | None:
     """Copy rank `root`'s tensors into the tensors of all ranks: one broadcast per dtype.
 
     tensors: any shapes and dtypes, the same on all ranks, on the group's device.
+    on_host: also on a GPU, change the tensors only when all have come.
+
+    Returns the last broadcast, which tells for all; None without tensors.
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_dtype[tensor.dtype].append(tensor)
+    work: Work | None = None
+    sent: list[tuple[list[torch.Tensor], torch.Tensor]] = []
     for dtype, same in by_dtype.items():
         # Masks and small integers are few; they travel as int32, which every backend supports.
         wire = dtype if dtype in DTYPES else torch.int32
         flat = torch.cat([tensor.reshape(-1).to(wire) for tensor in same])
-        group.broadcast(flat, root).wait()
-        if group.rank != root:
-            for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+        work = group.broadcast(flat, root)
+        sent.append((same, flat))
+        if on_host:
+            work.order_stream()
+        else:
+            work.wait()
+    if work is not None and on_host:
+        work.wait_on_host()
+    for same, flat in sent if group.rank != root else ():
+        for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+    return work

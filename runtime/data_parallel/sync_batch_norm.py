@@ -195,15 +195,14 @@ class _Normalise(torch.autograd.Function):
         means, deviations = everybody[:, :channels], everybody[:, channels : 2 * channels]
         counts = everybody[:, -1:]
         count = counts.sum()
-        if checks_at_once:
+        is_read = own_count <= 1  # Else there is more than one value, and no host has to look.
+        if is_read or checks_at_once:
             work.wait_on_host()
-        if own_count <= 1:  # Else there is more than one value, and no host has to read the count.
-            work.wait_on_host()
-            if not count > 1:
-                raise ValueError(
-                    "Expected more than 1 value per channel when training, got input size "
-                    f"{tuple(input.shape)} on rank {group.rank}, and {count:g} over all ranks"
-                )
+        if is_read and not count > 1:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{tuple(input.shape)} on rank {group.rank}, and {count:g} over all ranks"
+            )
         mean = (means * counts).sum(0) / count
         squares = (deviations + counts * (means - mean).square()).sum(0)
         variance = squares / count

@@ -18,6 +18,7 @@ that it did not finish. So `keep` can refuse objects in such a state.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -105,6 +106,8 @@ class BetweenRuns:
         self._torn_at = -1  # _num_steps at the last unfinished step
         self.engines = WeakIdKeyDictionary()
         """By parameter, a weak reference to the engine of the model that reduces its gradient."""
+        self.models: list[weakref.ref[Any]] = []
+        """The engines of models, in the order in which they were made."""
         self.num_registrations = 0
         """How often a module of this process got a parameter or a module, since the first model was
         wrapped: while it stays, no model has grown."""
@@ -113,7 +116,7 @@ class BetweenRuns:
             weakref.WeakKeyDictionary()
         )
         """By class of optimizers, and by the options and shapes, the result of the trial
-        (zero/optimizer_trial.py)."""
+        (zero/shards/optimizer_trial.py)."""
         self.world: World | None = None
         """A function that has failed leaves it behind, and the next call ends it
         (torch_distributed.py)."""
@@ -148,6 +151,20 @@ class BetweenRuns:
     def wrap(self, wrapped: Wrapped) -> None:
         if wrapped.group is self._group:  # Groups that the user made do not go on in another one.
             self._wrapped.add(wrapped)
+
+    def models_of(self, group: Group) -> list[Any]:
+        """The engines of the models that live in `group`, in the order of their making."""
+        self.models = [reference for reference in self.models if reference() is not None]
+        living = [reference() for reference in self.models]
+        return [engine for engine in living if engine is not None and engine.group is group]
+
+    def forget_dropped_models(self) -> None:
+        """Afterwards `models_of` gives the same models on all ranks: garbage is collected first."""
+        if len(self.models) > 1:
+            gc.collect()
+
+    def drop_model(self, engine: object) -> None:
+        self.models = [reference for reference in self.models if reference() is not engine]
 
     def count_registrations(self) -> None:
         """Count them from now on."""

@@ -48,10 +48,10 @@ class RankSeed:
     """
 
     def __init__(self, seed: int, rank: int) -> None:
-        self._seed, self._rank = seed, rank
+        self.seed, self._rank = seed, rank
         self._loaded: dict[str, Any] | None = None
         self._is_by_rank = False
-        _seed_all(seed)
+        seed_all(seed)
 
     def begin_steps(self, steps_taken: int) -> None:
         """Called at the first step. steps_taken: of the run so far; a worker that comes later does
@@ -63,8 +63,7 @@ class RankSeed:
             RandomState().load_state_dict(self._loaded)
             self._loaded = None
         else:
-            text = f"{self._seed}/{self._rank}/{steps_taken}"
-            _seed_all(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little"))
+            seed_all(mixed(self.seed, self._rank, steps_taken))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the generators, or what was loaded; empty before the first step."""
@@ -75,13 +74,20 @@ class RankSeed:
         self._loaded = state_dict["generators"]
 
 
+def mixed(*numbers: object) -> int:
+    """A seed of 32 bits, of which torch's CPU generator uses no more, made of several numbers."""
+    text = "/".join(map(str, numbers))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
 def check_seed(seed: object) -> None:
     """Raises ValueError for what is not a seed."""
     if type(seed) is not int or seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
 
 
-def _seed_all(seed: int) -> None:
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # also of all CUDA devices

@@ -3,18 +3,25 @@
 Besides the process group, programs look at the variables that torchrun sets. accelerate and the
 Trainer of transformers train alone on every rank where these are missing, even if torch.distributed
 is initialised. So the variables are there as long as the process group is.
+
+A script that knows nothing of Chorusline (runtime/program/plain_script.py) initialises
+torch.distributed by itself, as torchrun's scripts do. `like_torchrun` gives it the variables first,
+and takes its `init_process_group` over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.device_mesh
 from ray.util import get_node_ip_address
 
 from collectives import Group, TorchStore
@@ -24,6 +31,27 @@ from collectives.torch_backend import NAME, Options
 from .between_runs import World, between_runs
 
 _OF_ACCELERATE = "ACCELERATE_TORCH_DEVICE"
+_ON_CPU = "ACCELERATE_USE_CPU"
+
+_INITIALISE = "init_process_group"
+_ITS_MODULES = (dist, dist.distributed_c10d, torch.distributed.device_mesh)
+"""The modules of torch that have `init_process_group`; init_device_mesh calls that of its own."""
+
+_OF_TORCHRUN = (None, "env://")
+"""The init_method of a script that is started by torchrun."""
+
+
+class Seat(Protocol):
+    """The place of a rank: what `Running` has of it."""
+
+    @property
+    def group(self) -> Group: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_world_size(self) -> int: ...
+    @property
+    def node_rank(self) -> int: ...
 
 
 def initialise(
@@ -41,7 +69,7 @@ def initialise(
             f"{dist.get_backend()!r} and not for this run; call "
             "torch.distributed.destroy_process_group() first"
         )
-    address, port = broadcast_object(group, _place() if group.rank == 0 else None)
+    variables = _variables(group, local_rank=local_rank, local_world_size=local_world_size)
     store = TorchStore(group.another_store())
     seconds = group.timeout_s if timeout_s is None else timeout_s
     try:
@@ -56,26 +84,102 @@ def initialise(
     except BaseException:
         store.release()
         raise
-    before = _set_environment(
-        {
-            "RANK": str(group.rank),
-            "WORLD_SIZE": str(group.size),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(local_world_size),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-            **of_device(group.device, os.environ),
-        }
-    )
-    between_runs().world = World(dist.group.WORLD, group, store, before)
+    between_runs().world = World(dist.group.WORLD, group, store, _set_environment(variables))
+
+
+def _variables(group: Group, *, local_rank: int, local_world_size: int) -> dict[str, str | None]:
+    """What torchrun would set. Collective over `group`."""
+    address, port = broadcast_object(group, _place() if group.rank == 0 else None)
+    return {
+        "RANK": str(group.rank),
+        "WORLD_SIZE": str(group.size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        **of_device(group.device, os.environ),
+    }
 
 
 def of_device(device: torch.device, environment: Mapping[str, str]) -> dict[str, str]:
     """accelerate, and with it the Trainer, would take the GPU whose number is LOCAL_RANK. A worker
-    sees all GPUs of its node, and its own may have another number."""
-    if device.type == "cpu" or _OF_ACCELERATE in environment:
-        return {}
-    return {_OF_ACCELERATE: str(device)}
+    sees all GPUs of its node, and its own may have another number. Without a GPU it would train
+    alone on every rank, unless it is told that the CPU is meant."""
+    if device.type == "cpu":
+        return {} if _ON_CPU in environment else {_ON_CPU: "true"}
+    return {} if _OF_ACCELERATE in environment else {_OF_ACCELERATE: str(device)}
+
+
+@contextlib.contextmanager
+def like_torchrun(seat: Seat, run_id: str, num_restarts: int) -> Iterator[None]:
+    """Inside a with-block the process looks as if torchrun had started it: its variables are set,
+    and `init_process_group`, with any of torch's own backends, gives the ranks of the run, with the
+    backend "chorusline". All ranks enter it together.
+
+    A call with a `store`, another `init_method` or another backend is torch's own, and has nothing
+    to do with the run.
+    """
+    before = _set_environment(
+        {
+            **_variables(
+                seat.group, local_rank=seat.local_rank, local_world_size=seat.local_world_size
+            ),
+            "GROUP_RANK": str(seat.node_rank),
+            # Lightning starts processes of its own where it does not find torchrun's name.
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(num_restarts),
+        }
+    )
+    of_torch = dist.init_process_group
+    for module in _ITS_MODULES:
+        setattr(module, _INITIALISE, _in_place_of(of_torch, seat))
+    try:
+        yield
+    finally:
+        for module in _ITS_MODULES:
+            setattr(module, _INITIALISE, of_torch)
+        restore_environment()  # What `initialise` has found are our variables.
+        _set_environment(before)
+
+
+def _in_place_of(of_torch: Callable[..., None], seat: Seat) -> Callable[..., None]:
+    """torch's `init_process_group`, but for the calls that torchrun's scripts make."""
+
+    @functools.wraps(of_torch)
+    def init_process_group(
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: timedelta | None = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+        *others: Any,
+        **more: Any,
+    ) -> None:
+        is_ours = store is None and init_method in _OF_TORCHRUN and is_stock(backend)
+        if not is_ours or dist.is_initialized():
+            of_torch(backend, init_method, timeout, world_size, rank, store, *others, **more)
+            return
+        group = seat.group
+        if (rank, world_size) not in ((-1, -1), (group.rank, group.size)):
+            raise ValueError(
+                f"init_process_group(rank={rank}, world_size={world_size}) on rank {group.rank} of "
+                f"{group.size}; leave both out, or take them from RANK and WORLD_SIZE"
+            )
+        initialise(
+            group,
+            timeout.total_seconds() if timeout is not None else None,
+            local_rank=seat.local_rank,
+            local_world_size=seat.local_world_size,
+        )
+
+    return init_process_group
+
+
+def is_stock(backend: str | None) -> bool:
+    """Whether it is one of torch's own, as "gloo", or several, as "cpu:gloo,cuda:nccl"; or ours."""
+    names = {one.rpartition(":")[2].lower() for one in (backend or NAME).split(",")}
+    return names <= {"gloo", "nccl", "mpi", "undefined", NAME}
 
 
 def end() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
+from torch.utils.data import DataLoader
 
-from collectives.contract.operation import ReduceOp
 from collectives.contract.torch_words import TOO_FEW, TOO_MANY, says
 from collectives.group import Group
 from collectives.objects.blocking import all_gather_object, all_gather_row
@@ -17,15 +16,19 @@ from collectives.objects.blocking import all_gather_object, all_gather_row
 from ..checkpoint.saving import Saving
 from ..data.batches import Batches
 from ..data.dataset_batches import MapStyleDataset, Shard
+from ..data.fetching.options import FetchOptions
 from ..data.streaming import Stream, StreamShard
 from ..process import torch_distributed
 from ..process.between_runs import Place, between_runs
 from ..process.random_state import RankSeed, check_seed
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
+from .context_steps import ContextSteps
 from .function_call import FunctionCall
 from .habits import OF_A_LOADER, instead_of
+from .reducing import check_op, reduced
 from .report_values import plain_values
+from .samples import batches_of
 
 S = TypeVar("S", bound=Stateful)
 T = TypeVar("T")
@@ -35,16 +38,8 @@ _BEGIN_ANEW = (
     "or go on from a checkpoint of your own"
 )
 
-_OPS = {
-    "mean": ReduceOp.AVG,
-    "sum": ReduceOp.SUM,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "product": ReduceOp.PRODUCT,
-}
 
-
-class Context:
+class Context(ContextSteps):
     """One rank's view of a run, handed to the train function as its first argument.
 
     Where the run goes on without a lost worker, rank, world_size, generation and group change
@@ -276,18 +271,20 @@ class Context:
     def shard(
         self,
         dataset: Stream,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         epoch: int | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        device: torch.device | str | None = None,
     ) -> StreamShard: ...
 
     @overload
     def shard(
         self,
-        dataset: MapStyleDataset,
-        batch_size: int,
+        dataset: MapStyleDataset | DataLoader[Any],
+        batch_size: int | None = None,
         *,
         epoch: int | None = None,
         seed: int = 0,
@@ -295,13 +292,20 @@ class Context:
         keep_together: Sequence[Hashable] | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        worker_init_fn: Callable[[int], object] | None = None,
+        multiprocessing_context: str | None = None,
+        device: torch.device | str | None = None,
     ) -> Shard: ...
 
     @says(**OF_A_LOADER)
     def shard(
         self,
-        dataset: MapStyleDataset | Stream,
-        batch_size: int,
+        dataset: MapStyleDataset | DataLoader[Any] | Stream,
+        batch_size: int | None = None,
         *,
         epoch: int | None = None,
         seed: int = 0,
@@ -309,59 +313,57 @@ class Context:
         keep_together: Sequence[Hashable] | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        worker_init_fn: Callable[[int], object] | None = None,
+        multiprocessing_context: str | None = None,
+        device: torch.device | str | None = None,
     ) -> Batches:
         """This rank's batches of one epoch; over all ranks every sample exactly once. Ranks may get
         different numbers of batches: iterate inside `Join`.
 
-        dataset: an object with a length and numbered samples, the same on all ranks; or a Stream,
-            whose rows go in their order to the rank that asks first (without an effect of seed and
-            shuffle, and without keep_together).
+        dataset: an object with a length and numbered samples, the same on all ranks; or a
+            DataLoader over one, which says how batches are made, from batch_size to num_workers;
+            or a Stream, whose rows go in their order to the rank that asks first (without an
+            effect of seed and shuffle, and without keep_together and loader processes).
         batch_size: samples per rank and step.
         epoch, seed: they decide the order of the samples, unless shuffle is False. None: the epoch
             of the loop over `ctx.epochs` that is under way, or 0.
         keep_together: a key for each sample; samples of one key go to one rank.
         drop_last: drop a rank's last batch if it is smaller than batch_size.
-        collate_fn: makes a batch of a list of samples; default: torch's default_collate.
+        device: where batches are copied to; None: they stay on the CPU.
+        num_workers: how many loader processes of this rank make batches ahead.
+        collate_fn, prefetch_factor, pin_memory, persistent_workers, worker_init_fn,
+            multiprocessing_context: as for torch's DataLoader, which makes the batches.
 
         After a resume the ranks get only the samples that no rank was given before the checkpoint.
-        An iteration under torch.no_grad is repeated as a whole.
+        An iteration under torch.no_grad is repeated as a whole. What loader processes have made
+        ahead counts as given only when the loop takes it.
 
-        Raises ValueError for an empty dataset, TypeError for one without a length.
+        Raises ValueError for an empty dataset and for a DataLoader whose sampler deals out or
+        picks samples itself, TypeError for a dataset without a length.
         """
-        if epoch is None:
-            epoch = self._call.epoch_of(dataset, is_shuffled=shuffle)
-        if isinstance(dataset, Stream):
-            if keep_together is not None:
-                raise ValueError(
-                    "keep_together needs a dataset with a length: rows of a Stream go to the rank "
-                    "that asks first. Make one row of the samples that belong together"
-                )
-            return StreamShard(
-                dataset,
-                batch_size,
-                dealer=self._call.dealer,
-                epoch=epoch,
-                drop_last=drop_last,
-                collate_fn=collate_fn,
-                cursor=self._call.cursor,
-                at_boundary=self._call.at_boundary,
-                survives=lambda: self._call.counts_samples,
-                without_reader=self._call.without_reader,
-            )
-        return Shard(
+        return batches_of(
+            self._call,
             dataset,
             batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            dealer=self._call.dealer,
             epoch=epoch,
             seed=seed,
             shuffle=shuffle,
             keep_together=keep_together,
             drop_last=drop_last,
-            collate_fn=collate_fn,
-            cursor=self._call.cursor,
-            at_boundary=self._call.at_boundary,
+            options=FetchOptions(
+                num_workers,
+                prefetch_factor,
+                pin_memory,
+                collate_fn,
+                persistent_workers,
+                worker_init_fn,
+                multiprocessing_context,
+            ),
+            device=device,
         )
 
     @says(**{TOO_MANY: "the values are keywords; write ctx.report(loss=loss), or **values"})
@@ -405,40 +407,11 @@ class Context:
 
         Raises ValueError for an unknown op, and, on all ranks, if the weights add up to 0.
         """
-        if op not in _OPS:
-            raise ValueError(f"op must be one of {', '.join(map(repr, _OPS))}, got {op!r}")
-        if weight is not None and isinstance(value, torch.Tensor | int | float):
-            return self._weighted_mean(value, op, weight)
-        if isinstance(value, torch.Tensor):
-            return self._reduced(value.detach(), op)
-        if isinstance(value, int | float):
-            dtype = torch.float64 if isinstance(value, float) else torch.int64
-            return self._reduced(torch.tensor([value], dtype=dtype), op).item()
-        return value
-
-    def _weighted_mean(
-        self, value: torch.Tensor | float, op: str, weight: float
-    ) -> torch.Tensor | float:
-        if op != "mean" or not 0 <= weight < math.inf:
-            raise ValueError(
-                f"weight must be a finite number of at least 0, and needs op='mean'; got "
-                f"{weight!r}, op={op!r}"
-            )
-        # torch would make float32 of a Python float, and keep 24 of its 53 bits.
-        dtype = None if isinstance(value, torch.Tensor) else torch.float64
-        given = torch.as_tensor(value, dtype=dtype).detach()
-        # One collective: the weight behind the weighed values, in float64, so counts stay exact.
-        sums = torch.zeros(given.numel() + 1, dtype=torch.float64)
-        sums[-1] = weight
-        if weight:
-            sums[:-1] = given.reshape(-1).to(torch.float64) * weight
-        sums = self._reduced(sums, "sum")
-        if not sums[-1] > 0:
-            raise ValueError("the weights of all ranks add up to 0: no rank had anything to count")
-        mean = (sums[:-1] / sums[-1]).view(given.shape)
-        if not isinstance(value, torch.Tensor):
-            return mean.item()
-        return mean.to(given.device, given.dtype if given.is_floating_point() else torch.float64)
+        check_op(op, weight)
+        if not isinstance(value, torch.Tensor | int | float):
+            return value
+        self._call.check_all_take_part("ctx.reduce()")
+        return reduced(self.group, value, op, weight)
 
     def init_torch_distributed(self, timeout_s: float | None = None) -> None:
         """Initialise torch.distributed among the ranks of this run, with the backend "chorusline".
@@ -468,17 +441,6 @@ class Context:
             local_rank=self.local_rank,
             local_world_size=self.local_world_size,
         )
-
-    def _reduced(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """The reduced tensor, on the device of `tensor`."""
-        if op == "mean" and not tensor.is_floating_point():
-            tensor = tensor.to(torch.float64)
-        elif tensor.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
-            tensor = tensor.to(torch.int64)
-        self._call.check_all_take_part("ctx.reduce()")
-        total = tensor.to(self.device, copy=True).contiguous()
-        self.group.all_reduce(total, _OPS[op]).wait_on_host()
-        return total.to(tensor.device)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"'Context' object has no attribute {name!r}{instead_of(name)}")

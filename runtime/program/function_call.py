@@ -28,6 +28,7 @@ from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.saving import Saving
 from ..data.cursor import Cursor, Used, told_place
 from ..data.dealer import Dealer
+from ..data.fetching.fetchers import Fetchers
 from ..data.streaming import Stream
 from ..join.active import active_join
 from ..join.join import Joinable
@@ -57,6 +58,11 @@ class FunctionCall:
         """recovery: None if the run ends with the first loss.
         before: the function's last call in this run, if it runs again from the top.
         run_id: distinguishes the run from all others."""
+        self.origin: str = before.origin if before is not None else run_id
+        """The id of the run; of the first one, in a chain of runs that resume from checkpoints."""
+        self.steps_before: int = before.steps_before if before is not None else 0
+        """Steps that earlier runs of that chain have taken. Less than 0 if this run has gone back
+        to a checkpoint of its own."""
         self.device = group.device
         self.dealer = Dealer(
             assignment.rank, assignment.world_size, (run_id, assignment.generation)
@@ -65,6 +71,7 @@ class FunctionCall:
         self.registry = Registry()
         self.checkpoints: Checkpoints | None = None  # The program sets it before the call.
         self.cursor = Cursor()
+        self.fetchers = Fetchers()
         self.is_resumed = False
         """Whether the place in the data is that of a checkpoint, or of the function's last call."""
         self.named_loop: str | None = None
@@ -206,12 +213,14 @@ class FunctionCall:
             if ended is not None:
                 ended(epoch)
 
-    def resume_from(self, checkpoints: Checkpoints) -> None:
-        """Resume in the data from the checkpoint that was chosen, and say so on one rank."""
+    def resume_from(self, checkpoints: Checkpoints, taken: int = 0) -> None:
+        """Resume in the data from the checkpoint that was chosen, and say so on one rank. taken:
+        optimizer steps of this run so far."""
         reader, is_end = checkpoints.reader, checkpoints.resumes_at_epoch_end
         assert reader is not None
         parts = reader.manifest.progress
         self.resume_data(parts, epoch_is_over=is_end)
+        self.steps_before = reader.manifest.step - taken
         if self.rank == 0:
             place = told_place([part["data"] for part in parts], epoch_is_over=is_end)
             logger.warning(
@@ -228,6 +237,8 @@ class FunctionCall:
         between_runs().places.clear()  # The state is not that of the last run, nor is the place.
         self.is_resumed = True
         self._boundaries = max(part["boundaries"] for part in parts)
+        self.origin = parts[0].get("origin", self.origin)
+        self.steps_before = parts[0].get("steps_before", 0)
         self.cursor.resume([part["data"] for part in parts], epoch_is_over=epoch_is_over)
 
     def data_state(self, *, committed: bool = False) -> dict[str, Any]:
@@ -238,6 +249,8 @@ class FunctionCall:
         return {
             "boundaries": self._boundaries if of_step is None else of_step,
             "data": self.cursor.state(used, by_id=committed or self._has_recovered),
+            "origin": self.origin,
+            "steps_before": self.steps_before,
         }
 
     @property
@@ -281,8 +294,10 @@ class FunctionCall:
     def report(self, values: Mapping[str, Any]) -> None:
         """Send the values of one step to the session."""
         taken = boundary().steps.taken
-        report = Report(self.rank, self._num_reports, time.time(), dict(values), taken)
-        self._journal.append(report)
+        now, overall = time.time(), self.steps_before + taken
+        self._journal.append(
+            Report(self.rank, self._num_reports, now, dict(values), taken, overall)
+        )
         self._num_reports += 1
 
     def show(self, figure: bytes) -> None:

@@ -43,15 +43,10 @@ _INSTEAD = {
 """By a name that a Context does not have, the one to write behind `ctx.`."""
 
 
-_NO_LOADER = (
-    "ctx.shard makes its batches in the training process; take it out, and do what takes long "
-    "once before training, or in dataset[i]"
-)
 OF_A_LOADER = {
-    "num_workers": _NO_LOADER,
-    "pin_memory": _NO_LOADER,
-    "prefetch_factor": _NO_LOADER,
-    "persistent_workers": _NO_LOADER,
+    "timeout": "the session's timeout_s bounds the wait of the other ranks; leave it out",
+    "generator": "seed= and epoch= decide the order, and what loader processes draw; leave it out",
+    "in_order": "batches come in the order in which they are dealt; leave it out",
     "sampler": "ctx.shard deals the samples itself, each to one rank; leave the sampler out",
     "batch_sampler": "ctx.shard makes the batches itself; write batch_size",
     TOO_FEW: "write ctx.shard(dataset, batch_size, epoch=epoch)",

@@ -156,9 +156,13 @@ class FunctionRun:
                 positions = self._recovery.from_the_top.begin_again(group, self._steps)
                 call.resume_data(positions)
             elif checkpoints.reader is not None:
-                call.resume_from(checkpoints)
+                call.resume_from(checkpoints, self._steps.taken)
+                self._steps.resumed_from = checkpoints.reader.path
+                self._steps.resumed_step = checkpoints.reader.manifest.step
                 if self._recovery is not None and self._program.checkpoint is not None:
                     self._recovery.can_resume_again = self._program.checkpoint.resume == AUTO
+        self._steps.origin, self._steps.steps_before = call.origin, call.steps_before
+        self._lifeline.has_entered(runs_again=True)
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[FunctionCall]:
@@ -175,6 +179,7 @@ class FunctionRun:
                 raise
             finally:
                 call.keep_place()
+                call.fetchers.close()  # An iteration that an error has left keeps its processes.
                 torch_distributed.restore_environment()  # At once, also after a failure.
 
     def _seed(self, call: FunctionCall) -> None:

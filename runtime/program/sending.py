@@ -7,10 +7,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from actors.parcels.parcel import Parcel
 from actors.parcels.pickling import packed
 
 from ..checkpoint.config import CheckpointConfig
+from ..data.fetching.of_loader import refuse_sharded
 from .program import Program
 
 HEAVY_BYTES = 100_000_000
@@ -26,13 +29,17 @@ def packed_program(
     seed: int | None = None,
 ) -> Parcel:
     """The program as a parcel. Raises TypeError if `train` is not callable, its parameters do not
-    fit `kwargs`, or a part cannot be pickled."""
+    fit `kwargs`, or a part cannot be pickled; ValueError for a DataLoader whose sampler has picked
+    the samples of one rank."""
     if not callable(train):
         raise TypeError(
             f"train must be a function of a Context, got {type(train).__name__}; pass the function "
             "itself, and its arguments as keywords"
         )
     _check_parameters(train, kwargs)
+    for _, value in _parts(train, kwargs):
+        if isinstance(value, DataLoader):
+            refuse_sharded(value)  # Every rank would take the part of the same one.
     try:
         return packed(Program(train, kwargs, checkpoint, seed))
     except Exception as error:

@@ -27,7 +27,7 @@ from collectives.objects.blocking import all_gather_object
 from ..checkpoint.config import CheckpointConfig
 from ..process.registry import Registered
 from ..zero.engine import OptimizerEngine
-from ..zero.shard_state import ShardState
+from ..zero.shards.shard_state import ShardState
 from . import last_checkpoint, waiting_steps
 from .last_checkpoint import Saveable
 from .live_objects import LiveObjects

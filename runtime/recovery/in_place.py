@@ -30,7 +30,7 @@ from collectives.objects.blocking import all_gather_object
 
 from ..data.dealer import DataPosition
 from ..join import active
-from ..zero.shard_state import Inventory, ShardState
+from ..zero.shards.shard_state import Inventory, ShardState
 from .live_objects import LiveObjects
 from .rank_state import RankState
 

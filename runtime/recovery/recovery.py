@@ -181,6 +181,7 @@ class Recovery:
                     raise FunctionLeft
                 if not resumption.leaving:
                     self.in_place.go_on(resumption)
+                    self._lifeline.has_entered(runs_again=False)
                     self.faults.reach(Instant.RECOVERED)
                     return
                 self.in_place.hand_over(resumption)

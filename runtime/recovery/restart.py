@@ -28,7 +28,7 @@ from ..data_parallel.distributed_data_parallel import DistributedDataParallel, e
 from ..data_parallel.same_model import broadcast_tensors
 from ..join.pass_pattern import PassPattern
 from ..process.registry import Registered, Registry
-from ..zero.shard_state import Inventory, ShardState
+from ..zero.shards.shard_state import Inventory, ShardState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .plain_optimizer_steps import StepCount
 

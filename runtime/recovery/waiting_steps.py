@@ -27,7 +27,7 @@ from ..data_parallel.distributed_data_parallel import DistributedDataParallel, e
 from ..partition.resharding import Range, plan_transfers
 from ..process.registry import Registry
 from ..zero.engine import OptimizerEngine
-from ..zero.shard_state import Layout, ShardState, exchange
+from ..zero.shards.shard_state import Layout, ShardState, exchange
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .restart import RestartState
 

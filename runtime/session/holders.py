@@ -9,9 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
-import ray
-
-from actors.crew.crew import INCARNATION, NAMESPACE
+from actors.lasting import INCARNATION, names_of
 
 from .. import notebook
 from . import placement
@@ -45,7 +43,7 @@ async def telling_who_holds(
         await asyncio.sleep(_LOOK_AFTER_S)
         short = placement.shortage(bundle, fewest)
         # Ray's answer may take its time on a busy head.
-        names = await asyncio.to_thread(_sessions) if short else []
+        names = await asyncio.to_thread(names_of, INCARNATION) if short else []
         if names:
             told = who_holds(names, notebook.open_sessions(starting))
             _log.warning("%s: %s. Waiting up to %g s (startup_timeout_s)", short, told, timeout_s)
@@ -56,16 +54,6 @@ async def telling_who_holds(
     finally:
         task.cancel()
         await asyncio.wait([task])
-
-
-def _sessions() -> list[str]:
-    """The names of the sessions of the cluster."""
-    found = (
-        entry["name"].partition(INCARNATION)
-        for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == NAMESPACE
-    )
-    return sorted({name for name, is_driver, _ in found if is_driver})
 
 
 def who_holds(names: Sequence[str], ours: Sequence[tuple[str, Holder]]) -> str:

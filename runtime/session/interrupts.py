@@ -12,14 +12,17 @@ from types import TracebackType
 def show_in_one_line() -> None:
     """From now on a KeyboardInterrupt that nobody catches, and that came while a session was at
     work, ends this process with one line and status 130, as a shell reports SIGINT. The user's
-    `except` and `finally` have run before. Any other exception is for the hook that is there."""
+    `except` and `finally` have run before. A note of the cancelled run takes the place of the line:
+    that of a detached session goes on. Any other exception is for the hook that is there."""
     before = sys.excepthook
     if getattr(before, "__module__", "") == __name__:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt) and _came_from_a_session(error):
-            print("Interrupted: all ranks were stopped.", file=sys.stderr)  # noqa: T201
+            notes = [note for one in _chain(error) for note in getattr(one, "__notes__", ())]
+            line = f"Interrupted. {notes[0]}" if notes else "Interrupted: all ranks were stopped."
+            print(line, file=sys.stderr)  # noqa: T201
             # Python's own end by SIGINT is lost where an exit handler, such as Ray's, evaluates
             # code: then the status would be 1.
             sys.exit(128 + signal.SIGINT)

@@ -13,7 +13,7 @@ from actors.worker.devices import narrowed_by
 
 from ..checkpoint.config import CheckpointConfig
 from ..process.random_state import check_seed
-from .progress import Progress
+from .showing.progress import Progress
 
 NODE_ID = "ray.io/node-id"
 

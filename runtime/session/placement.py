@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -87,6 +88,14 @@ def connect(address: str | None, log_to_driver: bool = True) -> bool:
     finally:
         _restore_sigterm(before)
         show_in_one_line()
+
+
+def would_be_local(address: str | None) -> bool:
+    """Whether the cluster that `connect` would connect to ends with this process."""
+    if ray.is_initialized():
+        node: Any = ray._private.worker._global_node  # No public call says who has started it.
+        return bool(node is not None and node.head)
+    return (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
 
 
 def _check_not_on_a_rank() -> None:
@@ -196,10 +205,12 @@ async def place(
     *,
     may_grow: bool,
     labels: Mapping[str, str],
+    lasting: str = "",
 ) -> PlacementGroup:
     """Place a placement group of one bundle per worker: as many as fit now, `fewest` to `most`.
 
     labels: of the nodes, as Ray's label selectors are written.
+    lasting: the name of the detached session that the group is for.
 
     may_grow: whether the cluster may have an autoscaler. If it may, and the whole cluster is too
     small for `fewest` workers, a pending placement group makes the autoscaler start nodes.
@@ -215,14 +226,14 @@ async def place(
         # What is free in sum may not fit on the nodes. This try has a deadline of its own, and
         # leaves the whole timeout_s to the minimum.
         group = await _try_to_place(
-            bundle, wanted, strategy, min(_ELASTIC_TRY_S, timeout_s), labels
+            bundle, wanted, strategy, min(_ELASTIC_TRY_S, timeout_s), labels, lasting
         )
         if group is not None:
             return group
     if is_too_small:  # Only new nodes help: wait for them, and ask whether any can come.
-        group = await _place_on_new_nodes(bundle, fewest, strategy, timeout_s, labels)
+        group = await _place_on_new_nodes(bundle, fewest, strategy, timeout_s, labels, lasting)
     else:  # Others may free their resources.
-        group = await _try_to_place(bundle, fewest, strategy, timeout_s, labels)
+        group = await _try_to_place(bundle, fewest, strategy, timeout_s, labels, lasting)
     if group is None:
         raise StartupError(
             _asked(bundle, fewest, strategy, labels),
@@ -238,6 +249,7 @@ async def _place_on_new_nodes(
     strategy: str,
     timeout_s: float,
     labels: Mapping[str, str],
+    lasting: str,
 ) -> PlacementGroup | None:
     """Wait for new nodes; None if they did not come within `timeout_s`. Raises StartupError as soon
     as the cluster says that none can come."""
@@ -261,7 +273,7 @@ async def _place_on_new_nodes(
                 )
             await asyncio.sleep(_LOOK_S)
 
-    group = group_of(bundle, fewest, strategy, labels)
+    group = group_of(bundle, fewest, strategy, labels, lasting)
     placing = asyncio.create_task(_placed(group), name="placement")
     watching = asyncio.create_task(until_hopeless(group), name="autoscaler-watch")
     both = {placing, watching}
@@ -340,8 +352,9 @@ async def _try_to_place(
     strategy: str,
     timeout_s: float,
     labels: Mapping[str, str],
+    lasting: str,
 ) -> PlacementGroup | None:
-    group = group_of(bundle, num_workers, strategy, labels)
+    group = group_of(bundle, num_workers, strategy, labels, lasting)
     is_placed = False
     try:
         async with asyncio.timeout(timeout_s):
@@ -356,13 +369,20 @@ async def _try_to_place(
 
 
 def group_of(
-    bundle: Mapping[str, float], num_workers: int, strategy: str, labels: Mapping[str, str]
+    bundle: Mapping[str, float],
+    num_workers: int,
+    strategy: str,
+    labels: Mapping[str, str],
+    lasting: str = "",
 ) -> PlacementGroup:
-    """A new placement group, which Ray places when it can."""
+    """A new placement group, which Ray places when it can. lasting: of the detached session of this
+    name; the group stays until it is removed (Ray removes others with a keeper that dies)."""
     bundles = [dict(bundle) for _ in range(num_workers)]
     selectors: dict[str, Any] = {}
     if labels:
         selectors["bundle_label_selector"] = [dict(labels) for _ in bundles]
+    if lasting:
+        selectors |= {"name": f"{lasting}/{uuid.uuid4().hex}", "lifetime": "detached"}
     group: PlacementGroup = placement_group(bundles, strategy=strategy, **selectors)
     return group
 

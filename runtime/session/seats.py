@@ -4,6 +4,9 @@ The first seats are the bundles of one placement group, which was placed when th
 Each later seat has a placement group of its own, made when a run could use a worker there. A
 pending group asks Ray's autoscaler for a node; on a cluster that does not grow it costs nothing.
 
+Inside a Ray Tune trial the first seats are bundles of the trial's own group (`Borrowed`), and there
+are no later ones: the trial holds what the session may use, and gives it back.
+
 The seats of the reserve come last. When a worker in reserve takes an empty seat, the two seats
 exchange their places; so a *place* is the number that a seat began with.
 """
@@ -12,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -31,12 +35,22 @@ _ASKED_AT_ONCE = 16
 flood the scheduler."""
 
 
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Bundles of a group that another owner has placed, and removes. indices: the bundles."""
+
+    group: PlacementGroup
+    indices: tuple[int, ...]
+
+
 class Seats:
     """The implementation of `actors.crew.seats.Seats` by placement groups.
 
-    first: the group of the first seats, already placed. most: the most seats of workers.
+    first: the group of the first seats, already placed, or bundles of another's group.
+    most: the most seats of workers.
     spares: the number of seats in reserve.
     labels: of the nodes, as Ray's label selectors are written.
+    lasting: the name of a detached session, whose groups stay when its keeper dies.
 
     With STRICT_SPREAD each later group names the nodes that it must avoid. It cannot name the
     nodes of other pending groups, so only one group is pending at a time. When a node dies and Ray
@@ -46,31 +60,72 @@ class Seats:
 
     def __init__(
         self,
-        first: PlacementGroup,
+        first: PlacementGroup | Borrowed,
         bundle: Mapping[str, float],
         most: int,
         strategy: str,
         labels: Mapping[str, str],
         spares: int = 0,
+        lasting: str = "",
     ) -> None:
-        self._first = first
+        self._is_borrowed = isinstance(first, Borrowed)
+        group = first.group if isinstance(first, Borrowed) else first
+        self._first: PlacementGroup = group
+        self._first_bundles = (
+            first.indices if isinstance(first, Borrowed) else tuple(range(group.bundle_count))
+        )
+        """By place of a first seat, the index of its bundle."""
         self._bundle = dict(bundle)
         self._strategy = strategy
         self._labels = dict(labels)
+        self._lasting = lasting
         self._own: dict[int, PlacementGroup] = {}  # by later place
         self._waiting: set[int] = set()
         """Places whose groups are pending."""
         self._homes: dict[int, str] = {}  # by later place: the node where it was first
         self._moved: dict[int, int] = {}
         """By seat, its place, where the two are not the same."""
+        self._on_change: Callable[[], None] = lambda: None
         self._lock = threading.Lock()  # Every `wait_for` looks from a thread of its own.
         self._is_spread = strategy == "STRICT_SPREAD"
-        self.most = first.bundle_count if strategy == "STRICT_PACK" else most
+        num_first = len(self._first_bundles)
+        if self._is_borrowed:
+            most = min(most, num_first - spares)
+        self.most = num_first if strategy == "STRICT_PACK" and not self._is_borrowed else most
         self.reserve = range(self.most, self.most + spares)
+
+    def whenever_changed(self, on_change: Callable[[], None]) -> None:
+        """Have `on_change` called, now and later, when `state` is to be remembered anew."""
+        self._on_change = on_change
+        on_change()
+
+    def state(self) -> dict[str, Any]:
+        """For a keeper that is started again: the groups, and which seat is where."""
+        kept = ["_first", "_bundle", "_strategy", "_labels", "_lasting", "_own", "_homes", "_moved"]
+        both = {name: getattr(self, name) for name in kept}
+        return both | {"most": self.most, "spares": len(self.reserve)}
+
+    @classmethod
+    def recalled(cls, state: Mapping[str, Any]) -> Seats:
+        """The seats that had this state."""
+        seats = cls(
+            state["_first"],
+            state["_bundle"],
+            state["most"],
+            state["_strategy"],
+            state["_labels"],
+            state["spares"],
+            state["_lasting"],
+        )
+        seats._own, seats._homes = dict(state["_own"]), dict(state["_homes"])
+        seats._moved = dict(state["_moved"])
+        seats._waiting = set(seats._own)  # Until they are seen placed.
+        return seats
 
     @property
     def has_all(self) -> bool:
-        later = [p for p in map(self._place_of, range(self.most)) if p >= self._first.bundle_count]
+        num_first = len(self._first_bundles)
+        later = [place for place in map(self._place_of, range(self.most)) if place >= num_first]
         return all(place in self._own and place not in self._waiting for place in later)
 
     def placed(self) -> list[int]:
@@ -82,6 +137,7 @@ class Seats:
         # In one assignment: other threads read it, and none waits here for the lock.
         here, there = self._place_of(seat), self._place_of(other)
         self._moved = self._moved | {seat: there, other: here}
+        self._on_change()
 
     def _place_of(self, seat: int) -> int:
         return self._moved.get(seat, seat)
@@ -99,11 +155,12 @@ class Seats:
             nodes = self._nodes()
             if self._has_moved(place):
                 self._drop(place)  # The nodes that its group avoids are out of date.
-            if place >= self._first.bundle_count and place not in self._own:
+            if place >= len(self._first_bundles) and place not in self._own:
                 if len(self._waiting) >= (1 if self._is_spread else _ASKED_AT_ONCE):
                     return False
                 self._waiting.add(place)
                 self._own[place] = self._asked_for(set(nodes.values()))
+                self._on_change()
                 nodes = self._nodes()
         # A worker on a node that is being drained would have to leave at once.
         return nodes.get(place, "") not in {"", *nodes_leaving()}
@@ -114,13 +171,13 @@ class Seats:
         if self._is_spread and taken:
             # No blanks: Ray silently reads ", b" as a node other than "b".
             labels[NODE_ID] = f"!in({','.join(sorted(taken))})"
-        return placement.group_of(self._bundle, 1, self._strategy, labels)
+        return placement.group_of(self._bundle, 1, self._strategy, labels, self._lasting)
 
     def _nodes(self) -> dict[int, str]:
         """The node of each place that has one. Ray moves a group whose node has died; a group that
         Ray has not been able to move yet is replaced."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        places = {(self._first, index): index for index in range(self._first.bundle_count)}
+        places = {(self._first, i): place for place, i in enumerate(self._first_bundles)}
         places |= {(group, 0): place for place, group in self._own.items()}
         tables = {
             group: placement_group_table(group) for group in (self._first, *self._own.values())
@@ -145,6 +202,7 @@ class Seats:
         if not self._is_spread:  # With STRICT_SPREAD one group is pending at a time: `_has_room`.
             self._waiting.add(place)
             self._own[place] = self._asked_for(set())
+            self._on_change()
 
     def _drop(self, place: int) -> None:
         remove_placement_group(self._own.pop(place))
@@ -168,15 +226,15 @@ class Seats:
         return own | first
 
     def _bundle_of(self, place: int) -> tuple[PlacementGroup, int]:
-        if place < self._first.bundle_count:
-            return self._first, place
+        if place < len(self._first_bundles):
+            return self._first, self._first_bundles[place]
         return self._own[place], 0
 
     def options(self, seat: int) -> dict[str, Any]:
         return placement.options_of_bundle(*self._bundle_of(self._place_of(seat)), self._bundle)
 
     async def give_back(self) -> None:
-        groups = [*self._own.values(), self._first]
+        groups = [*self._own.values(), *([] if self._is_borrowed else [self._first])]
         self._own, self._waiting, self._homes = {}, set(), {}
         for group in groups:
             await placement.give_back(group)

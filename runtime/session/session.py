@@ -1,11 +1,11 @@
-"""`Session`: workers that run the user's functions; `run`: a session for one function."""
+"""`Session`: workers that run the user's functions."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,20 +14,20 @@ import ray
 from ray import cloudpickle
 
 from actors import fault_plan
-from actors.calls import head_stays_gone
-from actors.crew.crew import HEAD_ANSWER_S, Crew
-from actors.errors import DriverLost
-from actors.messages import Report, RunRequest, RunSucceeded, WorkerSnapshot
+from actors.messages import Report, RunFailed, RunSucceeded, WorkerSnapshot
 from actors.outcomes import raise_failure
 from actors.parcels.parcel import Parcel
-from collectives.diagnosis.debug import get_debug_level
 
 from .. import notebook
 from ..checkpoint.config import CheckpointConfig
-from ..program.sending import HEAVY_BYTES, check_not_own, heavy_parts, packed_program
+from ..program.sending import HEAVY_BYTES, heavy_parts, packed_program
+from ..tracking.named import checked_trackers
+from ..tracking.tracker import Tracker
+from ..tracking.tracking import Tracking
 from . import placement
-from .hearing import Audience, hearing
-from .holders import telling_who_holds
+from .detached.face import Face
+from .detached.standing import IDLE_TIMEOUT_S, check_name, needs_cluster
+from .holding import Holding
 from .options import (
     DEFAULT,
     Default,
@@ -42,22 +42,36 @@ from .options import (
     checked_range,
     checked_spares,
 )
-from .progress import Progress
-from .seats import Seats
+from .showing.hearing import Audience, hearing
+from .showing.progress import Progress
 from .state import REMEDIES, SessionSnapshot, SessionState, how_interrupted
 from .trace import as_json, traced
-from .waiting import awaited, telling, told_if_slow
+from .waiting import told_if_slow
 
 _log = logging.getLogger("chorusline")
 
 _ASK_S = 5.0
 
-_BEGINNINGS = 3
-"""How often one call of `run` may begin: workers may have died since the last run, and more
-workers while those were replaced."""
+
+_STAY_HERE = frozenset(
+    {
+        *(
+            "self",
+            "__class__",
+            "on_report",
+            "live_view",
+            "progress",
+            "trackers",
+            "address",
+            "log_to_driver",
+        ),
+        *("name", "detached", "idle_timeout_s"),
+    }
+)
+"""Arguments that a detached session's keeper does not get: they are about this process."""
 
 
-class Session:
+class Session(Holding):
     """Workers that stay: start them once, and run one function after another on them.
 
         async with Session(num_workers=4) as session:
@@ -85,6 +99,8 @@ class Session:
     live_view: in a notebook, show the ranks and plots of their reports while a function runs.
     progress: elsewhere, show on stderr how far a run is, as bars on a terminal and as lines in a
         log. False: not at all. A Progress: in that one, which may know the number of steps.
+    trackers: where the runs are recorded: names ("tensorboard", "mlflow", "wandb", "jsonl",
+        "opentelemetry"; "jsonl:FILE"), and objects of Tracker.
     checkpoint: where every run saves what it has registered, and where it resumes from.
     seed: what `ctx.seed(seed)` does, at the beginning of every run.
     pause_s: how long a run waits for new workers when fewer than `fewest` are left.
@@ -93,6 +109,11 @@ class Session:
     label_selector: of the nodes on which workers may run, as in Ray:
         {"ray.io/market-type": "spot"}.
     accelerator_type: the GPU that their nodes have, as in Ray ("A100"); with use_gpu.
+    name, detached: a session that outlives this program, under a name, on a cluster that does so,
+        too: `cl.attach(name)` in another program shows it, waits for its results, or stops it.
+        `close` lets go of it, and only `stop` ends it.
+    idle_timeout_s: seconds after which a detached session ends that nobody is attached to, and that
+        runs nothing. The results of its last run can be had for a day more.
     log_to_driver: whether the ranks' output is printed here, in lines that begin with `[rank 0]`;
         and, if the session connects to Ray, whether Ray prints the output of other processes.
 
@@ -114,6 +135,7 @@ class Session:
         on_report: Callable[[Report], None] | None = None,
         live_view: bool = True,
         progress: bool | Progress = True,
+        trackers: str | Tracker | Sequence[str | Tracker] = (),
         checkpoint: CheckpointConfig | None = None,
         seed: int | None = None,
         max_failures: int | None | Default = DEFAULT,
@@ -123,18 +145,26 @@ class Session:
         label_selector: Mapping[str, str] | None = None,
         accelerator_type: str | None = None,
         log_to_driver: bool = True,
+        name: str | None = None,
+        detached: bool = False,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
+        given = {key: value for key, value in locals().items() if key not in _STAY_HERE}
+        check_name(name, detached)
+        super().__init__()
         self._fewest, self._most = checked_range(num_workers)
         self._max_failures = checked_failures(max_failures, isinstance(num_workers, tuple))
         self._spares = checked_spares(spares, self._max_failures, placement_strategy)
         placement.check(resources_per_worker, use_gpu, placement_strategy)
-        check_seconds(timeout_s=timeout_s, startup_timeout_s=startup_timeout_s, pause_s=pause_s)
+        seconds = {"startup_timeout_s": startup_timeout_s, "idle_timeout_s": idle_timeout_s}
+        check_seconds(timeout_s=timeout_s, pause_s=pause_s, **seconds)
         check_accelerator(accelerator_type, use_gpu)
         self._labels = checked_labels(label_selector, placement_strategy)
         self._environment = checked_environment(runtime_env, env_vars)
         check_gpus_are_rays_to_deal(self._environment, use_gpu)
         check_kinds(address, on_report, checkpoint, seed)
         self._progress = checked_progress(progress, on_report)
+        self._trackers = checked_trackers(trackers)
         self._fault_plan = fault_plan.ordered(self._most)
         self._use_gpu = use_gpu
         self._accelerator_type = accelerator_type
@@ -146,30 +176,33 @@ class Session:
         self._address = address
         self._on_report = on_report
         self._live_view = live_view
-        self._seen: tuple[WorkerSnapshot | str, ...] = ()  # the workers' last answers, by seat
         self._checkpoint, self._seed = checkpoint, seed
         self._log_to_driver = log_to_driver
+        self._detached_name = name or ""
+        self._given, self._idle_timeout_s = given, idle_timeout_s
+        self._is_attached = False  # True: the session is there already.
+        self._face: Face | None = None  # of a detached session, whose actors its keeper has
         self._state = SessionState.NEW
-        self._is_local = False  # True: this session has started the cluster, and stops it.
-        self._seats: Seats | None = None
-        self._crew: Crew | None = None
-        self._next_run = 0
         self._has_told_weight = False
 
     @property
     def num_workers(self) -> int:
         """The number of workers now; before the start, the most that were asked for."""
+        if self._face is not None and self._face.last is not None:
+            return len(self._face.last.workers)
         return self._crew.num_workers if self._crew else self._most
 
     @property
     def num_spares(self) -> int:
         """The number of workers in reserve that could take a seat now."""
+        if self._face is not None and self._face.last is not None:
+            return self._face.last.num_spares
         return self._crew.num_in_reserve if self._crew else 0
 
     @property
     def name(self) -> str:
         """As `chorusline status` lists it; empty unless the session is open."""
-        return self._crew.name if self._crew else ""
+        return self._detached_name or (self._crew.name if self._crew else "")
 
     @property
     def state(self) -> SessionState:
@@ -190,37 +223,15 @@ class Session:
 
     async def _start(self) -> None:
         try:
+            is_new = bool(self._detached_name) and not self._is_attached
+            if is_new and placement.would_be_local(self._address):
+                raise needs_cluster(self._detached_name)
             with told_if_slow("Ray: a cluster that starts here, or the answer of one that runs"):
                 self._is_local = placement.connect(self._address, self._log_to_driver)
-            async with telling(lambda: awaited(self._crew, self._fewest, self._startup_timeout_s)):
-                bundle = placement.bundle_of_worker(
-                    self._most + self._spares,
-                    use_gpu=self._use_gpu,
-                    resources_per_worker=self._resources_per_worker,
-                    accelerator_type=self._accelerator_type,
-                    is_local=self._is_local,
-                )
-                strategy = self._placement_strategy
-                wait_s = self._startup_timeout_s
-                async with telling_who_holds(bundle, self._fewest, self, wait_s):
-                    first = await placement.place(
-                        bundle,
-                        self._fewest,
-                        self._most,
-                        strategy,
-                        wait_s,
-                        may_grow=not self._is_local,
-                        labels=self._labels,
-                    )
-                self._seats = Seats(first, bundle, self._most, strategy, self._labels, self._spares)
-                self._crew = Crew(
-                    self._seats,
-                    self._fewest,
-                    use_gpu=self._use_gpu,
-                    driver_options=placement.options_of_driver(),
-                    environment=self._environment,
-                )
-                await self._crew.assemble(self._startup_timeout_s)
+            if self._detached_name:
+                await self._take_face()
+                return
+            await self._start_actors()
             if notebook.in_kernel():
                 await self._ask_workers(_ASK_S)  # _repr_html_ shows the answers.
         except BaseException as error:
@@ -229,36 +240,44 @@ class Session:
             raise
         self._state = SessionState.READY
 
+    async def _take_face(self) -> None:
+        name = self._detached_name
+        if self._is_attached:
+            self._face = await Face.found(name)
+        else:
+            given, idle_s, environment = self._given, self._idle_timeout_s, self._environment
+            self._face = await Face.started(name, Session, given, idle_s, environment)
+        standing = self._face.last
+        assert standing is not None
+        self._seen = standing.workers
+        if self._is_attached:
+            self._checkpoint = standing.arguments["checkpoint"]
+            self._seed = standing.arguments["seed"]
+        _log.warning("the session %r %s: %s", name, standing.in_words, standing)
+        self._state = SessionState.READY
+
     async def close(self) -> None:
-        """End everything that the session started; may be called more than once.
+        """End everything that the session started; may be called more than once. A detached session
+        goes on; `stop` ends it.
 
         The session's resources are free in the cluster when it returns. A function that still runs
         is aborted: its caller gets GroupAborted.
         """
         was_running = self._state is SessionState.RUNNING
         self._state = SessionState.CLOSED
-        crew, self._crew = self._crew, None
-        seats, self._seats = self._seats, None
-        is_local, self._is_local = self._is_local, False
-        if crew and ray.is_initialized() and await head_stays_gone(HEAD_ANSWER_S):
-            crew = seats = None  # Ray's calls would wait for it for a minute, and end this process.
-        # End actors, then their resources, then the cluster, also if one of these fails. After a
-        # ray.shutdown() of the user there is nothing left to end.
-        try:
-            if crew is not None and ray.is_initialized():
-                if was_running:
-                    await crew.cancel(self._next_run - 1, "the session was closed")
-                await crew.dismiss()
-        finally:
-            try:
-                if seats is not None and ray.is_initialized():
-                    await seats.give_back()
-            finally:
-                if is_local:
-                    ray.shutdown()
+        face, self._face = self._face, None
+        if face is not None:
+            if face.goes_on:
+                _log.warning("%s", face.how_it_goes_on())
+            await face.let_go()
+        await self._end_actors(was_running)
 
     async def __aenter__(self) -> Session:
         return await self.start()
+
+    def __await__(self) -> Generator[Any, None, Session]:
+        """`session = await cl.attach("night")`, as start() does it."""
+        return self.start().__await__()
 
     async def __aexit__(
         self,
@@ -282,19 +301,30 @@ class Session:
         pickled. Afterwards the session can run again;
         with checkpoints the next run resumes from the newest complete one.
 
-        If the call is cancelled, it stops all ranks before it returns.
+        If the call is cancelled, it stops all ranks before it returns; the run of a detached
+        session goes on.
         """
-        return await self._run(self._packed(train, kwargs), self._audience())
+        return await self._run(self._packed(train, kwargs), self._audience_of(train, kwargs))
 
-    def _audience(self, *, always_prints: bool = False) -> Audience:
-        """Who hears of a run: the live view in a notebook, and elsewhere the progress."""
+    def _audience_of(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Audience:
+        """Who hears of a call of the user's function."""
+        if not self._trackers:
+            return self._audience()
+        name = getattr(train, "__name__", type(train).__name__)
+        beside = {"num_workers": self.num_workers, "seed": self._seed}
+        return self._audience(tracking=Tracking(self._trackers, name, kwargs, beside))
+
+    def _audience(
+        self, *, always_prints: bool = False, tracking: Tracking | None = None
+    ) -> Audience:
+        """The live view in a notebook, and elsewhere the progress."""
         view = progress = None
         if notebook.in_kernel():
             view = notebook.LiveView(self._ask_workers) if self._live_view else None
         else:
             progress = Progress.of_places() if self._progress is True else self._progress or None
         has_output = always_prints or self._log_to_driver
-        return Audience(self._on_report, view, progress, has_output)
+        return Audience(self._on_report, view, progress, has_output, tracking)
 
     def _packed(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Parcel:
         program = packed_program(train, kwargs, self._checkpoint, self._seed)
@@ -306,6 +336,8 @@ class Session:
     async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
         """The state of the session, its driver and its workers, also while a function runs. Silent
         workers delay it by at most `timeout_s`."""
+        if self._face is not None:
+            return SessionSnapshot(self._state, None, await self._ask_workers(timeout_s))
         if self._crew is None:
             return SessionSnapshot(self._state, None, ())
         driver, self._seen = await self._crew.snapshots(timeout_s)
@@ -314,9 +346,10 @@ class Session:
     async def trace(self, path: str | Path, timeout_s: float = 2.0) -> int:
         """Write the last collectives of all ranks to a file for ui.perfetto.dev (session/trace.py);
         return their number. It works while a function runs, and after one has failed."""
-        if self._crew is None:
+        asked = self._face or self._crew
+        if asked is None:
             raise RuntimeError(REMEDIES[self._state])
-        document = as_json(*traced(await self._crew.whereabouts(timeout_s)))
+        document = as_json(*traced(await asked.whereabouts(timeout_s)))
         await asyncio.to_thread(Path(path).write_text, json.dumps(document))
         return sum(event["ph"] == "X" for event in document["traceEvents"])
 
@@ -331,9 +364,10 @@ class Session:
         return REMEDIES[self._state]
 
     async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
-        if self._crew is not None:
-            self._seen = await self._crew.workers_seen(timeout_s)
-        return self._seen
+        if self._face is not None:
+            self._seen = (await self._face.standing()).workers
+            return self._seen
+        return await super()._ask_workers(timeout_s)
 
     def __repr__(self) -> str:
         return f"<Session {self._state.value}, {self.num_workers} workers>"
@@ -343,129 +377,90 @@ class Session:
             self._state.value, self._seen if self._state is not SessionState.CLOSED else ()
         )
 
-    async def _run(self, program: Parcel, audience: Audience) -> list[Any]:
-        """1. Replace the workers that are missing since the last run. 2. Run, and hand on reports
-        meanwhile; if the run failed before any worker began, repeat from 1. 3. Rebuild the results,
-        or the failure."""
+    async def _run(self, program: Parcel | None, audience: Audience) -> list[Any]:
+        """Have a function run, show what it does, and rebuild its results, or its failure.
+
+        program: None for what a detached session runs already, or has run last."""
         why_not = self.why_not_ready()
         if why_not:
             raise notebook.show_once(RuntimeError(why_not), f"RuntimeError: {why_not}")
-        crew, view = self._crew, audience.view
-        assert crew is not None
-        self._state = SessionState.RUNNING
+        crew, face = self._crew, self._face
         error: BaseException | None = None
+        self._state = SessionState.RUNNING
         try:
-            payload = ray.put(program)  # Now: later the caller may change what it has passed.
             async with notebook.waking():
-                for left in reversed(range(_BEGINNINGS)):
-                    request = self._new_request(audience)
-                    await crew.assemble(self._startup_timeout_s)  # 1.
-                    try:  # 2.
-                        async with hearing(crew.listener, request.run, audience):
-                            outcome = await crew.run(request, payload)
-                    except DriverLost as lost:
-                        if lost.nobody_began and left:
-                            continue
-                        raise
-                    if isinstance(outcome, RunSucceeded):
-                        break
-                    # A function that has begun may have had effects: it is not called again here.
-                    if not (outcome.nobody_began and left):
-                        raise_failure(outcome)
+                if face is not None:
+                    outcome = await self._outcome_at(face, program, audience)
+                else:
+                    outcome = await self._outcome(program, audience)
+            if isinstance(outcome, RunFailed):
+                raise_failure(outcome)
         except BaseException as raised:
             error = raised
+            if face is not None and isinstance(error, asyncio.CancelledError):
+                error.add_note(face.how_it_goes_on())  # interrupts.py shows it.
             raise
         finally:
             if self._state is SessionState.RUNNING:  # `close` may have been called meanwhile.
                 self._state = SessionState.READY
-            if view is not None:
-                await view.finish(error)
-            if error is not None:
-                notebook.show_once(error, how_interrupted(error, crew.is_assembled))
-        assert isinstance(outcome, RunSucceeded)
+            await audience.finish(error)
+            if error is not None and face is not None:
+                is_interrupt = isinstance(error, asyncio.CancelledError)
+                notebook.show_once(error, face.how_it_goes_on() if is_interrupt else None)
+            elif error is not None:
+                is_assembled = crew is not None and crew.is_assembled
+                notebook.show_once(error, how_interrupted(error, is_assembled))
         return [cloudpickle.loads(result) for result in outcome.results]
 
-    def _new_request(self, audience: Audience) -> RunRequest:
-        self._next_run += 1
-        return RunRequest(
-            self._next_run - 1,
-            self._timeout_s,
-            audience.wants_reports,
-            get_debug_level(),
-            self._fewest,
-            self._max_failures,
-            self._pause_s,
-            last_save_s=self._checkpoint.timeout_s if self._checkpoint is not None else None,
-            fault_plan=self._fault_plan,
-        )
+    async def _outcome_at(
+        self, face: Face, program: Parcel | None, audience: Audience
+    ) -> RunSucceeded | RunFailed:
+        """The same, where the keeper of a detached session does it."""
+        run = await (face.current() if program is None else face.begin(program))
+        face.look_from_the_beginning(whole=program is not None)
+        async with hearing(face, run, audience):
+            return await face.ending(run)
 
+    # ── A session that outlives its program ──────────────────────────────────────────────────────
 
-def run(
-    train: Callable[..., Any],
-    /,
-    *,
-    num_workers: int | tuple[int, int] = 1,
-    spares: int = 0,
-    use_gpu: bool = False,
-    resources_per_worker: Mapping[str, float] | None = None,
-    placement_strategy: str = "PACK",
-    timeout_s: float = 60.0,
-    startup_timeout_s: float = 60.0,
-    address: str | None = None,
-    on_report: Callable[[Report], None] | None = None,
-    progress: bool | Progress = True,
-    checkpoint: CheckpointConfig | None = None,
-    seed: int | None = None,
-    max_failures: int | None | Default = DEFAULT,
-    pause_s: float = 300.0,
-    env_vars: Mapping[str, str] | None = None,
-    runtime_env: Mapping[str, Any] | None = None,
-    label_selector: Mapping[str, str] | None = None,
-    accelerator_type: str | None = None,
-    log_to_driver: bool = True,
-    **kwargs: Any,
-) -> list[Any]:
-    """Call `train(ctx, **kwargs)` on `num_workers` ranks; return the results, by rank.
+    async def submit(self, train: Callable[..., Any], /, **kwargs: Any) -> int:
+        """Begin `train(ctx, **kwargs)` on every rank of a detached session, without waiting for its
+        end; return the number of the run. `results()` waits, here or where it is attached."""
+        return await self._detached_face().begin(self._packed(train, kwargs))
 
-    A session for one function, for programs without asyncio. The arguments that are named here are
-    those of Session; all others go to `train`, whose own parameters need other names. Wrong
-    arguments raise before Ray is started. Raises what Session and `Session.run` raise.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        pass
-    else:
-        raise RuntimeError(
-            "chorusline.run starts an event loop, and this thread runs one already (a notebook, an "
-            "async function); use `async with Session(...) as session: await session.run(...)`"
-        )
-    session = Session(
-        num_workers,
-        spares=spares,
-        use_gpu=use_gpu,
-        resources_per_worker=resources_per_worker,
-        placement_strategy=placement_strategy,
-        timeout_s=timeout_s,
-        startup_timeout_s=startup_timeout_s,
-        address=address,
-        on_report=on_report,
-        progress=progress,
-        checkpoint=checkpoint,
-        seed=seed,
-        max_failures=max_failures,
-        pause_s=pause_s,
-        env_vars=env_vars,
-        runtime_env=runtime_env,
-        label_selector=label_selector,
-        accelerator_type=accelerator_type,
-        log_to_driver=log_to_driver,
-    )
-    check_not_own(train, seed)
-    program = session._packed(train, kwargs)
+    async def results(self) -> list[Any]:
+        """The results of a detached session's run that is in progress, or else of the last one.
 
-    async def main() -> list[Any]:
-        async with session:
-            return await session._run(program, session._audience())
+        It shows the run with its history, waits for its end, and raises what `run` raises. If it is
+        cancelled, the run goes on."""
+        self._detached_face()
+        return await self._run(None, self._audience())
 
-    return asyncio.run(main())
+    async def reports(self) -> list[Report]:
+        """The reports of a detached session's run that is in progress, or else of the last one: the
+        newest 20 000, and of earlier ones every n-th step, at most 10 000."""
+        return await self._detached_face().reports()
+
+    async def interrupt(self) -> bool:
+        """End the run of a detached session after its step, if that ends within 2 s, or in it.
+        Whoever waits for the run gets GroupAborted. Returns whether there was a run."""
+        return await self._detached_face().interrupt()
+
+    async def stop(self) -> None:
+        """End the session, also a detached one: a run in progress is aborted, the actors end, and
+        their resources are free when this returns. Whoever waits for the run gets GroupAborted."""
+        face, self._face = self._face, None
+        if face is not None:
+            await face.stop()
+            await face.let_go()
+        await self.close()
+
+    def _detached_face(self) -> Face:
+        if self._face is None:
+            raise RuntimeError(
+                REMEDIES[self._state]
+                if self._detached_name
+                else "only a detached session outlives its call: write Session(name='night', "
+                "detached=True), or cl.attach('night') for one that is there"
+            )
+        return self._face

@@ -26,6 +26,7 @@ from ..process.agreement import (
     read_agreement,
     vote_of,
 )
+from .shards.exact_norm import total_of
 
 _STEP, _STEP_SQUARED, _SQUARED_NORM, _PER_RANK = range(4)
 _LOSS_SCALE, _NUM_SAMPLES, _OPTIONS = range(3)  # of each rank
@@ -42,6 +43,7 @@ class Vote:
     weight: of the rank's losses; None: unweighted.
     add_squared_norm: adds that of the rank's reduced shard to a tensor of shape (), in float64;
         None where nobody needs the norm.
+    exact_norm: the same as exact_norm.partial_sum, where its bits must not depend on the cuts.
     loss_scale: of the rank's losses, or 0.0; on a GPU the host does not know it.
     options: the optimizer's numeric options.
     cursors: samples that the rank has taken of each iteration that it is in (dealer.py).
@@ -62,6 +64,7 @@ class Vote:
     num_samples: int = 0
     stop: bool = False
     notes: Sequence[Note] = ()
+    exact_norm: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Ballot:
         self._num_cursors = MAX_ITERATIONS if counts_samples else 0
         self._own_numel = _OPTIONS + num_options
         self._vote_at = _PER_RANK + group.size * self._own_numel
+        self._numel = self._vote_at  # Without the exact norm behind the vote; see `hold`.
 
     def move_to(self, group: Group) -> None:
         self._group = group
@@ -121,6 +125,8 @@ class Ballot:
             num_cursors=self._num_cursors,
             notes=vote.notes,
         )
+        self._numel = len(numbers)
+        numbers += vote.exact_norm
         vector = device_numbers(numbers, torch.float64, group.device)
         if vote.add_squared_norm is not None:
             vote.add_squared_norm(vector[_SQUARED_NORM])
@@ -163,14 +169,15 @@ class Ballot:
 
     def read(self, seen: Sequence[float]) -> Outcome:
         """Decode the sums, whether this rank took part in the all-reduce or received them."""
-        agreement = read_agreement(seen[self._vote_at :], self._group.size, self._num_cursors)
+        vote, exact = seen[self._vote_at : self._numel], seen[self._numel :]
+        agreement = read_agreement(vote, self._group.size, self._num_cursors)
         own = [
             seen[at : at + self._own_numel]
             for at in range(_PER_RANK, self._vote_at, self._own_numel)
         ]
         return Outcome(
             agreement,
-            seen[_SQUARED_NORM],
+            total_of(exact) if exact else seen[_SQUARED_NORM],
             tuple(own[rank][_LOSS_SCALE] for rank in agreement.live),
             tuple(tuple(numbers[_OPTIONS:]) for numbers in own),
         )

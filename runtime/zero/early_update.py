@@ -36,8 +36,8 @@ from collectives.operations.host_reads import Reading, device_numbers
 
 from ..data_parallel.gradients.reducer import Reducer
 from ..process.agreement import Agreement, check_votes, read_agreement, vote_of
-from .parameter_bucket import Gather
-from .parameter_shard import ParameterShard
+from .shards.parameter_bucket import Gather
+from .shards.parameter_shard import ParameterShard
 
 
 class EarlyUpdate:
@@ -109,7 +109,7 @@ class EarlyUpdate:
         bucket = self._reducer.buckets[number]
         with self._aside():
             assert bucket.work is not None
-            bucket.work.wait()
+            bucket.work.order_stream()
             total = self._votes[number].tolist()
             check_votes(total, self._reducer.group)
             agreement = read_agreement(total, self._reducer.group.size)

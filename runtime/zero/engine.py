@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,10 +46,11 @@ from ..process.step_boundary import boundary
 from .ballot import Ballot, Outcome, Vote, check_same_options, numbers_of, set_numbers
 from .early_update import EarlyUpdate
 from .loss_scale import agreed_scale
-from .parameter_bucket import Gather
-from .parameter_shard import ParameterShard
-from .shard_state import Inventory, ShardState
-from .shardable_optimizers import ELEMENTWISE
+from .shards.parameter_bucket import Gather
+from .shards.parameter_shard import ParameterShard
+from .shards.shard_state import Inventory, ShardState
+from .shards.shardable_optimizers import ELEMENTWISE
+from .summed_steps import SummedSteps
 
 
 class Face(torch.optim.Optimizer, GroupJoinable):
@@ -57,7 +59,7 @@ class Face(torch.optim.Optimizer, GroupJoinable):
     num_steps: number of applied steps, equal on all ranks.
     max_norm: the norm to which the mean gradient is clipped; None: no clipping.
     grad_norm: the norm in the last step, before clipping.
-    uses_scaler: whether losses are scaled.
+    uses_scaler: whether losses are scaled. _scale_of_losses: returns their scale, or None.
     found_overflow: whether the last step was skipped because a scaled gradient was not finite.
     """
 
@@ -66,6 +68,9 @@ class Face(torch.optim.Optimizer, GroupJoinable):
     grad_norm: float | None
     uses_scaler: bool
     found_overflow: bool
+
+    @abstractmethod
+    def _scale_of_losses(self) -> torch.Tensor | None: ...
 
 
 class OptimizerEngine:
@@ -93,6 +98,8 @@ class OptimizerEngine:
         """The number and content of the last ballot that this rank has seen."""
         self._ballot_of_step = 0
         """The ballot of the current step, or of the last one."""
+        self.summed = SummedSteps(self)
+        """The steps of `ctx.steps`, which the optimizer ends for its model."""
         self._recovery: Survival | None = None
         self.faults = Faults()
         given = [p for options in face.param_groups for p in options["params"]]
@@ -115,7 +122,7 @@ class OptimizerEngine:
             self.reducer.parks = True
             self._recovery.watch_optimizer(self)
         if self.model is not None:
-            self.model.leave_steps_to_optimizer()
+            self.model.leave_steps_to_optimizer(self.summed if self.reducer is not None else None)
         between_runs().wrap(self)
 
     @property
@@ -153,22 +160,24 @@ class OptimizerEngine:
     def _make_ballot(self) -> None:
         self._ballot = Ballot(
             self.group,
-            len(self._option_numbers()),
+            len(self.option_numbers()),
             counts_samples=self._recovery is not None,
         )
 
     # -- the step --------------------------------------------------------------------------------
 
     def take_step(self, is_live: bool) -> None:
-        if self._waiting:
-            self.take_up_trainable()
+        if self.summed.has_agreed:
+            self.summed.take_step()
+            return
+        self.take_up_waiting()
         self.shard.bring_home()
         if self.reducer is not None:
             self.reducer.check_unchanged()
             self.reducer.send_late()
         elif self.model is not None:
             self.model.reducer.num_in_step = 0
-        self._ballot_of_step = self._seen.ballots + 1
+        self.begin_ballot()
         while self._seen.ballots < self._ballot_of_step:
             try:
                 self._try_step(is_live)
@@ -180,6 +189,17 @@ class OptimizerEngine:
                 # If some rank has seen this step's ballot, the step is taken in here (`catch_up`),
                 # and the loop ends; if none has, the buckets are reduced again, and it goes on.
                 self._recovery.recover(error, self)
+        self.has_stepped()
+
+    def take_up_waiting(self) -> None:
+        if self._waiting:
+            self.take_up_trainable()
+
+    def begin_ballot(self) -> None:
+        """A step begins, which ends with the next ballot."""
+        self._ballot_of_step = self._seen.ballots + 1
+
+    def has_stepped(self) -> None:
         between_runs().end_applying()
         if self._recovery is not None:
             self._recovery.has_stepped(self)
@@ -198,54 +218,101 @@ class OptimizerEngine:
         self.shard.gather()
 
     @property
+    def has_early_update(self) -> bool:
+        return self._early is not None
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether a step can wait here for the ranks of the next generation."""
+        return self._recovery is not None
+
+    def wait_for_next_generation(self, error: BaseException) -> None:
+        """Return in the next generation, in the middle of a step. Raises `error` if it does not end
+        a generation, or the run ends with it."""
+        if self._recovery is None or not ends_a_generation(error):
+            raise error
+        self._recovery.recover(error, self)
+
+    @property
     def step_counts(self) -> bool:
         """Whether the ranks have agreed on the current step. Then the loop's body must run the
         code behind it, even if the parameters could not be gathered."""
         return self._seen.ballots >= self._ballot_of_step
 
     def _try_step(self, is_live: bool) -> None:
-        payload = self._hold_ballot(is_live)
+        payload = self.hold_ballot(is_live)
         if self.reducer is not None and self._ballot.says(Note.HAS_MORE, payload):
             # A rank ran more passes since the launch. All send again, with these, and vote again.
             self.reducer.send_again()
-            payload = self._hold_ballot(is_live)
+            payload = self.hold_ballot(is_live)
         self.faults.reach(Instant.SEEN)
-        outcome = self._see(payload, is_live)
+        outcome = self.see(payload, is_live)
         if self.reducer is None:
             self._check_gradients(outcome.agreement)
-        gathers = self._apply(outcome)  # (4), and (5) begins
+        gathers = self.apply(outcome)  # (4), and (5) begins
         for gather in gathers:
-            # The gradients of the next step are kept for recovery: they must not be those of
-            # parameters that a lost rank did not send. The last all-gather tells for all.
-            gather.wait(on_host=self._recovery is not None and gather is gathers[-1])
-        if self.model is not None and self.reducer is not None:
-            self.model.sync_buffers(outcome.agreement.live, self.face._join)
+            gather.wait()
+        self._end_step(outcome.agreement.live, gathers)
         self.faults.reach(Instant.STEPPED)
 
-    def _hold_ballot(self, is_live: bool) -> tuple[float, ...]:
+    def _end_step(self, live: tuple[int, ...], gathers: Sequence[Gather]) -> None:
+        """Synchronize the buffers. In a run that goes on when ranks are lost, return when it is
+        known that parameters and buffers have come; the last operation tells for all.
+
+        What the program does with them behind the step, such as an average of parameters, cannot be
+        taken back, and the gradients of the next step are kept.
+        """
+        goes_on = self._recovery is not None
+        were_sent = False
+        if self.model is not None and self.reducer is not None:
+            were_sent = self.model.sync_buffers(live, self.face._join, on_host=goes_on)
+        if goes_on and not were_sent and gathers:
+            gathers[-1].work.wait_on_host()
+
+    def apply_and_gather(self, outcome: Outcome, divisor: float) -> None:
+        """(4) and (5) of a step of `ctx.steps`, whose buffers all ranks have."""
+        gathers = self.apply(outcome, divisor)
+        for gather in gathers:
+            gather.wait()
+        if self._recovery is not None and gathers:
+            gathers[-1].work.wait_on_host()
+
+    def hold_ballot(self, is_live: bool) -> tuple[float, ...]:
         reach = self.faults.reach
         reach(Instant.REDUCE)
         if self._early is not None:
             self._early.step_launched()
-        if self.reducer is not None:
-            self.reducer.wait()  # (1)
+        self._reduce()  # (1)
         reach(Instant.REDUCED)
         replicating = self.shard.start_replicating()  # (2)
         reach(Instant.REPLICATE)
         for work in replicating:
-            work.wait()
+            work.order_stream()  # The ballot tells how it has ended.
         reach(Instant.VOTE)
         return self._ballot.hold(self._vote(is_live))  # (3)
 
+    def _reduce(self) -> None:
+        if (sums := self.summed.sums) is not None:
+            # The exact norm is read on the host.
+            sums.reduce_shards(self.group, on_host=self._needs_norm)
+        elif self.reducer is not None:
+            self.reducer.wait()
+
+    @property
+    def _needs_norm(self) -> bool:
+        return self.face.max_norm is not None or self.face.uses_scaler
+
     def _vote(self, is_live: bool) -> Vote:
-        needs_norm = self.face.max_norm is not None or self.face.uses_scaler
+        needs_norm = self._needs_norm
+        in_steps = self.model is not None and self.model.steps.is_under_way
         return Vote(
             step=self.face.num_steps,
             live=is_live,
             has_next=self.face._has_next(),
             used=[parameter.grad is not None for parameter in self.shard.parameters],
             weight=self.reducer.weight if self.reducer else None,
-            add_squared_norm=self.shard.add_squared_norm if needs_norm else None,
+            add_squared_norm=self.shard.add_squared_norm if needs_norm and not in_steps else None,
+            exact_norm=self.shard.exact_norm() if needs_norm and in_steps else (),
             loss_scale=self.loss_scale if is_live and self.loss_scale is not None else 0.0,
             options=self._options_to_vote(),
             cursors=self._recovery.cursors() if self._recovery else (),
@@ -254,7 +321,7 @@ class OptimizerEngine:
             notes=self.reducer.notes() if self.reducer else (),
         )
 
-    def _see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
+    def see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
         """Record the result of a ballot on this rank. From here on the step counts."""
         outcome = self._ballot.read(payload)
         live = outcome.agreement.live
@@ -277,14 +344,16 @@ class OptimizerEngine:
             self.reducer.sends_late = outcome.agreement.says(Note.SEVERAL) > 0
         return outcome
 
-    def _apply(self, outcome: Outcome) -> list[Gather]:
+    def apply(self, outcome: Outcome, divisor: float | None = None) -> list[Gather]:
         """Step all shards that this rank keeps, even if another rank is lost meanwhile. Returns the
-        all-gathers, each started as soon as its bucket is stepped."""
+        all-gathers, each started as soon as its bucket is stepped.
+
+        divisor: of the summed gradient; None: that of the agreement."""
         agreement = outcome.agreement
         gathers = self._early.end_step() if self._early is not None else []
         if not agreement.live:
             return []  # All ranks have joined: there is no gradient.
-        divisor = self.divisor(agreement)
+        divisor = self.divisor(agreement) if divisor is None else divisor
         uses_scaler, live = self.face.uses_scaler, agreement.live
         scale = agreed_scale(outcome.loss_scales, live) if uses_scaler else 1.0
         if self.face.max_norm is not None:
@@ -341,7 +410,7 @@ class OptimizerEngine:
         coefficient = self.face.max_norm / (self.face.grad_norm + 1e-6)
         return 1.0 if coefficient > 1 else coefficient
 
-    def _option_numbers(self) -> list[float]:
+    def option_numbers(self) -> list[float]:
         """The numeric options of the optimizer, without entries that schedulers add to groups."""
         return numbers_of(self.face.param_groups, sorted(self.face.defaults))
 
@@ -351,7 +420,7 @@ class OptimizerEngine:
         return self.shard.optimizer is None and self.shard.optimizer_class not in ELEMENTWISE
 
     def _options_to_vote(self) -> list[float]:
-        numbers = self._option_numbers()
+        numbers = self.option_numbers()
         return [math.nan] * len(numbers) if self._steps_nothing else numbers
 
     # -- recovery (recovery/recovery.py) ---------------------------------------------------------
@@ -365,11 +434,14 @@ class OptimizerEngine:
         """Take the step whose ballot other ranks have seen, as far as this rank can alone."""
         # No rank can have seen a ballot that this one has not come to: an optimizer that was just
         # made again is not behind, it has yet to get its state.
-        if self._seen.ballots < decided.ballots == self._ballot_of_step:
+        is_behind = self._seen.ballots < decided.ballots == self._ballot_of_step
+        if self.summed.sums is not None:
+            self.summed.catch_up(decided.payload if is_behind else None)
+        elif is_behind:
             assert self.reducer is not None
-            outcome = self._see(decided.payload, self.reducer.is_live)
+            outcome = self.see(decided.payload, self.reducer.is_live)
             with contextlib.suppress(CollectiveError):  # The group of the gathers has ended.
-                self._apply(outcome)
+                self.apply(outcome)
 
     def move_to(self, group: Group) -> None:
         """Continue in a group of the same ranks, at the beginning of a step; the shards stay."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,14 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
             )
         self._optimizer = optimizer
         optimizer.uses_scaler = self.is_enabled()
+        optimizer._scaler = weakref.ref(self) if self.is_enabled() else None
+
+    def _current_scale(self) -> torch.Tensor:
+        """(1,) the scale of the losses, also on a rank that has scaled none yet."""
+        if self._scale is None:
+            self.scale(torch.zeros((), device=self.join_device))
+        assert self._scale is not None
+        return self._scale
 
     @property
     def group(self) -> Group:  # type: ignore[override]
@@ -100,6 +109,6 @@ class _Hook(JoinHook):
         scaler = self._scaler
         join = scaler._optimizer._join
         if scaler.is_enabled() and join is not None and join.last_step_live:
-            scaler.scale(torch.zeros((), device=scaler.join_device))  # makes the scale on first use
+            scaler._current_scale()  # makes the scale on first use
             scaler._take_agreement()
             scaler.update()

@@ -6,6 +6,7 @@ engine.py describes the phases of a step; this file holds the public class.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ from ..process.running import current_group, recovery_of
 from .early_update import EarlyUpdate
 from .engine import Face, OptimizerEngine
 from .loss_scale import given_scale
-from .parameter_shard import ParameterShard
-from .shardable_optimizers import (
+from .shards.parameter_shard import ParameterShard
+from .shards.shardable_optimizers import (
     ELEMENTWISE,
     check_arguments,
     check_dense,
@@ -32,7 +33,7 @@ from .shardable_optimizers import (
     describe_parameters,
     verdict_on,
 )
-from .state_dict_format import match_state, parameter_name, plain_state, with_names
+from .shards.state_dict_format import match_state, parameter_name, plain_state, with_names
 
 
 class ZeroRedundancyOptimizer(Face):
@@ -128,6 +129,8 @@ class ZeroRedundancyOptimizer(Face):
         self.overlap_with_ddp = overlap_with_ddp
         self.uses_scaler = False
         """Whether losses are scaled; set by chorusline.GradScaler, on all ranks."""
+        self._scaler: weakref.ref[Any] | None = None
+        """The chorusline.GradScaler that scales the losses."""
         self.found_overflow = False
         """Whether the last step was left out because a scaled gradient was not finite."""
         descriptions = describe_parameters(self.param_groups, 0, self.defaults, verdict)
@@ -235,7 +238,8 @@ class ZeroRedundancyOptimizer(Face):
         engine.loss_scale = given_scale(self, self.uses_scaler)
         is_live = self._join.ledger.live if self._join else True
         if engine.reducer is not None:
-            if not (engine.reducer.has_launched or engine.reducer.num_in_step):
+            reducer = engine.reducer
+            if not (reducer.has_launched or reducer.num_in_step or engine.summed.has_agreed):
                 raise RuntimeError(
                     "step() needs gradients that were reduced since the last step: run "
                     "loss.backward() on the DistributedDataParallel model, outside no_sync(), first"
@@ -243,6 +247,11 @@ class ZeroRedundancyOptimizer(Face):
             is_live = engine.reducer.is_live
         engine.take_step(is_live)
         return loss
+
+    def _scale_of_losses(self) -> torch.Tensor | None:
+        """The scale of the losses on this rank, (1,); None without a GradScaler."""
+        scaler = self._scaler() if self._scaler is not None else None
+        return scaler._current_scale() if scaler is not None else None
 
     def __getattr__(self, name: str) -> Any:
         """`train()` and `eval()` of optimizers that have them (schedule-free ones); collective."""

@@ -1,5 +1,11 @@
 """The thread of the user's function always delivers, whatever goes wrong in it."""
 
+import asyncio
+import sys
+import threading
+import time
+from pathlib import Path
+
 import pytest
 
 from actors.worker.training_thread import TrainingThread
@@ -31,3 +37,28 @@ async def test_an_error_in_conclude_is_raised_and_not_waited_for():
 
     with pytest.raises(OSError, match="no space left"):
         await thread_of(lambda: 1, conclude).run()
+
+
+async def test_a_module_that_is_being_imported_is_imported_whole_before_the_function_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "import time\nfor _ in range(40):\n    time.sleep(0.02)\nlast = 1\n"
+    (tmp_path / "slowly_imported.py").write_text(lines)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    begun = threading.Event()
+
+    def imports():
+        begun.set()
+        import slowly_imported  # noqa: F401
+
+        while True:
+            time.sleep(0.01)
+
+    thread = thread_of(imports)
+    running = asyncio.create_task(thread.run(), name="running")
+    await asyncio.to_thread(begun.wait)
+    await asyncio.sleep(0.1)
+    await thread.stop(0.05)
+    _, error = await running
+    assert isinstance(error, asyncio.CancelledError)
+    assert sys.modules.pop("slowly_imported").last == 1

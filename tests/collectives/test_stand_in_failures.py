@@ -7,7 +7,6 @@ likes; the first message between two ranks blocks the thread that launches it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import signal
@@ -30,7 +29,6 @@ from runtime.zero.ballot import Ballot, Vote
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
-from tests.harness.stand_in_gpu.runs import Driver, in_run
 
 LOST = "driver: rank 1 is gone"
 
@@ -112,43 +110,6 @@ def read_objects(rank: Rank) -> None:
 def test_objects_whose_lengths_were_stopped_are_not_unpickled() -> None:
     with StandInRanks(2) as ranks:
         ranks.run(read_objects)
-
-
-def lose_rank_1_in_a_step(rank: Rank, has_norm: bool) -> bool | None:
-    """Whether rank 0 waits inside its step to go on with the gradients that it has."""
-    driver = Driver()
-
-    def train(ctx: cl.Context) -> None:
-        norm = cl.SyncBatchNorm(8) if has_norm else torch.nn.Tanh()
-        net = torch.nn.Sequential(torch.nn.Linear(6, 8), norm).to(ctx.device)
-        model = cl.DistributedDataParallel(net)
-        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
-        x = torch.arange(24.0).view(4, 6).to(ctx.device)
-        for step in range(2):
-            if step == 1 and ctx.rank == 1:
-                rank.store.wait(["said/raised/0"], 30)
-                return
-            loss = model(x).sum()
-            loss.backward()  # It goes through: the host has not waited for the statistics.
-            if step == 1:
-                lose_rank_1_soon(ctx.group)
-            optimizer.step()
-
-    with rank.group() as group, contextlib.suppress(GroupAborted):
-        in_run(group, train, goes_on=True, driver=driver)
-    if rank.rank == 0:
-        rank.say("raised")
-    return driver.frozen.is_parked if driver.frozen is not None else None
-
-
-@needs_stand_in
-@pytest.mark.parametrize("has_norm", [False, True])
-def test_a_step_does_not_go_on_with_gradients_behind_statistics_that_were_stopped(
-    has_norm: bool,
-) -> None:
-    with StandInRanks(2) as ranks:
-        found = ranks.run(lose_rank_1_in_a_step, has_norm)
-    assert found[0] is (not has_norm)
 
 
 def norm_forward(rank: Rank) -> None:
@@ -251,9 +212,9 @@ def issue_after_abort(rank: Rank) -> float:
     group.barrier().wait()
     rank.say("ready")
     rank.store.wait(["said/ready/0", "said/ready/1"], 30)
+    began_at = time.monotonic()
     group.abort("over")
     time.sleep(0.4)  # NCCL's abort is under way.
-    began_at = time.monotonic()
     with pytest.raises(GroupAborted, match="over"):
         group.all_reduce(torch.ones(3, device=group.device)).wait()
     group._communicator.failure()
@@ -328,6 +289,31 @@ def test_a_question_to_a_busy_driver_holds_up_no_other_thread() -> None:
     with StandInRanks(2) as ranks:
         longest_s, _ = ranks.run(wait_behind_a_busy_driver)
     assert longest_s < 0.5
+
+
+def fill_the_queue(rank: Rank) -> float:
+    """Launch more than the driver's queue holds behind a rank that never comes."""
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 1:
+        rank.store.wait(["said/raised/0"], 60)
+        return 0.0
+    tensor = torch.ones(3, device=group.device)
+    began_at = time.monotonic()
+    with pytest.raises(CollectiveTimeout, match=r"did not arrive within 2 s"):
+        for _ in range(2 * streams.DEPTH):
+            group.all_reduce(tensor, timeout_s=2).wait()
+    assert sum(streams.machine().launches.values()) > streams.DEPTH / 4, "it has been full"
+    rank.say("raised")
+    return time.monotonic() - began_at
+
+
+@needs_stand_in
+def test_the_deadline_holds_when_the_queue_of_the_gpu_is_full() -> None:
+    """The thread that launches is blocked, and the one that watches goes on."""
+    with StandInRanks(2) as ranks:
+        took_s, _ = ranks.run(fill_the_queue)
+    assert took_s < 20
 
 
 def lose_a_peer(rank: Rank) -> str:

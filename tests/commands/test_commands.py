@@ -21,7 +21,7 @@ from ray.job_submission import JobSubmissionClient
 from rich.console import Console
 
 import chorusline as cl
-from actors.crew.crew import INCARNATION, NAMESPACE
+from actors.lasting import INCARNATION, NAMESPACE
 from actors.worker.devices import VISIBLE
 from runtime.commands.arguments import keywords, script_and_function, workers
 from runtime.commands.bench import Row, bus_factor, nbytes, table

@@ -18,7 +18,7 @@ import torch
 import chorusline as cl
 from collectives.contract.work import Work
 from runtime.zero.ballot import Ballot
-from runtime.zero.parameter_shard import ParameterShard
+from runtime.zero.shards.parameter_shard import ParameterShard
 from tests.harness.ranks import Rank
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in

@@ -23,11 +23,10 @@ import chorusline as cl
 from collectives.contract.work import Work
 from tests.harness.ranks import Rank
 from tests.harness.stand_in_gpu import memory, nccl, streams
-from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
+from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in, seeds
 
 pytestmark = [needs_stand_in, pytest.mark.slow]
 
-SEEDS = int(os.environ.get("STAND_IN_SEEDS", "50"))
 KINDS = ("killed", "stopped", "aborts", "connection breaks")
 TIMEOUT_S = 3.0
 PATIENCE_S = 12.0  # for the store, the roll call, and a machine that has other things to do
@@ -164,7 +163,7 @@ def assert_nothing_is_left() -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(50))
 def test_a_fault_on_stand_in_gpus_gives_no_wrong_result_no_hang_and_no_leak(seed: int) -> None:
     fault = Fault.of(seed)
     lost = [fault.victim] if fault.loses_a_rank else []

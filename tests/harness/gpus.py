@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.harness.ranks import NCCL, Body, on_gpus, run_ranks
-from tests.harness.stand_in_gpu.ranks import WHY_NOT, StandInRanks
+from tests.harness.stand_in_gpu.ranks import WHY_NOT, StandInRanks, seeds
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Gpus:
             return ranks.run(body, *arguments, timeout_s=100)
 
 
-def gpus_of(size: int, *, seeds: int = 10) -> list[Any]:
+def gpus_of(size: int) -> list[Any]:
     """`Gpus` as a parameter: real ones, and stand-ins with one seed of jitter in the fast suite and
-    `seeds` in the slow one; more than two of them in the slow one only."""
+    ten in the slow one; more than two of them in the slow one only."""
     marks = on_gpus(size).marks
     skip = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
     return [
@@ -40,6 +40,6 @@ def gpus_of(size: int, *, seeds: int = 10) -> list[Any]:
                 marks=[skip, *([pytest.mark.slow] if seed or size > 2 else [])],
                 id=f"{size} stand-ins, {seed}",
             )
-            for seed in range(seeds)
+            for seed in seeds(10)
         ),
     ]

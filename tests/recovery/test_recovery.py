@@ -19,7 +19,7 @@ from actors.errors import StateLost, WorkerLost
 from benchmarks.chaos_training import loss_of, network, take_step
 from runtime.program.context import call_of
 from runtime.zero.engine import OptimizerEngine
-from runtime.zero.parameter_shard import ParameterShard
+from runtime.zero.shards.parameter_shard import ParameterShard
 from tests.references.killed_runs import PHASES, wrap
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 

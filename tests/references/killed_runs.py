@@ -51,7 +51,8 @@ class Net(torch.nn.Module):
 class Kind:
     """One way to train. accumulate: batches to a step. scaler: of the loss; with it, a batch that
     has sample 7 overflows. schedule: of the learning rate, along with the steps. passes: backward
-    passes of a step, by its number; after the last one it begins anew."""
+    passes of a step, by its number; after the last one it begins anew. loading: how the shard makes
+    batches."""
 
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.05})
@@ -67,6 +68,7 @@ class Kind:
     tolerance: float = 0.0
     replicas: int = 2
     num_epochs: int = 2
+    loading: dict[str, Any] = field(default_factory=dict)
 
     def network(self) -> torch.nn.Module:
         return Net(self.batch_norm).to(self.dtype)
@@ -244,6 +246,7 @@ def train(
                 epoch=epoch,
                 keep_together=kind.key_list(),
                 collate_fn=collate,
+                **kind.loading,
             )
             for numbers, _, _ in shard:
                 pending.append(numbers.tolist())

@@ -22,12 +22,16 @@ def programs() -> dict[str, str]:
 
 SLOW = {
     "checkpoints-0",
-    *(f"data-{number}" for number in range(5)),
+    "close-the-laptop-0",
+    *(f"data-{number}" for number in range(4)),
+    *(f"input-{number}" for number in range(3)),
     "from-ray-train-0",
     "from-torch-2",
     "from-torch-3",
     *(f"recipes-{number}" for number in range(7)),
+    "same-result-0",
     "torch-distributed-0",
+    *(f"tracking-{number}" for number in range(2)),
     "training-0",
     "uneven-inputs-0",
 }
@@ -36,7 +40,7 @@ SLOW = {
 
 def test_the_programs_that_are_called_slow_exist() -> None:
     assert programs().keys() >= SLOW
-    assert {name for name in programs() if name.startswith(("data", "recipes"))} <= SLOW
+    assert {name for name in programs() if name.startswith(("data", "input", "recipes"))} <= SLOW
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ CONTEXT = [
     "seed",
     "shard",
     "step",
+    "steps",
     "world_size",
 ]
 """What a person sees who types `ctx.` and Tab. The docs explain each of them."""

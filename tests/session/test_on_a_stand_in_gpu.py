@@ -80,6 +80,51 @@ async def test_a_worker_that_is_killed_in_any_phase_of_a_step_costs_nothing(
     assert_as_if_nothing_was(KIND, str(tmp_path), told, victims)
 
 
+def die_in_nccl(ctx: cl.Context, optim: Any) -> None:
+    """In the next generation, when it has met the others in the store."""
+    here("nccl").settings.entering = lambda rank: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_is_killed_while_nccl_connects_costs_nothing(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    """The others have one lost already, and meet anew; NCCL waits for the second one in vain."""
+    kind = Kind(num_epochs=1, replicas=3)
+    victims = {1: (2, "before it votes (3)"), 2: (2, "in NCCL")}
+    acts = {2: die_in_nccl}
+    began_at = time.monotonic()
+    told = await session.run(train, kind=kind, folder=str(tmp_path), victims=victims, acts=acts)
+    assert time.monotonic() - began_at < TIMEOUT_S, "no deadline had to pass"
+    assert {one.world_size for one in told} == {1}
+    assert_as_if_nothing_was(kind, str(tmp_path), told, victims)
+
+
+def die_before_buffers(ctx: cl.Context, optim: Any) -> None:
+    engine = optimizer_engine_of(optim)
+    sync_buffers, steps = engine.model.sync_buffers, iter(range(3))
+
+    def sync(*args: Any, **kwargs: Any) -> bool:
+        if next(steps) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return bool(sync_buffers(*args, **kwargs))
+
+    engine.model.sync_buffers = sync
+
+
+@pytest.mark.slow
+async def test_a_worker_that_is_killed_before_its_buffers_have_come_costs_nothing(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    """The buffers are those of the last rank that took the step, which is the one that dies."""
+    kind = Kind(num_epochs=1, batch_norm=True)
+    victims = {2: (2, "before its buffers")}
+    acts = {2: die_before_buffers}
+    told = await session.run(train, kind=kind, folder=str(tmp_path), victims=victims, acts=acts)
+    assert {one.world_size for one in told} == {2}
+    assert_as_if_nothing_was(kind, str(tmp_path), told, victims)
+
+
 def hang() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)

@@ -17,8 +17,8 @@ from rich.console import Console
 import chorusline as cl
 from actors.messages import Report
 from actors.run_status import RunStatus
-from runtime.session.progress import Progress
-from runtime.session.seen import Pace, Places, Seen, batches_left, headline
+from runtime.session.showing.progress import Progress
+from runtime.session.showing.seen import Pace, Places, Seen, batches_left, headline
 
 
 def report(rank, number, num_batches, *, epoch=0, time=0.0):

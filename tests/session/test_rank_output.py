@@ -12,7 +12,7 @@ import pytest
 
 import chorusline as cl
 from actors.output import ERR, FIGURE, OUT, Piece, Position, Printed, _in_order, _Mark, read_rest
-from runtime.session.rank_output import RankLines
+from runtime.session.showing.rank_output import RankLines
 
 NUM_LINES = 500
 

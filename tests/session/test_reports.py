@@ -12,7 +12,7 @@ import torch
 
 import chorusline as cl
 from runtime.program.report_values import plain_values
-from runtime.session.progress import Seen
+from runtime.session.showing.progress import Seen
 
 received: list[cl.Report] = []
 

@@ -19,7 +19,8 @@ from actors.messages import Report, WorkerSnapshot
 from collectives.contract.errors import GroupAborted
 from runtime.process.running import current, current_group
 from runtime.program.context import Context, call_of
-from runtime.session.session import Session, SessionState, run
+from runtime.session.one_run import run
+from runtime.session.session import Session, SessionState
 from tests.harness.open_sockets import ports
 from tests.harness.programs import output_of
 from tests.harness.sessions import WITHIN_S, assert_usable, name_ranks
@@ -353,7 +354,7 @@ def test_run_starts_a_local_cluster_and_leaves_nothing() -> None:
 import os, threading, time
 import ray
 from actors.errors import StartupError
-from runtime.session.session import run
+from runtime.session.one_run import run
 
 def train(ctx, base):
     ctx.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -14,16 +15,16 @@ import torch
 
 import chorusline as cl
 from actors.calls import answers
-from actors.messages import WorkerSnapshot
-
-FEW = {"CPU": 0.1}
-
-
-def ready(path: Path) -> None:
-    give_up_at = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.02)
+from actors.crew.reserve import Reserve
+from tests.harness.arrivals import (
+    FEW,
+    at_full_size,
+    has_ended,
+    in_reserve,
+    pids_in_reserve,
+    ready,
+    train_until_stopped,
+)
 
 
 def train(ctx: cl.Context, folder: Path, dies: bool) -> tuple[int, int, int, torch.Tensor]:
@@ -44,27 +45,6 @@ def train(ctx: cl.Context, folder: Path, dies: bool) -> tuple[int, int, int, tor
                 optim.step()
                 optim.zero_grad()
     return os.getpid(), ctx.world_size, optim.num_steps, model.module.weight.detach().clone()
-
-
-async def pids_in_reserve(session: cl.Session) -> set[int]:
-    assert session._crew is not None
-    workers = session._crew._reserve._workers
-    said = await answers({seat: one.snapshot.remote() for seat, one in workers.items()}, 60)
-    return {word.info.pid for word in said.values() if isinstance(word, WorkerSnapshot)}
-
-
-async def in_reserve(session: cl.Session, number: int) -> None:
-    give_up_at = time.monotonic() + 60
-    while session.num_spares < number:
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.05)
-
-
-async def has_ended(*pids: int) -> None:
-    give_up_at = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.05)
 
 
 async def test_a_worker_in_reserve_takes_the_seat_of_a_lost_one(
@@ -143,3 +123,48 @@ def test_a_reserve_that_could_never_help_is_refused(options: dict[str, Any], say
         cl.Session(2, **options)
     with pytest.raises(ValueError, match=says):
         cl.run(train, num_workers=2, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["two", "the newcomer", "the spare", "one in the swap"])
+async def test_kills_around_a_swap_never_cost_a_deadline(
+    cluster: None, tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sit = Reserve._sit
+    swapping: list[int] = []  # pids to be killed when a worker sits down
+    newcomers: list[int] = []
+
+    async def sit_and_die(self: Reserve, worker: Any, seat: int) -> None:
+        newcomers.append((await answers({0: worker.snapshot.remote()}, 10))[0].info.pid)
+        while swapping:
+            os.kill(swapping.pop(), signal.SIGKILL)
+        await sit(self, worker, seat)
+
+    monkeypatch.setattr(Reserve, "_sit", sit_and_die)
+    draw = random.Random(0)
+    async with cl.Session((1, 4), spares=1, resources_per_worker=FEW) as session:
+        run = asyncio.create_task(session.run(train_until_stopped, folder=tmp_path))
+        for _ in range(3):
+            there = sorted(await at_full_size(tmp_path, 4, run, within_s=50))
+            await in_reserve(session, 1)
+            first, second = draw.sample(there, 2)
+            if who == "one in the swap":
+                swapping.append(second)
+            if who == "the spare":
+                os.kill(min(await pids_in_reserve(session)), signal.SIGKILL)
+            await asyncio.sleep(draw.random() * 0.05)
+            for pid in (first, second) if who == "two" else (first,):
+                os.kill(pid, signal.SIGKILL)
+            if who == "the newcomer":
+                newcomers.clear()
+                while not newcomers:
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(draw.random() * 0.2)
+                os.kill(newcomers[0], signal.SIGKILL)
+            for path in tmp_path.glob("[0-9]*"):
+                path.unlink()
+        await at_full_size(tmp_path, 4, run, within_s=50)
+        (tmp_path / "stop").touch()
+        told = await run
+    assert {size for size, _, _ in told} == {4}
+    assert all(torch.equal(told[0][2], weight) for _, _, weight in told)

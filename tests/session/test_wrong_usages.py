@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -226,8 +226,30 @@ def shards_by_a_text(ctx: cl.Context) -> None:
     ctx.shard(DATA, "8")  # type: ignore[call-overload]
 
 
-def shards_with_workers(ctx: cl.Context) -> None:
-    ctx.shard(DATA, 8, num_workers=2)  # type: ignore[call-overload]
+def fetches_ahead_without_workers(ctx: cl.Context) -> None:
+    ctx.shard(DATA, 8, prefetch_factor=2)
+
+
+def shards_a_loader_that_is_sharded(ctx: cl.Context) -> None:
+    sampler = torch.utils.data.DistributedSampler(DATA, ctx.world_size, ctx.rank)  # type: ignore[arg-type, var-annotated]
+    ctx.shard(torch.utils.data.DataLoader(DATA, 8, sampler=sampler), epoch=0)  # type: ignore[arg-type]
+
+
+def shards_a_loader_that_picks(ctx: cl.Context) -> None:
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * len(DATA), 5)
+    ctx.shard(torch.utils.data.DataLoader(DATA, 8, sampler=sampler), epoch=0)  # type: ignore[arg-type]
+
+
+def shards_a_loader_of_a_stream(ctx: cl.Context) -> None:
+    class Rows(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    ctx.shard(torch.utils.data.DataLoader(Rows(), 8), epoch=0)
+
+
+def sets_a_loader_twice(ctx: cl.Context) -> None:
+    ctx.shard(torch.utils.data.DataLoader(DATA, 8), num_workers=2, epoch=0)  # type: ignore[arg-type]
 
 
 def shards_with_a_sampler(ctx: cl.Context) -> None:
@@ -394,7 +416,11 @@ WRONG: list[tuple[Callable[..., Any], type[BaseException], str]] = [
     (shards_nothing, ValueError, "the dataset is empty"),
     (shards_without_a_size, TypeError, r"write ctx.shard\(dataset, batch_size, epoch=epoch\)"),
     (shards_by_a_text, TypeError, "batch_size must be a whole number"),
-    (shards_with_workers, TypeError, "makes its batches in the training process"),
+    (fetches_ahead_without_workers, ValueError, "prefetch_factor needs num_workers of at least 1"),
+    (shards_a_loader_that_is_sharded, ValueError, "has a DistributedSampler.*Leave the sampler"),
+    (shards_a_loader_that_picks, ValueError, "has a WeightedRandomSampler.*data.Subset"),
+    (shards_a_loader_of_a_stream, TypeError, r"Make a Stream\(loader\)"),
+    (sets_a_loader_twice, TypeError, r"write ctx.shard\(loader, epoch=epoch\)"),
     (shards_with_a_sampler, TypeError, "leave the sampler out"),
     (keeps_too_few_together, ValueError, "it needs one for each"),
     (counts_epochs_in_a_range, TypeError, r"write ctx.epochs\(3\)"),

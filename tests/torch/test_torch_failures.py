@@ -235,7 +235,8 @@ def test_accelerate_is_told_the_gpu_that_is_not_the_one_of_its_local_rank():
     name = "ACCELERATE_TORCH_DEVICE"
     assert of_device(torch.device("cuda", 3), {}) == {name: "cuda:3"}
     assert of_device(torch.device("cuda", 3), {name: "cuda:1"}) == {}, "the user's word stands"
-    assert of_device(torch.device("cpu"), {}) == {}
+    assert of_device(torch.device("cpu"), {}) == {"ACCELERATE_USE_CPU": "true"}
+    assert of_device(torch.device("cpu"), {"ACCELERATE_USE_CPU": "no"}) == {}
 
 
 def described_again(ctx, once):

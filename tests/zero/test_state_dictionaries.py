@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import chorusline as cl
 from collectives.objects.blocking import broadcast_object
-from runtime.zero import optimizer_state
+from runtime.zero.shards import optimizer_state
 from tests.references.sharded_training import (
     ELEMENTWISE,
     assert_same_state,

@@ -74,6 +74,8 @@ class Manifest:
     files: the size of each file, in bytes.
     progress: of each rank, small and opaque.
     metadata_sha256: of `.metadata`.
+    tied: by name of a registered module, which of its tensors are another one of it: the name of
+        each such tensor, and the name of the one that it is.
     """
 
     step: int
@@ -85,6 +87,7 @@ class Manifest:
     progress: list[Any]
     metadata_sha256: str = ""
     torch: str = torch.__version__
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def below(self, *path: str | int) -> list[Entry]:
         return [entry for entry in self.entries if entry.path[: len(path)] == path]

@@ -14,12 +14,21 @@ wrong.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection
 
 import torch
 
 from ...process.agreement import Agreement, Note
 from .gradient_bucket import Gradients
+
+
+class Pass(enum.Enum):
+    """The state of a backward pass whose gradients are sent."""
+
+    NONE = "no such pass runs"
+    ENTERED = "the output has its gradient, no parameter has; autograd will report the end"
+    ARRIVING = "parameters get gradients, full buckets are launched; autograd will report the end"
 
 
 class EarlierPasses:

@@ -69,3 +69,11 @@ def why_not_twice(name: str, shape: tuple[int, ...]) -> str:
         "use_reentrant=False, or pass static_graph=True, which waits for all gradients of a "
         "parameter"
     )
+
+
+def why_not_between(name: str) -> str:
+    return (
+        f"a backward pass has brought parameter {name} a gradient behind the last micro-batch of a "
+        "step of ctx.steps, when the ranks had summed theirs. Run all backward passes inside the "
+        "loop over the step's batches"
+    )

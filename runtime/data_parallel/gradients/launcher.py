@@ -99,7 +99,7 @@ class Launcher:
                 if bucket is carrier:
                     bucket.work.wait_on_host()  # The host reads the vote behind the gradients.
                 else:
-                    bucket.work.wait()
+                    bucket.work.order_stream()  # The vote tells how it has ended.
                 bucket.work = None
         waited_s = time.monotonic() - began_at
         boundary().steps.waited_s += waited_s

@@ -19,7 +19,6 @@ know how many passes the others run.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,20 +38,13 @@ from ...process.agreement import (
 from ...process.between_runs import between_runs
 from ...process.step_boundary import boundary
 from .comm_hooks import CommHook
-from .earlier_passes import EarlierPasses, check_passes
+from .earlier_passes import EarlierPasses, Pass, check_passes
 from .gradient_bucket import GradientBucket
-from .gradient_watch import GradientWatch, why_not_twice
+from .gradient_watch import GradientWatch, why_not_between, why_not_twice
 from .launcher import Launcher
+from .micro_batch_sums import Summing
 from .reductions import ByHook, ReduceScatter, why_not_sharded
 from .step_statistics import UnusedParameters
-
-
-class Pass(enum.Enum):
-    """The state of a backward pass whose gradients are sent."""
-
-    NONE = "no such pass runs"
-    ENTERED = "the output has its gradient, no parameter has; autograd will report the end"
-    ARRIVING = "parameters get gradients, full buckets are launched; autograd will report the end"
 
 
 class Reducer(Launcher):
@@ -88,6 +80,7 @@ class Reducer(Launcher):
         """Whether the next backward pass launches the buckets; `no_sync` sets it to False."""
         self.launches_early = True
         """Whether buckets are launched while the backward pass still runs."""
+        self.summing = Summing.NO
         self.is_live = False
         """Whether the buckets launched last held gradients of this rank's own data."""
         self.weight: float | None = None
@@ -170,6 +163,8 @@ class Reducer(Launcher):
     def output_has_gradient(self) -> None:
         """Called when a backward pass reaches the model's output: the reducer waits for the end of
         this pass. Checkpointed segments run passes of their own inside it."""
+        if self.summing is not Summing.NO:
+            return
         if self._pass is Pass.NONE and not self.is_sharded:
             self._set_earlier_aside()
         if self.is_syncing and self._pass is Pass.NONE:
@@ -195,6 +190,10 @@ class Reducer(Launcher):
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
         """Called when autograd has added to a parameter's gradient."""
         bucket = self.gradients.bring_home(number)
+        if self.summing is not Summing.NO:
+            if self.summing is Summing.ENDED:
+                raise RuntimeError(why_not_between(self.gradients.names[number]))
+            return
         if not self.is_syncing:
             self._has_leftover = True
             return
@@ -322,39 +321,49 @@ class Reducer(Launcher):
             self._launch(bucket)
         self._reduction.launch_vote(self.group)
 
-    def _vote(self) -> list[float]:
+    def _vote(self, used: Sequence[bool] | None = None) -> list[float]:
+        """used: default: the gradients that the parameters hold."""
         has_next = self._has_next()
         return vote_of(
             self.group.rank,
             self.group.size,
             live=self.is_live,
             has_next=has_next,
-            used=self.gradients.usage(),
-            weight=self.weight,
+            used=self.gradients.usage() if used is None else used,
+            weight=self.weight if used is None else None,
             stop=boundary().steps.stop_is_wanted,
             cursors=self._cursors() if self._cursors is not None else (),
             num_cursors=self._num_cursors,
-            notes=self.earlier.notes(is_own=bool(self._arrivals)) if self.is_live else (),
+            notes=self._notes_on_passes() if used is None and self.is_live else (),
         )
+
+    def _notes_on_passes(self) -> list[Note]:
+        return self.earlier.notes(is_own=bool(self._arrivals))
 
     def _finish(self) -> None:
         """Wait for sums and votes, and set `.grad` to the mean for any kind of optimizer."""
         self.wait()
-        total = self._reduction.finish(self.buckets, self.group)
+        agreement, divisor = self._agreement_of(self._reduction.finish(self.buckets, self.group))
+        self._reduction.divide(self.buckets, divisor)
+        self.earlier.end_pass(agreement)
+        self._hand_out(agreement, measures_order=True)
+
+    def _agreement_of(self, total: Sequence[float]) -> tuple[Agreement, float]:
+        """The agreement, and the divisor of the sum. total: the sum of the votes."""
         check_votes(total, self.group)
         agreement = read_agreement(total, self.group.size, self._num_cursors)
         self.weight = None
         check_passes(agreement, self.group.size)
-        divisor = self._on_agreement(agreement)
-        self._reduction.divide(self.buckets, divisor)
-        self.earlier.end_pass(agreement)
+        return agreement, self._on_agreement(agreement)
+
+    def _hand_out(self, agreement: Agreement, *, measures_order: bool) -> None:
         own_format = []
         for number, parameter in enumerate(self.parameters):
             # A parameter without a gradient on any rank keeps none: optimizers must not step it.
             parameter.grad = self.gradients.views[number] if agreement.used[number] else None
             if not parameter.is_contiguous():
                 own_format.append(number)
-        if agreement.live and not self._has_measured_order:
+        if measures_order and agreement.live and not self._has_measured_order:
             self._take_order_of(min(agreement.live))
         self.gradients.hand_out(own_format)
         if self.ends_steps:
@@ -370,6 +379,29 @@ class Reducer(Launcher):
             self.lay_out(order)
         if self.on_new_order is not None:
             self.on_new_order()
+
+    # -- steps of several micro-batches (model_steps.py) ------------------------------------------
+
+    def vote_of_sums(self, used: Sequence[bool]) -> list[float]:
+        """This rank's vote on a step whose sums it has; it takes the step also without a
+        micro-batch. used: whether its micro-batches have brought the parameters gradients."""
+        self.is_live = True
+        return self._vote(used)
+
+    def conclude_sums(self, total: Sequence[float], divisor: float) -> None:
+        """The buckets hold the sums of all ranks: set `.grad` to the mean. total: the sum of the
+        votes."""
+        agreement, _ = self._agreement_of(total)
+        self._reduction.divide(self.buckets, divisor)
+        self._hand_out(agreement, measures_order=False)
+
+    def offer_nothing(self, used: Sequence[bool]) -> None:
+        """The sums are in shards: what `.grad` holds is not the mean. A program that changes it, as
+        clipping does, is told so by `check_unchanged`."""
+        for number, parameter in enumerate(self.parameters):
+            parameter.grad = self.gradients.views[number] if used[number] else None
+        for bucket in self.buckets:
+            bucket.launched_version = bucket.flat._version
 
     # -- other ways through a step -------------------------------------------------------------
 

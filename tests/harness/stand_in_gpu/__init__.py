@@ -5,6 +5,7 @@ their own (ranks.py). Streams, memory and NCCL go wrong here as the real ones ma
 
 - guard.cpp tells torch's C++ that there is a CUDA device; guard.py builds and loads it.
 - streams.py has a thread for each stream. Kernels run later, with jitter; events order them.
+- heard.py knows what depends on other ranks, and whether the host may read it.
 - memory.py poisons memory that was given back, in the order of its stream, unless `record_stream`
   protects it, and reports kernels of other streams that touch it afterwards.
 - tensors.py turns each operation of torch into a kernel, and counts what waits on the host.

@@ -22,12 +22,14 @@ class Allocation:
     """Memory from its allocation until no kernel refers to it.
 
     memory: on the host. stream: where it was allocated. recorded: streams that keep it.
+    heard: by stream of a communicator, the last collective there that it depends on (heard.py).
     """
 
     def __init__(self, memory: torch.Tensor, stream: int) -> None:
         self.memory = memory
         self.stream = stream
         self.recorded: set[int] = set()
+        self.heard: dict[int, int] = {}
         self.is_poisoned = False
         self.at = memory.untyped_storage().data_ptr()
         self.nbytes = memory.untyped_storage().nbytes()

@@ -5,9 +5,10 @@ kernels   run in the order of their stream and meet those of the other ranks; th
           that never come for ever, and report nothing
 groupEnd  with the first send or recv between two ranks connects them, and blocks the host until
           the other rank does too (group.cc, ncclP2PPreconnectFunc); an abort frees it by an error
-abort     ends kernels that run or are queued. They run to their end on what they have, and post it
-          with valid flags (prims_simple.h: postPeer follows an aborted waitPeer), so that kernels
-          of the next rank may complete, with wrong data and no error. Returns when they have ended
+abort     ends kernels that run or are queued. They run to their end on what they have, write it to
+          their outputs, and post it with valid flags (prims_simple.h: postPeer follows an aborted
+          waitPeer), so that kernels of the next rank may complete, with wrong data and no error.
+          Returns when they have ended
 arguments are ints and bytes only, as Cython has them
 """
 
@@ -200,13 +201,17 @@ class NcclCommunicator:
         try:
             self._connect([self._way(call) for call in calls if self._is_message(call)])
             kernels = [(call, self._key(call)) for call in calls]
-            memories = [_memories(call, self.size) for call in calls]
+            memories = [_memories(call, "send", "recv") for call in calls]
             settings.calls.append(tuple(call.kind for call in calls))
             ended = self._last_kernel = threading.Event()
             stream = calls[0].stream
             streams.note_thread()
             streams.machine().launches[stream] += 1
-            streams.thread_of(stream).launch(lambda: self._run(kernels, memories, stream, ended))
+            thread = streams.thread_of(stream)
+            thread.launch(lambda: self._run(kernels, memories, stream, ended))
+            for call in calls:
+                for allocation in _memories(call, "recv"):
+                    allocation.heard = {stream: thread.launched}
         finally:
             self._launching -= 1
 
@@ -274,14 +279,12 @@ class NcclCommunicator:
         self._kernel_line.give(key, "sender", payload)
 
     def _recv(self, call: Call, key: tuple[Any, ...]) -> None:
-        if self.aborted.is_set():
-            return
-        needs = frozenset(["sender"])
-        found = self._kernel_line.meet(key, "receiver", None, needs, self.aborted, takers=1)
-        if found is None:
-            return
+        found = None
+        if not self.aborted.is_set():
+            needs = frozenset(["sender"])
+            found = self._kernel_line.meet(key, "receiver", None, needs, self.aborted, takers=1)
         count, dtype = call.given["count"], call.given["dtype"]
-        data = found["sender"]
+        data = Garbage(None) if found is None else found["sender"]
         if isinstance(data, Garbage):
             _put(call.given["recv"], count, dtype, None)
         else:
@@ -293,6 +296,7 @@ class NcclCommunicator:
         mine = (_bytes_at(call.given["send"], numel, dtype), call.kind, count)
         if self.aborted.is_set():
             self._kernel_line.give(key, self.rank, Garbage(mine))
+            self._spoil(call)
             return
         needs = frozenset(range(self.size))
         found = self._kernel_line.meet(
@@ -300,13 +304,11 @@ class NcclCommunicator:
         )
         if found is None:  # Aborted while it waited.
             self._kernel_line.give(key, self.rank, Garbage(mine))
+            self._spoil(call)
             return
         parts = [found.get(rank, Garbage(None)) for rank in range(self.size)]
         if any(isinstance(p, Garbage) for p in parts) or len({p[1:] for p in parts}) > 1:
-            if call.kind == "allGather":
-                self._spoil_gathered(call, count, dtype)
-            else:
-                _put(call.given["recv"], count, dtype, None)
+            self._spoil(call)
             return
         tensors = [_from_bytes(part[0], dtype) for part in parts]
         op = call.given.get("op", _SUM)
@@ -325,8 +327,17 @@ class NcclCommunicator:
             result = _reduced([tensor[own] for tensor in tensors], op)
         _put(call.given["recv"], count, dtype, result)
 
-    def _spoil_gathered(self, call: Call, count: int, dtype: int) -> None:
-        """What NCCL leaves in all chunks; in place it does not write to the rank's own one."""
+    def _spoil(self, call: Call) -> None:
+        """Leave anything in what the kernel writes: an all-gather in all chunks, in place not in
+        the rank's own one; a broadcast everywhere but on the root, and a reduce only there."""
+        count, dtype, root = call.given["count"], call.given["dtype"], call.given.get("root")
+        if call.kind == "broadcast" and root == self.rank:
+            return
+        if call.kind == "reduce" and root != self.rank:
+            return
+        if call.kind != "allGather":
+            _put(call.given["recv"], count, dtype, None)
+            return
         begin, itemsize = call.given["recv"], _DTYPES[dtype].itemsize
         for rank in range(self.size):
             address = begin + rank * count * itemsize
@@ -334,10 +345,11 @@ class NcclCommunicator:
                 _put(address, count, dtype, None)
 
 
-def _memories(call: Call, size: int) -> list[memory.Allocation]:
-    """What the kernel uses; a kernel at an address that nothing is at would end the process."""
+def _memories(call: Call, *names: str) -> list[memory.Allocation]:
+    """What the kernel uses; a kernel at an address that nothing is at would end the process.
+    names: "send", "recv"."""
     found = []
-    for name in ("send", "recv"):
+    for name in names:
         address = call.given.get(name, 0)
         if address and call.given["count"]:
             allocation = memory.allocation_at(address)

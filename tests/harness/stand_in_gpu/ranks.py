@@ -27,6 +27,13 @@ from tests.harness.stand_in_gpu.hub import Hub
 WHY_NOT = guard.why_not()
 needs_stand_in = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 
+
+def seeds(usual: int) -> range:
+    """Seeds of jitter or of faults, of which all but the first few are for the slow suite: `usual`
+    many, or as many as the environment's STAND_IN_SEEDS says."""
+    return range(int(os.environ.get("STAND_IN_SEEDS", usual)))
+
+
 _START_S = 100.0
 
 
@@ -45,13 +52,16 @@ class Server:
 
     def connect(self) -> Connection:
         give_up_at = time.monotonic() + _START_S
-        while not Path(self.path).exists():
-            assert self.process.poll() is None, "the process of the stand-in GPU has ended"
-            assert time.monotonic() < give_up_at, "the stand-in GPU does not start"
-            time.sleep(0.02)
-        connection = Client(self.path, "AF_UNIX")
-        assert isinstance(connection, Connection)
-        return connection
+        while True:
+            try:
+                connection = Client(self.path, "AF_UNIX")
+            except (FileNotFoundError, ConnectionRefusedError):  # It is there, and not listened to.
+                assert self.process.poll() is None, "the process of the stand-in GPU has ended"
+                assert time.monotonic() < give_up_at, "the stand-in GPU does not start"
+                time.sleep(0.02)
+            else:
+                assert isinstance(connection, Connection)
+                return connection
 
     def stop(self) -> None:
         self.process.kill()

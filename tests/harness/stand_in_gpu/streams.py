@@ -40,8 +40,8 @@ class Machine:
     unchosen: threads that used the GPU without choosing a device, by name.
     users: threads that have launched something.
     capturing: whether the current stream is being captured in a CUDA graph.
-    strict: our own code must not read on the host what the stream has while the stream waits for
-        another one: a collective there may be stopped, and then the read comes back with anything.
+    strict: our own code must not read on the host what depends on a collective, unless a wait on
+        the host has told that it has succeeded (heard.py).
     """
 
     guard: ctypes.CDLL
@@ -82,7 +82,6 @@ class StreamThread:
         self.kernels: SimpleQueue[Kernel] = SimpleQueue()  # Finalizers may put.
         self.launched = 0
         self.ended = 0
-        self.awaited: list[threading.Event] = []  # of other streams, perhaps not reached yet
         self._jitter_s = here.jitter_s
         self._random = random.Random(f"{here.seed} {number}")
         name = f"gpu-stream-{number}"
@@ -152,15 +151,10 @@ def launch(kernel: Kernel) -> None:
     thread_of(number).launch(kernel)
 
 
-def wait_for_stream(what: str, *, reads: bool = False) -> None:
-    """The host waits for this thread's stream. reads: it then reads what is there."""
+def wait_for_stream(what: str) -> None:
+    """The host waits for this thread's stream."""
     note_wait(what)
-    thread = thread_of(current())
-    if reads and machine().strict and not all(one.is_set() for one in thread.awaited):
-        place = place_of_ours()
-        if place:
-            machine().misuses.append(f"{what} at {place} while the stream waits for a collective")
-    thread.drain()
+    thread_of(current()).drain()
 
 
 def note_wait(what: str) -> None:
@@ -291,9 +285,7 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None:
         note_thread()
         if self._reached is not None:
-            thread = (stream or current_stream()).thread
-            thread.awaited = [one for one in thread.awaited if not one.is_set()] + [self._reached]
-            thread.launch(self._reached.wait)
+            (stream or current_stream()).thread.launch(self._reached.wait)
 
     def query(self) -> bool:
         note_thread()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from . import pinned, streams
+from . import heard, pinned, streams
 from .memory import Allocation, Block, allocate
 
 aten = torch.ops.aten
@@ -111,7 +111,7 @@ class GpuTensor(torch.Tensor):
             return _read(func, args, kwargs)
         device = kwargs.get("device")
         if func is aten._to_copy.default and device is not None and not is_cuda(device):
-            streams.wait_for_stream("copy to the host", reads=True)
+            _wait_and_read("copy to the host", args[:1])
             return args[0].memory.to(dtype=kwargs.get("dtype"), copy=True)
         if func is aten.copy_.default and not all(isinstance(t, GpuTensor) for t in args[:2]):
             return _copy_across(*args, **kwargs)
@@ -153,11 +153,18 @@ def _sent(tensor: torch.Tensor, asynchronous: bool) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _kernel(func: Any, tensors: list[Any], run: Callable[[], object]) -> None:
-    """Launch `run`, which uses `tensors`."""
-    allocations = {id(t.block): t.block.allocation for t in tensors if isinstance(t, GpuTensor)}
+def _allocations(tensors: list[Any]) -> list[Allocation]:
+    found = {id(t.block): t.block.allocation for t in tensors if isinstance(t, GpuTensor)}
+    return list(found.values())
+
+
+def _kernel(
+    func: Any, tensors: list[Any], run: Callable[[], object], written: list[Any] | None = None
+) -> None:
+    """Launch `run`, which uses `tensors`, and writes to `written`; to all of them by default."""
     stream = streams.current()
-    used: list[Allocation] = list(allocations.values())
+    used = _allocations(tensors)
+    heard.write(used if written is None else _allocations(written), heard.of(used))
     name = func if isinstance(func, str) else func.__name__
 
     def kernel() -> None:
@@ -169,8 +176,13 @@ def _kernel(func: Any, tensors: list[Any], run: Callable[[], object]) -> None:
     streams.launch(kernel)
 
 
+def _wait_and_read(what: str, tensors: Any) -> None:
+    streams.wait_for_stream(what)
+    heard.check_read(heard.of(_allocations(tree_flatten(tensors)[0])), what)
+
+
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
-    streams.wait_for_stream(func.__name__.partition(".")[0], reads=True)
+    _wait_and_read(func.__name__.partition(".")[0], (args, kwargs))
     found = func(*tree_map(memory_of, args), **tree_map(memory_of, kwargs))
     return tree_map(lambda x: upload(x) if isinstance(x, torch.Tensor) else x, found)
 
@@ -185,10 +197,10 @@ def _copy_across(to: Any, source: Any, non_blocking: bool = False) -> Any:
         return to
     kept = source.memory
     if non_blocking and pinned.is_pinned(to):
-        pinned.begin_down(to)
+        pinned.begin_down(to, source.block.allocation)
         _kernel("copy_", [source], lambda: to.copy_(kept))
     else:
-        streams.wait_for_stream("copy to the host", reads=True)
+        _wait_and_read("copy to the host", [source])
         to.copy_(kept)
     return to
 
@@ -213,7 +225,6 @@ def _on_host(value: Any) -> Any:
 def _change(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation that writes its arguments."""
     inner, inner_kwargs = tree_map(_on_host, args), tree_map(_on_host, kwargs)
-    _kernel(func, tree_flatten((args, kwargs))[0], lambda: func(*inner, **inner_kwargs))
     given = {
         frozenset(argument.alias_info.before_set): (
             args[at] if at < len(args) else kwargs.get(argument.name)
@@ -226,6 +237,9 @@ def _change(func: Any, args: Any, kwargs: Any) -> Any:
         for one in func._schema.returns
         if one.alias_info is not None
     ]
+    written = tree_flatten(list(given.values()))[0]
+    used = tree_flatten((args, kwargs))[0]
+    _kernel(func, used, lambda: func(*inner, **inner_kwargs), written)
     if not returned:
         return None
     return returned[0] if len(returned) == 1 else tuple(returned)
@@ -259,7 +273,7 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
                 target.copy_(value)
 
     if not func.__name__.startswith(("empty", "new_empty")):
-        _kernel(func, [*tree_flatten((args, kwargs))[0], *results], run)
+        _kernel(func, [*tree_flatten((args, kwargs))[0], *results], run, results)
     return tree_unflatten(results, spec)
 
 

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_flatten
 
 from collectives.operations import arguments
 from collectives.transports import cuda_events
-from runtime.zero import parameter_bucket
+from runtime.zero.shards import parameter_bucket
 
-from . import memory, pinned, streams
+from . import heard, memory, pinned, streams
 from .tensors import GpuTensor, empty, is_cuda, upload
 
 _FACTORIES = (
@@ -46,6 +46,7 @@ def install() -> None:
     _install_kernels()
     _install_futures()
     _install_in_chorusline()
+    heard.install()
     pinned.install()
 
 

@@ -1,0 +1,62 @@
+"""How a rank went from one generation, in which its function ran, into the next such one. Pure.
+
+A passage may take several attempts: ranks are lost while the others meet, and those that leave hand
+their state over in a generation of its own. In these the function runs nowhere, so they are steps
+of the same passage, and the ranks of the new generation are traced back through all of them.
+"""
+
+from __future__ import annotations
+
+from ..messages import Assignment, Resumption
+from ..run_status import Passage
+
+
+class Passages:
+    """The passages of one rank in one run. num_ranks: of its first generation."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._has_entered = False  # Ever: before that a rank has no function to leave.
+        self._begin(num_ranks)
+
+    def _begin(self, num_ranks: int) -> None:
+        self._left_at: float | None = None
+        self._num_before = num_ranks  # ranks of the generation in which the function ran last
+        self._origins = tuple(range(num_ranks))
+        """By rank of the last attempt, the rank in that generation; -1 for a newcomer."""
+        self._leaving: frozenset[int] = frozenset()
+        """Ranks of that generation that were told to hand over their state."""
+
+    def left(self, at: float) -> None:
+        """The generation has ended for this rank. at: seconds since the epoch."""
+        if self._left_at is None:
+            self._left_at = at
+
+    def attempted(self, resumption: Resumption) -> None:
+        """This rank was put into another generation, and meets the others there."""
+        self._origins = tuple(
+            self._origins[former] if former >= 0 else -1 for former in resumption.former_ranks
+        )
+        self._leaving |= {self._origins[rank] for rank in resumption.leaving} - {-1}
+
+    def entered(
+        self, assignment: Assignment, at: float, step: int, *, runs_again: bool
+    ) -> Passage | None:
+        """The function goes on in this generation, or is about to be called there. Returns the
+        passage, unless this is the first generation of this rank. step: as in Passage."""
+        passage = None
+        if self._left_at is not None and self._has_entered:
+            lost = tuple(sorted(set(range(self._num_before)) - set(self._origins)))
+            passage = Passage(
+                assignment.generation,
+                self._left_at,
+                at,
+                assignment.world_size,
+                lost,
+                tuple(rank for rank in lost if rank in self._leaving),
+                tuple(rank for rank, before in enumerate(self._origins) if before < 0),
+                runs_again,
+                step,
+            )
+        self._has_entered = True
+        self._begin(assignment.world_size)
+        return passage

@@ -1,0 +1,183 @@
+"""What data cost a step: samples that take 5 ms to make, fetched ahead and not, beside torch.
+
+    python benchmarks/input.py [--json] [--ranks 1] [--workers 2] [--sample-ms 5] [--step-ms 60]
+        [--batch 8] [--steps 20] [--rounds 6]
+
+One training process a rank takes the same step with batches from five sources, in alternation: no
+data work (rows of a tensor) and slow samples fetched ahead, each by `ctx.shard` and by torch's
+DataLoader alone; and slow samples made in the training thread by `ctx.shard`. A slow sample waits,
+as for a disk or a network, and computes nothing: on a machine with few cores computing would take
+them from the step. A step is timed from one batch to the next, without the first of each turn; the
+time to the first batch, with loader processes that stay from turn to turn, stands beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import chorusline as cl
+from benchmarks.alternation import finish, parser, table
+
+_WIDTH = 512
+OURS, OURS_AHEAD = "ctx.shard, no data work", "ctx.shard, fetched ahead"
+PEER, PEER_AHEAD = "DataLoader, no data work", "DataLoader, fetched ahead"
+IN_THREAD = "ctx.shard, in the training thread"
+_SKIPPED = 4  # steps of a turn, until as many batches are made ahead as there may be
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Rows of a tensor, each of which takes `sample_s` seconds to make."""
+
+    def __init__(self, num_samples: int, sample_s: float) -> None:
+        self.rows = torch.randn(num_samples, _WIDTH)
+        self.sample_s = sample_s
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        if self.sample_s:
+            time.sleep(self.sample_s)
+        return self.rows[number]
+
+
+def stepper(step_s: float, batch_size: int) -> Callable[[torch.Tensor], None]:
+    """A training step of about `step_s` seconds: as many passes as that takes."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(4)]
+    model = cl.DistributedDataParallel(torch.nn.Sequential(*layers))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=1e-6)
+
+    def step(batch: torch.Tensor, num_passes: int) -> None:
+        with model.no_sync():
+            for _ in range(num_passes - 1):
+                model(batch).square().mean().backward()
+        model(batch).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    batch = torch.randn(batch_size, _WIDTH)
+    seconds = []
+    for _ in range(12):
+        began_at = time.perf_counter()
+        step(batch, 10)
+        seconds.append((time.perf_counter() - began_at) / 10)
+    # Every rank takes as many, or the ranks would wait for each other.
+    of_pass = model.group.all_reduce(
+        torch.tensor([statistics.median(seconds)], dtype=torch.float64), cl.ReduceOp.MAX
+    )
+    num_passes = max(1, round(step_s / of_pass.result().item()))
+    return lambda batch: step(batch, num_passes)
+
+
+def timed(batches: Iterable[torch.Tensor], step: Callable[[torch.Tensor], None]) -> list[float]:
+    """Seconds from the call to the first batch, and then of each step with its batch."""
+    marks = [time.perf_counter()]
+    for number, batch in enumerate(batches):
+        if number == 0:
+            marks.append(time.perf_counter())
+        step(batch)
+        marks.append(time.perf_counter())
+    return [later - former for former, later in itertools.pairwise(marks)]
+
+
+def train(ctx: cl.Context, args: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    size, workers = args["batch"], args["workers"]
+    num_mine = size * args["steps"]
+    slow = Rows(num_mine * ctx.world_size, args["sample_s"])
+    ready = Rows(num_mine * ctx.world_size, 0.0)
+    step = stepper(args["step_s"], size)
+    ahead = {"num_workers": workers, "persistent_workers": True}
+    mine = Rows(num_mine, args["sample_s"])
+    loader = DataLoader(mine, size, shuffle=True, multiprocessing_context="fork", **ahead)
+    few = Rows(size * 6 * ctx.world_size, args["sample_s"])
+    ways: dict[str, Callable[[], Iterable[torch.Tensor]]] = {
+        OURS: lambda: ctx.shard(ready, size, epoch=turn),
+        OURS_AHEAD: lambda: ctx.shard(slow, size, epoch=turn, **ahead),
+        PEER: lambda: DataLoader(Rows(num_mine, 0.0), size, shuffle=True),
+        PEER_AHEAD: lambda: loader,
+        IN_THREAD: lambda: ctx.shard(few, size, epoch=turn),
+    }
+    told: dict[str, dict[str, list[float]]] = {name: {"first": [], "steps": []} for name in ways}
+    for turn in range(args["rounds"] + 1):
+        for name, way in ways.items():
+            ctx.barrier()
+            first, *steps = timed(way(), step)
+            if turn > 0:  # In turn 0 the loader processes start.
+                told[name]["first"].append(first)
+                told[name]["steps"] += steps[_SKIPPED:]
+    return told
+
+
+def main() -> None:
+    flags = parser(__doc__.splitlines()[0])
+    flags.add_argument("--ranks", type=int, default=1)
+    flags.add_argument("--workers", type=int, default=2)
+    flags.add_argument("--sample-ms", type=float, default=5.0)
+    flags.add_argument("--step-ms", type=float, default=60.0)
+    flags.add_argument("--batch", type=int, default=8)
+    flags.add_argument("--steps", type=int, default=20)
+    flags.add_argument("--rounds", type=int, default=6)
+    args = flags.parse_args()
+    asked = {
+        "batch": args.batch,
+        "workers": args.workers,
+        "steps": args.steps,
+        "rounds": args.rounds,
+        "sample_s": args.sample_ms / 1e3,
+        "step_s": args.step_ms / 1e3,
+    }
+    # Of rank 0: the others take each step with it.
+    told = cl.run(train, num_workers=args.ranks, args=asked)[0]
+    medians = {name: statistics.median(one["steps"]) for name, one in told.items()}
+    quartiles = {
+        name: statistics.quantiles(one["steps"], n=4, method="inclusive")
+        for name, one in told.items()
+    }
+    table(
+        f"One step of {args.ranks} rank(s), {args.batch} samples of {args.sample_ms:g} ms, "
+        f"{args.workers} loader processes; quartiles, ms",
+        ["", "25 %", "median", "75 %", "to the first batch"],
+        [
+            [
+                name,
+                *(f"{1e3 * part:.1f}" for part in quartiles[name]),
+                f"{1e3 * statistics.median(told[name]['first']):.1f}",
+            ]
+            for name in told
+        ],
+    )
+    ratios = {
+        "fetched ahead / no data work": medians[OURS_AHEAD] / medians[OURS],
+        "the same of torch's DataLoader": medians[PEER_AHEAD] / medians[PEER],
+        "ours / DataLoader, fetched ahead": medians[OURS_AHEAD] / medians[PEER_AHEAD],
+        "ours / DataLoader, no data work": medians[OURS] / medians[PEER],
+        "in the training thread / no data work": medians[IN_THREAD] / medians[OURS],
+    }
+    table("Ratios of medians", ["", ""], [[name, f"{r:.3f}"] for name, r in ratios.items()])
+    figures = {
+        "quartiles_s": quartiles,
+        "first_batch_s": {name: one["first"] for name, one in told.items()},
+        "steps_s": {name: one["steps"] for name, one in told.items()},
+        "args": vars(args),
+    }
+    finish(args, ratios, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""`chorusline attach NAME`, `chorusline stop NAME`: a detached session, from another terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+
+import ray
+
+from collectives.contract.errors import ChoruslineError
+
+from ..session import placement
+from ..session.attaching import attach
+from ..session.session import Session
+from ..session.showing.progress import Progress
+from ..session.showing.rank_output import label
+from .script import INTERRUPTED
+
+_LONGEST_RESULT = 200  # characters of a result that are printed
+
+
+def show_attached(name: str, address: str | None) -> int:
+    """Show the run that is in progress, or the last one, to its end.
+
+    Exit code: 0; 1 if the run has failed, if there is none, or no such session; 130 after an
+    interrupt, which ends the showing, and not the run."""
+
+    async def show(session: Session) -> None:
+        print_results(await session.results())
+
+    return _at(name, address, show)
+
+
+def stop_session(name: str, address: str | None) -> int:
+    """Exit code: 0; 1 if there is no such session."""
+
+    async def stop(session: Session) -> None:
+        await session.stop()
+        print(f"the session {name!r} has ended, and its resources are free")
+
+    return _at(name, address, stop)
+
+
+def _at(name: str, address: str | None, act: Callable[[Session], Awaitable[None]]) -> int:
+    was_connected = ray.is_initialized()
+
+    async def main() -> None:
+        progress = Progress()
+        async with attach(name, address=address, progress=progress) as session:
+            await act(session)
+
+    try:
+        if not was_connected:
+            placement.join(
+                address or os.environ.get("RAY_ADDRESS") or "auto",
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+        asyncio.run(main())
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ChoruslineError, ConnectionError, RuntimeError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:  # Of the user's function.
+        print(f"the run has failed: {type(error).__name__}: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
+        return 1
+    finally:
+        if not was_connected:
+            ray.shutdown()
+
+
+def print_results(results: Sequence[object]) -> None:
+    """Print what the ranks returned, with their labels; nothing for None."""
+    for rank, result in enumerate(results):
+        if result is not None:
+            text = repr(result)
+            cut = text if len(text) <= _LONGEST_RESULT else f"{text[:_LONGEST_RESULT]}…"
+            for line in f"returned {cut}".splitlines():
+                print(f"{label(rank)} {line}")

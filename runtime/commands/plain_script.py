@@ -1,0 +1,62 @@
+"""`chorusline run --workers 2 train.py …`: a script on every rank, as torchrun starts it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import traceback
+import uuid
+from pathlib import Path
+
+from ..program.plain_script import PlainScript, run_plain_script
+from ..session.session import Session
+from .function import TERMINATED
+from .script import INTERRUPTED, below
+
+
+def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
+    """Exit code: 0, 1 for a run that failed, 130 after an interrupt, 143 after SIGTERM."""
+    sys.path.insert(0, str(path.resolve().parent))  # Ray gives sys.path to the workers.
+    script = PlainScript.read(path, tuple(options.args), uuid.uuid4().hex)
+    try:
+        return asyncio.run(_run(script, options))
+    except KeyboardInterrupt:
+        print("Interrupted: all ranks were stopped.", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as error:
+        if error.code == TERMINATED:
+            print("Terminated: all ranks were stopped.", file=sys.stderr)
+        raise
+    except Exception as error:
+        trace = below(Path(script.path), error.__traceback__)
+        traceback.print_exception(error.with_traceback(trace))
+        return 1
+
+
+async def _run(script: PlainScript, options: argparse.Namespace) -> int:
+    for restart in range(options.max_restarts + 1):
+        session = Session(
+            options.workers,
+            use_gpu=options.gpu,
+            max_failures=0,  # Of a script nothing is registered: it begins again in new processes.
+            timeout_s=options.timeout,
+            startup_timeout_s=options.startup_timeout,
+            address=options.address,
+            env_vars=dict(options.env),
+            progress=False,
+        )
+        async with session:
+            try:
+                await session.run(run_plain_script, script=script, num_restarts=restart)
+                return 0
+            except Exception as error:
+                if restart == options.max_restarts:
+                    raise
+                told = f"{type(error).__name__}: {error}".rstrip(".")
+                print(
+                    f"chorusline: {told}. All ranks begin the script again, in new processes: "
+                    f"restart {restart + 1} of {options.max_restarts}",
+                    file=sys.stderr,
+                )
+    raise AssertionError("the last restart returns or raises")

@@ -1,0 +1,166 @@
+"""What a loader process does before its first sample, and how a dataset comes to it.
+
+A loader process is a child of a rank's process: torch's DataLoader starts it, and it makes batches.
+By default it is a fork. Then it shares the memory of the dataset, and nothing is sent. But it also
+has a copy of everything else that the rank's process had at that instant, hence four precautions:
+
+1. *It ends with its rank.* torch's own watchdog looks every 5 s, and not while a batch waits to be
+   written to a full pipe that nobody reads any more. A thread here waits for the exit of the rank's
+   process instead.
+2. *It closes the rank's connections.* A connection is closed for the other side only when all
+   processes that have it have closed it. So the loader processes would keep alive what a rank
+   closes, or what a killed rank leaves: the other ranks and Ray would learn of it late.
+3. *It leaves inherited objects alone.* Its garbage collector would free objects of the rank's, such
+   as handles of Ray, whose clean-up needs threads and locks that a fork does not have; and it would
+   write into pages that are shared until then.
+4. *It prints by streams of its own.* Those of a worker have a lock that another thread may have
+   held at the instant of the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import mmap
+import os
+import pickle
+import select
+import stat
+import sys
+import threading
+import time
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy
+from ray import cloudpickle
+from torch.utils.data import IterableDataset
+
+_LOOK_S = 0.5
+"""Seconds between two looks at the rank's process, where the kernel has no pidfd."""
+
+
+class AtStart:
+    """DataLoader's `worker_init_fn`. rank_pid: of the rank's process. is_fork: the process that
+    calls this is a fork of it. then: the user's worker_init_fn, or None."""
+
+    def __init__(self, is_fork: bool, then: Callable[[int], object] | None) -> None:
+        self.rank_pid = os.getpid()
+        self.is_fork = is_fork
+        self.then = then
+
+    def __call__(self, number: int) -> None:
+        """number: of the loader process, from 0."""
+        end_with(self.rank_pid)
+        if self.is_fork:
+            close_connections()
+            gc.freeze()
+            sys.stdout, sys.stderr = _stream(1), _stream(2)
+        if self.then is not None:
+            self.then(number)
+
+
+def end_with(pid: int) -> None:
+    """End this process when the process `pid` ends. Returns at once."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # A kernel before 5.3, or a sandbox without the call.
+        wait: Callable[[], None] = lambda: _look_until_gone(pid)  # noqa: E731
+    else:
+        exits = select.poll()
+        exits.register(descriptor, select.POLLIN)
+
+        def wait() -> None:
+            exits.poll()
+
+    def end() -> None:
+        wait()
+        os._exit(1)  # Without the clean-up of torch's queues, which may wait for a reader.
+
+    threading.Thread(target=end, name="end with the rank", daemon=True).start()
+
+
+def _look_until_gone(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, 0)
+            time.sleep(_LOOK_S)
+
+
+def close_connections() -> None:
+    """Close all sockets of this process. Pipes stay: the queues of batches are pipes."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for entry in Path("/proc/self/fd").iterdir():
+        descriptor = int(entry.name)
+        with contextlib.suppress(OSError):  # That of the listing is closed by now.
+            if descriptor > 2 and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                # The number stays taken: an inherited object may close it once more.
+                os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
+def _stream(descriptor: int) -> io.TextIOWrapper:
+    return open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)
+
+
+# -- for "spawn" and "forkserver" ------------------------------------------------------------------
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles functions and classes that the loader process cannot import, and shares memory as
+    torch does: a tensor moves to shared memory once, and every process maps it."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        reducers: Any = (ForkingPickler._extra_reducers, self.dispatch_table)  # type: ignore[attr-defined]
+        self.dispatch_table = ChainMap(*reducers)
+
+    def reducer_override(self, value: Any) -> Any:
+        mapping: Any = value if type(value) is numpy.memmap else None
+        if mapping is None or not isinstance(mapping.base, mmap.mmap) or mapping.filename is None:
+            return super().reducer_override(value)
+        # Opened again from its file. numpy alone would send what the file contains.
+        order = "F" if mapping.flags.fnc else "C"
+        mode = "r" if mapping.mode == "r" else "c"
+        place = (mapping.filename, mapping.dtype, mode, mapping.offset, mapping.shape, order)
+        return numpy.memmap, place
+
+
+class ByValue:
+    """Stands for `value` in the arguments of a loader process, which gets the value itself."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        # Pickled anew for each process: torch's handles of shared memory belong to one process.
+        written = io.BytesIO()
+        _Pickler(written).dump(self.value)
+        return cloudpickle.loads, (written.getvalue(),)
+
+
+class IterableByValue(ByValue, IterableDataset[Any]):
+    """The same for an IterableDataset: a DataLoader looks at the class."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.value)
+
+
+def by_value(value: Any) -> Any:
+    """`value`, or what stands for it in the arguments of a loader process that is no fork."""
+    return IterableByValue(value) if isinstance(value, IterableDataset) else ByValue(value)
+
+
+def why_unpicklable(value: Any) -> Exception | None:
+    """The error of pickling `value` for another process; None if it can be pickled."""
+    try:
+        _Pickler(io.BytesIO()).dump(value)
+    except Exception as error:
+        return error
+    return None

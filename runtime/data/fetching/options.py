@@ -1,0 +1,72 @@
+"""How batches are made ahead of the steps: the arguments of a DataLoader that a shard takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+FORK = "fork"
+CONTEXTS = (FORK, "forkserver", "spawn")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOptions:
+    """Names and meanings are those of `torch.utils.data.DataLoader`.
+
+    num_workers: the loader processes of this rank. 0: the training thread makes a batch when the
+        loop asks for it.
+    prefetch_factor: how many batches each loader process makes ahead; None: 2.
+    pin_memory: batches are copied to page-locked memory, from which a GPU copies them while it
+        computes.
+    collate_fn: makes a batch of a list of samples; None: torch's default_collate.
+    persistent_workers: the loader processes stay for later iterations over the same dataset object
+        with the same options, until the train function ends.
+    worker_init_fn: called in each loader process with its number, before the first sample.
+    multiprocessing_context: how loader processes start. None: "fork", so they have the dataset
+        without a copy of it. "forkserver" and "spawn" send it to each of them as a pickle.
+
+    Raises TypeError or ValueError for values that torch would refuse.
+    """
+
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    pin_memory: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    persistent_workers: bool = False
+    worker_init_fn: Callable[[int], object] | None = None
+    multiprocessing_context: str | None = None
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.num_workers, "__index__"):
+            raise TypeError(f"num_workers must be a whole number, got {self.num_workers!r}")
+        if self.num_workers < 0:
+            raise ValueError(f"num_workers must be at least 0, got {self.num_workers}")
+        for name in ("collate_fn", "worker_init_fn"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function, got {function!r}")
+        if self.prefetch_factor is not None and self.prefetch_factor < 1:
+            raise ValueError(f"prefetch_factor must be at least 1, got {self.prefetch_factor}")
+        if self.multiprocessing_context not in (None, *CONTEXTS):
+            names = ", ".join(map(repr, CONTEXTS))
+            raise ValueError(
+                f"multiprocessing_context must be one of {names}, got "
+                f"{self.multiprocessing_context!r}"
+            )
+        if self.num_workers == 0:
+            without = [
+                name
+                for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context")
+                if getattr(self, name)
+            ]
+            if without:
+                raise ValueError(
+                    f"{without[0]} needs num_workers of at least 1: without loader processes the "
+                    "training thread makes each batch when the loop asks for it"
+                )
+
+    @property
+    def context(self) -> str:
+        """The way in which loader processes start."""
+        return self.multiprocessing_context or FORK

@@ -1,0 +1,491 @@
+"""`Steps`: steps of a fixed global batch, whoever computes which part of them.
+
+A step is a function of the seed, the epoch and its number: its samples are the next ones of the
+epoch's order, cut into micro-batches. Who computes which of them is dealt anew for each step
+(micro_batch_dealing.py), and the ranks end a step together:
+
+    (1) Each rank computes its micro-batches, each with a random state of its own.
+    (2) The ranks meet: which models have gradients, by what the sums are divided, how fast each
+        rank was. One small all-reduce.
+    (3) The models sum the gradients, and the ranks agree on the step (process/micro_batches.py).
+
+If a rank is lost before the step is agreed on, its micro-batches are dealt to the others, which
+compute them in the same step: (1) to (3) again.
+
+A position in the epoch is a number of steps, the same on all ranks. For the dealer and the cursor,
+the samples of this iteration are its steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from collectives import CollectiveMismatch, Group
+from collectives.diagnosis.debug import logger
+from collectives.objects.blocking import all_gather_object
+from collectives.operations.host_reads import device_numbers
+
+from ..process.between_runs import between_runs
+from ..process.micro_batches import StepPlan, Summing, in_common
+from ..process.random_state import mixed, seed_all
+from ..process.step_boundary import boundary
+from .cursor import Cursor, Passage, Rest
+from .dealer import Cut, Dealer, Dealt, Left
+from .fetching.on_device import ToDevice
+from .micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
+from .step_rows import MicroBatch, StepRows
+from .stragglers import LONG_S, Stragglers, slowness
+
+_OVER = 1 << 62
+"""The number of the coming step of an epoch that is over."""
+
+_FORGETTING = 0.5
+"""The part of a rank's pace that its last step makes; the rest is of the steps before."""
+
+
+class Step:
+    """One step: an iterable of this rank's micro-batches, some or none. Its loop ends when the
+    gradient of the whole step is there, and all ranks have agreed on it.
+
+    number: of the step in its epoch. num_samples, num_micro_batches: of all ranks.
+    """
+
+    def __init__(self, steps: Steps, number: int, sizes: Sequence[int]) -> None:
+        self.number = number
+        self.num_samples = sum(sizes)
+        self.num_micro_batches = len(sizes)
+        self._sizes = sizes
+        self._steps = steps
+        self._has_begun = False
+        self._has_ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._has_begun:
+            raise RuntimeError(
+                "a step of ctx.steps is iterated once: its loop ends with the gradient of all "
+                "ranks. Collect what you need of its batches in the first loop"
+            )
+        self._has_begun = True
+        yield from self._steps._micro_batches(self.number, self._sizes)
+        self._has_ended = True
+
+    def _check_ended(self) -> None:
+        if not self._has_ended:
+            raise RuntimeError(
+                f"step {self.number} of ctx.steps was left before its loop over the batches ended, "
+                "so its gradient is not complete on any rank. Write `for batch in step:` without a "
+                "break, on every rank, also where it gets no batch"
+            )
+
+
+class Steps(Dealt):
+    """The steps of one epoch, made by `ctx.steps`. It can be iterated more than once.
+
+    len(steps), num_steps: the number of steps of the whole epoch, at any number of ranks.
+    num_steps_left: those that are left when the iteration begins: all, or after a resume the rest.
+    """
+
+    def __init__(
+        self,
+        rows: StepRows,
+        global_batch_size: int,
+        micro_batch_size: int,
+        *,
+        key: str,
+        group: Callable[[], Group],
+        dealer: Dealer,
+        epoch: int = 0,
+        noise_seed: int = 0,
+        deterministic: bool = True,
+        device: torch.device | str | None = None,
+        cursor: Cursor | None = None,
+        at_boundary: Callable[[], None] | None = None,
+    ) -> None:
+        """rows: the samples of the epoch. key: identifies them when a run resumes.
+        group: the ranks' group at this time.
+        noise_seed: the random states of micro-batches depend on it, and on the epoch.
+        The other parameters are those of `ctx.steps`, and of Shard (dataset_batches.py)."""
+        _check_size("global_batch_size", global_batch_size)
+        _check_size("micro_batch_size", micro_batch_size)
+        if micro_batch_size > global_batch_size:
+            raise ValueError(
+                f"micro_batch_size is {micro_batch_size}, and the samples of a step are only "
+                f"{global_batch_size}: a micro-batch is the part of a step that one rank computes "
+                "at once"
+            )
+        self._rows = rows
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.epoch = epoch
+        self._group = group
+        self._dealer = dealer
+        self._noise = noise_seed, epoch
+        self._deterministic = deterministic
+        self._to_device = None if device is None else ToDevice(device)
+        self._cursor = cursor
+        self._at_boundary = at_boundary
+        self._key = f"{key}/{global_batch_size}/steps/{epoch}"
+        self._first = self._coming_step()
+        self._paces: list[float] = []
+        self._stragglers = Stragglers()
+        self._sizes: tuple[int, list[int]] | None = None
+        self._together: list[Summing] | None = None
+        """The models that all ranks have; None: not known yet."""
+        self._dealt: dict[int, list[int]] = {}
+        """By number of a step, its holders, where ranks were lost before it was agreed on."""
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    @property
+    def num_steps(self) -> int:
+        """As described at the top of the class. Raises TypeError for a Stream."""
+        if self._rows.num_samples is None:
+            raise TypeError(
+                "how many steps a Stream gives is not known before its end; choose a number of "
+                "steps for the schedule yourself, or hand ctx.steps a dataset with a length"
+            )
+        return -(-self._rows.num_samples // self.global_batch_size)
+
+    @property
+    def num_steps_left(self) -> int:
+        """As described at the top of the class."""
+        return max(0, self.num_steps - self._coming_step())
+
+    def _coming_step(self) -> int:
+        """The first step that is left."""
+        rest = self._cursor.rest_of(self._key) if self._cursor is not None else Rest()
+        if rest.given is None:
+            return _OVER
+        by_count = sum(max(counts, default=0) for _, counts in rest.runs)
+        return max(by_count, max(rest.given, default=-1) + 1)
+
+    def __iter__(self) -> Iterator[Step]:
+        bound = boundary()
+        _check_place(bound.joins)
+        between_runs().forget_dropped_models()
+        self._first = self._coming_step()
+        passage: Passage | None = None
+        if self._cursor is not None:
+            self._cursor.let_go(self)
+            passage = self._cursor.begin(self._key, self)
+        self.taken = self.agreed = 0
+        self._paces, self._dealt = [0.0] * self._dealer.world_size, {}
+        self._stragglers, self._sizes, self._together = Stragglers(), None, None
+        try:
+            self._dealer.begin(self)
+            with bound.iterating(self):
+                self._rows.begin((*self._dealer.call_key, self.number))
+                number = self._first
+                while sizes := self._sizes_of(number):
+                    bound.steps.batches_taken = number + 1
+                    if self._rows.num_samples is not None:
+                        bound.steps.batches_left = self.num_steps - number - 1
+                    step = Step(self, number, sizes)
+                    self.taken += 1
+                    yield step
+                    step._check_ended()
+                    if self._at_boundary is not None:
+                        self._at_boundary()
+                    bound.stop_if_agreed()
+                    number += 1
+            if passage is not None:
+                passage.is_over = True
+        finally:
+            self._dealer.end(self)
+            self._rows.end()
+            for model in self._models():
+                model.leave_steps()
+
+    def _models(self) -> list[Summing]:
+        return [engine.steps for engine in between_runs().models_of(self._group())]
+
+    def _in_common(self, models: Sequence[Summing]) -> list[Summing]:
+        """Those that all ranks have: asked in the first step, and again when ranks are lost."""
+        if self._together is None:
+            here = [model.signature for model in models]
+            by_rank: list[list[str]] = all_gather_object(self._group(), here)
+            self._together = [models[n] for n in in_common(by_rank, self._dealer.rank)]
+        return self._together
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def _micro_batches(self, number: int, sizes: Sequence[int]) -> Iterator[Any]:
+        models = self._together or self._models()
+        _check_models(models)
+        shares = tuple(size / self.micro_batch_size for size in sizes)
+        plan = StepPlan(number, shares, self._holders(number, len(sizes)), self._deterministic)
+        for model in models:
+            model.begin_step(plan)
+        end = _End(plan, sum(sizes), self.micro_batch_size)
+        done: set[int] = set()
+        while True:
+            for mine in plan.held_by(self._dealer.rank):  # (1)
+                if mine in done:
+                    continue
+                began_at = time.monotonic()
+                coming = self._coming(plan, mine, done)
+                batch = self._rows.batch(self._micro_batch(number, sizes, mine), coming)
+                if self._to_device is not None:
+                    batch = self._to_device(batch)
+                # Behind the batch: what it has drawn, here or elsewhere, is nobody's business.
+                seed_all(mixed(*self._noise, number, mine))
+                for model in models:
+                    model.begin_micro_batch()
+                boundary().steps.samples += sizes[mine]
+                yield batch
+                end.note(mine, models, time.monotonic() - began_at)
+                for model in models:
+                    model.end_micro_batch(mine)
+                done.add(mine)
+            if self._ends(models, end):
+                break
+            # Ranks were lost: some of their micro-batches are this rank's now.
+            plan.holders[:] = self._dealt[number]
+        self._note_paces(end.paces)
+        seed_all(mixed(*self._noise, number, "end"))
+
+    def _sizes_of(self, number: int) -> list[int]:
+        """Of the micro-batches of a step; empty behind the last one."""
+        if self._sizes is None or self._sizes[0] != number:
+            self._sizes = number, self._sizes_ahead(number) if number < _OVER else []
+        return self._sizes[1]
+
+    def _sizes_ahead(self, number: int) -> list[int]:
+        """The same for a step that is not under way."""
+        first, most = number * self.global_batch_size, self.global_batch_size
+        return sizes_of_step(self._rows.num_from(first, most), self.micro_batch_size)
+
+    def _note_paces(self, paces: list[float]) -> None:
+        self._paces = paces
+        boundary().steps.slowness = slowness(paces, self._dealer.rank)
+        for rank in self._stragglers.note(paces, time.monotonic()):
+            if self._dealer.rank == min(r for r in range(len(paces)) if r != rank):
+                logger.warning(
+                    "rank %d has taken %.1f times as long for a micro-batch as the others for %.0f "
+                    "s. It gets fewer of them, so the others do not wait, and the result is the "
+                    "same; `chorusline status` shows its worker, whose machine may be throttled or "
+                    "shared",
+                    rank,
+                    slowness(paces, rank),
+                    LONG_S,
+                )
+
+    def _holders(self, number: int, num_micro_batches: int) -> list[int]:
+        return self._dealt.pop(number, None) or deal_micro_batches(num_micro_batches, self._paces)
+
+    def _micro_batch(self, number: int, sizes: Sequence[int], mine: int) -> MicroBatch:
+        """mine: its number in the step."""
+        first = number * self.global_batch_size + mine * self.micro_batch_size
+        return MicroBatch(first, sizes[mine], mixed(*self._noise, number, mine, "samples"))
+
+    def _coming(self, plan: StepPlan, mine: int, done: Collection[int]) -> Iterator[MicroBatch]:
+        """This rank's micro-batches behind `mine`, if the next steps are dealt as this one is."""
+        rank, number = self._dealer.rank, plan.number
+        sizes = self._sizes_of(number)
+        left = [one for one in plan.held_by(rank) if one > mine and one not in done]
+        while sizes:
+            yield from (self._micro_batch(number, sizes, one) for one in left)
+            if self._rows.num_samples is None:
+                return  # Of a stream, what lies ahead is not known.
+            number += 1
+            sizes = self._sizes_ahead(number)
+            holders = plan.holders
+            if len(sizes) != len(holders):
+                holders = deal_micro_batches(len(sizes), self._paces) if sizes else []
+            left = [one for one, holder in enumerate(holders) if holder == rank]
+
+    def _ends(self, models: Sequence[Summing], end: _End) -> bool:
+        """(2) and (3). Returns whether the step is agreed on; if not, ranks were lost."""
+        try:
+            models = self._in_common(models)
+            end.meet(self._group(), models, self._paces)
+            _check_together([one for n, one in enumerate(models) if end.has_gradient[n]])
+            for number, model in enumerate(models):
+                if end.has_gradient[number]:
+                    if end.has_buffers[number]:
+                        model.send_buffers(end.plan.holders[-1])
+                    model.end_step(end.divisors[number])
+        except Exception as error:
+            waiting = [model for model in models if model.can_wait]
+            if not waiting:
+                raise
+            # Of several models, one that takes part knows whether the step is agreed on.
+            first = min(waiting, key=lambda model: not model.is_under_way)
+            return first.wait_for_next_generation(error)
+        return True
+
+    # -- for the dealer, to which a step is a sample -----------------------------------------------
+
+    @property
+    def num_samples(self) -> int:
+        return self._rows.num_samples or 0
+
+    @property
+    def taken_ids(self) -> list[int]:
+        return list(range(self._first, self._first + self.taken))
+
+    def ids_by_counts(self, counts: Sequence[int]) -> list[int]:
+        # All ranks take the same steps, and the last one tells of all before.
+        last = self._first + max(counts, default=0) - 1
+        return [last] if last >= 0 else []
+
+    def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
+        if cuts:
+            self._paces = [0.0] * cuts[0].dealt_for
+        for cut in cuts:
+            self._cut(cut)
+
+    def go_on(self, cut: Cut) -> Left:
+        self._cut(cut)
+        # Every rank takes every step, so none has more left than another.
+        return Left([1] * len(cut.former_ranks), [1] * len(cut.former_ranks))
+
+    def _cut(self, cut: Cut) -> None:
+        """Deal again the first step that does not count; no rank can be ahead of it."""
+        number = self._first + max(cut.committed, default=0)
+        paces = [self._paces[old] if old >= 0 else 0.0 for old in cut.former_ranks]
+        if sizes := self._sizes_of(number):
+            before = self._dealt.get(number) or deal_micro_batches(len(sizes), self._paces)
+            self._dealt = {number: deal_again(before, cut.former_ranks, paces)}
+        self._paces, self._stragglers, self._together = paces, Stragglers(), None
+
+
+class _End:
+    """The end of one step on this rank: what the ranks tell each other there, and what it says.
+
+    plan: of the step. has_gradient, has_buffers, divisors: by model.
+    paces: by rank, the seconds that it takes for a micro-batch.
+    """
+
+    def __init__(self, plan: StepPlan, num_samples: int, micro_batch_size: int) -> None:
+        self.plan = plan
+        self.has_gradient: list[bool] = []
+        self.has_buffers: list[bool] = []
+        self.divisors: list[float] = []
+        self.paces: list[float] = []
+        self._num_samples = num_samples
+        self._micro_batch_size = micro_batch_size
+        self._weights: dict[int, dict[int, float]] = {}  # by id() of a model, by micro-batch
+        self._seconds: list[float] = []
+
+    def note(self, number: int, models: Sequence[Summing], seconds: float) -> None:
+        """This rank has computed a micro-batch."""
+        self._seconds.append(seconds)
+        for model in models:
+            if model.weight is not None:
+                self._weights.setdefault(id(model), {})[number] = model.weight
+
+    def meet(self, group: Group, models: Sequence[Summing], paces: Sequence[float]) -> None:
+        """(2) Raises CollectiveMismatch, on all ranks, if they are at different steps."""
+        num = self.plan.num_micro_batches
+        told = [float(self.plan.number), float(self.plan.number) ** 2]
+        told += [float(self._num_samples), float(self._num_samples) ** 2]
+        for model in models:
+            weights = self._weights.get(id(model), {})
+            told += [model.has_gradient, model.buffers_have_changed, len(weights)]
+            told += [weights.get(number, 0.0) for number in range(num)]
+        own = [0.0] * group.size
+        own[group.rank] = self._pace(paces[group.rank])
+        told += own
+        vector = device_numbers(told, torch.float64, group.device)
+        seen = group.all_reduce_and_read(vector).tolist()
+        self._check_same(seen, group)
+        self.has_gradient, self.has_buffers, self.divisors, at = [], [], [], 4
+        for _ in models:
+            has_gradient, has_buffers, num_weighed = seen[at : at + 3]
+            weighed = seen[at + 3 : at + 3 + num]
+            self.has_gradient.append(has_gradient > 0)
+            self.has_buffers.append(has_buffers > 0)
+            self.divisors.append(self._divisor(int(num_weighed), weighed))
+            at += 3 + num
+        if not any(self.has_gradient):
+            raise RuntimeError(
+                f"no backward pass of step {self.plan.number} has brought any model a gradient on "
+                "any rank: call backward() on a loss of the DistributedDataParallel inside the "
+                "loop over the step's batches"
+            )
+        self.paces = seen[at:]
+
+    def _pace(self, before: float) -> float:
+        if not self._seconds:
+            return before
+        pace = sum(self._seconds) / len(self._seconds)
+        return before + _FORGETTING * (pace - before) if before else pace
+
+    def _check_same(self, seen: Sequence[float], group: Group) -> None:
+        size = group.size
+        for at, what in ((0, "number of the step"), (2, "number of samples of the step")):
+            total, squares = seen[at], seen[at + 1]
+            if total * total != size * squares:
+                own = (self.plan.number, self._num_samples)[at // 2]
+                raise CollectiveMismatch(
+                    "ctx.steps",
+                    group.generation,
+                    list(range(size)),
+                    f"the {what} is {own} on rank {group.rank}, and another one on other ranks",
+                    "Every rank must call ctx.steps with the same dataset and sizes, and take all "
+                    "steps.",
+                )
+
+    def _divisor(self, num_weighed: int, weights: Sequence[float]) -> float:
+        if not num_weighed:
+            return self._num_samples / self._micro_batch_size
+        if num_weighed < len(weights):
+            raise RuntimeError(
+                f"{num_weighed} of the {len(weights)} micro-batches of step {self.plan.number} "
+                "weighed their loss; either all of them must call model.weigh(loss, weight), or "
+                "none"
+            )
+        total = math.fsum(weights)  # Rounded once, so the order does not matter.
+        if not total > 0:
+            raise RuntimeError(
+                f"the weights of the micro-batches of step {self.plan.number} add up to {total:g}; "
+                "the sum must be above 0"
+            )
+        return total
+
+
+def _check_size(name: str, size: object) -> None:
+    if not hasattr(size, "__index__"):
+        raise TypeError(f"{name} must be a whole number of samples, got {size!r}")
+    if size < 1:  # type: ignore[operator]
+        raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def _check_place(joins: Sequence[object]) -> None:
+    if joins:
+        raise RuntimeError(
+            "ctx.steps needs no Join: every rank takes every step, also without a batch of its "
+            "own. Leave the `with Join(...)` around the loop out"
+        )
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "ctx.steps makes training steps, and gradients are off here (torch.no_grad). For an "
+            "evaluation iterate ctx.shard, and bring the results together with ctx.reduce"
+        )
+
+
+def _check_models(models: Sequence[Summing]) -> None:
+    if not models:
+        raise RuntimeError(
+            "ctx.steps sums the gradients of a DistributedDataParallel of the run's group, and "
+            "there is none. Wrap the model before the loop: "
+            "model = cl.DistributedDataParallel(module)"
+        )
+
+
+def _check_together(models: Sequence[Summing]) -> None:
+    """models: those with a gradient in the step."""
+    if len(models) > 1 and any(model.can_wait for model in models):
+        raise RuntimeError(
+            f"the {len(models)} DistributedDataParallel models of this function would take the "
+            "steps of ctx.steps together, and in a run that survives losses only one model with "
+            "a ZeroRedundancyOptimizer can. Wrap one module that has both, drop the other model, "
+            "or let the session end with the first loss (max_failures=0)"
+        )

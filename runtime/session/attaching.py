@@ -1,0 +1,44 @@
+"""`attach`: a session that another program has started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from actors.messages import Report
+
+from .session import Session
+from .showing.progress import Progress
+
+
+def attach(
+    name: str,
+    *,
+    address: str | None = None,
+    on_report: Callable[[Report], None] | None = None,
+    live_view: bool = True,
+    progress: bool | Progress = True,
+    log_to_driver: bool = True,
+) -> Session:
+    """The detached session of that name, which another program has started, or this one.
+
+        night = await cl.attach("night")
+        results = await night.results()    # shows the run, with its history, until it has ended
+
+    name: as in `Session(name=..., detached=True)`.
+    address: of the session's cluster; default RAY_ADDRESS, or else the cluster of this machine.
+    on_report, live_view, progress, log_to_driver: as in Session.
+
+    `async with cl.attach("night") as night:` attaches, and lets go at the end; so does awaiting it.
+    Both raise StartupError if there is no such session.
+    """
+    session = Session(
+        address=address or "auto",
+        on_report=on_report,
+        live_view=live_view,
+        progress=progress,
+        log_to_driver=log_to_driver,
+        name=name,
+        detached=True,
+    )
+    session._is_attached = True
+    return session

@@ -1,0 +1,273 @@
+"""A detached session, as a program sees it that has started it or is attached to it.
+
+The face asks the keeper, and shows what it hears as any session does. It holds nothing that the
+session needs: when its process ends, however that comes about, the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from actors.calls import Actor, ActorGone, NoAnswer, answer
+from actors.crew.listening import News
+from actors.errors import StartupError
+from actors.lasting import KEEPER, Lasting, names_of
+from actors.messages import Report, RunFailed, RunSucceeded
+from actors.parcels.parcel import Parcel
+from collectives.diagnosis.debug import get_debug_level
+
+from .feed import Place
+from .keeper import keeper_class
+from .standing import Standing, duration, not_found, taken
+
+_HERE_S = 5.0
+"""Seconds between two words of a client to the keeper."""
+
+_ANSWER_S = 30.0
+_RESTART_S = 30.0
+"""Seconds in which Ray has started a keeper again that died."""
+
+_AGAIN_S = 0.2
+_LOOK_S = 0.5
+
+_log = logging.getLogger("chorusline")
+
+
+class Face:
+    """A keeper, asked by this process. knows_all: as of a Listener (crew/listening.py)."""
+
+    knows_all = True
+
+    def __init__(self, name: str, keeper: Actor) -> None:
+        self.name = name
+        self._keeper = keeper
+        self._client = uuid.uuid4().hex
+        self._place: Place | None = None
+        self._whole = False
+        self._latest: dict[int, float] = {}  # by rank, when its last report was made
+        self._is_away = threading.Event()
+        self._is_over = False
+        self.last: Standing | None = None
+
+    # ── How to come by one ───────────────────────────────────────────────────────────────────────
+
+    @classmethod
+    async def started(
+        cls,
+        name: str,
+        make: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        idle_timeout_s: float,
+        environment: Mapping[str, Any],
+    ) -> Face:
+        """Start a session under a name. Raises StartupError, also if the name is taken.
+
+        A session of that name that has ended makes room.
+        """
+        lasting = Lasting(name)
+        if (there := lasting.keeper()) is not None:
+            await cls._make_room(name, there)
+        runtime_env = {"runtime_env": dict(environment)} if environment else {}
+        options = {**lasting.options_of_keeper(), **runtime_env}
+        try:
+            keeper = (
+                keeper_class()
+                .options(**options)
+                .remote(name, make, dict(arguments), idle_timeout_s)
+            )
+        except ValueError:  # Another program was faster.
+            raise taken(name, None) from None
+        face = cls(name, keeper)
+        try:
+            await face._tell_until_up(keeper.started.remote())
+        except ActorGone as gone:
+            raise StartupError(f"the keeper of {name!r} did not start", gone.detail) from None
+        except BaseException:
+            ray.kill(keeper)
+            lasting.forget()
+            raise
+        await face.standing()
+        face._stay()
+        return face
+
+    @staticmethod
+    async def _make_room(name: str, keeper: Actor) -> None:
+        standing = None
+        with contextlib.suppress(ActorGone, NoAnswer):
+            standing = await answer(keeper.standing.remote(), _ANSWER_S)
+        if standing is None or not standing.ended:
+            raise taken(name, standing)
+        with contextlib.suppress(ActorGone, NoAnswer):
+            await answer(keeper.stop.remote(), _ANSWER_S)
+        await _until_gone(name)
+
+    async def _tell_until_up(self, start: Any) -> None:
+        """Wait for the session's start, and say meanwhile what it says."""
+        up = asyncio.ensure_future(answer(start))
+        told = 0
+        try:
+            while not up.done():
+                await asyncio.wait([up], timeout=_LOOK_S)
+                with contextlib.suppress(ActorGone, NoAnswer):
+                    lines = await answer(self._keeper.said.remote(told), _ANSWER_S)
+                    told += len(lines)
+                    for line in lines:
+                        _log.warning("%s", line)
+            up.result()
+        finally:
+            up.cancel()
+
+    @classmethod
+    async def found(cls, name: str) -> Face:
+        """The face of a session that is there. Raises StartupError."""
+        keeper = await asyncio.to_thread(Lasting(name).keeper)
+        if keeper is None:
+            raise not_found(name, await asyncio.to_thread(names_of, KEEPER))
+        face = cls(name, keeper)
+        await face.standing()
+        face._stay()
+        return face
+
+    def _stay(self) -> None:
+        """Be attached until `let_go`, also while this process's loop is busy with other things."""
+
+        def say() -> None:
+            while not self._is_away.wait(_HERE_S):
+                with contextlib.suppress(Exception):
+                    self._keeper.here.remote(self._client)
+
+        self._keeper.here.remote(self._client)
+        threading.Thread(target=say, name=f"attached-{self.name}", daemon=True).start()
+
+    async def let_go(self) -> None:
+        self._is_away.set()
+        if ray.is_initialized():
+            with contextlib.suppress(ActorGone, NoAnswer):
+                await answer(self._keeper.gone.remote(self._client), 1.0)
+
+    # ── What is asked ────────────────────────────────────────────────────────────────────────────
+
+    async def _ask(self, method: str, *arguments: Any, timeout_s: float | None = _ANSWER_S) -> Any:
+        """Call the keeper, again if it dies meanwhile: Ray starts another one."""
+        give_up_at: float | None = None
+        while True:
+            try:
+                return await answer(getattr(self._keeper, method).remote(*arguments), timeout_s)
+            except ActorGone as gone:
+                is_there = await asyncio.to_thread(Lasting(self.name).keeper) is not None
+                give_up_at = give_up_at or time.monotonic() + _RESTART_S
+                if not is_there or time.monotonic() > give_up_at:
+                    self._is_over = True
+                    raise RuntimeError(
+                        f"the detached session {self.name!r} has ended: it was stopped by another "
+                        f"program, was idle for its limit, or its cluster has ended ({gone.detail})"
+                    ) from None
+                await asyncio.sleep(_AGAIN_S)
+            except NoAnswer as silent:
+                raise RuntimeError(
+                    f"the keeper of the detached session {self.name!r} {silent.detail}; its head "
+                    "node may be busy: try again"
+                ) from None
+
+    async def standing(self) -> Standing:
+        self.last = await self._ask("standing")
+        return self.last
+
+    async def begin(self, program: Parcel) -> int:
+        """Begin a run; return its number. Raises RuntimeError if the session refuses it."""
+        token = uuid.uuid4().hex
+        parcel = ray.put(program)  # Once, however often it has to be sent.
+        said = await self._ask("begin", token, parcel, get_debug_level(), timeout_s=None)
+        if isinstance(said, str):
+            raise RuntimeError(said)
+        assert isinstance(said, int)
+        return said
+
+    async def current(self) -> int:
+        """The run in progress, or else the last one. Raises RuntimeError."""
+        standing = await self.standing()
+        if standing.run is None:
+            raise RuntimeError(
+                f"the session {self.name!r} has run nothing yet; begin with `await session.run("
+                "train, ...)`"
+            )
+        return standing.run
+
+    async def ending(self, run: int) -> RunSucceeded | RunFailed:
+        """How a run has ended, when it has. Raises what ended it before there was an outcome."""
+        ending = await self._ask("ending", run, timeout_s=None)
+        if isinstance(ending, BaseException):
+            raise ending
+        assert isinstance(ending, RunSucceeded | RunFailed)
+        return ending
+
+    def look_from_the_beginning(self, *, whole: bool) -> None:
+        """From now on `pull` gives the news of another run. whole: with all of its output, as the
+        program wants it that has begun it."""
+        self._place, self._latest, self._whole = None, {}, whole
+
+    async def pull(self, run: int, timeout_s: float) -> News:
+        """What the run has said that was not pulled yet; as a Listener's."""
+        try:
+            news, place = await self._ask("hear", self._client, run, self._place, self._whole)
+        except RuntimeError:
+            return News()  # The call for the ending raises it.
+        assert isinstance(news, News)
+        if self._place is not None and place is not None and place.keeper != self._place.keeper:
+            # Another keeper, which begins with what the workers still hold.
+            latest = self._latest
+            news.reports = [one for one in news.reports if one.time > latest.get(one.rank, 0.0)]
+        self._place = place
+        for report in news.reports:
+            self._latest[report.rank] = report.time
+        return news
+
+    async def reports(self) -> list[Report]:
+        found: list[Report] = await self._ask("reports")
+        return found
+
+    async def interrupt(self) -> bool:
+        why = "it was interrupted by a program that is attached"
+        return bool(await self._ask("interrupt", why, timeout_s=None))
+
+    async def stop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # It had ended already.
+            await self._ask("stop", timeout_s=60.0)
+        if not await _until_gone(self.name):
+            ray.kill(self._keeper)
+
+    async def whereabouts(self, timeout_s: float) -> Any:
+        return await self._ask("whereabouts", timeout_s)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is more to come, as far as this process knows."""
+        return not self._is_over and not (self.last and self.last.ended)
+
+    def how_it_goes_on(self) -> str:
+        """A line for one who stops looking."""
+        limit = f" or {duration(self.last.idle_timeout_s)} without a run" if self.last else ""
+        return (
+            f"The session {self.name!r} goes on without this program: cl.attach({self.name!r}) or "
+            f"`chorusline attach {self.name}` shows it; `chorusline stop {self.name}`{limit} ends "
+            "it."
+        )
+
+
+async def _until_gone(name: str) -> bool:
+    """Wait for a keeper's end; whether it came in time."""
+    give_up_at = time.monotonic() + _ANSWER_S
+    while await asyncio.to_thread(Lasting(name).keeper) is not None:
+        if time.monotonic() > give_up_at:
+            return False
+        await asyncio.sleep(_AGAIN_S)
+    return True

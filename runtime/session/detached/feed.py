@@ -1,0 +1,117 @@
+"""What a run has said, kept in bounded memory for whoever looks later. Pure: no Ray, no clock.
+
+Of the reports, the newest are all there. Of the older ones every n-th step of each rank is kept,
+and n doubles whenever there are too many: so a curve goes back to the beginning of a run of any
+length. Of what the ranks have printed, the newest part is there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from actors.crew.listening import News
+from actors.messages import Report
+from actors.output import Printed
+from actors.run_status import RunStatus
+
+MOST_RECENT = 20_000
+"""Reports that are all kept; whoever looks in time gets each of them."""
+
+MOST_OLDER = 10_000
+
+MOST_PRINTED_BYTES = 16 << 20
+"""Of output that is kept for those who look now and have not got it yet."""
+
+TAIL_BYTES = 64 << 10
+"""Of output that is shown to one who begins to look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far somebody has read: numbers of the next report, and of the next piece of output.
+    keeper: which keeper has counted them."""
+
+    reports: int = 0
+    printed: int = 0
+    keeper: str = ""
+
+
+class Feed:
+    """The news of one run. keeper: goes into the places that it hands out."""
+
+    def __init__(self, keeper: str = "") -> None:
+        self._keeper = keeper
+        self._recent: deque[Report] = deque()
+        self._num_reports = 0
+        self._older: list[tuple[int, Report]] = []  # with their numbers
+        self._stride = 1
+        self._printed: deque[tuple[int, Printed]] = deque()  # by seat
+        self._num_printed = 0
+        self._printed_bytes = 0
+        self._statuses: Mapping[int, RunStatus] = {}
+        self._numbers: Mapping[int, dict[str, float]] = {}
+        self._num_lost = 0
+
+    def add(self, news: News) -> None:
+        self._recent.extend(news.reports)
+        self._num_reports += len(news.reports)
+        while len(self._recent) > MOST_RECENT:
+            self._put_away(self._num_reports - len(self._recent), self._recent.popleft())
+        self._printed.extend(news.printed)
+        self._num_printed += len(news.printed)
+        self._printed_bytes += sum(_size(one) for _, one in news.printed)
+        while self._printed_bytes > MOST_PRINTED_BYTES:
+            self._printed_bytes -= _size(self._printed.popleft()[1])
+        if news.statuses:
+            self._statuses, self._numbers = dict(news.statuses), dict(news.numbers)
+        self._num_lost = news.num_lost
+
+    def _put_away(self, number: int, report: Report) -> None:
+        if report.step % self._stride:
+            return
+        self._older.append((number, report))
+        if len(self._older) > MOST_OLDER:
+            self._stride *= 2
+            self._older = [one for one in self._older if one[1].step % self._stride == 0]
+
+    def beginning(self, *, whole: bool = False) -> Place:
+        """The place of one who has seen nothing: all reports are to come, and the end of what was
+        printed, or, if `whole`, all of it."""
+        if whole:
+            return Place(0, 0, self._keeper)
+        number, num_bytes = self._num_printed, 0
+        for _, printed in reversed(self._printed):
+            num_bytes += _size(printed)
+            if num_bytes > TAIL_BYTES:
+                break
+            number -= 1
+        return Place(0, number, self._keeper)
+
+    def since(self, place: Place) -> tuple[News, Place]:
+        """What came after a place, and the place after it. The place of another keeper counts as
+        none."""
+        if place.keeper != self._keeper:
+            place = self.beginning()
+        first = self._num_reports - len(self._recent)
+        older = [report for number, report in self._older if number >= place.reports]
+        recent = islice(self._recent, max(0, place.reports - first), None)
+        first_printed = self._num_printed - len(self._printed)
+        printed = islice(self._printed, max(0, place.printed - first_printed), None)
+        news = News(
+            [*older, *recent],
+            list(printed),
+            dict(self._statuses),
+            dict(self._numbers),
+            self._num_lost,
+        )
+        return news, Place(self._num_reports, self._num_printed, self._keeper)
+
+    def reports(self) -> list[Report]:
+        return [*(report for _, report in self._older), *self._recent]
+
+
+def _size(printed: Printed) -> int:
+    return sum(len(piece.data) for piece in printed.pieces)

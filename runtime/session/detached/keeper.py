@@ -1,0 +1,423 @@
+"""The actor that holds a detached session, as a program holds any other session.
+
+It runs the same `Session` on its own event loop: recruiting, seats, the next driver after one that
+died, the reserve, all of that is there. It never imports the user's code: functions come, and
+results go, as bytes. Whoever starts or attaches to the session has a face of it (face.py), which
+asks the keeper. Faces may come and go.
+
+If the keeper dies, Ray starts it again; meanwhile the ranks train on. It finds its workers, ends
+the driver, which had answered to the keeper before, and a new driver asks the ranks how things
+stand, as after the death of a driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import ray
+from ray import cloudpickle
+
+from actors.calls import end_with_parent
+from actors.crew.listening import News
+from actors.errors import StartupError
+from actors.lasting import Lasting
+from actors.messages import Report, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from actors.parcels.parcel import Parcel
+from actors.whereabouts import Whereabouts
+from collectives.contract.errors import GroupAborted
+from collectives.diagnosis.debug import DebugLevel, set_debug_level
+
+from .feed import Feed, Place
+from .standing import RESULTS_KEPT_S, Standing
+
+REPORT_HISTORY = 4000
+"""Reports of each rank that its worker holds for a keeper that is started again."""
+
+_CLIENT_S = 15.0
+"""Seconds after which a client that says nothing is gone."""
+
+_LOOK_S = 1.0
+_SNAPSHOT_S = 1.0
+_STOP_S = 30.0
+_LAST_WORDS_S = 2.0
+"""Seconds for the clients to hear why the session has ended."""
+
+_NOT_TO_BE_FOUND = -1
+"""In place of the number of restarts: the session is starting, and nobody knows its seats yet, or
+it has ended. A keeper that is started again then ends."""
+
+_MOST_OUTCOME_BYTES = 1 << 20
+"""Of results that the cluster's head remembers for a keeper that is started again."""
+
+Ending = RunSucceeded | RunFailed | BaseException
+
+
+class Kept(Protocol):
+    """What a keeper needs of the session that it holds (holding.py)."""
+
+    _lasting: Lasting | None
+
+    @property
+    def num_spares(self) -> int: ...
+
+    async def start(self) -> object: ...
+
+    async def close(self) -> None: ...
+
+    async def _start_again(self) -> None: ...
+
+    async def _kept_outcome(
+        self, program: Parcel | None, audience: Any, begun: RunRequest | None = None
+    ) -> RunSucceeded | RunFailed: ...
+
+    async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]: ...
+
+    async def _whereabouts(
+        self, timeout_s: float
+    ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]: ...
+
+
+class _Recorder:
+    """The audience of a kept run."""
+
+    is_there = wants_reports = True
+    view = None
+    report_history = REPORT_HISTORY
+
+    def __init__(self, feed: Feed) -> None:
+        self.hear: Callable[[News], None] = feed.add
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class _Run:
+    """One run. ending: None while it is in progress. token: of the call that has begun it."""
+
+    def __init__(self, number: int, token: str, keeper: str, began: float) -> None:
+        self.number = number
+        self.token = token
+        self.began = began  # seconds since the epoch, as a keeper that is started again reads it
+        self.took_s = 0.0
+        self.feed = Feed(keeper)
+        self.ending: Ending | None = None
+        self.is_over = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.why = ""
+
+
+class Keeper:
+    """Holds the session that `make(**arguments)` gives, under a name."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        idle_timeout_s: float,
+    ) -> None:
+        end_with_parent()
+        self._name = name
+        self._lasting = Lasting(name)
+        self._arguments = arguments
+        self._idle_timeout_s = idle_timeout_s
+        self._session: Kept = make(**arguments, live_view=False, progress=False)
+        self._session._lasting = self._lasting
+        self._id = uuid.uuid4().hex[:8]
+        self._run: _Run | None = None
+        self._clients: dict[str, float] = {}  # when each was heard last
+        self._busy_at = time.monotonic()
+        self._ended = ""
+        self._ended_at = 0.0
+        self._restarts = 0
+        self._is_up = asyncio.Event()
+        self._start_error: BaseException | None = None
+        # Ray starts a keeper again with its id.
+        saved = self._lasting.saved("session")
+        is_again = saved is not None and saved[0] == ray.get_runtime_context().get_actor_id()
+        self._again: int | None = saved[1] if is_again else None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._said: list[str] = []
+        log = logging.getLogger("chorusline")
+        log.addHandler(_Collecting(self._said))
+        log.propagate = False
+        self._self = ray.get_runtime_context().current_actor
+        # It starts by itself: Ray drops the calls of a program that dies before they begin.
+        self._self.live.remote()
+
+    # ── Beginning and end ────────────────────────────────────────────────────────────────────────
+
+    async def live(self) -> None:
+        """Start the session, or go on with it; this keeper's own call."""
+        try:
+            if self._again is not None:
+                await self._wake(self._again)
+            else:
+                self._lasting.clear()  # What a keeper has left that was killed for good.
+                self._note_restarts(_NOT_TO_BE_FOUND)
+                await self._session.start()
+            self._note_restarts(self._restarts)
+        except Exception as error:
+            self._start_error = error
+            self._is_up.set()
+            await asyncio.sleep(_LAST_WORDS_S)
+            await self._leave()
+        self._busy_at = time.monotonic()
+        self._is_up.set()
+        self._own(self._watch_idleness(), "idleness")
+
+    async def started(self) -> None:
+        """Returns when the workers have started. Raises what Session.start raises."""
+        await self._is_up.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    async def _wake(self, restarts: int) -> None:
+        """This keeper was started again: find what the one before had."""
+        if restarts == _NOT_TO_BE_FOUND:
+            raise StartupError(f"the session {self._name!r} has not started", "its keeper died")
+        self._restarts = restarts + 1
+        await self._session._start_again()
+        record, request = self._lasting.saved("run"), self._lasting.saved("request")
+        if record is not None:
+            number, token, began, took_s, ending = record
+            self._run = _Run(number, token, self._id, began)
+            if ending is None and request is not None:
+                self._carry_out(self._run, None, request)
+            else:
+                self._run.took_s = took_s
+                self._run.ending = cloudpickle.loads(ending) if ending else _forgotten(ending)
+                self._run.is_over.set()
+
+    def _note_restarts(self, restarts: int) -> None:
+        """For a keeper that is started again."""
+        self._lasting.save("session", (ray.get_runtime_context().get_actor_id(), restarts))
+
+    def _own(self, what: Any, name: str) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(what, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _watch_idleness(self) -> None:
+        while not self._ended:
+            await asyncio.sleep(_LOOK_S)
+            self._forget_clients()
+            if self._clients or self._is_running:
+                self._busy_at = time.monotonic()
+            elif self._idle_s > self._idle_timeout_s:
+                await self._end(f"it was idle for its limit of {self._idle_timeout_s:g} s")
+        await asyncio.sleep(RESULTS_KEPT_S)
+        self._self.leave.remote()
+
+    async def _end(self, why: str) -> None:
+        """End the workers and give their resources back; results and reports stay here."""
+        self._ended, self._ended_at = why, time.monotonic()
+        self._note_restarts(_NOT_TO_BE_FOUND)
+        run = self._run
+        if run is not None and run.task is not None and not run.is_over.is_set():
+            run.why = why
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                await self._session.close()
+                if run is not None:
+                    await run.is_over.wait()
+
+    async def stop(self) -> None:
+        """End the session at once. Returns when its resources are free."""
+        if not self._ended:
+            await self._end("it was stopped")
+        self._own(self._leave_soon(), "leave")
+
+    async def _leave_soon(self) -> None:
+        await asyncio.sleep(_LAST_WORDS_S)
+        self._self.leave.remote()
+
+    async def leave(self) -> None:
+        """End this process for good."""
+        await self._leave()
+
+    async def _leave(self) -> None:
+        self._lasting.clear()
+        # Not exit_actor: it waits for calls of clients that are on their way.
+        ray.kill(self._self)
+        await asyncio.sleep(_STOP_S)
+
+    # ── Runs ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def begin(self, token: str, program: Parcel, debug_level: DebugLevel) -> int | str:
+        """Begin a run; return its number, or why it is refused. The same token begins one run."""
+        await self._is_up.wait()
+        if self._run is not None and self._run.token == token:
+            return self._run.number
+        if self._ended:
+            return f"the session {self._name!r} has ended: {self._ended}; make a new one"
+        if self._is_running:
+            return (
+                f"the session {self._name!r} runs another function; wait for it with results(), or "
+                "end it with interrupt()"
+            )
+        set_debug_level(debug_level)
+        number = self._run.number + 1 if self._run else 0
+        self._run = _Run(number, token, self._id, time.time())
+        self._lasting.save("request", None)  # First: the record is not to go with an older one.
+        self._record(self._run)
+        self._carry_out(self._run, program, None)
+        return number
+
+    def _carry_out(self, run: _Run, program: Parcel | None, begun: RunRequest | None) -> None:
+        run.task = self._own(self._until_over(run, program, begun), f"run-{run.number}")
+
+    async def _until_over(
+        self, run: _Run, program: Parcel | None, begun: RunRequest | None
+    ) -> None:
+        try:
+            run.ending = await self._session._kept_outcome(program, _Recorder(run.feed), begun)
+        except asyncio.CancelledError:
+            run.ending = GroupAborted(await self._generation(), [], run.why or "it was cancelled")
+        except Exception as error:
+            run.ending = error
+        finally:
+            run.took_s = time.time() - run.began
+            self._busy_at = time.monotonic()
+            run.is_over.set()
+            self._record(run)
+
+    async def _generation(self) -> int:
+        seen = await self._session._ask_workers(_SNAPSHOT_S)
+        return max((one.generation for one in seen if not isinstance(one, str)), default=0)
+
+    def _record(self, run: _Run) -> None:
+        """For a keeper that is started again."""
+        ending = None
+        if run.ending is not None:
+            with contextlib.suppress(Exception):
+                ending = cloudpickle.dumps(run.ending)
+            ending = ending if ending and len(ending) < _MOST_OUTCOME_BYTES else b""
+        self._lasting.save("run", (run.number, run.token, run.began, run.took_s, ending))
+
+    @property
+    def _is_running(self) -> bool:
+        return self._run is not None and not self._run.is_over.is_set()
+
+    @property
+    def _idle_s(self) -> float:
+        return time.monotonic() - self._busy_at
+
+    async def ending(self, run: int) -> Ending:
+        """How a run has ended, when it has. Raises nothing of the run's."""
+        await self._is_up.wait()
+        if self._run is None or self._run.number != run:
+            return _forgotten(b"")
+        this = self._run
+        await this.is_over.wait()
+        assert this.ending is not None
+        return this.ending
+
+    async def interrupt(self, why: str) -> bool:
+        """Stop the run in progress, after its step if that ends soon; whether there was one.
+        Returns when the ranks have stopped."""
+        await self._is_up.wait()
+        run = self._run
+        if run is None or run.task is None or run.is_over.is_set():
+            return False
+        run.why = why
+        run.task.cancel()
+        await run.is_over.wait()
+        return True
+
+    # ── Who looks ────────────────────────────────────────────────────────────────────────────────
+
+    async def hear(
+        self, client: str, run: int, place: Place | None, whole: bool
+    ) -> tuple[News, Place | None]:
+        """What a run has said since a place; None: since the beginning (Feed.beginning)."""
+        await self.here(client)
+        await self._is_up.wait()
+        if self._run is None or self._run.number != run:
+            return News(), place
+        feed = self._run.feed
+        return feed.since(place or feed.beginning(whole=whole))
+
+    async def reports(self) -> list[Report]:
+        await self._is_up.wait()
+        return self._run.feed.reports() if self._run is not None else []
+
+    async def here(self, client: str) -> None:
+        """A client is there, and stays attached for a while."""
+        self._clients[client] = time.monotonic()
+
+    async def gone(self, client: str) -> None:
+        self._clients.pop(client, None)
+
+    def _forget_clients(self) -> None:
+        late = time.monotonic() - _CLIENT_S
+        self._clients = {who: at for who, at in self._clients.items() if at > late}
+
+    async def said(self, since: int) -> list[str]:
+        """Lines about the start, for whoever waits for it."""
+        return self._said[since:]
+
+    async def standing(self) -> Standing:
+        if self._again is not None:
+            await self._is_up.wait()  # It does not know yet what it has.
+        run = self._run
+        seen = await self._session._ask_workers(_SNAPSHOT_S) if not self._ended else ()
+        ran_s = 0.0
+        if run is not None:
+            ran_s = run.took_s if run.is_over.is_set() else time.time() - run.began
+        self._forget_clients()
+        is_idle = not (self._clients or self._is_running or self._ended)
+        return Standing(
+            self._name,
+            None if run is None else run.number,
+            self._is_running,
+            ran_s,
+            seen,
+            self._session.num_spares,
+            len(self._clients),
+            self._idle_s if is_idle else None,
+            self._idle_timeout_s,
+            self._restarts,
+            self._ended,
+            time.monotonic() - self._ended_at if self._ended else 0.0,
+            self._arguments,
+        )
+
+    async def whereabouts(
+        self, timeout_s: float
+    ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]:
+        return await self._session._whereabouts(timeout_s)
+
+
+def _forgotten(recorded: bytes | None) -> RuntimeError:
+    """recorded: how the run has ended; None if it had not, and empty if that was too large."""
+    if recorded is None:
+        return RuntimeError("the keeper died before the ranks had heard of the run; begin it again")
+    return RuntimeError(
+        "the results of this run are gone: the session keeps those of its last run, and up to "
+        "1 MiB of them if its keeper has died since. Have the function write large results to files"
+    )
+
+
+class _Collecting(logging.Handler):
+    """Keeps the log's lines, which have no other reader here."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+
+def keeper_class() -> Any:
+    """The Ray class of Keeper. Unlike all other actors, Ray starts it again."""
+    return ray.remote(max_restarts=-1)(Keeper)

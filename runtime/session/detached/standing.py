@@ -1,0 +1,134 @@
+"""What is said of a detached session: by its keeper, and in sentences for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actors.errors import StartupError
+from actors.messages import WorkerSnapshot
+
+IDLE_TIMEOUT_S = 1800.0
+
+RESULTS_KEPT_S = 24 * 3600.0
+"""Seconds for which the keeper of a session that has ended has its results and reports."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A detached session as its keeper sees it.
+
+    run: the number of the run in progress, or of the last one; None before the first.
+    is_running: whether that run is in progress.
+    ran_s: seconds since its beginning, or that it took.
+    workers: their answers, by seat; a text says why one gave none.
+    num_clients: processes that are attached.
+    idle_s: seconds without a run and without a client; None while there is one of them.
+    restarts: how often the keeper was started again.
+    ended: why the session has ended; empty as long as it has not.
+    ended_s: seconds since then.
+    arguments: of its Session.
+    """
+
+    name: str
+    run: int | None
+    is_running: bool
+    ran_s: float
+    workers: tuple[WorkerSnapshot | str, ...]
+    num_spares: int
+    num_clients: int
+    idle_s: float | None
+    idle_timeout_s: float
+    restarts: int
+    ended: str
+    ended_s: float
+    arguments: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        if self.ended:
+            left_s = max(0.0, RESULTS_KEPT_S - self.ended_s)
+            return (
+                f"it ended {duration(self.ended_s)} ago: {self.ended}. The results of its last run "
+                f"can be had for {duration(left_s)} more (cl.attach({self.name!r}))"
+            )
+        limit = f"without a run and a client it ends after {duration(self.idle_timeout_s)}"
+        clients = f"{self.num_clients} client{'' if self.num_clients == 1 else 's'} attached"
+        words = ["detached", clients, limit]
+        if self.idle_s is not None:
+            words[-1] += f", now for {duration(self.idle_s)}"
+        if self.restarts:
+            words.append(f"its keeper was started again ({self.restarts})")
+        return "; ".join(words)
+
+    @property
+    def in_words(self) -> str:
+        """What it does, for a sentence that names it."""
+        if self.ended:
+            return f"ended {duration(self.ended_s)} ago ({self.ended})"
+        if self.run is None:
+            return "is idle, and has run nothing yet"
+        doing = "is in progress for" if self.is_running else "has ended; it took"
+        return f"run {self.run} {doing} {duration(self.ran_s)}"
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 90 s, 5 min, 3 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def check_name(name: object, detached: bool) -> None:
+    """Raise ValueError or TypeError for a name that no detached session can have, for one without a
+    name, and for a name without `detached`."""
+    if not detached:
+        if name is not None:
+            raise ValueError(
+                f"name={name!r} is for sessions that outlive their program; write "
+                f"Session(name={name!r}, detached=True), or leave the name out"
+            )
+        return
+    if name is None:
+        raise ValueError(
+            "detached=True needs a name, by which another program attaches; write "
+            "Session(name='night', detached=True)"
+        )
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {type(name).__name__}")
+    if not _NAME.fullmatch(name) or name.startswith("session-"):
+        raise ValueError(
+            f"name must be of letters, digits, '.', '_' and '-', at most 64, and not begin with "
+            f"'session-', as other sessions do; got {name!r}"
+        )
+
+
+def taken(name: str, standing: Standing | None) -> StartupError:
+    what = f"its {standing.in_words}" if standing and standing.run is not None else "it is open"
+    return StartupError(
+        f"there is a detached session {name!r} on this cluster already",
+        f"{what}. Attach to it with cl.attach({name!r}), end it with `chorusline stop {name}`, or "
+        "choose another name",
+    )
+
+
+def not_found(name: str, others: list[str]) -> StartupError:
+    has = f"there are {', '.join(others)}" if others else "there is none"
+    return StartupError(
+        f"there is no detached session {name!r} on this cluster",
+        f"{has}. It may have ended: when idle for its limit, by `chorusline stop`, or with the "
+        "cluster. `chorusline status` lists what runs; address= names another cluster; "
+        f"Session(name={name!r}, detached=True) starts one",
+    )
+
+
+def needs_cluster(name: str) -> StartupError:
+    return StartupError(
+        f"the session {name!r} cannot be detached here",
+        "the cluster would be started by this program, and end with it. Start one that stays, with "
+        "`ray start --head`, and make Session(..., address='auto') or set RAY_ADDRESS=auto; "
+        "`ray stop` ends it",
+    )

@@ -1,0 +1,89 @@
+"""`run`: a session for one function."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from actors.messages import Report
+
+from ..checkpoint.config import CheckpointConfig
+from ..program.sending import check_not_own
+from ..tracking.tracker import Tracker
+from .options import DEFAULT, Default
+from .session import Session
+from .showing.progress import Progress
+
+
+def run(
+    train: Callable[..., Any],
+    /,
+    *,
+    num_workers: int | tuple[int, int] = 1,
+    spares: int = 0,
+    use_gpu: bool = False,
+    resources_per_worker: Mapping[str, float] | None = None,
+    placement_strategy: str = "PACK",
+    timeout_s: float = 60.0,
+    startup_timeout_s: float = 60.0,
+    address: str | None = None,
+    on_report: Callable[[Report], None] | None = None,
+    progress: bool | Progress = True,
+    trackers: str | Tracker | Sequence[str | Tracker] = (),
+    checkpoint: CheckpointConfig | None = None,
+    seed: int | None = None,
+    max_failures: int | None | Default = DEFAULT,
+    pause_s: float = 300.0,
+    env_vars: Mapping[str, str] | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
+    label_selector: Mapping[str, str] | None = None,
+    accelerator_type: str | None = None,
+    log_to_driver: bool = True,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `train(ctx, **kwargs)` on `num_workers` ranks; return the results, by rank.
+
+    A session for one function, for programs without asyncio. The arguments that are named here are
+    those of Session; all others go to `train`, whose own parameters need other names. Wrong
+    arguments raise before Ray is started. Raises what Session and `Session.run` raise.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise RuntimeError(
+            "chorusline.run starts an event loop, and this thread runs one already (a notebook, an "
+            "async function); use `async with Session(...) as session: await session.run(...)`"
+        )
+    session = Session(
+        num_workers,
+        spares=spares,
+        use_gpu=use_gpu,
+        resources_per_worker=resources_per_worker,
+        placement_strategy=placement_strategy,
+        timeout_s=timeout_s,
+        startup_timeout_s=startup_timeout_s,
+        address=address,
+        on_report=on_report,
+        progress=progress,
+        trackers=trackers,
+        checkpoint=checkpoint,
+        seed=seed,
+        max_failures=max_failures,
+        pause_s=pause_s,
+        env_vars=env_vars,
+        runtime_env=runtime_env,
+        label_selector=label_selector,
+        accelerator_type=accelerator_type,
+        log_to_driver=log_to_driver,
+    )
+    check_not_own(train, seed)
+    program = session._packed(train, kwargs)
+
+    async def main() -> list[Any]:
+        async with session:
+            return await session._run(program, session._audience_of(train, kwargs))
+
+    return asyncio.run(main())

@@ -1,0 +1,148 @@
+"""While a run is in progress: pull what its workers say, and hand it to who wants to have it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from actors.crew.listening import News
+from actors.messages import Report
+
+from ... import notebook
+from ...tracking.tracking import Tracking
+from .progress import Progress
+from .rank_output import RankLines
+
+_PULL_S = 0.3
+"""Seconds between two pulls. Each pull wakes the event loop, and a notebook sees an interrupt only
+when the loop wakes."""
+
+_ANSWER_S = 2.0
+"""For a worker to answer a pull: who waits for a rank that hangs hears nothing of the others."""
+
+_LAST_PULL_S = 5.0
+
+
+class Source(Protocol):
+    """Where the news of a run come from: a Listener, or the keeper of a detached session."""
+
+    @property
+    def knows_all(self) -> bool: ...
+
+    async def pull(self, run: int, timeout_s: float) -> News: ...
+
+
+class Audience:
+    """Who wants to hear of one run.
+
+    on_report: the user's function. view: a notebook's. progress: on the terminal or in the log.
+    has_output: whether the ranks' output is shown here.
+    tracking: on its way to the session's trackers.
+    """
+
+    report_history = 0
+    """Reports that a worker keeps although they were heard."""
+
+    def __init__(
+        self,
+        on_report: Callable[[Report], None] | None,
+        view: notebook.LiveView | None,
+        progress: Progress | None,
+        has_output: bool,
+        tracking: Tracking | None = None,
+    ) -> None:
+        self.view = view
+        self._tracking = tracking
+        self._progress = progress
+        listeners = (
+            on_report,
+            view.add if view is not None else None,
+            progress.on_report if progress is not None and progress.counts_reports else None,
+        )
+        self._listeners = [one for one in listeners if one is not None]
+        show_line = progress.show_line if progress is not None else notebook.show_line
+        self._output = RankLines(show_line, notebook.show_figure) if has_output else None
+
+    @property
+    def wants_reports(self) -> bool:
+        return bool(self._listeners) or self._tracking is not None
+
+    @property
+    def is_there(self) -> bool:
+        return self.wants_reports or self._output is not None or self._progress is not None
+
+    def hear(self, news: News) -> None:
+        if self._output is not None:
+            for seat, printed in news.printed:
+                self._output.take(seat, printed)
+        for report in news.reports:
+            for listener in self._listeners:
+                listener(report)
+        if self._tracking is not None:
+            self._tracking.look(news.reports, news.statuses)
+        if self._progress is not None:
+            self._progress.look(news.statuses, news.numbers, news.num_lost)
+
+    def begin(self) -> None:
+        if self._progress is not None:
+            self._progress.begin()
+
+    def end(self) -> None:
+        """The run is over, and all was heard."""
+        if self._output is not None:
+            self._output.end()
+        if self._progress is not None:
+            self._progress.end()
+
+    async def finish(self, error: BaseException | None) -> None:
+        """The call of `Session.run` is about to return, or to raise `error`."""
+        if self.view is not None:
+            await self.view.finish(error)
+        if self._tracking is not None:
+            await self._tracking.end(error)
+
+
+@asynccontextmanager
+async def hearing(listener: Source, run: int, audience: Audience) -> AsyncIterator[None]:
+    """Hand on what the workers say while the body runs, and the rest when it has ended.
+
+    If the audience raises, the body is cancelled, and the error is raised as it is.
+    """
+    is_over = asyncio.Event()
+
+    async def pass_on() -> None:
+        is_last = False
+        while not is_last:
+            if listener.knows_all or not audience.is_there:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_PULL_S):
+                        await is_over.wait()
+            is_last = is_over.is_set()  # What comes during a pull needs another one.
+            has_more = audience.is_there
+            while has_more:
+                news = await listener.pull(run, _LAST_PULL_S if is_last else _ANSWER_S)
+                audience.hear(news)
+                has_more = news.has_more
+
+    audience.begin()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            passing = tasks.create_task(pass_on(), name="reports")
+            if audience.view is not None:
+                tasks.create_task(audience.view.keep_drawing(is_over), name="view")
+            try:
+                yield
+            finally:
+                is_over.set()
+                # After an interrupt, too: the task group would cancel the last pull. It begins
+                # when the pull that is under way has ended.
+                await asyncio.wait([passing], timeout=_ANSWER_S + _LAST_PULL_S)
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) == 1:
+            raise group.exceptions[0] from None
+        raise
+    finally:
+        audience.end()

@@ -1,0 +1,275 @@
+"""What the progress of a run is made of: the ranks' reports, and their places in their loops."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import mean
+
+from actors.messages import Report, numbers_of
+from actors.run_status import RunStatus
+
+from ...notebook.history import BOOKKEEPING
+
+MAX_RANKS_LISTED = 8  # More ranks than this are counted, not listed.
+_MAX_NUMBERS = 5  # in a line
+_WINDOW_S = 20.0
+
+
+@dataclass(frozen=True)
+class RankSeen:
+    """The reports of one rank. numbers: the last one of each name."""
+
+    epoch: int
+    taken: int  # batches of that epoch, one per report
+    left: int | None  # batches of that epoch, if reported
+    numbers: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The sum of all reports so far. Frozen, since the display draws it from a thread.
+
+    Reports come in bursts, one rank's before another's. So a rank counts as joined only when it
+    has reported no batch left and another rank has taken more batches of the same epoch. If all
+    ranks end an epoch with equal numbers, no rank joins.
+    """
+
+    ranks: Mapping[int, RankSeen] = field(default_factory=dict)
+    steps_of: Mapping[int, int] = field(default_factory=dict)  # epoch -> most steps of any rank
+    tokens: float = 0.0  # after the first report, whose step includes the start
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def add(self, report: Report) -> Seen:
+        numbers = numbers_of(report.values)
+        epoch = _whole(numbers, "epoch") or 0
+        before = self.ranks.get(report.rank)
+        rank = RankSeen(
+            epoch=epoch,
+            taken=1 if before is None or before.epoch != epoch else before.taken + 1,
+            left=_whole(numbers, "batches_left"),
+            numbers={**(before.numbers if before is not None else {}), **numbers},
+        )
+        longest = max(self.steps_of.get(epoch, 0), rank.taken)
+        return Seen(
+            ranks={**self.ranks, report.rank: rank},
+            steps_of={**self.steps_of, epoch: longest},
+            tokens=self.tokens + numbers.get("tokens", 0.0) if self.ranks else 0.0,
+            first_s=self.first_s if self.ranks else report.time,
+            last_s=max(self.last_s, report.time),
+        )
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps so far, where each is reported."""
+        return sum(self.steps_of.values())
+
+    @property
+    def joined(self) -> frozenset[int]:
+        epoch = max(self.steps_of, default=0)
+        return frozenset(
+            rank
+            for rank, its in self.ranks.items()
+            if its.left == 0 and its.epoch == epoch and its.taken < self.steps_of[epoch]
+        )
+
+    @property
+    def left(self) -> dict[int, int]:
+        """By rank, the batches that are left of its epoch, where they are reported."""
+        return {rank: its.left for rank, its in self.ranks.items() if its.left is not None}
+
+    @property
+    def loss(self) -> float | None:
+        return self.numbers.get("loss")
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """By name, the mean of the last numbers of the ranks that still have data; the loss comes
+        first."""
+        return _means({rank: its.numbers for rank, its in self.ranks.items()}, self.joined)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        elapsed_s = self.last_s - self.first_s
+        return self.tokens / elapsed_s if self.tokens and elapsed_s > 0 else None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the ranks are. epoch: the earliest that a rank is in, from 0; None outside of loops.
+    num_epochs: None if unknown. taken: optimizer steps of the run. left, batches: of the epoch, by
+    rank. joined: ranks that are out of data. numbers: as those of Seen."""
+
+    epoch: int | None = None
+    num_epochs: int | None = None
+    taken: int = 0
+    left: Mapping[int, int] = field(default_factory=dict)
+    batches: Mapping[int, int] = field(default_factory=dict)
+    joined: frozenset[int] = frozenset()
+    num_workers: int = 0
+    num_lost: int = 0
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        statuses: Mapping[int, RunStatus],
+        numbers: Mapping[int, Mapping[str, float]] | None = None,
+        num_lost: int = 0,
+    ) -> Places:
+        """statuses, numbers: by seat."""
+        by_rank = {one.rank: one for one in statuses.values() if one.rank is not None}
+        joined = frozenset(seat for seat, one in statuses.items() if one.has_joined)
+        epochs = [one.epoch for one in by_rank.values() if one.epoch is not None]
+        epoch = min(epochs, default=None)
+        inside = {rank: one for rank, one in by_rank.items() if one.epoch == epoch}
+        return cls(
+            epoch,
+            max((one.num_epochs for one in by_rank.values() if one.num_epochs), default=None),
+            max((one.taken for one in by_rank.values()), default=0),
+            {rank: one.batches_left for rank, one in inside.items() if one.batches_left is not None}
+            if epoch is not None
+            else {},
+            {rank: one.batches_taken for rank, one in inside.items()} if epoch is not None else {},
+            frozenset(rank for rank, one in by_rank.items() if one.has_joined),
+            len(by_rank),
+            num_lost,
+            _means(numbers or {}, joined),
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        return self.taken > 0 or any(self.batches.values()) or bool(self.numbers)
+
+    @property
+    def done(self) -> int:
+        """Steps of the epoch that were begun."""
+        return max(self.batches.values(), default=0)
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the epoch; None if unknown."""
+        if not self.left:
+            return None
+        return max(count + self.batches[rank] for rank, count in self.left.items())
+
+    @property
+    def of_epochs(self) -> str:
+        """`epoch 2/3`; empty outside of loops over several epochs."""
+        if self.epoch is None or (self.epoch == 0 and (self.num_epochs or 1) == 1):
+            return ""
+        return f"epoch {self.epoch + 1}" + (f"/{self.num_epochs}" if self.num_epochs else "")
+
+    def epoch_over(self, later: Places) -> str:
+        """A phrase about the epoch that is over, if there is one."""
+        is_over = None not in (self.epoch, later.epoch) and self.epoch != later.epoch
+        return f"{self.of_epochs} is over" if is_over and self.of_epochs else ""
+
+
+NOWHERE = Places()
+
+
+class Pace:
+    """Samples a second of all ranks, over the last seconds."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, int] = {}  # by seat
+        self._done = 0
+        self._looks: deque[tuple[float, int]] = deque()
+
+    def look(self, statuses: Mapping[int, RunStatus], now_s: float) -> None:
+        for seat, status in statuses.items():
+            before = self._samples.get(seat, 0)
+            # A worker that has come in the place of a lost one begins at 0.
+            self._done += status.samples - before if status.samples >= before else status.samples
+            self._samples[seat] = status.samples
+        if self._done:
+            self._looks.append((now_s, self._done))
+        while len(self._looks) > 2 and now_s - self._looks[1][0] > _WINDOW_S:
+            self._looks.popleft()
+
+    @property
+    def samples_per_s(self) -> float | None:
+        if len(self._looks) < 2:
+            return None
+        (begin_s, before), (end_s, after) = self._looks[0], self._looks[-1]
+        return (after - before) / (end_s - begin_s) if after > before and end_s > begin_s else None
+
+
+def _means(of_all: Mapping[int, Mapping[str, float]], joined: frozenset[int]) -> dict[str, float]:
+    by_name: dict[str, list[float]] = {"loss": []}
+    for who, numbers in of_all.items():
+        for name, value in numbers.items():
+            if who not in joined and name not in BOOKKEEPING:
+                by_name.setdefault(name, []).append(value)
+    return {name: mean(values) for name, values in by_name.items() if values}
+
+
+def _whole(numbers: Mapping[str, float], name: str) -> int | None:
+    number = numbers.get(name)
+    return None if number is None or not math.isfinite(number) else int(number)
+
+
+def headline(
+    seen: Seen,
+    places: Places = NOWHERE,
+    pace: Pace | None = None,
+    num_steps: int | None = None,
+    over: str = "",
+) -> str:
+    """`epoch 2/3  step 33/120  loss 2.991  312 samples/s  2 workers`. over: of an epoch that is
+    over, instead of the place in the next one."""
+    step = places.taken or seen.step
+    if over:
+        parts = [over, f"step {step}"]
+    elif num_steps or not places.total:
+        of_all = f"/{num_steps}" if num_steps else ""
+        parts = [places.of_epochs, f"step {step}{of_all}" if step or of_all else ""]
+    else:
+        parts = [places.of_epochs, f"step {places.done}/{places.total}"]
+    numbers = seen.numbers or places.numbers
+    parts += [f"{name} {_short(value)}" for name, value in [*numbers.items()][:_MAX_NUMBERS]]
+    if seen.tokens_per_s is not None:
+        parts.append(f"{seen.tokens_per_s:,.0f} tokens/s")
+    elif pace is not None and pace.samples_per_s is not None:
+        parts.append(f"{pace.samples_per_s:,.0f} samples/s")
+    if places.num_workers:
+        lost = f", {places.num_lost} lost" if places.num_lost else ""
+        parts.append(f"{places.num_workers} worker{'s' * (places.num_workers > 1)}{lost}")
+    return "  ".join(filter(None, parts))
+
+
+def batches_left(seen: Seen, places: Places = NOWHERE) -> str:
+    """`batches left: rank 0 130, rank 1 joined`; many ranks are summed up in one phrase. Empty
+    where nobody has reported it, and all ranks have the same number."""
+    joined = places.joined | seen.joined
+    left = dict(sorted(seen.left.items()))
+    if not left and (len(set(places.left.values())) > 1 or joined):
+        left = dict(sorted(places.left.items()))
+    if not left:
+        return ""
+    if len(left) <= MAX_RANKS_LISTED:
+        says = (f"rank {rank} {'joined' if rank in joined else n}" for rank, n in left.items())
+        return "batches left: " + ", ".join(says)
+    live = [n for rank, n in left.items() if rank not in joined]
+    return f"batches left: {min(live, default=0)} to {max(live, default=0)}; {len(joined)} of " + (
+        f"{len(left)} ranks joined"
+    )
+
+
+def joining(before: Seen, after: Seen) -> str:
+    """A sentence about the ranks that have joined between the two, or an empty text."""
+    ranks = sorted(after.joined - before.joined)
+    if not ranks:
+        return ""
+    subject = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
+    return f"step {after.step}: {subject} run out of data and joined; the others go on"
+
+
+def _short(value: float) -> str:
+    if value == int(value) if math.isfinite(value) else False:
+        return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.3f}" if 0.01 <= abs(value) < 1000 else f"{value:.4g}"

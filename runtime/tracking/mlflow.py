@@ -1,0 +1,90 @@
+"""Runs in MLflow (extra `mlflow`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .tracker import NUM_WORKERS, TrackedEvent, TrackedRun, Tracker
+
+_TAG = "chorusline.run"
+_MOST_METRICS = 1000  # that MLflow takes in one call
+_MOST_PARAMS = 100
+_STATUSES = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+
+
+class MLflowTracker(Tracker):
+    """Makes an MLflow run of each run.
+
+    experiment: its name, made if there is none. Default: MLFLOW_EXPERIMENT_NAME, or "Default".
+    tracking_uri: of the server, database or folder. Default: as `mlflow.set_tracking_uri` or
+        MLFLOW_TRACKING_URI say.
+
+    Each reported name is a metric, and the config its params. What happens to the workers is a tag
+    `chorusline.event.<n>`, and their number the metric `chorusline/num_workers`. A run that resumes
+    from a checkpoint goes on in the MLflow run of the run that wrote it. Steps are sent together,
+    several times a second.
+    """
+
+    def __init__(self, experiment: str | None = None, tracking_uri: str | None = None) -> None:
+        self._experiment, self._tracking_uri = experiment, tracking_uri
+        self._client: Any = None
+        self._run_id = ""
+        self._metrics: list[Any] = []
+        self._num_events = 0
+
+    def begin(self, run: TrackedRun) -> None:
+        import mlflow
+        from mlflow.entities import Param
+        from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
+
+        self._client = mlflow.MlflowClient(tracking_uri=self._tracking_uri)
+        self._metrics, self._num_events = [], 0
+        name = self._experiment or MLFLOW_EXPERIMENT_NAME.get() or "Default"
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        mine = f"tags.`{_TAG}` = '{run.id}'"
+        before = self._client.search_runs([number], mine) if run.resumed_from is not None else []
+        if before:
+            self._run_id = before[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
+            tags = before[0].data.tags
+            self._num_events = sum(tag.startswith("chorusline.event.") for tag in tags)
+            return
+        made = self._client.create_run(
+            number,
+            start_time=_ms(run.began_at),
+            tags={_TAG: run.id, "mlflow.source.name": run.name},
+            run_name=run.title,
+        )
+        self._run_id = made.info.run_id
+        params = [Param(key, str(value)) for key, value in run.config.items()]
+        for first in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(self._run_id, params=params[first : first + _MOST_PARAMS])
+
+    def log(self, step: int, numbers: Mapping[str, float], time: float) -> None:
+        from mlflow.entities import Metric
+
+        self._metrics += [Metric(name, one, _ms(time), step) for name, one in numbers.items()]
+        if len(self._metrics) >= _MOST_METRICS:
+            self.flush()
+
+    def event(self, event: TrackedEvent) -> None:
+        self._num_events += 1
+        self._client.set_tag(self._run_id, f"chorusline.event.{self._num_events}", event.text)
+        self.log(event.step, {NUM_WORKERS: float(event.num_workers)}, event.ended_at)
+
+    def flush(self) -> None:
+        while self._metrics:
+            now, self._metrics = self._metrics[:_MOST_METRICS], self._metrics[_MOST_METRICS:]
+            self._client.log_batch(self._run_id, metrics=now)
+
+    def end(self, status: str, error: str) -> None:
+        self.flush()
+        if error:
+            self._client.set_tag(self._run_id, "chorusline.error", error[:5000])
+        self._client.set_terminated(self._run_id, _STATUSES[status])
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

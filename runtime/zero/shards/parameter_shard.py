@@ -1,0 +1,466 @@
+"""This rank's part of the parameters: its memory, its gradients and the optimizer that steps it.
+
+Parameters move into flat buckets (parameter_bucket.py). A rank owns one range of each bucket,
+and its optimizer steps the pieces of parameters in that range.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from collectives import Group, Work
+
+from ...data_parallel.gradients.gradient_bucket import GradientBucket
+from ...partition.buckets import BucketPlan, plan_buckets
+from ...partition.resharding import Range, kept_by
+from ...partition.shards import Piece, pieces_of, shard_numel, whole_parameter_spans
+from .exact_norm import partial_sum
+from .optimizer_state import check_fits, gather_state
+from .optimizer_trial import Verdict
+from .parameter_bucket import Gather, ParameterBucket, ShardRange, in_format_of
+from .shard_state import MASTER, Inventory, Layout, ShardState, complete, divided
+from .shardable_optimizers import ELEMENTWISE
+
+_BUCKET_BYTES = 25 << 20
+_CPU_TILE_NUMEL = 1 << 18
+"""On a CPU the optimizer steps a piece in tiles that stay in the cache, because it reads and writes
+its tensors ten times or more. AdamW over 6.3 M elements took 37 ms as one tensor, 12 ms in tiles.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPiece:
+    """A piece of a parameter that this rank steps, as part of its own shard or of a replica.
+
+    tensor: view of the master; (piece.numel,), or the parameter's shape if parameters are not cut.
+    where: its range in the bucket. range: the shard or replica that contains it.
+    """
+
+    tensor: torch.nn.Parameter
+    piece: Piece
+    where: Range
+    range: ShardRange
+
+
+class ParameterShard:
+    """The buckets of all parameters, and this rank's optimizer over its pieces of them.
+
+    verdict: how finely the optimizer's state may be cut.
+    elementwise: pieces are flat and may be cut anywhere; otherwise no parameter is cut, and its
+        piece keeps the shape.
+    replicas: number of ranks that keep each shard, the owner included.
+    parameters: by number, as in the plans.
+    optimizer: None on a rank that owns no piece.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        group: Group,
+        *,
+        verdict: Verdict,
+        replicas: int = 1,
+    ) -> None:
+        self.optimizer_class = optimizer_class
+        self.defaults = defaults
+        self.group = group
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.parameters: list[torch.nn.Parameter] = []
+        self.buckets: list[ParameterBucket] = []
+        self.pieces: list[list[KeptPiece]] = []  # by bucket
+        self.num_groups = 0
+        self.replicas = replicas
+        self.verdict = verdict
+        self.elementwise = verdict.elementwise
+        self._load = [0] * group.size  # elements per rank, where parameters are not cut
+
+    def add(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        groups: Sequence[Mapping[str, Any]],
+        reduced_in: Sequence[GradientBucket] | None,
+    ) -> None:
+        """Lay out `parameters` behind the existing ones, which stay.
+
+        groups: all parameter groups of the user's optimizer.
+        reduced_in: the reducer's buckets of these parameters; None if `.grad` is read.
+        """
+        before = len(self.parameters)
+        self.parameters += parameters
+        plans = (
+            self._plan(parameters, before)
+            if reduced_in is None
+            else [bucket.plan for bucket in reduced_in]
+        )
+        fresh: list[KeptPiece] = []
+        for number, plan in enumerate(plans):
+            reduced = None if reduced_in is None else reduced_in[number].shard
+            bucket = ParameterBucket(plan, self.parameters, self.group, reduced, self.replicas)
+            pieces = self._pieces_of(len(self.buckets), bucket)
+            self.buckets.append(bucket)
+            self.pieces.append(pieces)
+            fresh += pieces
+        self._admit(fresh, groups)
+
+    def _pieces_of(self, number: int, bucket: ParameterBucket) -> list[KeptPiece]:
+        tile = _CPU_TILE_NUMEL if self.elementwise and _is_on_cpu(self.group) else sys.maxsize
+        plan, size = bucket.plan, self.group.size
+        pieces = []
+        for kept in bucket.ranges:
+            base = kept.owner * shard_numel(plan.content, size)
+            for piece in pieces_of(kept.owner, size, plan.content, plan.spans, tile):
+                if not (piece.numel or self.elementwise):
+                    continue  # Those that look at whole parameters divide by their size.
+                start, stop = piece.shard_start, piece.shard_start + piece.numel
+                tensor = kept.master[start:stop]
+                if not self.elementwise:
+                    tensor = tensor.view(self.parameters[piece.parameter].shape)
+                where = Range(number, base + start, base + stop)
+                pieces.append(KeptPiece(torch.nn.Parameter(tensor), piece, where, kept))
+        return pieces
+
+    def _plan(
+        self, parameters: Sequence[torch.nn.Parameter], first_number: int
+    ) -> list[BucketPlan]:
+        """Plan buckets, each of one dtype and device, for parameters that no reducer laid out."""
+        kinds = [(p.dtype, p.device) for p in parameters]
+        numels = [p.numel() for p in parameters]
+        if self.elementwise:
+            plans = plan_buckets(
+                numels,
+                kinds,
+                [p.element_size() for p in parameters],
+                bucket_bytes=_BUCKET_BYTES,
+                first_bucket_bytes=_BUCKET_BYTES,
+            )
+            return [plan.numbered_from(first_number) for plan in plans]
+        plans = []
+        for kind in dict.fromkeys(kinds):
+            same = [number for number, other in enumerate(kinds) if other == kind]
+            spans, content = whole_parameter_spans(
+                [numels[number] for number in same], self.group.size, self._load
+            )
+            plan = BucketPlan(tuple((same[i], at, n) for i, at, n in spans), content)
+            plans.append(plan.numbered_from(first_number))
+        return plans
+
+    def _admit(self, pieces: Sequence[KeptPiece], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Add new pieces to the optimizer, each in the group of its parameter."""
+        self.num_groups = len(groups)
+        number_of = {id(parameter): n for n, parameter in enumerate(self.parameters)}
+        owned: dict[int, list[torch.nn.Parameter]] = {}
+        for mine in pieces:
+            owned.setdefault(mine.piece.parameter, []).append(mine.tensor)
+        wanted: list[dict[str, Any]] = [
+            {
+                **_options(options),
+                "params": [
+                    tensor
+                    for parameter in dict.fromkeys(options["params"])
+                    for tensor in owned.get(number_of.get(id(parameter), -1), ())
+                ],
+            }
+            for options in groups
+        ]
+        # Some optimizers (Adagrad) make state or check shapes in their constructor only. So new
+        # pieces pass through a new optimizer, and the old one then adopts them and their state.
+        fresh = self.optimizer_class(wanted, **self.defaults) if pieces else None
+        if self.optimizer is None:
+            self.optimizer = fresh
+            return
+        for number, options in enumerate(wanted):
+            if number < len(self.optimizer.param_groups):
+                self.optimizer.param_groups[number]["params"].extend(options["params"])
+            else:
+                self.optimizer.add_param_group(options)
+        if fresh is not None:
+            self.optimizer.state.update(fresh.state)
+
+    @property
+    def portions(self) -> list[list[int]]:
+        """Numbers of the buckets that are stepped together: each one alone, while earlier ones are
+        gathered, if the optimizer is known to keep no state across parameters; otherwise all."""
+        numbers = list(range(len(self.buckets)))
+        if self.optimizer_class in ELEMENTWISE:
+            return [[number] for number in numbers]
+        return [numbers]
+
+    def add_squared_norm(self, total: torch.Tensor) -> None:
+        """Add the squared 2-norm of the reduced, undivided gradient of this shard to `total`: (),
+        float64."""
+        for gradient in self._own_gradients():
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            total += norm.square().to(total.device)
+
+    def exact_norm(self) -> list[float]:
+        """This rank's part of the same norm over all ranks, in bits that do not depend on the cuts
+        (exact_norm.py)."""
+        return partial_sum(self._own_gradients())
+
+    def _own_gradients(self) -> Iterator[torch.Tensor]:
+        for bucket, pieces in zip(self.buckets, self.pieces, strict=True):
+            reduced = bucket.own.reduced
+            own = [mine for mine in pieces if mine.range is bucket.own]
+            if reduced is not None:
+                yield reduced
+            else:
+                gradients = map(self._gradient_of, own)
+                yield from (gradient for gradient in gradients if gradient is not None)
+
+    def apply(
+        self,
+        portion: Sequence[int],
+        groups: Sequence[dict[str, Any]],
+        used: Sequence[bool],
+        divisor: float,
+        coefficient: float,
+    ) -> None:
+        """Step the pieces whose parameters have a gradient on some rank.
+
+        portion: numbers of the buckets.
+        groups: the parameter groups of the user's optimizer, whose options apply; numbers that the
+            optimizer keeps in its groups are written there.
+        used: per parameter, whether some rank has a gradient.
+        divisor: the summed gradient is divided by it.
+        coefficient: the mean gradient is multiplied by it.
+        """
+        for number in portion:
+            self.buckets[number].version += 1
+            self.buckets[number].runs_ahead()
+        if self.optimizer is None:
+            return
+        pieces = [mine for number in portion for mine in self.pieces[number]]
+        kept = [kept for number in portion for kept in self.buckets[number].ranges]
+        # On a GPU a whole range is scaled at once. On a CPU the tiles are: they stay in the cache.
+        at_once = 1.0 if _is_on_cpu(self.group) else coefficient
+        for part in kept:
+            part.take_parameters()
+            part.take_gradient(divisor, at_once)
+        for mine in pieces:
+            gradient = self._gradient_of(mine) if used[mine.piece.parameter] else None
+            is_scaled = at_once == coefficient and mine.range.gradient is not None
+            if coefficient != 1 and gradient is not None and not is_scaled:
+                gradient = gradient * coefficient  # A program's own `.grad` stays as it is.
+            mine.tensor.grad = gradient
+        _call(self.optimizer, "step", groups)
+        for mine in pieces:
+            mine.tensor.grad = None
+        for part in kept:
+            part.publish_master()
+
+    def switch(self, mode: str, groups: Sequence[dict[str, Any]]) -> None:
+        """Call the optimizer's `train()` or `eval()`, which may change the parameters.
+
+        mode: the name of the method. groups: as in `apply`.
+        """
+        kept = [kept for bucket in self.buckets for kept in bucket.ranges]
+        for part in kept:
+            part.take_parameters()
+        optimizer = self.optimizer
+        if optimizer is None:  # This rank owns no piece, and its groups follow all the same.
+            nothing = [{**_options(options), "params": []} for options in groups]
+            optimizer = self.optimizer_class(nothing, **self.defaults)
+        _call(optimizer, mode, groups)
+        for part in kept:
+            part.publish_master()
+        for bucket in self.buckets:
+            bucket.runs_ahead()
+
+    def _gradient_of(self, mine: KeptPiece) -> torch.Tensor | None:
+        piece, gradient = mine.piece, mine.range.gradient
+        if gradient is not None:
+            reduced = gradient[piece.shard_start : piece.shard_start + piece.numel]
+            return reduced.view(mine.tensor.shape)
+        whole = self.parameters[piece.parameter].grad
+        if whole is None:
+            return None
+        start = piece.parameter_start
+        flat = whole.reshape(-1)[start : start + piece.numel].to(mine.tensor.dtype)
+        return flat.view(mine.tensor.shape)
+
+    def bring_home(self) -> None:
+        """Take over what the program has done to parameters since the last step."""
+        # All first: a program may have swapped the memory of two of them.
+        rebound = [bucket.rebound() for bucket in self.buckets]
+        for bucket, spans in zip(self.buckets, rebound, strict=True):
+            bucket.bring_home(spans)
+
+    def gather(self) -> None:
+        """All-gather all parameters. Also on a GPU it returns when they have come."""
+        gathers = self.start_gather(range(len(self.buckets)))
+        for gather in gathers:
+            gather.wait()
+        if gathers:
+            gathers[-1].work.wait_on_host()  # It tells for all.
+
+    def start_gather(self, portion: Sequence[int]) -> list[Gather]:
+        """Start the all-gathers of the parameters in these buckets."""
+        return [self.buckets[number].start_gather(self.group) for number in portion]
+
+    def start_replicating(self) -> list[Work]:
+        """Start to send this rank's reduced gradients to the ranks with replicas of its shard."""
+        return [work for bucket in self.buckets if (work := bucket.start_replicating(self.group))]
+
+    # -- state by ranges -------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(
+            [tuple(parameter.shape) for parameter in self.parameters],
+            [bucket.plan for bucket in self.buckets],
+            [bucket.own.master.dtype for bucket in self.buckets],
+            [bucket.own.has_master for bucket in self.buckets],
+        )
+
+    def kept(self, replicas: int | None = None) -> list[Range]:
+        """The ranges that this rank keeps: its shard and its replicas; with 1 its shard alone."""
+        contents = [bucket.plan.content for bucket in self.buckets]
+        return kept_by(self.group.rank, self.group.size, contents, replicas or self.replicas)
+
+    def held(self) -> ShardState:
+        """All state that this rank keeps, without a copy: the optimizer steps these tensors."""
+        self.bring_home()
+        held = ShardState(self.kept())
+        for mine in (mine for pieces in self.pieces for mine in pieces):
+            assert self.optimizer is not None
+            state = self.optimizer.state.get(mine.tensor, {})
+            elements, whole = divided({**state, MASTER: mine.tensor}, mine.tensor.shape)
+            held.put(mine.piece.parameter, mine.where, elements, whole)
+        return held
+
+    def complete(
+        self,
+        held: ShardState,
+        inventories: Sequence[Inventory],
+        group: Group,
+        leaving: Sequence[int] = (),
+    ) -> int:
+        """Add to `held` all that this rank will keep in `group`, for `recut`; returns the bytes
+        sent. The parameters are those of shard_state.complete."""
+        return complete(held, inventories, self.layout, self.replicas, group, leaving)
+
+    def recut(
+        self,
+        group: Group,
+        reduced_in: Sequence[GradientBucket],
+        groups: Sequence[Mapping[str, Any]],
+        held: ShardState,
+    ) -> None:
+        """Cut the shards anew, for this rank of `group`.
+
+        reduced_in, groups: as for `add`.
+        held: values and state of at least all that this rank keeps in the new group.
+        """
+        self.group = group
+        self.pieces = []
+        for number, (bucket, reduced) in enumerate(zip(self.buckets, reduced_in, strict=True)):
+            bucket.cut(group, reduced.shard, self.replicas)
+            self.pieces.append(self._pieces_of(number, bucket))
+            for mine in self.pieces[-1]:
+                held.cut(mine.where, MASTER, mine.tensor.data)
+            for kept in bucket.ranges:
+                kept.publish_master()
+            bucket.runs_ahead()
+        self.optimizer = None
+        pieces = [mine for of_bucket in self.pieces for mine in of_bucket]
+        self._admit(pieces, groups)
+        optimizer: torch.optim.Optimizer | None = self.optimizer
+        for mine in pieces if optimizer is not None else ():
+            state = held.state_of(mine.piece.parameter, mine.where, mine.tensor)
+            if state and optimizer is not None:
+                optimizer.state[mine.tensor] = state
+
+    def publish(self, held: ShardState) -> None:
+        """Copy the values in `held` to the parameters; other elements stay unchanged."""
+        for everything in self.layout.everything():
+            bucket = self.buckets[everything.bucket]
+            held.cut(everything, MASTER, bucket.flat[: everything.stop])
+            bucket.give_out()
+
+    def load(self, states: Iterable[ShardState], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Load the optimizer's state from copies of `states`.
+
+        states: one per bucket, each with at least all that this rank keeps. An iterator may make
+            them one at a time: the optimizer changes only after the last one.
+        groups: the parameter groups of the user's optimizer, whose options apply.
+        """
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        loaded: dict[int, dict[str, Any]] = {}
+        masters: list[tuple[KeptPiece, torch.Tensor]] = []
+        for held, pieces in zip(states, self.pieces, strict=True):
+            for mine in pieces:
+                state = held.state_of(mine.piece.parameter, mine.where, mine.tensor)
+                loaded[id(mine.tensor)] = state
+                if mine.range.has_master:
+                    master = held.cut(mine.where, MASTER, mine.tensor.detach().clone())
+                    masters.append((mine, master))
+        plain = optimizer.state_dict()["param_groups"]
+        for options, ours in zip(plain, groups, strict=True):
+            options.update(_options(ours))
+        tensors = [tensor for options in optimizer.param_groups for tensor in options["params"]]
+        by_number = {n: state for n, tensor in enumerate(tensors) if (state := loaded[id(tensor)])}
+        optimizer.load_state_dict({"state": by_number, "param_groups": plain})
+        for mine, master in masters:
+            mine.tensor.data.copy_(master)
+
+    # -- state of whole parameters ---------------------------------------------------------------
+
+    def gather_state(self, to: int) -> dict[int, dict[str, Any]]:
+        """State of all parameters, by their id(), on rank `to`; empty on the others."""
+        gathered = gather_state(self.layout, self.held(), self.group, to)
+        numbered = [(self.parameters[number], state) for number, state in gathered.items()]
+        return {id(p): {k: in_format_of(p, v) for k, v in s.items()} for p, s in numbered}
+
+    def load_state(
+        self, saved: Mapping[int, tuple[str, Mapping[str, Any]]], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        """Load this rank's part of the state of whole parameters, after `check_fits`. saved: by
+        id() of a parameter, its name and its state. groups: the user's, with loaded options."""
+        self.load(self._whole(saved), groups)
+
+    def check_fits(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> None:
+        """Raises ValueError for state that does not fit its parameter, whichever rank owns it.
+        saved: as in `load_state`."""
+        for parameter in self.parameters:
+            name, state = saved.get(id(parameter), ("", {}))
+            check_fits(state, parameter.shape, name, self.verdict)
+
+    def _whole(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> Iterator[ShardState]:
+        for number, bucket in enumerate(self.buckets):
+            held = ShardState()
+            for parameter, offset, numel in bucket.plan.spans:
+                _, state = saved.get(id(self.parameters[parameter]), ("", {}))
+                if state:
+                    elements, whole = divided(state, self.parameters[parameter].shape)
+                    held.put(parameter, Range(number, offset, offset + numel), elements, whole)
+            yield held
+
+
+def _call(optimizer: torch.optim.Optimizer, method: str, groups: Sequence[dict[str, Any]]) -> None:
+    """Call a method of the inner optimizer with the options of the user's groups."""
+    for options, ours in zip(groups, optimizer.param_groups, strict=True):
+        # Schedulers and users change options in the groups of the user's optimizer.
+        ours.update(_options(options))
+    getattr(optimizer, method)()
+    for options, ours in zip(groups, optimizer.param_groups, strict=True):
+        # The optimizer may count in its groups (schedule-free ones do).
+        for key, value in ours.items():
+            if key != "params" and options.get(key) is not value:
+                options[key] = value
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a user's group without its parameters and names, which pieces do not have."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _is_on_cpu(group: Group) -> bool:
+    return group.device.type == "cpu"

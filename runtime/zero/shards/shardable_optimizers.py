@@ -1,0 +1,190 @@
+"""Which optimizers can be sharded, how finely, and what their options are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from collectives import Group
+from collectives.contract.articles import with_article
+
+from ...process.between_runs import between_runs
+from .optimizer_trial import Verdict, compared, is_known, trial_groups, try_out
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+"""Optimizers whose update of an element depends on that element alone, so any cut is exact. For all
+others, subclasses of these too, a trial finds out (optimizer_trial.py)."""
+
+_REFUSED = {
+    torch.optim.LBFGS: (
+        "its line search evaluates the closure with all parameters at once, and its directions "
+        "are inner products over all of them"
+    ),
+    torch.optim.SparseAdam: "only dense gradients are reduced; use Adam and dense embeddings",
+}
+
+
+_OPTIONS = {"learning_rate": "lr", "process_group": "group"}
+"""Names that are not those of an optimizer's options, and what to write."""
+
+_NO_PARAMETERS = {
+    "model": "a model",
+    "module": "a model",
+    "optimizer": "an optimizer",
+    "base_optimizer": "an optimizer",
+}
+"""Names of a constructor's first argument, and what it is."""
+
+
+def check_arguments(
+    params: object, optimizer_class: object, group: object, defaults: Mapping[str, Any]
+) -> None:
+    """Raises TypeError, with what to write, for arguments that are mistaken for others."""
+    if isinstance(optimizer_class, torch.optim.Optimizer):
+        kind = type(optimizer_class).__name__
+        raise TypeError(
+            f"optimizer_class must be a class, got an optimizer; write "
+            f"ZeroRedundancyOptimizer(model, torch.optim.{kind}, lr=...), which makes its own"
+        )
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
+        raise TypeError(
+            f"optimizer_class must be a class of optimizers, such as torch.optim.AdamW, got "
+            f"{optimizer_class!r}"
+        )
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"params is {with_article(type(params))} that chorusline has not wrapped; write "
+            "ZeroRedundancyOptimizer(DistributedDataParallel(module), ...). If your own code makes "
+            "the gradients equal on all ranks, pass module.parameters()"
+        )
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group must be a chorusline Group, got {type(group).__name__}")
+    known = inspect.signature(optimizer_class).parameters
+    first = next(iter(known), "")
+    if first in _NO_PARAMETERS:
+        raise TypeError(
+            f"{optimizer_class.__name__} cannot be sharded: it takes {_NO_PARAMETERS[first]}, not "
+            "parameters, and shards are made of these. Use it without ZeroRedundancyOptimizer, on "
+            "a DistributedDataParallel"
+        )
+    for name, ours in _OPTIONS.items():
+        if name in defaults and name not in known:
+            raise TypeError(f"{optimizer_class.__name__} has no option {name!r}; write {ours}=")
+
+
+def check_dense(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for a sparse parameter."""
+    for number, options in enumerate(groups):
+        for parameter in options["params"]:
+            if parameter.layout is not torch.strided:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} in group {number} is "
+                    f"{parameter.layout}, and shards are cut from dense parameters only; use "
+                    "parameter.to_dense(), or give it an optimizer of its own without "
+                    "ZeroRedundancyOptimizer"
+                )
+
+
+def check_shardable(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Raises ValueError, with the reason, for an optimizer that cannot be sharded."""
+    for refused, reason in _REFUSED.items():
+        if issubclass(optimizer_class, refused):
+            raise ValueError(f"{optimizer_class.__name__} cannot be sharded: {reason}")
+
+
+def verdict_on(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+) -> Verdict:
+    """How finely the optimizer's state may be cut. groups: with all options.
+
+    The answer is remembered. Raises ValueError, with the reason and what to use instead, for an
+    optimizer that cannot be sharded.
+    """
+    if optimizer_class in ELEMENTWISE:
+        return Verdict(elementwise=True)
+    tried = trial_groups(groups)
+    known = between_runs().verdicts.setdefault(optimizer_class, {})
+    key = compared((tried, defaults))
+    verdict: Verdict | None = known.get(key)
+    if verdict is None:
+        verdict = try_out(optimizer_class, tried, defaults)
+        if is_known(key):
+            known[key] = verdict
+    if verdict.refusal:
+        raise ValueError(verdict.refusal)
+    return verdict
+
+
+def complete_options(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[dict[str, Any]],
+    defaults: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Add the optimizer's defaults to the groups, in place, because schedulers read them there;
+    returns the defaults.
+
+    They come from an optimizer over empty tensors. It makes no state, and it raises its errors for
+    unsupported options or dimensions on all ranks, not only on those that own the parameter.
+    """
+    empty = [
+        {
+            **options,
+            "params": [
+                torch.nn.Parameter(p.new_empty((0,) * max(1, p.dim()))) for p in options["params"]
+            ],
+        }
+        for options in groups
+    ]
+    try:
+        probe = optimizer_class(empty, **defaults)
+    except Exception:
+        optimizer_class([dict(options) for options in groups], **defaults)  # It names real shapes.
+        raise
+    for options, complete in zip(groups, probe.param_groups, strict=True):
+        for name, value in complete.items():
+            options.setdefault(name, value)
+    return probe.defaults
+
+
+def describe_parameters(
+    groups: Sequence[Mapping[str, Any]],
+    first_group: int,
+    defaults: Mapping[str, Any],
+    verdict: Verdict,
+) -> list[str]:
+    """One text per parameter with all that must be equal on all ranks: shape, dtype, options that
+    are plain values, and the verdict. first_group: the number of groups[0]."""
+    cut = "cut anywhere" if verdict.elementwise else "never cut"
+    descriptions = []
+    for number, options in enumerate(groups, start=first_group):
+        plain = {
+            name: value.item() if isinstance(value, torch.Tensor) else value
+            for name, value in options.items()
+            if name in defaults and isinstance(value, int | float | str | tuple | torch.Tensor)
+        }
+        text = ", ".join(f"{name} {value}" for name, value in sorted(plain.items()))
+        descriptions += [
+            f"{tuple(p.shape)} {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}, in "
+            f"group {number} with {text}; {cut}"
+            for p in options["params"]
+        ]
+    return descriptions

@@ -1,0 +1,78 @@
+"""How a rank says which ranks were lost on its way from generation to generation."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.messages import Assignment, FormerRanks, Resumption
+from actors.run_status import Passage
+from actors.worker.passages import Passages
+
+
+def assignment(generation: int, size: int, rank: int = 0) -> Assignment:
+    return Assignment(generation, rank, size, rank, size, 0)
+
+
+def resumption(generation: int, former: list[int], leaving: tuple[int, ...] = ()) -> Resumption:
+    made = assignment(generation, len(former))
+    return Resumption(made, FormerRanks.of(former), (), leaving=leaving)
+
+
+def passed(
+    num_ranks: int, attempts: list[tuple[list[int], tuple[int, ...]]]
+) -> tuple[Passage, Passages]:
+    passages = Passages(num_ranks)
+    assert passages.entered(assignment(0, num_ranks), 1.0, 0, runs_again=True) is None
+    size = num_ranks
+    for generation, (former, leaving) in enumerate(attempts, start=1):
+        passages.left(generation + 1.0)
+        passages.attempted(resumption(generation, former, leaving))
+        size = len(former)
+    passage = passages.entered(assignment(len(attempts), size), 9.0, 7, runs_again=False)
+    assert passage is not None
+    return passage, passages
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "attempts", "lost", "left", "came"),
+    [
+        (3, [([0, 2], ())], (1,), (), ()),
+        (3, [([0, 2, -1], ())], (1,), (), (2,)),
+        (2, [([0, 1, -1], ())], (), (), (2,)),
+        # Rank 1 is lost, and while the others meet, what was rank 3.
+        (4, [([0, 2, 3], ()), ([0, 1], ())], (1, 3), (), ()),
+        # Rank 1 hands its state over in a generation of its own, and goes.
+        (3, [([0, 1, 2], (1,)), ([0, 2], ())], (1,), (1,), ()),
+        # A newcomer is lost before the function has run on it: nobody knew it.
+        (2, [([0, 1, -1], ()), ([0, 1], ())], (), (), ()),
+        # Of two that leave, one dies first.
+        (4, [([0, 1, 2, 3], (1, 3)), ([0, 1, 2], ()), ([0, 2], ())], (1, 3), (1, 3), ()),
+    ],
+)
+def test_ranks_are_traced_back_through_all_attempts(
+    num_ranks: int,
+    attempts: list[tuple[list[int], tuple[int, ...]]],
+    lost: tuple[int, ...],
+    left: tuple[int, ...],
+    came: tuple[int, ...],
+) -> None:
+    passage, _ = passed(num_ranks, attempts)
+    assert (passage.lost, passage.left, passage.came) == (lost, left, came)
+    assert (passage.left_at, passage.entered_at) == (2.0, 9.0), "it began with the first loss"
+    assert (passage.generation, passage.num_workers) == (len(attempts), len(attempts[-1][0]))
+    assert passage.step == 7
+
+
+def test_the_next_passage_begins_anew() -> None:
+    _, passages = passed(3, [([0, 2], ())])
+    passages.left(20.0)
+    passages.attempted(resumption(2, [1]))
+    passage = passages.entered(assignment(2, 1), 21.0, 9, runs_again=True)
+    assert passage == Passage(2, 20.0, 21.0, 1, (0,), (), (), True, 9)
+
+
+def test_a_rank_that_has_not_begun_has_left_nothing() -> None:
+    passages = Passages(3)
+    passages.left(1.0)
+    passages.attempted(resumption(1, [0, 2]))
+    assert passages.entered(assignment(1, 2), 2.0, 0, runs_again=True) is None

@@ -1,0 +1,49 @@
+"""Orders against a generation may come before its group, and before the order to go on in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from actors.actor_store import ActorStore
+from actors.journal import Journal
+from actors.messages import Assignment, RunRequest
+from actors.worker.run_here import RunHere
+from collectives import GroupAborted
+
+THIRD = Assignment(3, 0, 2, 0, 2, 0)
+
+
+def run_in(assignment: Assignment) -> RunHere:
+    request = RunRequest(0, timeout_s=60.0, keep_reports=False, max_failures=None)
+    nobody = object()  # No call is made.
+    return RunHere(assignment, request, ActorStore(nobody), Journal(keep=False), nobody)
+
+
+def test_an_order_to_freeze_stands_until_the_group_of_its_generation_is_made() -> None:
+    run, error = run_in(THIRD), GroupAborted(3, [], "a newcomer has come")
+    assert run.ends_with(3) is None
+    assert run.notes_freeze(3, error), "it is in that generation"
+    assert run.notes_freeze(3, GroupAborted(3, [], "the same, again"))
+    assert run.ends_with(3) is error, "the first one stands"
+    assert run.ends_with(4) is None
+
+
+def test_an_order_to_freeze_may_overtake_the_order_to_go_on() -> None:
+    run, error = run_in(THIRD), GroupAborted(4, [], "a newcomer has come")
+    assert not run.notes_freeze(4, error), "there is nothing to end yet"
+    assert run.ends_with(3) is None
+    run.assignment = replace(THIRD, generation=4)
+    assert run.ends_with(4) is error
+
+
+def test_an_order_to_freeze_that_comes_late_is_void() -> None:
+    run = run_in(THIRD)
+    assert not run.notes_freeze(2, GroupAborted(2, [], "long ago"))
+    assert run.ends_with(2) is None and run.ends_with(3) is None
+
+
+def test_the_order_to_stop_stands_against_every_generation() -> None:
+    run, stop = run_in(THIRD), GroupAborted(3, [], "the session was closed")
+    run.notes_freeze(3, GroupAborted(3, [], "a newcomer has come"))
+    run.stop_error = stop
+    assert run.ends_with(3) is stop and run.ends_with(4) is stop

@@ -1,0 +1,123 @@
+"""Weights as safetensors: read back bit by bit by that library's own loaders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import chorusline as cl
+from runtime.checkpoint.export import export
+from runtime.commands.command_line import main
+from tests.references.checkpoint_runs import in_run
+
+
+class Tied(torch.nn.Module):
+    """The last layer has the weights of the first; a buffer; an empty tensor; bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = torch.nn.Embedding(11, 6)
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.wte.weight
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.shift = torch.nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.arange(6).reshape(2, 3).t())
+        self.register_buffer("nothing", torch.empty(0, 4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.wte(batch))) + self.shift.sum()
+
+
+def save(group: cl.Group, place: Path, is_wrapped: bool, more: bool) -> dict[str, torch.Tensor]:
+    def train(ctx: cl.Context) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        plain = Tied()
+        model = cl.DistributedDataParallel(plain) if is_wrapped else plain
+        ctx.register("model", model)
+        ctx.register("optim", torch.optim.AdamW(plain.parameters()))
+        if more:
+            ctx.register("critic", torch.nn.Linear(2, 1))
+        ctx.save().wait()
+        return dict(plain.state_dict())
+
+    kept: dict[str, torch.Tensor] = in_run(group, train, cl.CheckpointConfig(place))
+    return kept
+
+
+def train_without_a_module(ctx: cl.Context) -> None:
+    ctx.register("optim", torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], momentum=0.9))
+    ctx.save().wait()
+
+
+def same(found: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Bit by bit."""
+    return (found.dtype, found.shape) == (saved.dtype, saved.shape) and found.contiguous().view(
+        -1
+    ).view(torch.uint8).tolist() == saved.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_safetensors_loads_back_every_bit_and_ties_what_was_tied(
+    ranks_of, tmp_path: Path, is_wrapped: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    safetensors = pytest.importorskip("safetensors", reason="safetensors is not installed")
+    from safetensors.torch import load_file, load_model
+
+    place, file = tmp_path / "place", tmp_path / "weights.safetensors"
+    saved, _ = ranks_of(2).run(save, place, is_wrapped, False)
+    assert main(["checkpoint", "export", str(place), str(file)]) == 0
+    assert "step 0" in capsys.readouterr().out
+    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == [file.name]
+
+    found = load_file(file)
+    assert found.keys() == saved.keys() - {"head.weight"}, "tied weights are written once"
+    assert all(same(found[name], saved[name]) for name in found)
+    with safetensors.safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    assert metadata == {"format": "pt", "chorusline.step": "0", "head.weight": "wte.weight"}
+
+    torch.manual_seed(9)
+    model = Tied()
+    assert load_model(model, file) == (set(), []), (
+        "strict: nothing is missing, nothing is left over"
+    )
+    assert model.head.weight is model.wte.weight
+    assert all(same(tensor, saved[name]) for name, tensor in model.state_dict().items())
+
+
+def test_several_modules_have_their_registered_names_before_their_tensors(
+    ranks_of, tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    from safetensors.torch import load_file
+
+    (saved,) = ranks_of(1).run(save, tmp_path / "place", True, True)
+    target = tmp_path / "weights.bin"
+    export(tmp_path / "place", target, "safetensors")
+    found = load_file(target)
+    assert found.keys() == {
+        *(f"model.{name}" for name in saved if name != "head.weight"),
+        "critic.weight",
+        "critic.bias",
+    }
+
+
+def test_what_cannot_be_written_as_safetensors_is_said(
+    ranks_of, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, file = tmp_path / "place", tmp_path / "weights.safetensors"
+    ranks_of(1).run(in_run, train_without_a_module, cl.CheckpointConfig(place))
+    with monkeypatch.context() as patched:
+        patched.setattr("importlib.util.find_spec", lambda name: None)
+        assert main(["checkpoint", "export", str(place), str(file)]) == 1
+    assert "pip install 'chorusline[safetensors]'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="format must be one of torch, safetensors, got 'gguf'"):
+        export(place, file, "gguf")
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    assert main(["checkpoint", "export", str(place), str(file)]) == 1
+    assert "has no weights: no module is among what was registered (optim)" in (
+        capsys.readouterr().err
+    )
+    assert not file.exists()

@@ -1,0 +1,139 @@
+"""Training in the steps of `ctx.steps`, for comparisons of bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.invariance_training import digest
+from collectives import Group
+from runtime.data.dealer import Dealer
+from runtime.data.step_rows import DatasetRows
+from runtime.data.steps import Steps
+from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+
+class Tied(torch.nn.Module):
+    """A small transformer with dropout, and one matrix for the first and the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(17, 12)
+        self.block = torch.nn.TransformerEncoderLayer(
+            12, 3, 20, dropout=0.2, batch_first=True, norm_first=True
+        )
+        self.head = torch.nn.Linear(12, 17, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.block(self.words(tokens)))
+        return logits
+
+
+def tokens_of(number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return list(torch.randint(0, 17, (number, 6), generator=generator))
+
+
+def points_of(number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return list(torch.randn(number, 10, generator=generator))
+
+
+def loss_of_tokens(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    logits = model(batch[:, :-1])
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def loss_of_points(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+def _perceptron() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(10, 33), torch.nn.Tanh(), torch.nn.Dropout(0.3), torch.nn.Linear(33, 1)
+    )
+
+
+def _normalised() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(10, 21), torch.nn.BatchNorm1d(21), torch.nn.ReLU(), torch.nn.Linear(21, 2)
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Any, Any]] = {
+    "transformer": (Tied, tokens_of, loss_of_tokens),
+    "perceptron": (_perceptron, points_of, loss_of_points),
+    "normalised": (_normalised, points_of, loss_of_points),
+}
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.02}),
+}
+
+
+def stepped(
+    group: Group,
+    model_name: str = "perceptron",
+    optimizer_name: str = "adamw",
+    *,
+    sharded: bool = True,
+    num_samples: int = 53,
+    global_batch_size: int = 16,
+    micro_batch_size: int = 3,
+    epochs: int = 2,
+    max_norm: float | None = None,
+    weighs: bool = False,
+    deterministic: bool = True,
+    paces: list[float] | None = None,
+) -> tuple[str, str, list[list[float]]]:
+    """Train; the digests of parameters and buffers, of the optimizer's state, and the samples that
+    this rank has seen, by micro-batch (their first element)."""
+    make, data, loss_of = MODELS[model_name]
+    optimizer_class, options = OPTIMIZERS[optimizer_name]
+    torch.manual_seed(3)
+    model = DistributedDataParallel(make().to(group.device), group, bucket_cap_mb=0.004)
+    if sharded:
+        optimizer: Any = ZeroRedundancyOptimizer(
+            model, optimizer_class, max_norm=max_norm, **options
+        )
+    else:
+        optimizer = optimizer_class(model.parameters(), **options)
+    seen = []
+    dealer = Dealer(group.rank, group.size)
+    for epoch in range(epochs):
+        rows = DatasetRows(data(num_samples), epoch=epoch, seed=0, shuffle=True)
+        steps = Steps(
+            rows,
+            global_batch_size,
+            micro_batch_size,
+            key="",
+            group=lambda: group,
+            dealer=dealer,
+            epoch=epoch,
+            deterministic=deterministic,
+        )
+        for step in steps:
+            if paces is not None:
+                steps._paces = paces
+            for batch in step:
+                seen.append(batch.flatten(1)[:, 0].tolist())
+                loss = loss_of(model, batch.to(group.device))
+                if weighs:
+                    loss = model.weigh(loss, 0.1 * (1 + len(batch)))
+                loss.backward()
+            if max_norm is not None and not sharded:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    if sharded:
+        optimizer.consolidate_state_dict(0)
+    state = optimizer.state_dict() if not sharded or group.rank == 0 else None
+    tensors = dict(model.module.state_dict())
+    return digest(tensors), digest(state), seen

@@ -1,0 +1,97 @@
+"""What `make dist` builds, and that it works where nothing else of this repository is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.harness.head_node import ENVIRONMENT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+PACKAGES = ("collectives", "actors", "runtime")
+
+
+def test_the_classifiers_name_every_python_from_the_oldest_on() -> None:
+    named = [
+        int(found[1])
+        for line in PROJECT["classifiers"]
+        if (found := re.fullmatch(r"Programming Language :: Python :: 3\.(\d+)", line))
+    ]
+    oldest = int(PROJECT["requires-python"].removeprefix(">=3."))
+    assert named == [*range(oldest, oldest + len(named))]
+    assert sys.version_info.minor in named
+
+
+def test_every_extra_says_what_it_brings_where_people_install() -> None:
+    page = (ROOT / "docs/getting-started.md").read_text()
+    for extra in PROJECT["optional-dependencies"]:
+        assert f"| `{extra}` |" in page, f"docs/getting-started.md has no row for {extra!r}"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    # -o: the environment that runs the tests is there, and is not made anew.
+    given = (f"DIST={folder}", f"BIN={Path(sys.executable).parent}")
+    _run("make", "-o", ".venv/installed", "dist", *given, cwd=ROOT, timeout_s=300)
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_wheel_and_an_sdist_have_all_files_of_the_packages(built: tuple[Path, Path]) -> None:
+    wheel, sdist = built
+    ours = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for pattern in ("*.py", "py.typed")
+        for path in (ROOT / package).rglob(pattern)
+    } | {"chorusline.py"}
+    in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert in_wheel == ours
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names >= ours | {"README.md", "LICENSE", "pyproject.toml"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_ten_lines_run_in_a_clean_environment_from_either_file(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env/bin/python"
+    (tmp_path / "ten_lines.py").write_text(PROGRAM)
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    of_versions = ("-c", ROOT / "constraints.txt")
+    for file, how in zip(built, ((), ("--no-deps", "--force-reinstall")), strict=True):
+        _run(*pip, *of_versions, *how, file, cwd=tmp_path, timeout_s=800)
+        where = "import runtime, chorusline; print(runtime.__file__, chorusline.__file__)"
+        places = _run(python, "-c", where, cwd=tmp_path, timeout_s=60).split()
+        assert all(place.startswith(str(tmp_path / "env")) for place in places)
+        said = _run(python, "ten_lines.py", cwd=tmp_path, timeout_s=300)
+        assert len(eval(said.strip().splitlines()[-1])) == 2, "one result per rank"
+        command = (python.with_name("chorusline"), "--version")
+        assert _run(*command, cwd=tmp_path, timeout_s=60) == f"chorusline {PROJECT['version']}\n"
+
+
+def _run(*command: str | Path, cwd: Path, timeout_s: float) -> str:
+    """What the command prints, in an environment that does not know this repository."""
+    env = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

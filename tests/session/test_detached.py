@@ -1,0 +1,325 @@
+"""Sessions that outlive their program: it is killed, and its driver and keeper as well."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import chorusline as cl
+from actors.errors import StartupError
+from actors.lasting import Lasting
+from runtime.session.detached.face import Face
+from tests.harness.programs import output_of
+
+WITHIN_S = 2.0
+"""From the call of attach to the session with its history."""
+
+PROGRAM = """
+import asyncio, json, os, sys, time
+import torch
+import chorusline as cl
+
+def train(ctx, num_samples, pause_s):
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(3, 1)))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(
+        model, torch.optim.SGD, lr=0.01, replicas=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    samples = torch.arange(3.0 * num_samples).reshape(num_samples, 3) / num_samples
+    for epoch in ctx.epochs(1):
+        with cl.Join([model, optim]):
+            for batch in ctx.shard(samples, 1, epoch=epoch, shuffle=False):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                ctx.report(sample=round(batch[0, 0].item() * num_samples / 3), step=ctx.step)
+                if ctx.rank == 0 and ctx.step % 10 == 0:
+                    print(f"at step {ctx.step}", flush=True)
+                time.sleep(pause_s)
+    return ctx.step, [parameter.flatten().tolist() for parameter in model.parameters()]
+
+async def main():
+    given = json.loads(sys.argv[1])
+    few = {"CPU": 0.2}
+    async with cl.Session(detached=True, resources_per_worker=few, **given["session"]) as s:
+        print("started", flush=True)
+        if given["num_samples"]:
+            run = await s.submit(train, num_samples=given["num_samples"], pause_s=given["pause_s"])
+            print("submitted", run, flush=True)
+            if given["waits"]:
+                print(json.dumps(await s.results()), flush=True)
+
+asyncio.run(main())
+"""
+
+
+class Script:
+    """A program that has a detached session, in a process of its own."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], **given: Any) -> None:
+        script = folder / "night.py"
+        script.write_text(PROGRAM)
+        given = {"num_samples": 0, "pause_s": 0.02, "waits": True} | given
+        self.process = subprocess.Popen(
+            [sys.executable, script, json.dumps(given)],
+            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    async def says(self, word: str) -> str:
+        assert self.process.stdout is not None
+        while line := await asyncio.to_thread(self.process.stdout.readline):
+            if word in line:
+                return line
+        pytest.fail(self.process.communicate()[1])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+async def name(cluster: None) -> AsyncIterator[str]:
+    """A name for a session, which is ended after the test if it is there still."""
+    name = f"night-{random.randrange(10**6)}"
+    yield name
+    with contextlib.suppress(StartupError):
+        async with cl.attach(name) as session:
+            await session.stop()
+    assert Lasting(name).keeper() is None
+    assert Lasting(name).saved("run") is None, "the head remembers nothing of it"
+
+
+def pids(name: str) -> dict[str, int]:
+    lasting = Lasting(name)
+    (driver,) = lasting.drivers().values()
+    actors = {"driver": driver, "keeper": lasting.keeper()}
+    return {
+        who: ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30)
+        for who, actor in actors.items()
+    }
+
+
+def check_run(results: list[Any], reports: list[cl.Report], num_samples: int) -> None:
+    """No step was lost or taken twice, and each sample was used once."""
+    steps = {result[0] for result in results}
+    taken = Counter(report.values["sample"] for report in reports)
+    assert taken == Counter(range(num_samples))
+    assert len(steps) == 1
+    for rank in {report.rank for report in reports}:
+        theirs = [report.step for report in reports if report.rank == rank]
+        assert theirs == list(range(len(theirs)))
+    assert all(result[1] == results[0][1] for result in results)
+
+
+@pytest.mark.promise("the death of the program that has a detached session, with the driver's")
+async def test_a_program_that_dies_with_its_driver_costs_no_step_and_another_one_attaches(
+    name: str, on_cluster: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = {"num_workers": 2, "max_failures": 1, "name": name}
+    script = Script(tmp_path, on_cluster, session=given, num_samples=240)
+    await script.says("submitted")
+    with pytest.raises(StartupError, match=f"chorusline stop {name}"):  # The name is taken.
+        await Face.started(name, cl.Session, {}, 1.0, {})
+    os.kill(pids(name)["driver"], signal.SIGKILL)
+    script.kill()
+
+    async with cl.attach(name) as session:
+        assert session.num_workers == 2
+        with pytest.raises(RuntimeError, match="runs another function"):
+            await session.submit(lambda ctx: None)
+        results = await session.results()
+        reports = await session.reports()
+        check_run(results, reports, 240)
+        assert "[rank 0] at step 110" in capfd.readouterr().out
+        assert await session.run(lambda ctx: ctx.rank) == [0, 1], "it takes the next function"
+        running = await session.submit(lambda ctx: asyncio.sleep(60))
+        assert running == 2
+        assert await session.interrupt()
+        with pytest.raises(cl.GroupAborted, match="interrupted"):
+            await session.results()
+
+
+def test_wrong_names_are_told_with_the_mend_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match=r"needs a name.*Session\(name='night', detached=True\)"):
+        cl.Session(detached=True)
+    with pytest.raises(ValueError, match="detached=True"):
+        cl.Session(name="night")
+    for wrong in ("", "a/b", "-x", "x" * 65, "session-1"):
+        with pytest.raises(ValueError, match="letters, digits"):
+            cl.Session(name=wrong, detached=True)
+    with pytest.raises(TypeError, match="must be a string"):
+        cl.Session(name=3, detached=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="idle_timeout_s"):
+        cl.Session(name="night", detached=True, idle_timeout_s=0)
+
+
+async def test_a_cluster_that_ends_with_the_program_and_a_session_that_is_not_there_are_refused(
+    cluster: None,
+) -> None:
+    with pytest.raises(StartupError, match="ray start --head"):  # This process has started it.
+        await cl.Session(name="night", detached=True).start()
+    with pytest.raises(StartupError, match=r"no detached session 'nigth'.*there is none"):
+        await cl.attach("nigth")
+    session = cl.Session()
+    with pytest.raises(RuntimeError, match=r"cl\.attach"):
+        await session.results()
+
+
+def instants(kind: str) -> Iterator[float]:
+    draw = random.Random(kind)
+    return iter([draw.uniform(0.0, 4.0) for _ in range(2)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "victims",
+    ["script", "driver", "driver script", "keeper", "keeper script", "driver keeper script"],
+)
+async def test_a_kill_at_a_random_instant_costs_no_step_and_attaching_takes_less_than_two_seconds(
+    name: str, on_cluster: dict[str, str], tmp_path: Path, victims: str
+) -> None:
+    given = {"num_workers": 2, "max_failures": 1, "name": name}
+    script = Script(tmp_path, on_cluster, session=given, num_samples=600)
+    await script.says("submitted")
+    killed = pids(name)
+    for pause_s in instants(victims):
+        await asyncio.sleep(pause_s)
+        for victim in victims.split():
+            if victim == "script":
+                script.kill()
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(killed[victim], signal.SIGKILL)
+        began = time.monotonic()
+        session = await cl.attach(name)
+        history = await session.reports()
+        if "keeper" not in victims:  # Ray takes its time to start another one.
+            assert time.monotonic() - began < WITHIN_S
+            assert history
+        await session.close()
+    async with cl.attach(name) as session:
+        results = await session.results()
+        check_run(results, await session.reports(), 600)
+    if "script" not in victims:
+        assert json.loads(await script.says("[[")) == [list(one) for one in results]
+        script.process.communicate()
+
+
+@pytest.mark.slow
+async def test_an_idle_session_ends_gives_its_room_back_and_keeps_its_results(
+    name: str, on_cluster: dict[str, str], tmp_path: Path
+) -> None:
+    given = {"num_workers": 2, "name": name, "idle_timeout_s": 3.0}
+    script = Script(tmp_path, on_cluster, session=given, num_samples=20)
+    await script.says("submitted")
+    script.kill()
+    lasting = Lasting(name)
+    async with asyncio.timeout(90):
+        while lasting.workers():
+            await asyncio.sleep(0.5)
+    async with cl.attach(name) as session:
+        check_run(await session.results(), await session.reports(), 20)
+        with pytest.raises(RuntimeError, match="idle for its limit of 3 s"):
+            await session.submit(lambda ctx: None)
+    again = Script(tmp_path, on_cluster, session=given)
+    await again.says("started")  # The name is free.
+    again.kill()
+
+
+@pytest.mark.slow
+async def test_the_command_line_lists_shows_and_stops_a_detached_session(
+    name: str, on_cluster: dict[str, str], tmp_path: Path
+) -> None:
+    def command(*words: str) -> str:
+        arguments = ("-m", "runtime.commands.command_line", *words)
+        return output_of(*arguments, timeout_s=120, environment=on_cluster)
+
+    given = {"num_workers": 2, "name": name}
+    script = Script(tmp_path, on_cluster, session=given, num_samples=600)
+    await script.says("submitted")
+    script.kill()
+    listed = await asyncio.to_thread(command, "status", "--once")
+    assert (
+        f"{name}: run 0" in listed and "without a run and a client it ends after 30 min" in listed
+    )
+    shown = await asyncio.to_thread(command, "attach", name)
+    assert "[rank 0] at step 290" in shown and "[rank 1] returned (300, " in shown
+    assert "has ended" in await asyncio.to_thread(command, "stop", name)
+    with pytest.raises(AssertionError, match="no detached session"):
+        await asyncio.to_thread(command, "attach", name)
+
+
+@pytest.mark.slow
+async def test_nothing_is_left_of_a_session_whose_keeper_is_gone_for_good(
+    name: str, on_cluster: dict[str, str], tmp_path: Path
+) -> None:
+    script = Script(tmp_path, on_cluster, session={"num_workers": 2, "name": name})
+    await script.says("started")
+    script.kill()
+    lasting = Lasting(name)
+    keeper = lasting.keeper()
+    ray.kill(keeper, no_restart=True)
+    async with asyncio.timeout(90):
+        while lasting.workers() or lasting.drivers():
+            await asyncio.sleep(0.5)
+    lasting.forget()
+
+
+@pytest.mark.slow
+def test_a_kernel_that_is_killed_leaves_the_run_to_the_next_one(
+    name: str, on_cluster: dict[str, str], tmp_path: Path
+) -> None:
+    pytest.importorskip("ipykernel")
+    from tests.harness.kernels import Kernel
+
+    code = PROGRAM.split("async def main")[0]
+    first = Kernel(RAY_ADDRESS=on_cluster["RAY_ADDRESS"])
+    try:
+        assert first.run(code).error is None
+        assert (
+            first.run(
+                f"night = await cl.Session(2, name={name!r}, detached=True, max_failures=1, "
+                "resources_per_worker={'CPU': 0.2})\n"
+                "await night.submit(train, num_samples=400, pause_s=0.05)"
+            ).error
+            is None
+        )
+        time.sleep(3)
+    finally:
+        first.manager.shutdown_kernel(now=True)
+    second = Kernel(RAY_ADDRESS=on_cluster["RAY_ADDRESS"])
+    try:
+        attached = second.run(
+            "import chorusline as cl, time\nbegan = time.monotonic()\n"
+            f"night = await cl.attach({name!r})\nhistory = await night.reports()\n"
+            "print(bool(history), night.state.value)"
+        )
+        assert attached.error is None, attached.traceback
+        assert "True" in attached.printed
+        shown = second.run("results = await night.results()\nresults[0][0]")
+        assert shown.error is None, shown.traceback
+        assert shown.value == "200"
+        last = shown.only_display()[-1]["text/html"]
+        assert "sample" in last and "<svg" in last, "the live view has the history"
+        assert second.run("await night.stop()").error is None
+    finally:
+        second.manager.shutdown_kernel(now=True)

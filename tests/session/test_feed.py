@@ -1,0 +1,78 @@
+"""What a keeper holds of a run: all of its end, a little of its beginning, and no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from actors.crew.listening import News
+from actors.messages import Report
+from actors.output import OUT, Piece, Position, Printed
+from runtime.session.detached import feed as module
+from runtime.session.detached.feed import Feed, Place
+
+
+def report(rank: int, step: int) -> Report:
+    return Report(rank, step, float(step), {"loss": 1.0 / (step + 1)})
+
+
+def printed(text: bytes) -> tuple[int, Printed]:
+    return 0, Printed((Piece(OUT, text, 0),), Position(), 0, False, ("", ""), "")
+
+
+def test_whoever_reads_in_time_gets_every_report_once_and_in_order() -> None:
+    feed, place, got = Feed("a"), Place(keeper="a"), []
+    for step in range(70_000):
+        feed.add(News([report(0, step), report(1, step)]))
+        if step % 7_000 == 6_999:
+            news, place = feed.since(place)
+            got += [(one.rank, one.step) for one in news.reports]
+    news, place = feed.since(place)
+    assert news.reports == [] and place.reports == 140_000
+    assert got == [(rank, step) for step in range(70_000) for rank in (0, 1)]
+
+
+def test_a_long_run_keeps_its_beginning_thinly_and_its_end_whole() -> None:
+    feed = Feed()
+    num_steps = 400_000
+    for first in range(0, num_steps, 1000):
+        feed.add(News([report(rank, s) for s in range(first, first + 1000) for rank in (0, 1)]))
+    kept = feed.reports()
+    assert len(kept) <= module.MOST_RECENT + module.MOST_OLDER
+    assert kept == feed.since(feed.beginning())[0].reports
+    assert [one.step for one in kept if one.rank == 0] == [
+        one.step for one in kept if one.rank == 1
+    ], "the curves of all ranks have the same points"
+    older = [one.step for one in kept[: -module.MOST_RECENT] if one.rank == 0]
+    gaps = Counter(b - a for a, b in pairwise(older))
+    assert older[0] == 0 and len(gaps) == 1, "evenly spaced from the beginning on"
+    recent = [one.step for one in kept[-module.MOST_RECENT :] if one.rank == 0]
+    assert recent == list(range(num_steps - module.MOST_RECENT // 2, num_steps))
+
+
+def test_a_newcomer_is_shown_the_end_of_the_output_and_a_reader_all_of_it() -> None:
+    feed = Feed("a")
+    place = feed.beginning()
+    for number in range(100):
+        feed.add(News(printed=[printed(b"%4d" % number * 1024)]))  # 4 KiB each
+    assert len(feed.since(place)[0].printed) == 100
+    tail = feed.since(feed.beginning())[0].printed
+    assert len(tail) == module.TAIL_BYTES // 4096
+    assert tail[-1][1].pieces[0].data == b"  99" * 1024
+
+
+def test_output_that_nobody_reads_does_not_grow() -> None:
+    feed = Feed()
+    piece = bytes(1 << 20)
+    for _ in range(40):
+        feed.add(News(printed=[printed(piece)]))
+    news, _ = feed.since(Place(0, 0, ""))
+    assert len(news.printed) == module.MOST_PRINTED_BYTES >> 20
+
+
+def test_the_place_of_another_keeper_is_none() -> None:
+    feed = Feed("second")
+    feed.add(News([report(0, step) for step in range(5)]))
+    news, place = feed.since(Place(100, 100, "first"))
+    assert [one.step for one in news.reports] == list(range(5))
+    assert place == Place(5, 0, "second")

@@ -1,0 +1,96 @@
+"""Which rank computes which micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from runtime.data.micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
+from runtime.data.stragglers import LONG_S, Stragglers, slowness
+
+
+def test_a_step_is_cut_into_micro_batches_and_the_last_one_may_be_smaller() -> None:
+    assert sizes_of_step(8, 3) == [3, 3, 2]
+    assert sizes_of_step(4, 3) == [3, 1]
+    assert sizes_of_step(3, 3) == [3]
+    for num, micro in itertools.product(range(1, 20), range(1, 8)):
+        sizes = sizes_of_step(num, micro)
+        assert sum(sizes) == num
+        assert all(size == micro for size in sizes[:-1])
+        assert 0 < sizes[-1] <= micro
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 6))
+@pytest.mark.parametrize("num", range(1, 14))
+def test_equally_fast_ranks_get_equal_consecutive_parts(num: int, num_ranks: int) -> None:
+    for paces in ([0.0] * num_ranks, [1.0 + 0.05 * rank for rank in range(num_ranks)]):
+        holders = deal_micro_batches(num, paces)
+        assert holders == sorted(holders)
+        counts = [holders.count(rank) for rank in range(num_ranks)]
+        assert sum(counts) == num
+        assert max(counts) - min(counts) <= 1
+
+
+def test_a_slow_rank_gets_less_and_never_nothing() -> None:
+    assert deal_micro_batches(9, [1.0, 2.0]) == [0] * 6 + [1] * 3
+    assert deal_micro_batches(9, [1.0, 100.0]) == [0] * 8 + [1]
+    assert deal_micro_batches(2, [1.0, 100.0, 1.0]).count(1) <= 1
+    # A rank whose pace is not known counts as an average one.
+    assert deal_micro_batches(8, [1.0, 0.0, 3.0]).count(1) >= 2
+
+
+def makespan(counts: list[int], paces: list[float]) -> float:
+    return max(count * pace for count, pace in zip(counts, paces, strict=True))
+
+
+@pytest.mark.parametrize("paces", [[1.0, 1.5, 3.0], [2.0, 1.0, 1.0], [5.0, 1.0, 2.0]])
+@pytest.mark.parametrize("num", [3, 5, 8])
+def test_the_last_rank_is_done_as_early_as_it_can_be(num: int, paces: list[float]) -> None:
+    counts = [deal_micro_batches(num, paces).count(rank) for rank in range(3)]
+    every = itertools.product(range(1, num + 1), repeat=3)
+    best = min(makespan([*one], paces) for one in every if sum(one) == num)
+    assert makespan(counts, paces) == best
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 5))
+def test_those_that_stay_keep_theirs_and_share_those_of_lost_ranks(num_ranks: int) -> None:
+    ranks = range(num_ranks)
+    for num in range(1, 9):
+        before = deal_micro_batches(num, [0.0] * num_ranks)
+        for stay in range(1, num_ranks):
+            for former in itertools.permutations(ranks, stay):
+                after = deal_again(before, former, [0.0] * stay)
+                assert len(after) == num
+                for old, new in zip(before, after, strict=True):
+                    if old in former:
+                        assert new == former.index(old)
+                counts = [after.count(rank) for rank in range(stay)]
+                kept = [before.count(old) for old in former]
+                assert all(a >= b for a, b in zip(counts, kept, strict=True))
+                # The last one to be done is done as early as it can be.
+                added = zip(counts, kept, strict=True)
+                busiest = max((count for count, held in added if count > held), default=0)
+                assert busiest <= min(counts) + 1
+
+
+def test_a_newcomer_shares_too() -> None:
+    assert deal_again([0, 0, 1, 1, 2, 2], [0, 2, -1], [0.0] * 3) == [0, 0, 2, 2, 1, 1]
+
+
+def test_a_rank_that_stays_far_behind_is_named_once() -> None:
+    seen = Stragglers()
+    assert seen.note([1.0, 1.0, 5.0], 0.0) == []
+    assert seen.note([1.0, 1.0, 5.0], LONG_S - 1) == []
+    assert seen.note([1.0, 1.0, 5.0], LONG_S) == [2]
+    assert seen.note([1.0, 1.0, 5.0], 2 * LONG_S) == []
+    # It has caught up in between, so it begins anew.
+    assert seen.note([1.0, 1.0, 1.1], 2 * LONG_S + 1) == []
+    assert seen.note([1.0, 1.0, 5.0], 2 * LONG_S + 2) == []
+    assert seen.note([1.0, 1.0, 5.0], 3 * LONG_S + 2) == [2]
+
+
+def test_how_slow_a_rank_is_is_measured_by_the_median_of_the_others() -> None:
+    assert slowness([1.0, 1.0, 3.0, 90.0], 2) == 3.0
+    assert slowness([2.0, 0.0], 0) == 0.0  # The other one is not known.
+    assert slowness([2.0], 0) == 0.0

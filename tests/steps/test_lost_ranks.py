@@ -1,0 +1,134 @@
+"""A rank dies inside a step of `ctx.steps`: the others compute its micro-batches in the same step.
+
+What they end with has the bits of one worker, which nothing happened to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chorusline as cl
+from tests.references.killed_runs import PHASES
+from tests.references.stepped_runs import Enough, Told, train
+from tests.references.stepped_training import points_of
+
+_ALONE: dict[Any, Told] = {}
+
+
+async def told_alone(**options: Any) -> Told:
+    """What one worker ends with."""
+    key = tuple(sorted(options.items()))
+    if key not in _ALONE:
+        few = {"CPU": 0.1}
+        async with cl.Session(1, resources_per_worker=few, timeout_s=20) as session:
+            [_ALONE[key]] = await session.run(train, victims={}, replicas=1, **options)
+    return _ALONE[key]
+
+
+def assert_same(told: list[Told], alone: Told) -> None:
+    assert {one.parameters for one in told} == {alone.parameters}
+    assert {one.noise for one in told} == {alone.noise}
+    assert {one.num_steps for one in told} == {alone.num_steps}
+    assert told[0].state == alone.state
+
+
+CASES = [
+    pytest.param(phase, number % 3, marks=[] if number % 4 == 0 else [pytest.mark.slow], id=phase)
+    for number, phase in enumerate(["in a micro-batch", "behind the loop", *PHASES])
+]
+
+
+@pytest.mark.parametrize(("phase", "victim"), CASES)
+async def test_a_death_in_a_step_brings_the_others_its_micro_batches(
+    session: cl.Session, cluster: None, phase: str, victim: int
+) -> None:
+    alone = await told_alone()
+    told = await session.run(train, victims={victim: (2, phase)})
+    assert {one.world_size for one in told} == {2}
+    assert_same(told, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model_name", ["transformer", "normalised"])
+async def test_one_death_after_another_leaves_one_that_has_everything(
+    session: cl.Session, cluster: None, model_name: str
+) -> None:
+    options: dict[str, Any] = {"model_name": model_name, "max_norm": 0.05}
+    options |= {"num_samples": 54, "micro_batch_size": 4}
+    alone = await told_alone(**options)
+    victims = {0: (1, "in a micro-batch"), 2: (4, "when it has seen the ballot")}
+    told = await session.run(train, victims=victims, **options)
+    assert [one.world_size for one in told] == [1]
+    assert_same(told, alone)
+
+
+@pytest.mark.parametrize(
+    "phase", ["in a micro-batch", pytest.param("behind the loop", marks=pytest.mark.slow)]
+)
+async def test_with_a_plain_optimizer_the_step_is_taken_again_with_the_same_bits(
+    session: cl.Session, cluster: None, phase: str
+) -> None:
+    options = {"sharded": False, "registers": True, "optimizer_name": "sgd"}
+    alone = await told_alone(**options)
+    told = await session.run(train, victims={1: (2, phase)}, **options)
+    assert {one.world_size for one in told} == {2}
+    assert_same(told, alone)
+
+
+@pytest.mark.slow
+async def test_a_registered_run_goes_on_in_place_as_well(
+    session: cl.Session, cluster: None
+) -> None:
+    options = {"registers": True, "optimizer_name": "sgd"}
+    alone = await told_alone(**options)
+    told = await session.run(train, victims={1: (5, "before it votes (3)")}, **options)
+    assert_same(told, alone)
+
+
+async def test_the_rows_of_a_stream_make_the_same_steps(session: cl.Session, cluster: None) -> None:
+    with cl.Stream(points_of(53)) as stream:
+        few = {"CPU": 0.1}
+        async with cl.Session(1, resources_per_worker=few, timeout_s=20) as other:
+            [alone] = await other.run(train, victims={}, replicas=1, stream=stream)
+    with cl.Stream(points_of(53)) as stream:
+        told = await session.run(train, victims={1: (2, "in a micro-batch")}, stream=stream)
+    assert {one.world_size for one in told} == {2}
+    assert_same(told, alone)
+    seen = sorted(x for one in told for own in one.seen.values() for x in own)
+    assert set(seen) <= {float(row[0]) for row in points_of(53)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [True, False])
+async def test_a_checkpoint_inside_an_epoch_goes_on_at_another_number_of_workers(
+    session: cl.Session, cluster: None, tmp_path: Path, sharded: bool
+) -> None:
+    options = {"sharded": sharded, "registers": True, "optimizer_name": "sgd"}
+    alone = await told_alone(**options)
+    few = {"CPU": 0.1}
+    places = {"storage_path": str(tmp_path), "num_to_keep": 2}
+    for number, checkpoint_at in ((2, 2), (3, 5), (1, -1)):
+        config = cl.CheckpointConfig(**places)
+        async with cl.Session(
+            number, resources_per_worker=few, timeout_s=20, checkpoint=config
+        ) as other:
+            run = other.run(
+                train,
+                victims={},
+                replicas=min(number, 2),
+                checkpoint_at=checkpoint_at,
+                **options,
+            )
+            if checkpoint_at >= 0:
+                with pytest.raises(Enough):
+                    await run
+            else:
+                told = await run
+    assert told[0].parameters == alone.parameters
+    assert told[0].state == alone.state
+    assert told[0].noise == alone.noise
+    assert [*told[0].seen] == [(1, 2), (1, 3)]

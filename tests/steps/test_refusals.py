@@ -1,0 +1,253 @@
+"""What cannot be a step of `ctx.steps` is a sentence with its mend."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import chorusline as cl
+from runtime.data.dealer import Dealer
+from runtime.data.step_rows import DatasetRows
+from runtime.data.steps import Steps
+
+
+def steps_of(
+    group: cl.Group, num: int = 8, whole: int = 4, part: int = 2, shuffle: bool = True
+) -> Steps:
+    data = list(torch.randn(num, 3))
+    dealer = Dealer(group.rank, group.size)
+    rows = DatasetRows(data, epoch=0, seed=0, shuffle=shuffle)
+    return Steps(rows, whole, part, key="", group=lambda: group, dealer=dealer)
+
+
+def made(group: cl.Group, sharded: bool = True, **options: Any) -> tuple[Any, Any]:
+    model = cl.DistributedDataParallel(torch.nn.Linear(3, 2), group)
+    if sharded:
+        return model, cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, **options)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def in_join(group: cl.Group) -> None:
+    model, optim = made(group)
+    with cl.Join([model, optim]):
+        next(iter(steps_of(group)))
+
+
+def without_gradients(group: cl.Group) -> None:
+    model, _ = made(group)
+    with torch.no_grad():
+        next(iter(steps_of(group)))
+    model.eval()
+
+
+def without_a_model(group: cl.Group) -> None:
+    for step in steps_of(group):
+        list(step)
+
+
+def with_a_hook(group: cl.Group) -> None:
+    model, _ = made(group, sharded=False)
+    model.register_comm_hook(None, allreduce_hook)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch)
+
+
+def with_sync_batch_norm(group: cl.Group) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), cl.SyncBatchNorm(2))
+    model = cl.DistributedDataParallel(net, group)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch)
+
+
+def with_buffers_that_stay(group: cl.Group) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    model = cl.DistributedDataParallel(net, group, broadcast_buffers=False)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch)
+
+
+def with_overlap(group: cl.Group) -> None:
+    model, _optim = made(group, overlap_with_ddp=True)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch)
+
+
+def left_early(group: cl.Group) -> None:
+    model, _ = made(group)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+            break
+
+
+def iterated_twice(group: cl.Group) -> None:
+    model, _ = made(group)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+        list(step)
+
+
+def not_stepped(group: cl.Group) -> None:
+    model, _optim = made(group)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+
+
+def without_backward(group: cl.Group) -> None:
+    model, _ = made(group)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch)
+
+
+def backward_behind_the_loop(group: cl.Group) -> None:
+    model, _ = made(group, sharded=False)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def options_changed(group: cl.Group) -> None:
+    model, optim = made(group)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+        optim.param_groups[0]["lr"] = 0.2
+        optim.step()
+
+
+def clipped_by_hand(group: cl.Group) -> None:
+    model, optim = made(group)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optim.step()
+
+
+def weighed_in_part(group: cl.Group) -> None:
+    model, _ = made(group)
+    for step in steps_of(group):
+        for number, batch in enumerate(step):
+            loss = model(batch).mean()
+            (loss if number else model.weigh(loss, 2.0)).backward()
+
+
+WRONG: dict[str, tuple[Callable[[cl.Group], None], type[Exception], str]] = {
+    "Join": (in_join, RuntimeError, "needs no Join"),
+    "no_grad": (without_gradients, RuntimeError, "ctx.shard"),
+    "no model": (without_a_model, RuntimeError, "Wrap the model before the loop"),
+    "hook": (with_a_hook, RuntimeError, "leave the hook out"),
+    "SyncBatchNorm": (with_sync_batch_norm, RuntimeError, "Leave the layers as BatchNorm"),
+    "buffers": (with_buffers_that_stay, RuntimeError, "leave broadcast_buffers out"),
+    "overlap": (with_overlap, RuntimeError, "leave overlap_with_ddp out"),
+    "break": (left_early, RuntimeError, "without a break"),
+    "twice": (iterated_twice, RuntimeError, "iterated once"),
+    "no step()": (not_stepped, RuntimeError, "Call optimizer.step()"),
+    "no backward()": (without_backward, RuntimeError, "call backward()"),
+    "late backward()": (backward_behind_the_loop, RuntimeError, "inside the loop over the step's"),
+    "options": (options_changed, RuntimeError, "behind optimizer.step()"),
+    "clip_grad_norm_": (clipped_by_hand, RuntimeError, "max_norm"),
+    "weighed in part": (weighed_in_part, RuntimeError, "1 of the 2 micro-batches"),
+    "sizes": (lambda group: print(steps_of(group, part=5)), ValueError, "the part of a step"),
+    "no size": (lambda group: print(steps_of(group, whole=0)), ValueError, "at least 1"),
+    "no number": (lambda group: print(steps_of(group, part=1.5)), TypeError, "a whole number"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_use_is_a_sentence_with_its_mend(alone: cl.Group, wrong: str) -> None:
+    act, kind, mend = WRONG[wrong]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(kind, match=mend.replace("(", r"\(").replace(")", r"\)")):
+            act(alone)
+
+
+def test_behind_a_loop_that_was_left_backward_passes_reduce_again(alone: cl.Group) -> None:
+    model, optim = made(alone)
+    for step in steps_of(alone):
+        for batch in step:
+            model(batch).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        break
+    before = model.module.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    optim.step()
+    assert torch.allclose(model.module.weight, before - 0.1)
+
+
+def test_a_scaled_loss_is_unscaled_and_an_overflow_skips_the_step(alone: cl.Group) -> None:
+    def trained(scaled: bool, overflow_at: int = -1) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, optim = made(alone)
+        scaler = cl.GradScaler(optim, init_scale=1024.0, enabled=scaled)
+        torch.manual_seed(1)
+        for step in steps_of(alone, num=12):
+            if not scaled and step.number == overflow_at:
+                # The same samples, but no step.
+                optim.param_groups[0]["lr"] = 0.0
+            for batch in step:
+                loss = model(batch).square().mean()
+                if scaled and step.number == overflow_at:
+                    loss = loss * torch.inf
+                scaler.scale(loss).backward()
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+            optim.param_groups[0]["lr"] = 0.1
+        weight: torch.Tensor = model.module.weight.detach().clone()
+        return weight
+
+    assert torch.equal(trained(True), trained(False))
+    assert torch.equal(trained(True, 1), trained(False, 1))
+
+
+def test_the_mean_is_over_samples_and_equals_one_large_batch(alone: cl.Group) -> None:
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        model, optim = made(alone, sharded)
+        steps = steps_of(alone, num=7, whole=7, part=2, shuffle=False)
+        torch.manual_seed(0)
+        plain = torch.nn.Linear(3, 2)
+        plain(torch.stack(steps._rows._given)).square().mean().backward()
+        for step in steps:
+            for batch in step:
+                model(batch).square().mean().backward()
+            optim.step()
+        expected = plain.weight - 0.1 * plain.weight.grad
+        assert torch.allclose(model.module.weight, expected, atol=1e-6)
+
+
+def test_models_that_no_micro_batch_uses_do_as_they_always_do(alone: cl.Group) -> None:
+    hooked, _ = made(alone, sharded=False)
+    hooked.register_comm_hook(None, allreduce_hook)
+    beside, other = made(alone)
+    beside(torch.ones(1, 3)).sum().backward()
+    before = beside.module.weight.detach().clone()
+    model, optim = made(alone)
+    for step in steps_of(alone):
+        for batch in step:
+            model(batch).sum().backward()
+        optim.step()
+        if step.number == 0:
+            other.step()  # With the gradient from before the loop.
+        else:
+            beside(torch.ones(1, 3)).sum().backward()
+            other.step()
+        other.zero_grad()
+    assert torch.allclose(beside.module.weight, before - 0.2)
+    assert hooked.module.weight.grad is None

@@ -1,0 +1,45 @@
+"""The number of ranks is invisible in the steps of `ctx.steps`: one gives the bits of four."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.references.stepped_training import stepped
+
+
+def run(ranks_of: Any, size: int, options: dict[str, Any]) -> list[Any]:
+    return ranks_of(size).run(_stepped, options)
+
+
+def _stepped(group: Any, options: dict[str, Any]) -> Any:
+    return stepped(group, **options)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "transformer": {"model_name": "transformer"},
+    "buffers": {
+        "model_name": "normalised",
+        "optimizer_name": "sgd",
+        "micro_batch_size": 4,
+        "num_samples": 54,
+    },
+    "plain": {"sharded": False, "optimizer_name": "sgd"},
+    "plain, clipped": {"sharded": False, "max_norm": 0.05},
+    "clipped": {"max_norm": 0.05},
+    "weighed": {"weighs": True},
+    "adafactor": {"optimizer_name": "adafactor"},
+    "fewer micro-batches than ranks": {"global_batch_size": 6, "micro_batch_size": 3},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_ranks_gives_the_bits_of_one(ranks_of: Any, case: str) -> None:
+    alone = run(ranks_of, 1, CASES[case])[0]
+    samples = sorted(x for batch in alone[2] for x in batch)
+    for size in (2, 3, 4):
+        results = run(ranks_of, size, CASES[case])
+        assert {one[0] for one in results} == {alone[0]}
+        assert results[0][1] == alone[1]
+        assert sorted(x for one in results for batch in one[2] for x in batch) == samples
