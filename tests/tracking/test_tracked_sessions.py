@@ -25,10 +25,11 @@ def train(
     num_steps: int = 6,
     lr: float = 0.25,
     dies_at: int | None = None,
+    died: Path = Path(),
     step_s: float = 0.0,
     save_at: int = 0,
 ) -> list[tuple[int, float]]:
-    """Returns (step, loss) of each report. Rank 1 dies once, behind its report of `dies_at`."""
+    """Returns (step, loss) of each report. Rank 1 dies behind that of `dies_at`, and makes `died`."""
     torch.manual_seed(1)
     model = cl.DistributedDataParallel(torch.nn.Linear(4, 1))
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=lr, replicas=2)
@@ -45,7 +46,8 @@ def train(
         time.sleep(step_s)
         if save_at == number:
             ctx.save().wait()
-        if number == dies_at and ctx.rank == 1 and ctx.generation == 0:
+        if number == dies_at and ctx.rank == 1 and not died.exists():
+            died.touch()
             time.sleep(0.7)  # Its reports are pulled meanwhile.
             os.kill(os.getpid(), signal.SIGKILL)
     return reported
@@ -86,7 +88,7 @@ async def test_a_killed_rank_is_an_event_with_its_rank_its_step_and_the_seconds(
     file = tmp_path / "runs.jsonl"
     monkeypatch.setattr(session, "_trackers", checked_trackers(f"jsonl:{file}"))
     began_at = time.time()
-    await session.run(train, num_steps=12, lr=1e-4, dies_at=5)
+    await session.run(train, num_steps=12, lr=1e-4, dies_at=5, died=tmp_path / "died")
     lines = read(file)
     steps = [one for one in lines if "loss" in one]
     assert [one["step"] for one in steps] == [*range(1, 13)], "each step once"
