@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 from collectives.contract.errors import CollectiveError
 from collectives.diagnosis.debug import DebugLevel
 
+from .arrivals import Readiness as Readiness
 from .fault_plan import Order
 from .run_status import RunStatus
 
@@ -207,6 +208,8 @@ class Frozen:
     plain_steps: steps that this rank has taken with optimizers that hold no ballots.
     can_save: the ranks that are left can write everything that counts to a checkpoint.
     saved: the path of the run's last checkpoint, if it was written in this generation.
+    takes_in: the function goes on where it is when a worker comes that has rehearsed (arrivals.py).
+    is_at_boundary: it waits between two steps for such a worker.
     """
 
     rank: int
@@ -222,6 +225,8 @@ class Frozen:
     plain_steps: int = 0
     can_save: bool = False
     saved: str = ""
+    takes_in: bool = False
+    is_at_boundary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,20 +294,6 @@ class Resumption:
     @property
     def former_ranks(self) -> tuple[int, ...]:
         return self.former.ranks()
-
-
-class Readiness(enum.Enum):
-    """What would become of the function of a rank if its generation were ended now. A driver asks
-    before it ends one for no need: to take a newcomer in, or to let ranks leave."""
-
-    RUNS_AGAIN = "runs again"
-    """It can run again from the top: all that has to survive is registered."""
-
-    PARKS = "parks"
-    """It cannot run again, and waits in its next step of a sharded optimizer."""
-
-    NOT_YET = "not yet"
-    """It could not go on: it has not registered what has to survive, perhaps not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +411,9 @@ class WorkerState(enum.Enum):
     TRAINING = "training"
     """The user's function runs."""
 
+    REHEARSING = "rehearsing"
+    """The user's function runs up to its first step, before the worker comes to the others."""
+
     STOPPING = "stopping"
     """The worker was told to abort, and the training thread has not ended yet."""
 
@@ -466,6 +460,9 @@ class MemberState(enum.Enum):
 
     RUNNING = "running"
     """The worker has a rank in the run in progress."""
+
+    REHEARSING = "rehearsing"
+    """The worker has none yet, and runs the function by itself (arrivals.py)."""
 
     STUCK = "stuck"
     """The worker did not stop in time; it is READY again only when it answers that it is idle."""

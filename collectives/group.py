@@ -89,6 +89,9 @@ class Group(HostReads, ObjectCollectives, Subgroups):
     A group belongs to the process that made it; a fork of the process may only drop it.
     """
 
+    rehearses = False
+    """Whether this rank runs its function by itself, without peers (rehearsal.py)."""
+
     def __init__(
         self,
         communicator: Communicator,

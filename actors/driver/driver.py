@@ -21,6 +21,7 @@ import ray
 
 from .. import messages
 from ..actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
+from ..arrivals import Readiness, Score, Ticket
 from ..calls import (
     Actor,
     ActorGone,
@@ -231,7 +232,7 @@ class Driver(StoreActor):
         ]
         # The notice comes again: if the ranks could not go on now, perhaps they can then.
         said = await self.readiness(run, ranks)
-        self._report(run, events.Leaving(who, why, messages.Readiness.NOT_YET not in said))
+        self._report(run, events.Leaving(who, why, Readiness.NOT_YET not in said))
 
     async def froze(self, run: int, frozen: messages.Frozen) -> None:
         """A rank of the run has frozen itself; `Worker.resume` will tell it how to go on."""
@@ -240,6 +241,16 @@ class Driver(StoreActor):
     async def finished(self, run: int, rank: int, generation: int) -> None:
         """The function has returned on a rank, which waits for `Worker.release`."""
         self._report(run, events.RankFinished(rank, generation))
+
+    async def rehearsed(self, run: int, worker_id: str, ticket: Ticket) -> None:
+        """A worker that comes waits at its first step; `Worker.resume` will tell it to go on."""
+        self._report(run, events.Rehearsed(worker_id, ticket))
+
+    async def declined(
+        self, run: int, generation: int, number: int, why: str, is_final: bool
+    ) -> None:
+        """A rank does not take in the workers to which it was invited."""
+        self._report(run, events.Declined(generation, number, why, is_final))
 
     def _report(self, run: int, event: Event) -> None:
         if self._run == run and self._events is not None:
@@ -265,7 +276,7 @@ class Driver(StoreActor):
             ),
         )
 
-    async def readiness(self, run: int, worker_ids: Iterable[str]) -> list[messages.Readiness]:
+    async def readiness(self, run: int, worker_ids: Iterable[str]) -> list[Readiness]:
         """What would become of these ranks if their generation were ended now."""
         calls = {
             worker_id: self._workers[worker_id].readiness.remote(run)
@@ -274,8 +285,7 @@ class Driver(StoreActor):
         }
         said = await answers(calls, _ANSWER_S)
         return [
-            word if isinstance(word, messages.Readiness) else messages.Readiness.NOT_YET
-            for word in said.values()
+            word if isinstance(word, Readiness) else Readiness.NOT_YET for word in said.values()
         ]
 
     def worker(self, worker_id: str) -> Actor:
@@ -313,16 +323,12 @@ class _Errands:
         for one in todo:
             match one:
                 case instructions.StartRank(worker_id, assignment, resumption):
-                    arguments = (
-                        assignment,
-                        self._request,
-                        self._store,
-                        self._program,
-                        self._actor,
-                        resumption,
-                    )
                     rank = f"rank-{assignment.rank}"
-                    self._start(self._await_end(worker_id, "run", *arguments), rank)
+                    self._start(self._await_rank(worker_id, assignment, resumption), rank)
+                case instructions.Rehearse(worker_id):
+                    self._start(self._rehearse(one), f"rehearsal-{worker_id}")
+                case instructions.Invite(worker_id, invitation):
+                    self._start(self._call(worker_id, "invite", invitation), f"invite-{worker_id}")
                 case instructions.AttachRank(worker_id):
                     attached = self._await_end(worker_id, "attach", self._request.run, self._actor)
                     self._start(attached, f"attach-{worker_id}")
@@ -367,6 +373,31 @@ class _Errands:
 
     def _start(self, errand: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.append(self._group.create_task(errand, name=name))
+
+    async def _await_rank(
+        self,
+        worker_id: str,
+        assignment: messages.Assignment,
+        resumption: messages.Resumption | None,
+        score: bytes = b"",
+    ) -> None:
+        arguments = (assignment, self._request, self._store, self._program, self._actor)
+        await self._await_end(worker_id, "run", *arguments, resumption, score)
+
+    async def _rehearse(self, one: instructions.Rehearse) -> None:
+        try:
+            # The rank gives it between two steps.
+            call = self._remote(one.source, "score", self._request.run)
+            score: Score = await answer(call, self._request.timeout_s)
+        except (ActorGone, NoAnswer) as error:
+            score, is_final = Score(why_not=error.detail), False
+        else:
+            is_final = not score.payload
+        if not score.payload:
+            ended = events.RehearsalEnded(one.worker_id, score.why_not, is_final)
+            self._events.put_nowait(ended)
+            return
+        await self._await_rank(one.worker_id, one.assignment, None, score.payload)
 
     async def _await_end(self, worker_id: str, method: str, *arguments: object) -> None:
         """Make the call that lasts as long as the rank runs."""
@@ -413,8 +444,9 @@ class _Errands:
         pause_s = _AGAIN_S
         while self._driver.is_in(generation):
             said = await self._driver.readiness(self._request.run, worker_ids)
-            if all(one is messages.Readiness.RUNS_AGAIN for one in said):
-                self._events.put_nowait(events.RanksReady(generation))
+            if all(one in (Readiness.RUNS_AGAIN, Readiness.TAKES_IN) for one in said):
+                take_in = all(one is Readiness.TAKES_IN for one in said)
+                self._events.put_nowait(events.RanksReady(generation, take_in))
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)

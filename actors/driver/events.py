@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..arrivals import Ticket
 from ..messages import Failure, Frozen, Stand, Success, WorkerInfo
 from ..whereabouts import Whereabouts
 
@@ -112,9 +113,40 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class RanksReady:
-    """The functions of all ranks can run again now, with newcomers."""
+    """The functions of all ranks can run again now, with newcomers. take_in: all of them can also
+    go on where they are when a worker comes that has rehearsed."""
 
     generation: int
+    take_in: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """A worker that comes waits at its first step."""
+
+    worker_id: str
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsalEnded:
+    """A worker that was to rehearse could not begin. why: for people. is_final: and could not later
+    either."""
+
+    worker_id: str
+    why: str
+    is_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """A rank does not take in the workers to which it was invited. number: of the invitation.
+    is_final: it would not do so later either."""
+
+    generation: int
+    number: int
+    why: str
+    is_final: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +201,9 @@ Event: TypeAlias = (
     | RankSilent
     | PatienceEnded
     | RanksReady
+    | Rehearsed
+    | RehearsalEnded
+    | Declined
     | PauseEnded
     | LastSaveEnded
     | Leaving

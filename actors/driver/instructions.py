@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from collectives.contract.errors import CollectiveError
 
+from ..arrivals import Invitation
 from ..messages import Assignment, Resumption, RunFailed, RunSucceeded
 
 
@@ -18,6 +19,26 @@ class StartRank:
     worker_id: str
     assignment: Assignment
     resumption: Resumption | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearse:
+    """Have a worker run the program by itself up to its first step, as the rank that it will be.
+
+    source: the worker that gives the score. The worker's end comes as that of a rank.
+    """
+
+    worker_id: str
+    assignment: Assignment
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """Ask a rank to take in workers that have rehearsed, behind one of its next steps."""
+
+    worker_id: str
+    invitation: Invitation
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +158,8 @@ class EndRun:
 
 Instruction: TypeAlias = (
     StartRank
+    | Rehearse
+    | Invite
     | AttachRank
     | AskRanks
     | AwaitReadiness

@@ -76,11 +76,12 @@ from collectives.contract.errors import CollectiveError, GroupAborted
 from .. import messages, whereabouts
 from ..messages import Cancellation, Failure, Loss, MemberState
 from . import events, instructions, last_generation, orders
+from .arrivals import Arrivals
 from .events import Event
 from .instructions import Instruction
 from .regeneration import Regeneration
+from .roster import Roster
 from .run_state import (
-    Member,
     Phase,
     RunState,
     assign,
@@ -94,14 +95,8 @@ from .situation import Plan, Situation, assess, newcomers_of
 from .takeover import found_in
 
 
-class Membership:
+class Membership(Roster):
     """Who belongs to the session, in which generation, and how the run in progress stands."""
-
-    def __init__(self) -> None:
-        self._members: dict[int, Member] = {}  # by seat
-        self._generation = -1
-        self._formed: tuple[str, ...] = ()  # worker ids by rank, while the generation is healthy
-        self._run: RunState | None = None
 
     def handle(self, event: Event) -> list[Instruction]:
         run = self._run
@@ -116,7 +111,7 @@ class Membership:
                 return []
             case events.WorkerRegistered(worker, generation):
                 is_new = self._register(worker, generation)
-                return self._newcomer(run, worker) if run is not None and is_new else []
+                return self._newcomer(run) if run is not None and is_new else []
             case events.WorkerDied(worker_id, detail):
                 self._note_death(worker_id)
                 return self._worker_died(run, worker_id, detail) if run is not None else []
@@ -125,6 +120,10 @@ class Membership:
         match event:
             case events.RankEnded(ending, worker_id):
                 return self._rank_ended(run, ending, worker_id)
+            case events.Rehearsed(worker_id, ticket):
+                return self._arrivals.ready(worker_id, ticket, run.members)
+            case events.RehearsalEnded(worker_id, _, is_final):
+                return self._rehearsal_ended(run, worker_id, is_final=is_final)
             case events.Leaving():
                 return self._leaving(run, event)
             case events.RanksAnswered(answers):
@@ -132,7 +131,8 @@ class Membership:
             case events.RunCancelled(reason):
                 return self._stop(run, Cancellation(reason))
             case events.GraceEnded():
-                return self._end(run) if run.phase is Phase.STOPPING else []
+                self._arrivals.abandon()
+                return self._end(run) if run.phase is Phase.STOPPING else self._end_if_over(run)
         if event.generation != self._generation:
             return []  # It was sent when the sender did not know of the present generation.
         match event:
@@ -145,8 +145,10 @@ class Membership:
             case events.PatienceEnded():
                 late = [run.members[rank].info.worker_id for rank in run.round.unfrozen]
                 return self._fence(run, late, "its function did not come to a stop in time")
-            case events.RanksReady():
-                return self._ranks_ready(run)
+            case events.RanksReady(_, take_in):
+                return self._ranks_ready(run, take_in)
+            case events.Declined(_, number, why, is_final):
+                return self._arrivals.declined(number, why, is_final=is_final)
             case events.PauseEnded():
                 if run.phase is not Phase.PAUSED:
                     return []  # Enough workers came, or the run ends.
@@ -156,33 +158,6 @@ class Membership:
                 if run.phase not in (Phase.SAVING_LAST, Phase.FREEZING_LAST):
                     return []
                 return self._end_given_up(run, "what the ranks had was not saved in time")
-
-    def snapshot(self, incarnation: int) -> messages.DriverSnapshot:
-        return messages.DriverSnapshot(
-            incarnation,
-            self._generation,
-            self._run.number if self._run else None,
-            tuple((member.info, member.state) for _, member in sorted(self._members.items())),
-        )
-
-    # ── Who is there ─────────────────────────────────────────────────────────────────────────────
-
-    def _register(self, worker: messages.WorkerInfo, generation: int) -> bool:
-        """Whether the worker is idle and new to the run in progress."""
-        known = self._members.get(worker.seat)
-        if known and known.info == worker and known.state is MemberState.RUNNING:
-            return False  # It was asked twice, and has a rank meanwhile.
-        self._members[worker.seat] = Member(worker, MemberState.READY)
-        if generation > self._generation:
-            self._generation = generation
-            self._formed = ()
-        return True
-
-    def _note_death(self, worker_id: str) -> None:
-        for member in self._members.values():
-            if member.info.worker_id == worker_id:
-                member.state = MemberState.LOST
-                self._formed = ()
 
     # ── How a run begins ─────────────────────────────────────────────────────────────────────────
 
@@ -203,6 +178,7 @@ class Membership:
             self._generation += 1
             self._formed = order
         ranks = set(range(len(members)))
+        self._arrivals = Arrivals()
         self._run = RunState(
             number, fewest, started.max_failures, members, ranks, started.saves_last
         )
@@ -220,6 +196,7 @@ class Membership:
             found.members[rank].state = MemberState.RUNNING
         self._generation = found.generation
         self._formed = tuple(member.info.worker_id for member in found.members)
+        self._arrivals = Arrivals()
         run = self._run = RunState(
             taken.run,
             taken.fewest,
@@ -254,6 +231,9 @@ class Membership:
     def _rank_ended(
         self, run: RunState, ending: messages.Success | Failure, worker_id: str
     ) -> list[Instruction]:
+        if worker_id in self._arrivals.by_id:
+            is_final = isinstance(ending, Failure)
+            return self._rehearsal_ended(run, worker_id, is_final=is_final)
         if ending.rank not in run.running:
             return []
         if worker_id and run.members[ending.rank].info.worker_id != worker_id:
@@ -267,7 +247,7 @@ class Membership:
         todo = self._rank_returned(run) if run.goes_on else []
         if self._run is None:
             return todo  # `_rank_returned` has ended the run.
-        return todo if run.running or run.is_asking else self._end(run)
+        return [*todo, *self._end_if_over(run)]
 
     def _rank_returned(self, run: RunState) -> list[Instruction]:
         """A rank has ended with its result, in a run that goes on: a rank does that only when it
@@ -289,6 +269,8 @@ class Membership:
         return self._stop(run, Cancellation(unknown))
 
     def _worker_died(self, run: RunState, worker_id: str, detail: str) -> list[Instruction]:
+        if worker_id in self._arrivals.by_id:
+            return self._rehearsal_ended(run, worker_id, is_dead=True)
         for rank in sorted(run.running):
             if run.members[rank].info.worker_id == worker_id:
                 run.running.discard(rank)
@@ -306,10 +288,11 @@ class Membership:
 
     def _release(self, run: RunState) -> list[Instruction]:
         run.phase = Phase.RELEASED
-        return [
+        releases = [
             instructions.ReleaseRank(run.members[rank].info.worker_id)
             for rank in sorted(run.running)
         ]
+        return [*releases, *self._call_off()]
 
     # ── Rule 3: a run goes on ────────────────────────────────────────────────────────────────────
 
@@ -336,25 +319,50 @@ class Membership:
         run.round.froze(frozen)
         return [*todo, *self._decide(run)]
 
-    def _newcomer(self, run: RunState, worker: messages.WorkerInfo) -> list[Instruction]:
-        match run.phase:
-            case Phase.FREEZING | Phase.PAUSED:
-                return self._decide(run)  # It may be the one that the run waits for.
-            case Phase.RUNNING if run.goes_on and run.takes_newcomers:
-                if run.asked_in == self._generation:
-                    return []  # Another newcomer waits for the same answer.
-                run.asked_in = self._generation
-                return [instructions.AwaitReadiness(run.worker_ids, self._generation)]
-        return []  # It waits for the next run.
+    def _newcomer(self, run: RunState) -> list[Instruction]:
+        """A worker waits that has no rank."""
+        if run.phase in (Phase.FREEZING, Phase.PAUSED):
+            return self._decide(run)  # It may be the one that the run waits for.
+        return self._ask(run)
 
-    def _ranks_ready(self, run: RunState) -> list[Instruction]:
-        """Newcomers wait, and the functions can run again with them."""
+    def _ask(self, run: RunState) -> list[Instruction]:
+        """If workers wait, ask the ranks whether they could be taken in."""
+        may_come = run.phase is Phase.RUNNING and run.goes_on and run.takes_newcomers
+        if not may_come or not newcomers_of(run, self._members.values()):
+            return []  # They wait for the next run.
+        if self._arrivals.by_id:
+            return []  # Others come, and these afterwards.
+        if run.asked_in == self._generation:
+            return []  # Another newcomer waits for the same answer.
+        run.asked_in = self._generation
+        return [instructions.AwaitReadiness(run.worker_ids, self._generation)]
+
+    def _ranks_ready(self, run: RunState, take_in: bool) -> list[Instruction]:
+        """Newcomers wait, and the functions can run again with them, or go on and take them in."""
         run.asked_in = -1  # Those that come from now on wait for another answer.
         come = newcomers_of(run, self._members.values())
-        if run.phase is not Phase.RUNNING or not come:
+        if run.phase is not Phase.RUNNING or self._arrivals.by_id or not come:
             return []
+        if take_in and self._arrivals.are_possible:
+            return self._arrivals.begin(run.members, come, self._generation)
         who = "; ".join(str(member.info) for member in come)
         return self._open_round(run, GroupAborted(self._generation, [], f"{who} has come"))
+
+    def _rehearsal_ended(
+        self, run: RunState, worker_id: str, *, is_dead: bool = False, is_final: bool = False
+    ) -> list[Instruction]:
+        """A worker that was to come does not rehearse any more."""
+        if worker_id not in self._arrivals.by_id:
+            return []
+        todo = self._arrivals.ended(worker_id, is_dead=is_dead, is_final=is_final)
+        if run.phase in (Phase.RELEASED, Phase.STOPPING):
+            return [*todo, *self._end_if_over(run)]
+        return [*todo, *self._newcomer(run)]
+
+    def _call_off(self) -> list[Instruction]:
+        """The run ends: so do the rehearsals."""
+        called_off = self._arrivals.call_off("the run ends")
+        return [*called_off, instructions.StartGrace()] if called_off else []
 
     def _leaving(self, run: RunState, notice: events.Leaving) -> list[Instruction]:
         if not run.goes_on or run.phase not in (Phase.RUNNING, Phase.FREEZING, Phase.PAUSED):
@@ -397,7 +405,7 @@ class Membership:
 
     def _decide(self, run: RunState) -> list[Instruction]:
         """What follows from the open round: the second table above."""
-        outlook = assess(run, self._members.values())
+        outlook = assess(run, self._members.values(), self._arrivals)
         match run.phase, outlook.situation:
             case _, Situation.INCOMPLETE:
                 # A rank that has not frozen may have seen a ballot that counts for all.
@@ -412,7 +420,8 @@ class Membership:
                 return []
             case _, Situation.TOO_FEW:
                 run.phase = Phase.PAUSED
-                return [instructions.StartPause(self._generation)]
+                called_off = self._arrivals.call_off("all functions run again with it")
+                return [instructions.StartPause(self._generation), *called_off]
         assert outlook.plan is not None
         return self._form(run, outlook.plan)
 
@@ -431,7 +440,8 @@ class Membership:
         self._formed = tuple(member.info.worker_id for member in plan.members)
         for member in plan.members:
             member.state = MemberState.RUNNING
-        return [*dismissed, *orders.beginnings(plan, self._generation, entered, run.gives_up)]
+        told = orders.beginnings(plan, self._generation, entered, run.gives_up)
+        return [*dismissed, *told, *self._arrivals.formed(plan.members), *self._ask(run)]
 
     def _give_up(self, run: RunState, why: str) -> list[Instruction]:
         """The run cannot go on: it ends with the last loss, or with the error of a rank. All ranks
@@ -467,7 +477,7 @@ class Membership:
             ask.append(instructions.AskRanks(run.worker_ids))
         was_stopping, run.phase = run.phase is Phase.STOPPING, Phase.STOPPING
         if not run.running:
-            return ask if run.is_asking else self._end(run)
+            return [*ask, *self._call_off(), *self._end_if_over(run)]
         if was_stopping:
             return ask
         error = stop_error(cause, self._generation)
@@ -475,7 +485,8 @@ class Membership:
             instructions.AbortRank(run.members[rank].info.worker_id, error)
             for rank in sorted(run.running)
         ]
-        return [*ask, *aborts, instructions.StartGrace()]
+        called_off = self._arrivals.call_off("the run ends")
+        return [*ask, *aborts, *called_off, instructions.StartGrace()]
 
     def _ranks_answered(
         self, run: RunState, answers: Mapping[int, whereabouts.Whereabouts | str]
@@ -485,7 +496,11 @@ class Membership:
         run.is_asking = False
         late = run.cause.culprits if isinstance(run.cause, Failure) else ()
         run.story = whereabouts.tell(answers, late)
-        return [] if run.running else self._end(run)
+        return self._end_if_over(run)
+
+    def _end_if_over(self, run: RunState) -> list[Instruction]:
+        is_over = not (run.running or run.is_asking or self._arrivals.by_id)
+        return self._end(run) if is_over else []
 
     def _end(self, run: RunState) -> list[Instruction]:
         self._run = None

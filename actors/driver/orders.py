@@ -41,7 +41,8 @@ def dismissals(run: RunState, plan: Plan, generation: int) -> list[instructions.
 def beginnings(
     plan: Plan, generation: int, entered: int, gives_up: Loss | Failure | None
 ) -> Sequence[instructions.StartRank | instructions.ResumeRank]:
-    """To the ranks of the next generation: those that were there go on, newcomers start."""
+    """To the ranks of the next generation: those that were there go on, as do newcomers that have
+    rehearsed; others start."""
     former = messages.FormerRanks.of(plan.former)
     told: list[instructions.StartRank | instructions.ResumeRank] = []
     assignments = assign(plan.members, generation)
@@ -56,7 +57,7 @@ def beginnings(
             plan.leaving,
             gives_up,
         )
-        if before >= 0:
+        if before >= 0 or not plan.restarts:
             told.append(instructions.ResumeRank(worker_id, resumption))
         else:
             told.append(instructions.StartRank(worker_id, assignment, resumption))

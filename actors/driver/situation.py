@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..messages import Frozen, MemberState, Progress
+from .arrivals import Arrivals
 from .regeneration import what_counts
 from .run_state import Member, RunState, in_rank_order
 
@@ -65,8 +66,10 @@ class Outlook:
     plan: Plan | None = None
 
 
-def assess(run: RunState, known: Iterable[Member]) -> Outlook:
-    """The situation of the open round of a run. known: the members of the session."""
+def assess(run: RunState, known: Iterable[Member], arrivals: Arrivals | None = None) -> Outlook:
+    """The situation of the open round of a run. known: the members of the session. arrivals: the
+    workers that come to it."""
+    arrivals = arrivals or Arrivals(are_possible=False)
     if not run.round.is_complete:
         return Outlook(Situation.INCOMPLETE)
     frozen = run.round.frozen
@@ -80,8 +83,12 @@ def assess(run: RunState, known: Iterable[Member]) -> Outlook:
             "that follows groups, and their function cannot be run again in the middle, "
             f"because {missing_in(frozen)}"
         )
-    # A newcomer begins at the top of the function, and the others have to go there, too.
+    # A newcomer begins at the top of the function, and the others have to go there, too; unless it
+    # can rehearse first, and they can do without it until then.
     newcomers = newcomers_of(run, known) if can_restart else []
+    can_wait = arrivals.are_possible and all(word.takes_in for word in frozen.values())
+    if can_wait and not unparked and len(frozen) >= run.fewest:
+        newcomers = []
     restarts = bool(unparked or newcomers)
     leavers, handing = run.departures.leavers(
         [member.info for member in run.members],
@@ -92,6 +99,8 @@ def assess(run: RunState, known: Iterable[Member]) -> Outlook:
     )
     staying = {id(run.members[rank]): rank for rank in sorted(frozen) if rank not in leavers}
     survivors = [run.members[rank] for rank in staying.values()]
+    if not (restarts or leavers or handing or run.round.lost):
+        newcomers = arrivals.entering(survivors, frozen, run.round.generation)
     if len(survivors) + len(newcomers) < run.fewest:
         if can_restart:
             return Outlook(Situation.TOO_FEW)

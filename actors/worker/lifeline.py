@@ -8,16 +8,18 @@ are held for assignments only.
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import ray
 
 from collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
 
+from ..arrivals import Invitation, Score, Ticket
 from ..calls import Actor
 from ..errors import ends_a_generation
 from ..fault_plan import Faults, Instant
@@ -27,6 +29,14 @@ from .passages import Passages
 
 if TYPE_CHECKING:
     from collectives.group import Group
+
+
+class Arrivals(Protocol):
+    """What the control loop asks of a rank to which a worker comes (recovery/arrivals.py)."""
+
+    def give_score(self) -> concurrent.futures.Future[Score]: ...
+
+    def invite(self, invitation: Invitation) -> None: ...
 
 
 class Lifeline:
@@ -47,6 +57,7 @@ class Lifeline:
         resumption: Resumption | None = None,
         seat: int = -1,
         status: RunStatus | None = None,
+        worker_id: str = "",
     ) -> None:
         """seat: of this worker, if it is one with which the run began: it commits what is ordered
         for that seat.
@@ -60,6 +71,7 @@ class Lifeline:
         self._request = request
         self._driver = driver
         self._connect = connect
+        self._worker_id = worker_id
         self._changed = threading.Condition()
         self._resumption: Resumption | None = None
         self._stop_error: CollectiveError | None = None
@@ -69,7 +81,8 @@ class Lifeline:
         self._passages = Passages(assignment.world_size)
         self.last_resumption = resumption
         self.readiness: Callable[[], Readiness] = _not_yet
-        """Set by the run's program. For any thread."""
+        """Set by the run's program, as is `arrivals`. For any thread."""
+        self.arrivals: Arrivals | None = None
         self._unanswered: Callable[[Actor], object] | None = None
         """The call to the driver that this rank waits for the answer to."""
 
@@ -114,7 +127,21 @@ class Lifeline:
         Raises the error that the run was stopped with, if it does not go on.
         """
         run = self._request.run
-        self._tell(lambda driver: driver.froze.remote(run, frozen))
+        return self._resumed_after(lambda driver: driver.froze.remote(run, frozen))
+
+    def rehearsed(self, ticket: Ticket) -> Resumption:
+        """This worker waits at its first step. Returns when the other ranks take it in: how it goes
+        on in its first generation. Raises the error that ended the run or the rehearsal."""
+        run, worker_id = self._request.run, self._worker_id
+        return self._resumed_after(lambda driver: driver.rehearsed.remote(run, worker_id, ticket))
+
+    def decline(self, number: int, why: str, *, is_final: bool) -> None:
+        """This rank does not take the worker in to which it was invited. number: of the invitation.
+        is_final: it would not do so later either."""
+        self._driver.declined.remote(self._request.run, self.generation, number, why, is_final)
+
+    def _resumed_after(self, report: Callable[[Actor], object]) -> Resumption:
+        self._tell(report)
         with self._changed:
             self._changed.wait_for(lambda: self._resumption or self._stop_error)
             self._unanswered = None
@@ -204,7 +231,7 @@ class Lifeline:
 
     def let_go(self) -> None:
         """The function is over: refer to nothing of it any more. The worker keeps its last run."""
-        self.readiness = _not_yet
+        self.readiness, self.arrivals = _not_yet, None
 
     def _as_collective_error(self, error: BaseException) -> CollectiveError:
         if isinstance(error, CollectiveError):

@@ -25,6 +25,7 @@ class Program(Protocol):
     """What a run's payload unpickles to: the user's function, ready to be called.
 
     An awaitable that it returns is awaited on the training thread's loop.
+    score: with which it rehearses (actors/arrivals.py); empty if it does not.
     """
 
     def __call__(
@@ -35,6 +36,7 @@ class Program(Protocol):
         lifeline: Lifeline,
         status: RunStatus,
         resumption: Resumption | None,
+        score: bytes = b"",
     ) -> object: ...
 
 
@@ -46,6 +48,7 @@ class RunHere:
     program: None when the run is over here, so that its memory is free.
     stop_error: the error that this rank was told to stop with.
     freezes: by generation, the error that ended it (`notes_freeze`).
+    rehearses: this worker is no rank of the run yet (actors/arrivals.py).
     nobody_began: as long as this is true and this rank fails, no rank has called the function
     (phase 2 of `Worker.run`).
     """
@@ -73,6 +76,7 @@ class RunHere:
         self.stop_error: CollectiveError | None = None
         self.freezes: dict[int, CollectiveError] = {}
         self.nobody_began = False
+        self.rehearses = False
         self.began_at = time.monotonic()
 
     def notes_freeze(self, generation: int, error: CollectiveError) -> bool:

@@ -40,10 +40,8 @@ from ..journal import Journal, Pulled
 from ..messages import (
     Assignment,
     Failure,
-    Readiness,
     Resumption,
     RunRequest,
-    Stand,
     Success,
     WorkerInfo,
     WorkerSnapshot,
@@ -59,9 +57,9 @@ from .gpu import own_gpu
 from .leaving import SIGTERM_EXIT, leave
 from .lifeline import Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes
-from .outliving import Outliving
 from .run_here import Program, RunHere, meet_again
 from .sigterm import hear_sigterm
+from .taking_in import TakingIn, rehearsal_group
 from .training_thread import TrainingThread
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ and as many more before it is interrupted in its Python code. Code that sees the
 story; code that waits for something else, or only computes, would never see it."""
 
 
-class Worker(Outliving):
+class Worker(TakingIn):
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
     def __init__(
@@ -123,10 +121,12 @@ class Worker(Outliving):
         program: Parcel,
         driver: Actor,
         resumption: Resumption | None = None,
+        score: bytes = b"",
     ) -> Success | Failure:
         """Run the program as this rank. Returns how it has ended; never raises an exception of it.
 
         resumption: what the other ranks are told of the generation, if they are in the run already.
+        score: with which this worker rehearses before it is a rank (actors/arrivals.py).
 
         1. The training thread unpickles the program (a module missing here must not cost the
            others a rendezvous),
@@ -145,6 +145,7 @@ class Worker(Outliving):
         """
         journal = Journal(request.keep_reports, self._output, request.report_history)
         run = RunHere(assignment, request, store, journal, driver, program)
+        run.rehearses = bool(score)
         with self._lock:
             if self._run is not None:
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
@@ -160,7 +161,7 @@ class Worker(Outliving):
                 run.freezes[assignment.generation] = self._early_freezes[key]
             self._early_freezes.clear()
             run.thread = TrainingThread(
-                lambda: self._train(run, program, resumption),
+                lambda: self._train(run, program, resumption, score),
                 lambda value, error: self._conclude(run, value, error),
                 name=f"training-rank-{assignment.rank}",
                 num_threads=self._num_threads,
@@ -260,29 +261,6 @@ class Worker(Outliving):
             return current.status.taken > 0
 
     @ray.method(concurrency_group="control")
-    async def stand(self, run: int) -> Stand | None:
-        """Where this worker is in a run, for a new driver; None if it is not in it."""
-        with self._lock:
-            current = self._in_run(run)
-            if current is None:
-                return None
-            lifeline = current.lifeline
-            resumption = lifeline.last_resumption if lifeline is not None else None
-            return Stand(self._info, current.assignment, resumption)
-
-    @ray.method(concurrency_group="control")
-    async def readiness(self, run: int) -> Readiness:
-        """Whether the generation could be ended now without need, as far as this rank knows."""
-        with self._lock:
-            current = self._run
-        if current is None or current.request.run != run or current.lifeline is None:
-            return Readiness.NOT_YET
-        try:
-            return current.lifeline.readiness()
-        except RuntimeError:  # The training thread has changed what was looked through.
-            return Readiness.NOT_YET
-
-    @ray.method(concurrency_group="control")
     async def attach(self, run: int, driver: Actor) -> Success | Failure:
         """Answer to another driver from now on. Returns how this rank has ended, when it has."""
         with self._lock:
@@ -362,6 +340,7 @@ class Worker(Outliving):
             current.store = ActorStore(current.driver)
             self._generation = resumption.assignment.generation
             self._output.set_rank(resumption.assignment.rank)
+            current.rehearses = False
             lifeline = current.lifeline
         lifeline.resume(resumption)
 
@@ -389,7 +368,9 @@ class Worker(Outliving):
 
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
-    def _train(self, run: RunHere, parcel: Parcel, resumption: Resumption | None) -> object:
+    def _train(
+        self, run: RunHere, parcel: Parcel, resumption: Resumption | None, score: bytes
+    ) -> object:
         import torch
 
         if self._device.type == "cuda":
@@ -400,14 +381,20 @@ class Worker(Outliving):
             *(run.request, run.driver, run.assignment),
             lambda: self._meet(run),
             resumption,
-            self._info.seat if resumption is None else -1,
+            self._info.seat if resumption is None and not score else -1,
             run.status,
+            self._info.worker_id,
         )
         with self._lock:
             run.lifeline = lifeline
             if run.stop_error is not None:
                 lifeline.stop(run.stop_error)
             group, early_error = self._group, run.ends_with(run.assignment.generation)
+        if score:
+            self._group = rehearsal_group(run, self._device, group)
+            return program(
+                run.assignment, self._group, run.journal, lifeline, run.status, None, score
+            )
         has_met = group is not None and group.generation == run.assignment.generation
         run.nobody_began = resumption is None and (has_met or not run.request.goes_on)
         if has_met:

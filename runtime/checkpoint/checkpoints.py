@@ -133,6 +133,20 @@ class Checkpoints:
         self._epoch_ends = []
         self._host = HostCopy(group.device)  # The thread of the save may still read the old one.
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint, or the end of an epoch, is being written."""
+        return self._in_flight is not None and not self._in_flight.is_ready
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """What ranks have in common here, for a worker that comes to them."""
+        return self._run, self._count, self._last_step
+
+    @place.setter
+    def place(self, place: tuple[str, int, int]) -> None:
+        self._run, self._count, self._last_step = place
+
     def restore(self, entry: Registered, *, required: bool) -> bool:
         """Load an object from the checkpoint to resume from. Returns whether this was done."""
         reader = self.reader
@@ -322,6 +336,10 @@ class Checkpoints:
                 known = between_runs().of_group(self._group)
                 key = f"{self._group.generation}/{self._group.rank}"
                 store.set(key, str(known.num_saves).encode())
+
+    def finish(self) -> None:
+        """Return when no checkpoint is in flight any more. Raises CheckpointWriteFailed."""
+        self._finish_last()
 
     def _finish_last(self) -> None:
         self._finish_saving()

@@ -115,6 +115,25 @@ def cuts_of(
     return cuts
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the ranks are in the samples of a function's call, in the one iteration that they have
+    begun and not ended: what a worker needs that comes to them.
+
+    call_key, holders, num_holders, lost, num_begun: as in Dealer.
+    dealt_for, committed, settled: as in Dealt.
+    """
+
+    call_key: tuple[str, int]
+    holders: tuple[int, ...]
+    num_holders: int
+    lost: frozenset[int]
+    num_begun: int
+    dealt_for: int
+    committed: tuple[int, ...] | None
+    settled: tuple[int, ...] | None
+
+
 class Dealt(ABC):
     """One iteration over a shard, as its Dealer and a Cursor see it.
 
@@ -177,8 +196,8 @@ class Dealer:
 
     rank, world_size: those of the current generation.
     call_key: identifies this call of the function among all runs and repeats; equal on all ranks.
-    holders: by rank, its holder: the rank's number when the function began, which is never given
-        to another rank.
+    holders: by rank, its holder: the rank's number when the function began, or a further one for a
+        worker that has come since. It is never given to another rank.
     lost: the holders that are gone.
     """
 
@@ -257,6 +276,35 @@ class Dealer:
             ),
         )
 
+    def _holder(self) -> int:
+        """A number for a worker that has come."""
+        self.num_holders += 1
+        return self.num_holders - 1
+
+    def place_in(self, shard: Dealt) -> Place:
+        """For a worker that comes to the ranks in this iteration."""
+        return Place(
+            self.call_key,
+            tuple(self.holders),
+            self.num_holders,
+            frozenset(self.lost),
+            self._num_begun,
+            shard.dealt_for,
+            shard.committed,
+            shard.settled,
+        )
+
+    def take_place(self, shard: Dealt, place: Place) -> None:
+        """This rank has come to the others, and has begun the iteration in which they are; `redeal`
+        follows, as on all ranks."""
+        self.call_key, self.holders = place.call_key, list(place.holders)
+        self.num_holders, self.lost = place.num_holders, set(place.lost)
+        self._num_begun = shard.number = place.num_begun
+        self._early.clear()
+        shard.dealt_for = place.dealt_for
+        shard.committed, shard.settled = place.committed, place.settled
+        shard.holders = self.holders
+
     def redeal(
         self, rank: int, positions: Sequence[DataPosition], former_ranks: Sequence[int]
     ) -> Left | None:
@@ -264,7 +312,7 @@ class Dealer:
         iteration in progress here; None if there is none."""
         cuts = cuts_of(positions, former_ranks, self.holders)
         self.lost |= set(self.holders) - {self.holders[old] for old in former_ranks if old >= 0}
-        self.holders = [self.holders[old] if old >= 0 else -1 for old in former_ranks]
+        self.holders = [self.holders[old] if old >= 0 else self._holder() for old in former_ranks]
         self.rank, self.world_size = rank, len(former_ranks)
         left = None
         for number, cut in cuts.items():

@@ -18,17 +18,15 @@ the samples of this iteration are its steps.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from collectives import CollectiveMismatch, Group
+from collectives import Group
 from collectives.diagnosis.debug import logger
 from collectives.objects.blocking import all_gather_object
-from collectives.operations.host_reads import device_numbers
 
 from ..process.between_runs import between_runs
 from ..process.micro_batches import StepPlan, Summing, in_common
@@ -38,14 +36,13 @@ from .cursor import Cursor, Passage, Rest
 from .dealer import Cut, Dealer, Dealt, Left
 from .fetching.on_device import ToDevice
 from .micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
+from .step_door import Door, StepsPlace, is_within_step
+from .step_end import StepEnd
 from .step_rows import MicroBatch, StepRows
 from .stragglers import LONG_S, Stragglers, slowness
 
 _OVER = 1 << 62
 """The number of the coming step of an epoch that is over."""
-
-_FORGETTING = 0.5
-"""The part of a rank's pace that its last step makes; the rest is of the steps before."""
 
 
 class Step:
@@ -105,10 +102,12 @@ class Steps(Dealt):
         device: torch.device | str | None = None,
         cursor: Cursor | None = None,
         at_boundary: Callable[[], None] | None = None,
+        door: Door | None = None,
     ) -> None:
         """rows: the samples of the epoch. key: identifies them when a run resumes.
         group: the ranks' group at this time.
         noise_seed: the random states of micro-batches depend on it, and on the epoch.
+        door: where a worker comes in.
         The other parameters are those of `ctx.steps`, and of Shard (dataset_batches.py)."""
         _check_size("global_batch_size", global_batch_size)
         _check_size("micro_batch_size", micro_batch_size)
@@ -129,6 +128,8 @@ class Steps(Dealt):
         self._to_device = None if device is None else ToDevice(device)
         self._cursor = cursor
         self._at_boundary = at_boundary
+        self._door = door
+        self._passage: Passage | None = None
         self._key = f"{key}/{global_batch_size}/steps/{epoch}"
         self._first = self._coming_step()
         self._paces: list[float] = []
@@ -170,10 +171,10 @@ class Steps(Dealt):
         _check_place(bound.joins)
         between_runs().forget_dropped_models()
         self._first = self._coming_step()
-        passage: Passage | None = None
+        self._passage = None
         if self._cursor is not None:
             self._cursor.let_go(self)
-            passage = self._cursor.begin(self._key, self)
+            self._passage = self._cursor.begin(self._key, self)
         self.taken = self.agreed = 0
         self._paces, self._dealt = [0.0] * self._dealer.world_size, {}
         self._stragglers, self._sizes, self._together = Stragglers(), None, None
@@ -181,21 +182,25 @@ class Steps(Dealt):
             self._dealer.begin(self)
             with bound.iterating(self):
                 self._rows.begin((*self._dealer.call_key, self.number))
-                number = self._first
-                while sizes := self._sizes_of(number):
+                if self._door is not None:
+                    self._door.begin(self)  # A worker that comes waits here, until it is taken in.
+                while sizes := self._sizes_of(number := self._first + self.taken):
                     bound.steps.batches_taken = number + 1
                     if self._rows.num_samples is not None:
                         bound.steps.batches_left = self.num_steps - number - 1
                     step = Step(self, number, sizes)
                     self.taken += 1
+                    if self._door is not None:
+                        self._door.before_step(self)
                     yield step
                     step._check_ended()
                     if self._at_boundary is not None:
                         self._at_boundary()
                     bound.stop_if_agreed()
-                    number += 1
-            if passage is not None:
-                passage.is_over = True
+                    if self._door is not None:
+                        self._door.at_boundary(self)
+            if self._passage is not None:
+                self._passage.is_over = True
         finally:
             self._dealer.end(self)
             self._rows.end()
@@ -222,7 +227,7 @@ class Steps(Dealt):
         plan = StepPlan(number, shares, self._holders(number, len(sizes)), self._deterministic)
         for model in models:
             model.begin_step(plan)
-        end = _End(plan, sum(sizes), self.micro_batch_size)
+        end = StepEnd(plan, sum(sizes), self.micro_batch_size)
         done: set[int] = set()
         while True:
             for mine in plan.held_by(self._dealer.rank):  # (1)
@@ -300,7 +305,7 @@ class Steps(Dealt):
                 holders = deal_micro_batches(len(sizes), self._paces) if sizes else []
             left = [one for one, holder in enumerate(holders) if holder == rank]
 
-    def _ends(self, models: Sequence[Summing], end: _End) -> bool:
+    def _ends(self, models: Sequence[Summing], end: StepEnd) -> bool:
         """(2) and (3). Returns whether the step is agreed on; if not, ranks were lost."""
         try:
             models = self._in_common(models)
@@ -319,6 +324,35 @@ class Steps(Dealt):
             first = min(waiting, key=lambda model: not model.is_under_way)
             return first.wait_for_next_generation(error)
         return True
+
+    # -- for a worker that comes (step_door.py) --------------------------------------------------
+
+    @property
+    def passage(self) -> str:
+        """Identifies the pass over the epoch that is under way; equal on all ranks."""
+        return str(self._passage.name) if self._passage is not None else ""
+
+    @property
+    def has_next(self) -> bool:
+        """Whether another step comes behind the one under way."""
+        # Of a stream, what lies ahead is not known.
+        is_stream = self._rows.num_samples is None
+        return is_stream or bool(self._sizes_ahead(self._first + self.taken))
+
+    def place(self) -> StepsPlace:
+        """Between two steps."""
+        rest = self._passage.rest if self._passage is not None else Rest()
+        dealt = self._dealer.place_in(self)
+        return StepsPlace(self._first, rest, self.taken, self.agreed, tuple(self._paces), dealt)
+
+    def take_place(self, place: StepsPlace) -> None:
+        """Go on where the other ranks are, in the pass that this rank has begun as they have."""
+        self._first, self.taken, self.agreed = place.first, place.taken, place.agreed
+        if self._passage is not None:
+            self._passage.rest = place.rest
+        self._paces = list(place.paces)
+        self._dealer.take_place(self, place.place)
+        self._rows.begin((*self._dealer.call_key, self.number))
 
     # -- for the dealer, to which a step is a sample -----------------------------------------------
 
@@ -350,105 +384,11 @@ class Steps(Dealt):
         """Deal again the first step that does not count; no rank can be ahead of it."""
         number = self._first + max(cut.committed, default=0)
         paces = [self._paces[old] if old >= 0 else 0.0 for old in cut.former_ranks]
-        if sizes := self._sizes_of(number):
+        self._dealt = {} if not is_within_step(cut) else self._dealt
+        if is_within_step(cut) and (sizes := self._sizes_of(number)):
             before = self._dealt.get(number) or deal_micro_batches(len(sizes), self._paces)
             self._dealt = {number: deal_again(before, cut.former_ranks, paces)}
         self._paces, self._stragglers, self._together = paces, Stragglers(), None
-
-
-class _End:
-    """The end of one step on this rank: what the ranks tell each other there, and what it says.
-
-    plan: of the step. has_gradient, has_buffers, divisors: by model.
-    paces: by rank, the seconds that it takes for a micro-batch.
-    """
-
-    def __init__(self, plan: StepPlan, num_samples: int, micro_batch_size: int) -> None:
-        self.plan = plan
-        self.has_gradient: list[bool] = []
-        self.has_buffers: list[bool] = []
-        self.divisors: list[float] = []
-        self.paces: list[float] = []
-        self._num_samples = num_samples
-        self._micro_batch_size = micro_batch_size
-        self._weights: dict[int, dict[int, float]] = {}  # by id() of a model, by micro-batch
-        self._seconds: list[float] = []
-
-    def note(self, number: int, models: Sequence[Summing], seconds: float) -> None:
-        """This rank has computed a micro-batch."""
-        self._seconds.append(seconds)
-        for model in models:
-            if model.weight is not None:
-                self._weights.setdefault(id(model), {})[number] = model.weight
-
-    def meet(self, group: Group, models: Sequence[Summing], paces: Sequence[float]) -> None:
-        """(2) Raises CollectiveMismatch, on all ranks, if they are at different steps."""
-        num = self.plan.num_micro_batches
-        told = [float(self.plan.number), float(self.plan.number) ** 2]
-        told += [float(self._num_samples), float(self._num_samples) ** 2]
-        for model in models:
-            weights = self._weights.get(id(model), {})
-            told += [model.has_gradient, model.buffers_have_changed, len(weights)]
-            told += [weights.get(number, 0.0) for number in range(num)]
-        own = [0.0] * group.size
-        own[group.rank] = self._pace(paces[group.rank])
-        told += own
-        vector = device_numbers(told, torch.float64, group.device)
-        seen = group.all_reduce_and_read(vector).tolist()
-        self._check_same(seen, group)
-        self.has_gradient, self.has_buffers, self.divisors, at = [], [], [], 4
-        for _ in models:
-            has_gradient, has_buffers, num_weighed = seen[at : at + 3]
-            weighed = seen[at + 3 : at + 3 + num]
-            self.has_gradient.append(has_gradient > 0)
-            self.has_buffers.append(has_buffers > 0)
-            self.divisors.append(self._divisor(int(num_weighed), weighed))
-            at += 3 + num
-        if not any(self.has_gradient):
-            raise RuntimeError(
-                f"no backward pass of step {self.plan.number} has brought any model a gradient on "
-                "any rank: call backward() on a loss of the DistributedDataParallel inside the "
-                "loop over the step's batches"
-            )
-        self.paces = seen[at:]
-
-    def _pace(self, before: float) -> float:
-        if not self._seconds:
-            return before
-        pace = sum(self._seconds) / len(self._seconds)
-        return before + _FORGETTING * (pace - before) if before else pace
-
-    def _check_same(self, seen: Sequence[float], group: Group) -> None:
-        size = group.size
-        for at, what in ((0, "number of the step"), (2, "number of samples of the step")):
-            total, squares = seen[at], seen[at + 1]
-            if total * total != size * squares:
-                own = (self.plan.number, self._num_samples)[at // 2]
-                raise CollectiveMismatch(
-                    "ctx.steps",
-                    group.generation,
-                    list(range(size)),
-                    f"the {what} is {own} on rank {group.rank}, and another one on other ranks",
-                    "Every rank must call ctx.steps with the same dataset and sizes, and take all "
-                    "steps.",
-                )
-
-    def _divisor(self, num_weighed: int, weights: Sequence[float]) -> float:
-        if not num_weighed:
-            return self._num_samples / self._micro_batch_size
-        if num_weighed < len(weights):
-            raise RuntimeError(
-                f"{num_weighed} of the {len(weights)} micro-batches of step {self.plan.number} "
-                "weighed their loss; either all of them must call model.weigh(loss, weight), or "
-                "none"
-            )
-        total = math.fsum(weights)  # Rounded once, so the order does not matter.
-        if not total > 0:
-            raise RuntimeError(
-                f"the weights of the micro-batches of step {self.plan.number} add up to {total:g}; "
-                "the sum must be above 0"
-            )
-        return total
 
 
 def _check_size(name: str, size: object) -> None:

@@ -81,6 +81,8 @@ def check_same_parameters(
 
     Raises CollectiveMismatch on all ranks, naming the first one that differs.
     """
+    if group.rehearses:
+        return  # There is no other rank yet; they compare when this one comes to them.
     kinds = {"parameter": parameters, "buffer": buffers}
     rows = all_gather_row(group, [len(texts) for texts in kinds.values()])
     remedy = (
@@ -134,6 +136,8 @@ def broadcast_tensors(
 
     Returns the last broadcast, which tells for all; None without tensors.
     """
+    if group.rehearses:
+        return None  # The values come when this rank comes to the others.
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_dtype[tensor.dtype].append(tensor)

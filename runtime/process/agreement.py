@@ -23,7 +23,7 @@ are counted has one cursor for each."""
 
 
 class Note(enum.IntEnum):
-    """What a rank notes about its backward passes; all ranks learn how many ranks note it."""
+    """What a rank notes, most of it about its backward passes; all ranks learn how many note it."""
 
     CONTINUES = 0
     """The pass adds to the mean of earlier passes of the same step."""
@@ -37,6 +37,8 @@ class Note(enum.IntEnum):
     """The gradients have changed since they were sent, so all ranks send theirs again."""
     SEVERAL = 5
     """The step has several passes."""
+    TAKES_IN = 6
+    """A worker may come in behind this step (runtime/recovery/arrivals.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from actors.run_status import RunStatus
 from actors.worker.memory import device_memory_bytes
 from collectives import Group
 
-from .agreement import Agreement
+from .agreement import Agreement, Note
 from .between_runs import between_runs
 
 MEMORY_LOOK_S = 0.5
@@ -63,6 +63,10 @@ class Boundary:
         self.at_first_step: Callable[[int], None] | None = None
         """Called once, with the number of steps so far, when the function's first batch is taken,
         or the first forward of a DistributedDataParallel begins."""
+        self.would_take_in = False
+        """Whether this rank would take a worker in behind the step under way."""
+        self.takes_in = False
+        """Whether all ranks do so, at the coming boundary (recovery/arrivals.py)."""
         self._stop_is_agreed = False
         self._looked_at = 0.0  # at the GPU's memory, in time.monotonic() seconds
         self._iterations: list[Iteration] = []
@@ -72,6 +76,7 @@ class Boundary:
     def step_agreed(self, agreement: Agreement, group: Group, *, ends_step: bool) -> None:
         """All ranks have agreed on a step. ends_step: the step is counted, and applied next."""
         self._stop_is_agreed = self._stop_is_agreed or agreement.stop
+        self.takes_in = agreement.says(Note.TAKES_IN) == group.size
         if not (ends_step and agreement.live):
             return
         between_runs().begin_applying(group)
@@ -82,6 +87,15 @@ class Boundary:
             one.agreed = one.taken
         if group.device.type == "cuda":
             self._look_at_memory(group)
+
+    def change_ranks(self) -> None:
+        """The ranks have other numbers now, and workers that were to come in wait again."""
+        self.resumed_live = ()
+        self.takes_in = self.would_take_in = False
+
+    def notes(self) -> list[Note]:
+        """What this rank's vote says beside its gradients."""
+        return [Note.TAKES_IN] if self.would_take_in else []
 
     def _look_at_memory(self, group: Group) -> None:
         now = time.monotonic()

@@ -123,4 +123,5 @@ class ContextSteps:
             device=device,
             cursor=call.cursor,
             at_boundary=call.at_boundary,
+            door=call.recovery.arrivals if call.recovery is not None else None,
         )

@@ -95,7 +95,7 @@ class FunctionCall:
         self.generation = assignment.generation
         self.group = group
         between_runs().follow(group)
-        boundary().resumed_live = ()  # The ranks have other numbers now.
+        boundary().change_ranks()
         if self.checkpoints is not None:
             self.checkpoints.change_group(group)
 
@@ -170,7 +170,7 @@ class FunctionCall:
         if self.recovery is not None:
             self.recovery.watch_registered(entry)
             # A later state than any checkpoint's.
-            is_loaded = self.recovery.from_the_top.restore(entry, self.group)
+            is_loaded = self.recovery.restore(entry, self.group)
         if not is_loaded and self.checkpoints is not None:
             is_loaded = self.checkpoints.restore(entry, required=required)
         if is_loaded:
@@ -183,6 +183,8 @@ class FunctionCall:
 
     def save(self, path: str | Path | None) -> Saving:
         """As `Context.save`."""
+        if self.recovery is not None and self.recovery.arrivals.rehearses:
+            self.recovery.arrivals.refuse("it calls ctx.save() before its first step")
         if self.checkpoints is None:
             raise RuntimeError("this Context was made outside a session, so it has no checkpoints")
         join = active_join()
@@ -253,6 +255,12 @@ class FunctionCall:
             "steps_before": self.steps_before,
         }
 
+    def take_data(self, data: dict[str, Any]) -> None:
+        """This rank comes to others between two steps. data: the `data_state` of one of them; its
+        place in the samples comes with the steps."""
+        self._boundaries, self.origin = data["boundaries"], data["origin"]
+        self.steps_before = data["steps_before"]
+
     @property
     def _has_recovered(self) -> bool:
         recovery = self.recovery
@@ -293,6 +301,8 @@ class FunctionCall:
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Send the values of one step to the session."""
+        if self.recovery is not None and self.recovery.arrivals.rehearses:
+            return  # The others have sent theirs at the beginning.
         taken = boundary().steps.taken
         now, overall = time.time(), self.steps_before + taken
         self._journal.append(

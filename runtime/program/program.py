@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import pickle
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from actors.messages import NOWHERE, Assignment, Resumption
 from actors.run_status import RunStatus
 from actors.worker.lifeline import Lifeline
 from collectives.group import Group
+from collectives.rehearsal import CannotRehearse, RehearsalGroup
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
@@ -23,6 +25,7 @@ from ..process import torch_distributed
 from ..process.between_runs import between_runs
 from ..process.running import running
 from ..process.step_boundary import boundary, entered
+from ..recovery.arrivals import tell_why_not
 from ..recovery.recovery import Recovery
 from .context import Context
 from .function_call import FunctionCall
@@ -56,12 +59,15 @@ class Program:
         lifeline: Lifeline,
         steps: RunStatus,
         resumption: Resumption | None,
+        score: bytes = b"",
     ) -> object:
         """Call the function; return its value, or a coroutine. The value is None if the function
         was interrupted: all ranks stopped at the same step, so no rank has failed."""
         _register_with_lightning()
         between_runs().enter(group)
         run = FunctionRun(self, journal, lifeline, steps, is_newcomer=resumption is not None)
+        if score:
+            run.rehearse(score)
         result = run.begun(assignment, group, resumption)
         # The training thread awaits the coroutine on its own event loop.
         return run.awaited(result) if inspect.isawaitable(result) else result
@@ -90,6 +96,15 @@ class FunctionRun:
         self._call: FunctionCall | None = None
         self._seeded: tuple[FunctionCall, Callable[[int], None] | None] | None = None
         self._goes_back = False  # True: to the last checkpoint, as no rank's memory has all state.
+
+    def rehearse(self, score: bytes) -> None:
+        """This worker runs the function by itself until it comes to the others."""
+        assert self._recovery is not None
+        self._recovery.begin_as_newcomer(pickle.loads(score))
+
+    @property
+    def _rehearses(self) -> bool:
+        return self._recovery is not None and self._recovery.arrivals.rehearses
 
     def begun(self, assignment: Assignment, group: Group, resumption: Resumption | None) -> object:
         """Call the function, again if need be; return its value, or its coroutine, not started."""
@@ -142,7 +157,8 @@ class FunctionRun:
         )
         self._call = call
         config = self._program.checkpoint
-        if config is not None and resumption is not None:
+        score = self._recovery.arrivals.score if self._recovery is not None else None
+        if config is not None and (resumption is not None or score is not None):
             # The run goes on from memory, also when it has gone back to a checkpoint before: new
             # workers know nothing of that.
             config = replace(config, resume=NEVER)
@@ -151,8 +167,14 @@ class FunctionRun:
         checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
         checkpoints.tell_progress = call.data_state
         checkpoints.run_id = self._program.run_id
+        if score is not None:
+            assert isinstance(group, RehearsalGroup)
+            group.answer_with(score.answers)
+            checkpoints.place, self._steps.taken = score.checkpoints, score.taken
         with running(call), checkpoints:
-            if resumption is not None and self._recovery is not None:
+            if score is not None:
+                call.resume_data([score.data])
+            elif resumption is not None and self._recovery is not None:
                 positions = self._recovery.from_the_top.begin_again(group, self._steps)
                 call.resume_data(positions)
             elif checkpoints.reader is not None:
@@ -162,7 +184,8 @@ class FunctionRun:
                 if self._recovery is not None and self._program.checkpoint is not None:
                     self._recovery.can_resume_again = self._program.checkpoint.resume == AUTO
         self._steps.origin, self._steps.steps_before = call.origin, call.steps_before
-        self._lifeline.has_entered(runs_again=True)
+        if score is None:
+            self._lifeline.has_entered(runs_again=True)
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[FunctionCall]:
@@ -194,11 +217,12 @@ class FunctionRun:
     def _again(self, error: BaseException) -> tuple[Assignment, Group, Resumption | None]:
         """With what arguments the function that raised `error` runs again. Raises if it does not
         run again."""
-        if self._recovery is None:
+        if isinstance(error, CannotRehearse):
+            tell_why_not(str(error))
+        if self._recovery is None or self._rehearses:
             raise error
-        group = self._lifeline.group
-        assert group is not None
-        if isinstance(error, StateLost) and self._call and self._call.has_checkpoint(group):
+        group, call = self._lifeline.group, self._call
+        if isinstance(error, StateLost) and group and call and call.has_checkpoint(group):
             # All ranks are in the next generation already, and all raise StateLost.
             self._recovery.forget()
             self._goes_back = True

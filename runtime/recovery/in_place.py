@@ -29,10 +29,12 @@ from collectives import Group
 from collectives.objects.blocking import all_gather_object
 
 from ..data.dealer import DataPosition
+from ..data.step_door import StepsUnderWay
 from ..join import active
 from ..zero.shards.shard_state import Inventory, ShardState
 from .live_objects import LiveObjects
 from .rank_state import RankState
+from .welcome import give_welcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,11 @@ class InPlace:
         """Forget earlier attempts to continue."""
         self.held, self._entry = {}, None
 
-    def go_on(self, resumption: Resumption) -> None:
-        """Return when this rank and all its objects have entered the generation."""
+    def go_on(self, resumption: Resumption, steps: StepsUnderWay | None = None) -> None:
+        """Return when this rank and all its objects have entered the generation. steps: the pass
+        over an epoch in which workers come in, if some do."""
         optimizers, models = self._objects.optimizers(), self._objects.models()
-        group, standings = self._meet(resumption)
+        group, standings = self._meet(resumption, steps)
         everywhere = self._move(standings, group)
         self._entry = Entry(
             resumption.assignment,
@@ -123,18 +126,26 @@ class InPlace:
         group.barrier().wait()
         self._state.handed_over(group.generation)
 
-    def _meet(self, resumption: Resumption) -> tuple[Group, list[Standing]]:
+    def _meet(
+        self, resumption: Resumption, steps: StepsUnderWay | None = None
+    ) -> tuple[Group, list[Standing]]:
         # The resumption says whether other ranks have entered the generation of the last attempt.
         if self._entry is not None and resumption.entered > self._state.entered:
             self._enter(self._entry)
         self._entry = None
         self._state.formed(resumption.former_ranks)
         self._objects.catch_up(resumption.progress)  # (b)
+        former = self._state.former_ranks
+        is_new = former[resumption.assignment.rank] < 0
         for number, optimizer in self._objects.optimizers().items():
             if number not in self.held:
-                self.held[number] = optimizer.shard.held()
+                self.held[number] = ShardState() if is_new else optimizer.shard.held()
         models = self._objects.models()
         group = self._lifeline.connect()  # (c)
+        if min(former) < 0:
+            assert steps is not None
+            root = next(rank for rank, before in enumerate(former) if before >= 0)
+            give_welcome(self._objects, steps, root, group, is_new=is_new)
         mine = Standing(
             {number: state.inventory for number, state in self.held.items()},
             {number: model.buffers.synced_step for number, model in models.items()},
@@ -160,6 +171,8 @@ class InPlace:
         """Renumber by the new ranks, and deal the samples to them."""
         self._entry = None
         self._state.entered_in_place(entry.assignment.generation)
+        if entry.former_ranks[entry.assignment.rank] < 0:
+            self._state.step_counts()  # This rank has come in, and has all that the others have.
         new_rank = {old: new for new, old in enumerate(entry.former_ranks)}
         for optimizer in self._objects.optimizers().values():
             live = (new_rank[old] for old in optimizer.last_live if old in new_rank)

@@ -42,6 +42,8 @@ class RunningCall(Protocol):
 
     def data_state(self, *, committed: bool = False) -> dict[str, Any]: ...
 
+    def take_data(self, data: dict[str, Any]) -> None: ...
+
 
 class LiveObjects:
     """The objects of one rank in one run, made in the latest call of the function.

@@ -8,7 +8,7 @@ race is a list of events in a test, as on the driver's side (actors/driver/membe
     RUNNING    to LEFT
     LEFT       to RESTARTED (the function runs again), SAVED (the run is given up)
     RESTARTED  to RUNNING (a step counts), LEFT
-    NEWCOMER   to RUNNING (a step counts), SAVED
+    NEWCOMER   to RUNNING (a step counts, or it has come in between two), SAVED
     each       to FRESH (no rank has any state any more)
 """
 
@@ -58,6 +58,10 @@ class Where(enum.Enum):
 
     OUTSIDE = "outside"
     """The function was left by an error of its own collectives, and must run from the top."""
+
+    AT_BOUNDARY = "between two steps"
+    """The function waits between two steps of `ctx.steps` for a worker that comes in, or is that
+    worker, at its first step."""
 
     NOT_BEGUN = "not begun"
     """The function was left before any of its collectives had completed: it may begin afresh."""
@@ -125,11 +129,14 @@ class RankState:
 
     # -- the report --------------------------------------------------------------------------------
 
-    def report(self, frozen: Frozen, facts: Facts, where: Where) -> Frozen:
+    def report(
+        self, frozen: Frozen, facts: Facts, where: Where, *, takes_in: bool = False
+    ) -> Frozen:
         """This rank's report to the driver.
 
         frozen: the report as the lifeline begins it (leave_generation).
         facts: read after `frozen`.
+        takes_in: as in Frozen.
         """
         return replace(
             frozen,
@@ -143,14 +150,19 @@ class RankState:
             plain_steps=(self._kept if self.has_kept else facts).plain_steps,
             can_save=self._can_save(facts),
             saved=self._saved,
+            takes_in=takes_in and not self._missing(facts, where),
+            is_at_boundary=where is Where.AT_BOUNDARY,
         )
 
     def can_run_again(self, facts: Facts, where: Where) -> bool:
         """Whether the function would run again if it were left now, as far as this rank knows."""
         return not self._missing(facts, where)
 
-    def readiness(self, facts: Facts) -> Readiness:
-        """What would become of the function if its generation were ended now, for no need."""
+    def readiness(self, facts: Facts, *, takes_in: bool = False) -> Readiness:
+        """What would become of the function if its generation were ended now, for no need.
+        takes_in: as in Frozen."""
+        if takes_in and not facts.missing:
+            return Readiness.TAKES_IN
         if self.has_kept or not facts.missing:
             return Readiness.RUNS_AGAIN
         is_sharded = facts.spare is not None and not facts.has_plain_steps
@@ -199,7 +211,7 @@ class RankState:
         """By rank in the generation formed last, the rank in the generation entered last."""
         ranks, *later = self._formed
         for one in later:
-            ranks = tuple(ranks[former] for former in one)
+            ranks = tuple(ranks[former] if former >= 0 else -1 for former in one)
         return ranks
 
     def handed_over(self, generation: int) -> None:
@@ -212,6 +224,11 @@ class RankState:
         self._formed = []
         if self.stage is Stage.FRESH:
             self.stage = Stage.RUNNING
+
+    def waits_to_come_in(self, entered: int) -> None:
+        """A worker that has rehearsed gets into a generation. entered: the last one that the other
+        ranks have entered; this rank has nothing of it, and counts as in it."""
+        self.entered, self._formed = entered, []
 
     def step_counts(self) -> None:
         """A step counts. State from before the function ran again is not needed any more."""
@@ -271,4 +288,6 @@ def _is_parked(facts: Facts, where: Where) -> bool:
     if facts.follows_groups:  # Such a Join ends with its group, and cannot continue in a step.
         return False
     # A plain model has summed gradients of the lost rank, and may have been stepped with them.
-    return where is Where.AT_END or (where is Where.IN_STEP and not facts.has_plain_steps)
+    if where is Where.AT_END:
+        return True
+    return where in (Where.IN_STEP, Where.AT_BOUNDARY) and not facts.has_plain_steps

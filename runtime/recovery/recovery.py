@@ -11,7 +11,7 @@ Not every function waits inside a step. All functions must run again from the to
 generation and in the same processes, if one of them
 
 - was left by an error of a collective that the user's code called,
-- belongs to a newcomer,
+- belongs to a newcomer that cannot come in between two steps (arrivals.py),
 - is inside a Join that follows groups,
 - or steps plain optimizers (plain_optimizer_steps.py).
 
@@ -27,16 +27,18 @@ from actors.errors import ends_a_generation
 from actors.fault_plan import Instant
 from actors.messages import NOWHERE, Resumption
 from actors.worker.lifeline import Lifeline
-from collectives import GroupAborted, GroupClosed
+from collectives import Group, GroupAborted, GroupClosed
 
 from ..data_parallel.engine import ModelEngine
 from ..process.registry import Registered
 from ..zero.engine import OptimizerEngine
+from .arrivals import Arrivals
 from .from_the_top import FromTheTop
 from .in_place import InPlace
 from .live_objects import LiveObjects, RunningCall
 from .plain_optimizer_steps import Cursors
 from .rank_state import RankState, Stage, Where
+from .welcome import Score
 
 
 class FunctionLeft(BaseException):
@@ -50,6 +52,7 @@ class Recovery:
 
     in_place, from_the_top: the two ways into the next generation. The program calls `from_the_top`
         for the steps of a run that begins again.
+    arrivals: how workers come in between two steps.
     """
 
     def __init__(self, lifeline: Lifeline) -> None:
@@ -63,7 +66,11 @@ class Recovery:
         counts, it does that: not all of its objects may have their state yet."""
         self.in_place = InPlace(lifeline, self._state, self._objects)
         self.from_the_top = FromTheTop(lifeline, self._state, self._objects)
-        lifeline.readiness = lambda: self._state.readiness(self._objects.facts())
+        self.arrivals = Arrivals(lifeline, self._objects, self._cross, self._come_in)
+        lifeline.arrivals = self.arrivals
+        lifeline.readiness = lambda: self._state.readiness(
+            self._objects.facts(), takes_in=self.arrivals.takes_in
+        )
 
     @property
     def num_recoveries(self) -> int:
@@ -93,6 +100,12 @@ class Recovery:
 
     def watch_registered(self, entry: Registered) -> None:
         self._objects.plain.watch(entry)
+
+    def restore(self, entry: Registered, group: Group) -> bool:
+        """Load the state that an object has had in this run; whether there was any."""
+        if self.arrivals.rehearses:
+            return self.arrivals.restore(entry)
+        return self.from_the_top.restore(entry, group)
 
     @property
     def has_gone_on(self) -> bool:
@@ -142,6 +155,8 @@ class Recovery:
 
     def finish(self) -> None:
         """The function has returned: take part in recoveries until it has on all ranks."""
+        if self.arrivals.rehearses:
+            self.arrivals.refuse("it returns before a step of ctx.steps")
         self.pass_boundary()
         while (error := self._lifeline.finish()) is not None:
             self.recover(error)
@@ -166,8 +181,24 @@ class Recovery:
         self.pass_boundary()
         self.in_place.begin()
         where = Where.AT_END if optimizer is None else Where.IN_STEP
+        self._go_on(self._freeze(error, where), where, optimizer)
+
+    def _cross(self, error: BaseException) -> None:
+        """A worker comes in between two steps: return in the next generation."""
+        self.pass_boundary()
+        self.in_place.begin()
+        self._go_on(self._freeze(error, Where.AT_BOUNDARY), Where.AT_BOUNDARY)
+
+    def _come_in(self, resumption: Resumption) -> None:
+        """This worker has rehearsed: return in the first generation of which it is a rank."""
+        self._state.waits_to_come_in(resumption.entered)
+        self.in_place.begin()
+        self._go_on(resumption, Where.AT_BOUNDARY)
+
+    def _go_on(
+        self, resumption: Resumption, where: Where, optimizer: OptimizerEngine | None = None
+    ) -> None:
         while True:
-            resumption = self._freeze(error, where)  # (a)
             try:
                 if resumption.restarts:
                     self._objects.catch_up(resumption.progress)
@@ -180,17 +211,18 @@ class Recovery:
                     self._state.has_to_leave(resumption)
                     raise FunctionLeft
                 if not resumption.leaving:
-                    self.in_place.go_on(resumption)
+                    self.in_place.go_on(resumption, self.arrivals.steps)
                     self._lifeline.has_entered(runs_again=False)
                     self.faults.reach(Instant.RECOVERED)
                     return
                 self.in_place.hand_over(resumption)
                 reason = f"ranks {list(resumption.leaving)} have handed over their state, and leave"
-                error = GroupAborted(resumption.assignment.generation, [], reason)
+                error: BaseException = GroupAborted(resumption.assignment.generation, [], reason)
             except Exception as failure:
                 if not ends_a_generation(failure):
                     raise
                 error = failure
+            resumption = self._freeze(error, where)  # (a)
 
     def leave(self, error: BaseException) -> Resumption:
         """The function has been left: learn how the run continues, and keep its objects.
@@ -221,7 +253,10 @@ class Recovery:
     def _freeze(self, error: BaseException, where: Where) -> Resumption:
         frozen = self._lifeline.leave_generation(error)
         # No operation of the generation can complete from here on, so the facts stay valid.
-        return self._lifeline.regenerate(self._state.report(frozen, self._objects.facts(), where))
+        facts, takes_in = self._objects.facts(), self.arrivals.takes_in
+        return self._lifeline.regenerate(
+            self._state.report(frozen, facts, where, takes_in=takes_in)
+        )
 
     def _where_left(self) -> Where:
         is_fresh = self._state.stage is Stage.FRESH
@@ -237,8 +272,10 @@ class Recovery:
         self.from_the_top.forget()
         self._objects.plain.go_on_at(0)
 
-    def begin_as_newcomer(self) -> None:
-        """The function runs for the first time on this rank, and has run on others."""
+    def begin_as_newcomer(self, score: Score | None = None) -> None:
+        """The function runs for the first time on this rank, and has run on others. score: with
+        which it runs by itself first."""
+        self.arrivals.score = score
         self._state.is_new()
         self._began_in = -1
         self.from_the_top.forget()

@@ -318,7 +318,7 @@ class OptimizerEngine:
             cursors=self._recovery.cursors() if self._recovery else (),
             num_samples=boundary().num_samples,
             stop=boundary().steps.stop_is_wanted,
-            notes=self.reducer.notes() if self.reducer else (),
+            notes=[*(self.reducer.notes() if self.reducer else ()), *boundary().notes()],
         )
 
     def see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
@@ -482,6 +482,11 @@ class OptimizerEngine:
         self.shard.recut(self.group, self.reducer.buckets, self.face.param_groups, held)
         self.shard.gather()
         return sent_bytes
+
+    def take_place(self, progress: Progress, last_live: tuple[int, ...]) -> None:
+        """This rank comes to others between two steps, and is where they are."""
+        self._seen, self.last_live = progress, last_live
+        self._ballot_of_step = progress.ballots
 
     @torch.no_grad()
     def change_group(self, group: Group, held: ShardState) -> None:

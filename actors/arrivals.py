@@ -1,0 +1,58 @@
+"""What is said when a worker comes to a run in progress.
+
+A worker that comes **rehearses**: it runs the function from the top by itself, with the rank that
+it will have, up to its first step of `ctx.steps`, while the others train. What it needs for that, a
+**score**, it gets from one of them. When it waits at its first step, all ranks take it in between
+two steps of theirs, and go on where they are. If the functions cannot take it in so, they run again
+from the top on all ranks, with the newcomer.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Readiness(enum.Enum):
+    """What would become of the function of a rank if its generation were ended now. A driver asks
+    before it ends one for no need: to take a newcomer in, or to let ranks leave."""
+
+    RUNS_AGAIN = "runs again"
+    """It can run again from the top: all that has to survive is registered."""
+
+    TAKES_IN = "takes in"
+    """As above, and it goes on where it is when a worker comes that has rehearsed."""
+
+    PARKS = "parks"
+    """It cannot run again, and waits in its next step of a sharded optimizer."""
+
+    NOT_YET = "not yet"
+    """It could not go on: it has not registered what has to survive, perhaps not yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a worker rehearses with. payload: pickled by a rank's runtime; empty if that rank cannot
+    give it. why_not: why."""
+
+    payload: bytes = b""
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Where a worker waits that has rehearsed; it comes in where the others' tickets are the same.
+
+    passage: the pass over an epoch that it is in. objects: a digest of all that it has made.
+    """
+
+    passage: str
+    objects: str
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """All ranks are asked to take workers in. number: of the attempt."""
+
+    number: int
+    ticket: Ticket

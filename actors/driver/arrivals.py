@@ -1,0 +1,161 @@
+"""Workers that come to a run in progress, and do not interrupt it. Pure; membership.py asks.
+
+A worker that comes is READY until all ranks can take it in. Then it becomes REHEARSING, with all
+others that wait at that time, and they come in together:
+
+    begin   give each of them its place among the ranks, and have it run the function by itself.
+    ready   one waits at its first step. When all do, invite the ranks.
+    enter   the ranks have ended their generation between two steps: the next one is formed with the
+            workers (situation.py), which were given just those places.
+
+What comes between ends the rehearsals of all of them (call off), and they begin again, at most
+MOST_ATTEMPTS times: one of them has died; a generation was formed without them, so their places are
+others; the ranks have come to another epoch. A function that cannot be rehearsed, or not taken in,
+says so once: from then on in this run the functions of all ranks run again from the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from collectives.contract.errors import GroupAborted
+
+from ..arrivals import Invitation, Ticket
+from ..messages import Assignment, Frozen, MemberState
+from . import instructions
+from .instructions import Instruction
+from .run_state import Member, assign, in_rank_order
+
+MOST_ATTEMPTS = 5
+"""Rehearsals of the same workers, before the functions run again from the top."""
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """A worker that rehearses.
+
+    assignment: the place that it was given.
+    ticket: where it waits; None before that.
+    is_called_off: it was told to stop.
+    """
+
+    member: Member
+    assignment: Assignment
+    ticket: Ticket | None = None
+    is_called_off: bool = False
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """The workers that come to one run.
+
+    are_possible: False once the functions have to run again from the top.
+    by_id: the rehearsals under way, by worker.
+    attempts: rehearsals since workers came in last. number: of the last invitation.
+    """
+
+    are_possible: bool = True
+    by_id: dict[str, Rehearsal] = field(default_factory=dict)
+    attempts: int = 0
+    number: int = 0
+
+    def begin(
+        self, members: Sequence[Member], come: Sequence[Member], generation: int
+    ) -> list[Instruction]:
+        """members: by rank. come: workers that wait."""
+        self.attempts += 1
+        order = in_rank_order([*members, *come])
+        todo: list[Instruction] = []
+        for member, assignment in zip(order, assign(order, generation), strict=True):
+            if any(member is one for one in come):
+                member.state = MemberState.REHEARSING
+                worker_id = member.info.worker_id
+                self.by_id[worker_id] = Rehearsal(member, assignment)
+                source = members[0].info.worker_id
+                todo.append(instructions.Rehearse(worker_id, assignment, source))
+        return todo
+
+    def ready(self, worker_id: str, ticket: Ticket, members: Sequence[Member]) -> list[Instruction]:
+        """A worker waits at its first step."""
+        mine = self.by_id.get(worker_id)
+        if mine is None:
+            return []
+        if mine.is_called_off:  # The order has crossed with this word.
+            return [_stop(mine, "it was called off")]
+        mine.ticket = ticket
+        tickets = [one.ticket for one in self.by_id.values()]
+        if None in tickets:
+            return []
+        if len(set(tickets)) > 1:
+            return self.call_off("the workers that come wait at different steps")
+        self.number += 1
+        invitation = Invitation(self.number, ticket)
+        return [instructions.Invite(one.info.worker_id, invitation) for one in members]
+
+    def declined(self, number: int, why: str, *, is_final: bool) -> list[Instruction]:
+        if number != self.number or not self.by_id:
+            return []
+        self.number += 1  # What other ranks say about it comes too late.
+        self.are_possible = self.are_possible and not is_final
+        return self.call_off(why)
+
+    def call_off(self, why: str) -> list[Instruction]:
+        """End the rehearsals that are under way."""
+        todo: list[Instruction] = []
+        for one in self.by_id.values():
+            if not one.is_called_off:
+                one.is_called_off = True
+                todo.append(_stop(one, why))
+        return todo
+
+    def ended(self, worker_id: str, *, is_dead: bool, is_final: bool) -> list[Instruction]:
+        """A worker does not rehearse any more, and has not come in. is_final: the function cannot
+        be rehearsed."""
+        mine = self.by_id.pop(worker_id)
+        if not is_dead:
+            mine.member.state = MemberState.READY
+        if (is_final and not mine.is_called_off) or self.attempts >= MOST_ATTEMPTS:
+            self.are_possible = False
+        return self.call_off("another worker that was to come with it does not come")
+
+    def abandon(self) -> None:
+        """The workers that rehearse have not stopped in time."""
+        for one in self.by_id.values():
+            one.member.state = MemberState.STUCK
+        self.by_id.clear()
+
+    def entering(
+        self, survivors: Sequence[Member], frozen: Mapping[int, Frozen], generation: int
+    ) -> list[Member]:
+        """The workers that come in now; none if the ranks do not all wait for them, or their places
+        would be others than those that they were given.
+
+        survivors: by rank. frozen: of all of them. generation: the one that has ended."""
+        if not self.by_id or any(not one.is_at_boundary for one in frozen.values()):
+            return []
+        if any(one.entered != generation for one in frozen.values()):
+            return []
+        come = list(self.by_id.values())
+        if any(one.ticket is None or one.is_called_off for one in come):
+            return []
+        order = in_rank_order([*survivors, *(one.member for one in come)])
+        places = assign(order, generation)
+        for one in come:
+            rank = next(n for n, member in enumerate(order) if member is one.member)
+            if places[rank] != replace(one.assignment, generation=generation):
+                return []
+        return [one.member for one in come]
+
+    def formed(self, members: Iterable[Member]) -> list[Instruction]:
+        """A generation was formed of these members."""
+        here = {member.info.worker_id for member in members}
+        for worker_id in here & self.by_id.keys():
+            del self.by_id[worker_id]
+            self.attempts = 0
+        return self.call_off("the ranks have changed")
+
+
+def _stop(one: Rehearsal, why: str) -> Instruction:
+    error = GroupAborted(one.assignment.generation, [], f"the rehearsal is over: {why}")
+    return instructions.AbortRank(one.member.info.worker_id, error)

@@ -1,0 +1,186 @@
+"""The group of a rank that runs its function by itself, before it comes to the others.
+
+A worker that comes to a run in progress runs the function up to its first step while the other
+ranks train (runtime/recovery/rehearsal.py). It has the rank and the number of ranks that it will
+have, and no peers. What the function's own collectives give is what they gave the other ranks, who
+have kept it of their own beginning (kept_results.py). Where nobody has kept it, the rehearsal ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+
+from .contract.communicator import Communicator
+from .contract.errors import CollectiveError, GroupAborted, fresh_copy
+from .contract.operation import Kind, Operation, ReduceOp, named
+from .contract.work import SettledWork, Work
+from .group import Group
+from .kept_results import KeptResult, signature_of
+from .objects.channel import ObjectChannel
+from .objects.messages import ObjectMessages
+from .stores.store import Store
+
+
+class CannotRehearse(BaseException):
+    """The function cannot run by itself up to its first step; the text says why. It unwinds the
+    function, and is no Exception, so that only the runtime catches it."""
+
+
+class RehearsalGroup(Group):
+    """See above."""
+
+    rehearses = True
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        generation: int,
+        timeout_s: float,
+        store: Store,
+    ) -> None:
+        communicator = _Rehearsing(rank, size, device, generation)
+        super().__init__(
+            communicator,
+            generation=generation,
+            timeout_s=timeout_s,
+            name="rehearsal",
+            store=store,
+        )
+
+    def answer_with(self, results: Sequence[KeptResult]) -> None:
+        """results: those that the other ranks have kept, in the order of issue."""
+        communicator = self._communicator
+        assert isinstance(communicator, _Rehearsing)
+        communicator.answers = list(results)
+
+    @property
+    def refusal(self) -> str:
+        """Why an operation could not be answered, also if the function has gone on; else empty."""
+        communicator = self._communicator
+        assert isinstance(communicator, _Rehearsing)
+        return communicator.refusal
+
+    def _refuse(self, why: str) -> NoReturn:
+        communicator = self._communicator
+        assert isinstance(communicator, _Rehearsing)
+        communicator.refuse(why)
+
+    def _objects(self) -> ObjectChannel:
+        self._refuse("it sends objects to other ranks through its group before its first step")
+
+    def _object_messages(self, operation: str) -> ObjectMessages:
+        self._refuse(f"it calls {operation} before its first step")
+
+    def another_store(self) -> Store:
+        self._refuse("it makes an agreement with the other ranks before its first step")
+
+    def connect_child(self, *_: Any, **__: Any) -> Self:
+        self._refuse("it makes another group of the ranks before its first step")
+
+
+class _Answered(SettledWork):
+    """A work that is done when it is issued."""
+
+    def __init__(self, operation: Operation, lock: threading.Lock) -> None:
+        super().__init__(operation, lock)
+        if operation.finish is not None:
+            operation.finish()
+        self.settle(None)
+
+    def _block(self) -> None:
+        pass
+
+    def _end_generation(self, reason: str) -> None:
+        pass
+
+
+class _Rehearsing(Communicator):
+    """Answers each operation with the next kept result."""
+
+    backend = "rehearsal"
+
+    def __init__(self, rank: int, size: int, device: torch.device, generation: int) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.refusal = ""
+        self.answers: list[KeptResult] = []
+        self._generation = generation
+        self._failure: CollectiveError | None = None
+        self._lock = threading.Lock()
+
+    def refuse(self, why: str) -> NoReturn:
+        self.refusal = self.refusal or why
+        raise CannotRehearse(why)
+
+    def _answer(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        self._check()
+        what = named(operation)
+        if not self.answers:
+            self.refuse(
+                f"it runs {what} before its first step, of which the other ranks have kept no "
+                "result"
+            )
+        kept = self.answers.pop(0)
+        if kept.signature != signature_of(operation, tensor) or kept.values is None:
+            self.refuse(
+                f"it runs {what} before its first step, whose result the other ranks cannot give: "
+                f"theirs was of {kept.name}"
+            )
+        tensor.copy_(kept.values)
+        return _Answered(operation, self._lock)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise fresh_copy(self._failure)
+
+    def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: ReduceOp) -> Work:
+        return self._answer(operation, tensor)
+
+    def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
+        return self._answer(operation, tensor)
+
+    def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
+        return self._answer(operation, output)
+
+    def barrier(self, operation: Operation) -> Work:
+        self._check()
+        return _Answered(operation, self._lock)
+
+    def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
+        self._of_a_rank(operation)
+
+    def reduce_scatter(
+        self, operation: Operation, output: torch.Tensor, input: torch.Tensor, op: ReduceOp
+    ) -> Work:
+        self._of_a_rank(operation)
+
+    def exchange(
+        self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> Work:
+        self._of_a_rank(operation)
+
+    def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        self._of_a_rank(operation)
+
+    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        self._of_a_rank(operation)
+
+    def _of_a_rank(self, operation: Operation) -> NoReturn:
+        self._check()
+        kind = Kind(operation.kind).name.lower()
+        self.refuse(f"it calls {kind} before its first step, which gives each rank something else")
+
+    def abort(self, error: CollectiveError) -> None:
+        self._failure = self._failure or error
+
+    def failure(self) -> CollectiveError | None:
+        return self._failure
+
+    def close(self) -> None:
+        self.abort(GroupAborted(self._generation, [self.rank], "the rehearsal is over"))

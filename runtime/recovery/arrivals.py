@@ -1,0 +1,195 @@
+"""How a worker comes to ranks that train with `ctx.steps`, and they go on where they are.
+
+On a rank that was there before:
+
+    (1) A rank is asked for the **score** of its function's beginning (welcome.py), and gives it
+        between two steps.
+    (2) When the worker waits at its first step, all ranks are invited to take it in. A rank says so
+        in its next vote, if it is in the pass over the epoch in which the worker waits, has made
+        the same objects, and no checkpoint of it is being written.
+    (3) When all ranks have said so in one vote, they meet behind that step, end the generation
+        together, and enter the next one in place (in_place.py), with the worker.
+
+On the worker:
+
+    (a) The function runs from the top, with the score, in a group without peers
+        (collectives/rehearsal.py), up to its first step of `ctx.steps`.
+    (b) It waits there, and says what it has made (`Ticket`).
+    (c) It enters the generation of the others as a rank that holds nothing, and goes on behind
+        their step with their random state, options, schedules and place in the data.
+
+Where the others have moved on to another epoch meanwhile, or their number has changed, it
+rehearses again. If the function cannot be rehearsed, all run again from the top (from_the_top.py).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+
+from actors.arrivals import Invitation, Ticket
+from actors.arrivals import Score as GivenScore
+from actors.errors import ends_a_generation
+from actors.messages import Resumption
+from actors.worker.lifeline import Lifeline
+from collectives import CollectiveError, GroupAborted
+from collectives.diagnosis.debug import logger
+from collectives.rehearsal import CannotRehearse, RehearsalGroup
+
+from ..data.step_door import StepsUnderWay
+from ..process.registry import Registered
+from ..process.step_boundary import boundary
+from .live_objects import LiveObjects
+from .welcome import Score, digest_of, score_of, why_not_within
+
+
+class Arrivals:
+    """These steps on one rank, for one run: the `Door` of its steps, and what the control loop
+    asks for."""
+
+    def __init__(
+        self,
+        lifeline: Lifeline,
+        objects: LiveObjects,
+        cross: Callable[[BaseException], None],
+        come_in: Callable[[Resumption], None],
+    ) -> None:
+        """cross: gets this rank from the boundary between two steps into the next generation.
+        come_in: the same for a worker that has rehearsed."""
+        self.score: Score | None = None
+        """With which this rank rehearses; None if it does not."""
+        self.steps: StepsUnderWay | None = None
+        """The pass over an epoch in which the ranks are, or are to meet."""
+        self._lifeline = lifeline
+        self._objects = objects
+        self._cross = cross
+        self._come_in = come_in
+        self._steps_in: object = None
+        """The call of the function in which a step was taken with `ctx.steps`."""
+        self._lock = threading.Lock()
+        self._asked: list[concurrent.futures.Future[GivenScore]] = []
+        self._invitation: Invitation | None = None
+        self._has_told = False
+
+    # -- for the control loop --------------------------------------------------------------------
+
+    def give_score(self) -> concurrent.futures.Future[GivenScore]:
+        """(1) Filled in between two steps."""
+        asked: concurrent.futures.Future[GivenScore] = concurrent.futures.Future()
+        with self._lock:
+            self._asked.append(asked)
+        return asked
+
+    def invite(self, invitation: Invitation) -> None:
+        """(2)"""
+        self._invitation = invitation
+
+    @property
+    def takes_in(self) -> bool:
+        """Whether a worker could come in between two steps, as far as this rank knows."""
+        if self._steps_in is None or self._steps_in is not self._objects.call:
+            return False
+        why = why_not_within(self._objects)
+        if why and not self._has_told:
+            self._has_told = True
+            tell_why_not(why)
+        return not why
+
+    # -- the steps -------------------------------------------------------------------------------
+
+    def begin(self, steps: StepsUnderWay) -> None:
+        if self.score is not None:
+            self._end_rehearsal(steps)
+
+    def before_step(self, steps: StepsUnderWay) -> None:
+        bound, invitation = boundary(), self._invitation
+        bound.would_take_in = False
+        if invitation is None:
+            return
+        why = self._why_not_now(steps, invitation.ticket)
+        if why:
+            self._invitation = None
+            is_final = invitation.ticket.passage == steps.passage and steps.has_next
+            self._lifeline.decline(invitation.number, why, is_final=is_final)
+            return
+        checkpoints = self._objects.call.checkpoints
+        bound.would_take_in = checkpoints is None or not checkpoints.is_saving
+
+    def _why_not_now(self, steps: StepsUnderWay, ticket: Ticket) -> str:
+        if ticket.passage != steps.passage or not steps.has_next:
+            return "the ranks have come to the end of the pass over the epoch in which it waits"
+        if ticket.objects != digest_of(self._objects):
+            return "it has made other models or optimizers than the function has made here"
+        return ""
+
+    def at_boundary(self, steps: StepsUnderWay) -> None:
+        self.steps, self._steps_in = steps, self._objects.call
+        if self._asked:
+            self._answer()
+        bound = boundary()
+        if not bound.takes_in:
+            return
+        bound.takes_in = bound.would_take_in = False
+        self._invitation = None
+        checkpoints, group = self._objects.call.checkpoints, self._objects.call.group
+        if checkpoints is not None:
+            checkpoints.finish()  # One that was due behind this step: the next group is another.
+        error: CollectiveError
+        try:
+            # (3) No rank ends the generation while another one is still in code of the loop's body.
+            group.barrier().wait_on_host()
+            error = GroupAborted(group.generation, [], "a worker comes in between two steps")
+        except CollectiveError as failure:
+            if not ends_a_generation(failure):
+                raise
+            error = failure
+        self._cross(error)
+
+    def _answer(self) -> None:
+        with self._lock:
+            asked, self._asked = self._asked, []
+        why = why_not_within(self._objects)
+        payload = b""
+        if not why:
+            payload, why = score_of(self._objects, ())
+        if why:
+            tell_why_not(why)
+        for one in asked:
+            one.set_result(GivenScore(payload, why))
+
+    # -- on a worker that comes ------------------------------------------------------------------
+
+    @property
+    def rehearses(self) -> bool:
+        return self.score is not None
+
+    def refuse(self, why: str) -> None:
+        """The function does something that it cannot do by itself. Raises CannotRehearse."""
+        raise CannotRehearse(why)
+
+    def restore(self, entry: Registered) -> bool:
+        """An object is registered in a rehearsal."""
+        assert self.score is not None
+        return self.score.restore(entry)
+
+    def _end_rehearsal(self, steps: StepsUnderWay) -> None:
+        """(b) and (c)"""
+        group = self._objects.call.group
+        why = group.refusal if isinstance(group, RehearsalGroup) else ""
+        why = why or why_not_within(self._objects)
+        if why:
+            self.refuse(why)
+        ticket = Ticket(steps.passage, digest_of(self._objects))
+        resumption = self._lifeline.rehearsed(ticket)
+        self.steps, self._steps_in, self.score = steps, self._objects.call, None
+        self._come_in(resumption)
+
+
+def tell_why_not(why: str) -> None:
+    """In the log of the rank or worker that knows it."""
+    logger.warning(
+        "a worker comes to the run, and the functions run again from the top on all ranks, because "
+        "%s",
+        why,
+    )

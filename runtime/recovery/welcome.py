@@ -1,0 +1,254 @@
+"""What a worker gets from the others when it has run its function by itself and comes to them.
+
+A **score** comes first, between two steps of a rank that goes on: what the function's constructors
+and the code before its first step would find after a restart. The worker rehearses with it.
+
+A **welcome** comes last, in the generation that the worker enters: where the ranks are in their
+steps and in the data, what a step counts on, and the state of everything that is registered and not
+sharded. The shards move as they do after a loss (in_place.py), and the parameters are gathered.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from actors.messages import Progress
+from collectives import Group
+from collectives.kept_results import MOST_BYTES, KeptResult
+from collectives.objects.blocking import broadcast_object
+
+from ..data.step_door import StepsPlace, StepsUnderWay
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..data_parallel.same_model import broadcast_tensors
+from ..process.random_state import RandomState
+from ..process.registry import Registered
+from ..process.step_boundary import boundary
+from ..zero.engine import Face
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
+from .live_objects import LiveObjects
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of a sharded optimizer: its applied steps, and the options of its groups."""
+
+    num_steps: int
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: Face) -> Options:
+        return cls(
+            optimizer.num_steps,
+            [
+                {k: copy.deepcopy(v) for k, v in options.items() if k != "params"}
+                for options in optimizer.param_groups
+            ],
+        )
+
+    def load(self, optimizer: Face) -> None:
+        optimizer.num_steps = self.num_steps
+        for ours, theirs in zip(optimizer.param_groups, self.groups, strict=True):
+            ours.update(theirs)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """data: of the call (FunctionCall.data_state). taken: steps of the run. checkpoints: as
+    Checkpoints.place. optimizers, states: of registered objects, by name; those that each rank has
+    for itself, and modules, are left out. answers: what the function's own collectives gave."""
+
+    data: dict[str, Any]
+    taken: int
+    checkpoints: Any
+    optimizers: Mapping[str, Options]
+    states: Mapping[str, Any]
+    answers: Sequence[KeptResult] = ()
+
+    def restore(self, entry: Registered) -> bool:
+        """Load what the function would find after a restart; whether there was anything."""
+        if isinstance(entry.object, ZeroRedundancyOptimizer):
+            if entry.name not in self.optimizers:
+                return False
+            self.optimizers[entry.name].load(entry.object)
+            return True
+        if isinstance(entry.object, torch.nn.Module):
+            return True  # Its tensors come with the welcome.
+        if entry.per_rank or entry.name not in self.states:
+            return False
+        entry.object.load_state_dict(copy.deepcopy(self.states[entry.name]))
+        return True
+
+
+def score_of(objects: LiveObjects, answers: Sequence[KeptResult]) -> tuple[bytes, str]:
+    """The pickled score, between two steps of this rank; or why it cannot be given."""
+    call = objects.call
+    optimizers, states = {}, {}
+    for entry in call.registry:
+        made = entry.object
+        if isinstance(made, ZeroRedundancyOptimizer):
+            optimizers[entry.name] = Options.of(made)
+        elif not (isinstance(made, torch.nn.Module) or entry.per_rank):
+            states[entry.name] = made.state_dict()
+    score = Score(
+        call.data_state(),
+        boundary().steps.taken,
+        call.checkpoints.place if call.checkpoints is not None else None,
+        optimizers,
+        states,
+        answers,
+    )
+    try:
+        payload = pickle.dumps(score)
+    except Exception as error:
+        return b"", f"a registered object's state cannot be pickled ({error})"
+    if len(payload) > MOST_BYTES:
+        return b"", (
+            f"what its beginning depends on has {len(payload) >> 20} MiB, and at most "
+            f"{MOST_BYTES >> 20} MiB are sent for that"
+        )
+    return payload, ""
+
+
+def digest_of(objects: LiveObjects) -> str:
+    """Equal on ranks that have made and registered the same, in the same order."""
+    call = objects.call
+    parts: list[object] = [
+        [(entry.name, type(entry.object).__qualname__, entry.per_rank) for entry in call.registry]
+    ]
+    for number, optimizer in objects.optimizers().items():
+        layout = optimizer.shard.layout
+        kinds = [str(dtype) for dtype in layout.dtypes]
+        parts += [number, layout.shapes, layout.plans, kinds, optimizer.shard.replicas]
+    for number, model in objects.models().items():
+        parts += [number, model.steps.signature]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPlace:
+    """progress, last_live: as in its engine."""
+
+    progress: Progress
+    last_live: tuple[int, ...]
+    options: Options
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """steps: where the ranks are. taken: steps of the run. data: of the call. checkpoints: as
+    Checkpoints.place. generators: the state of the random generators. optimizers: by number.
+    passes, synced: of the models, by number, as in Standing (in_place.py). states: of registered
+    objects, by name."""
+
+    steps: StepsPlace
+    taken: int
+    data: dict[str, Any]
+    checkpoints: Any
+    generators: dict[str, Any]
+    optimizers: Mapping[int, OptimizerPlace]
+    passes: Mapping[int, int]
+    synced: Mapping[int, int]
+    states: Mapping[str, Any]
+
+
+def _welcome_of(objects: LiveObjects, steps: StepsUnderWay) -> Welcome:
+    call, models = objects.call, objects.models()
+    return Welcome(
+        steps.place(),
+        boundary().steps.taken,
+        call.data_state(),
+        call.checkpoints.place if call.checkpoints is not None else None,
+        RandomState().state_dict(),
+        {
+            number: OptimizerPlace(one.progress, one.last_live, Options.of(one.face))
+            for number, one in objects.optimizers().items()
+        },
+        {number: model.reducer.num_passes for number, model in models.items()},
+        {number: model.buffers.synced_step for number, model in models.items()},
+        {
+            entry.name: entry.object.state_dict()
+            for entry in call.registry
+            if not (_is_ours(entry) or entry.per_rank)
+        },
+    )
+
+
+def _is_ours(entry: Registered) -> bool:
+    """Whether its state comes in another way: as shards or as tensors."""
+    return isinstance(entry.object, ZeroRedundancyOptimizer | torch.nn.Module)
+
+
+def give_welcome(
+    objects: LiveObjects, steps: StepsUnderWay, root: int, group: Group, *, is_new: bool
+) -> None:
+    """All ranks of a generation that workers enter call it. root: a rank that was there before.
+    is_new: this rank is such a worker."""
+    mine = _welcome_of(objects, steps) if group.rank == root else None
+    welcome: Welcome = broadcast_object(group, mine, root)
+    if is_new:
+        _take(welcome, objects, steps)
+    broadcast_tensors(_tensors_beside(objects), root, group, on_host=True)
+    if is_new:
+        # Last: objects that take their state may draw numbers.
+        RandomState().load_state_dict(welcome.generators)
+
+
+def _take(welcome: Welcome, objects: LiveObjects, steps: StepsUnderWay) -> None:
+    call, bound = objects.call, boundary()
+    steps.take_place(welcome.steps)
+    bound.steps.taken = welcome.taken
+    call.take_data(welcome.data)
+    if call.checkpoints is not None:
+        call.checkpoints.place = welcome.checkpoints
+    for number, optimizer in objects.optimizers().items():
+        place = welcome.optimizers[number]
+        place.options.load(optimizer.face)
+        optimizer.take_place(place.progress, place.last_live)
+    for number, model in objects.models().items():
+        model.reducer.num_passes = welcome.passes[number]
+        # One behind, so that the buffers of the others are sent (Buffers.sync_again).
+        model.buffers.synced_step = welcome.synced[number] - 1
+    for entry in call.registry:
+        if entry.name in welcome.states:
+            entry.object.load_state_dict(copy.deepcopy(welcome.states[entry.name]))
+
+
+def _tensors_beside(objects: LiveObjects) -> list[torch.Tensor]:
+    """What of the registered modules comes neither with the shards nor with a step's buffers:
+    parameters that no optimizer steps, and modules beside the models, such as an average."""
+    sharded = {id(p) for one in objects.optimizers().values() for p in one.shard.parameters}
+    found: list[torch.Tensor] = []
+    for entry in objects.call.registry:
+        made = entry.object
+        if isinstance(made, torch.nn.Module):
+            found += [p.detach() for p in made.parameters() if id(p) not in sharded]
+            if not isinstance(made, DistributedDataParallel):
+                found += list(made.buffers())
+    return found
+
+
+def why_not_within(objects: LiveObjects) -> str:
+    """Why no worker can come to this rank's function between two steps; empty if one can."""
+    facts = objects.facts()
+    if facts.missing:
+        return facts.missing
+    living = list(objects.optimizers().values())
+    registered = (entry.object for entry in objects.call.registry)
+    sharded = [
+        optimizer_engine_of(one) for one in registered if isinstance(one, ZeroRedundancyOptimizer)
+    ]
+    if not living or any(one not in living for one in sharded) or facts.has_plain_steps:
+        return (
+            "not all of its optimizers are a ZeroRedundancyOptimizer of its DistributedDataParallel"
+        )
+    if len(living) < len(objects.models()):
+        return "one of its models has no ZeroRedundancyOptimizer"
+    return ""
+

@@ -1,0 +1,111 @@
+"""Runs in the steps of `ctx.steps` to which workers come, for comparisons of bits."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import chorusline as cl
+from benchmarks.invariance_training import digest
+from tests.references.stepped_training import MODELS, OPTIMIZERS
+from tests.references.training_to_kill import die
+
+STEPS_OF_EPOCH = 150
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank returns. began: how often the function has begun in this process. sizes: by step
+    that it took in this call, the number of ranks behind it."""
+
+    rank: int
+    parameters: str
+    state: str
+    learning_rate: float
+    pid: int
+    began: int
+    sizes: list[int]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.sizes)
+
+
+def note(folder: Path, word: str) -> None:
+    with (folder / word).open("a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+def noted(folder: Path, word: str) -> list[int]:
+    path = folder / word
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def train(
+    ctx: cl.Context,
+    folder: Path,
+    *,
+    full: int = 1,
+    victims: tuple[int, ...] = (),
+    model_name: str = "perceptron",
+    optimizer_name: str = "adamw",
+    sharded: bool = True,
+    max_norm: float | None = None,
+    replicas: int = 2,
+    epochs: int = 2,
+    scenario: str = "",
+) -> Told:
+    """victims: first ranks that die in the fourth step, in its loop. full: until so many ranks
+    train, the steps are slow. scenario: what else happens."""
+    note(folder, "began")
+    is_first = len(noted(folder, "began")) <= full and not noted(folder, "killed")
+    seat = ctx.rank if is_first else -1
+    make, data, loss_of = MODELS[model_name]
+    optimizer_class, options = OPTIMIZERS[optimizer_name]
+    if scenario == "dies rehearsing" and not is_first and len(noted(folder, "rehearsed")) < 2:
+        note(folder, "rehearsed")
+        die()
+    torch.manual_seed(3 if scenario != "unlike" else os.getpid())
+    model = cl.DistributedDataParallel(make().to(ctx.device), bucket_cap_mb=0.004)
+    optim: Any
+    if sharded:
+        optim = cl.ZeroRedundancyOptimizer(
+            model, optimizer_class, replicas=replicas, max_norm=max_norm, **options
+        )
+    else:
+        optim = optimizer_class(model.parameters(), **options)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.999)
+    for name, one in (("model", model), ("optim", optim), ("schedule", schedule)):
+        ctx.register(name, one)
+    sizes: list[int] = []
+    for epoch in ctx.epochs(epochs):
+        dataset = data(16 * STEPS_OF_EPOCH)
+        for step in ctx.steps(dataset, 16, 3, epoch=epoch):
+            if ctx.world_size < full:
+                time.sleep(0.03)
+            for number, batch in enumerate(step):
+                loss_of(model, batch).backward()
+                if seat in victims and step.number == 3 and number == 0:
+                    note(folder, "killed")
+                    die()
+            optim.step()
+            schedule.step()
+            optim.zero_grad()
+            sizes.append(ctx.world_size)
+    if sharded:
+        optim.consolidate_state_dict(0)
+    state = digest(optim.state_dict()) if not sharded or ctx.rank == 0 else ""
+    return Told(
+        ctx.rank,
+        digest(dict(model.module.state_dict())),
+        state,
+        optim.param_groups[0]["lr"],
+        os.getpid(),
+        noted(folder, "began").count(os.getpid()),
+        sizes,
+    )

@@ -1,0 +1,51 @@
+"""Workers that come while the others train with `ctx.steps`: the others go on where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chorusline as cl
+from tests.references.arriving_runs import STEPS_OF_EPOCH, Told, noted, train
+
+FEW = {"CPU": 0.1}
+_ALONE: dict[Any, Told] = {}
+
+
+async def told_alone(tmp_path: Path, **options: Any) -> Told:
+    """What one worker ends with."""
+    key = tuple(sorted(options.items()))
+    if key not in _ALONE:
+        folder = tmp_path / "alone"
+        folder.mkdir()
+        async with cl.Session(1, resources_per_worker=FEW) as session:
+            [_ALONE[key]] = await session.run(train, folder=folder, replicas=1, **options)
+    return _ALONE[key]
+
+
+def assert_same(told: list[Told], alone: Told) -> None:
+    assert {one.parameters for one in told} == {alone.parameters}
+    assert {one.learning_rate for one in told} == {alone.learning_rate}
+    assert told[0].state == alone.state
+
+
+@pytest.mark.parametrize("model_name", ["transformer"])
+async def test_a_worker_comes_in_and_the_others_go_on_where_they_are(
+    cluster: None, tmp_path: Path, model_name: str
+) -> None:
+    alone = await told_alone(tmp_path, model_name=model_name)
+    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
+        told = await session.run(
+            train, folder=tmp_path, full=3, victims=(1,), model_name=model_name
+        )
+    [came] = [one for one in told if one.num_steps < alone.num_steps]
+    stayed = [one for one in told if one is not came]
+    assert len(stayed) == 2 and [one.began for one in stayed] == [1, 1]
+    for one in stayed:  # All steps in one call, with its local variables.
+        assert one.num_steps == 2 * STEPS_OF_EPOCH
+        assert sorted(set(one.sizes)) == [2, 3] and one.sizes[-1] == 3
+    assert set(came.sizes) == {3} and came.num_steps > 0
+    assert len(noted(tmp_path, "began")) == 4
+    assert_same(told, alone)
