@@ -210,7 +210,7 @@ def test_what_is_decided_follows_from_phase_and_situation(
     assert seen.situation is Situation.READY
     run.phase = phase
     outlook = replace(seen, situation=situation, why="no more losses")
-    monkeypatch.setattr("actors.driver.membership.assess", lambda run, known: outlook)
+    monkeypatch.setattr("actors.driver.membership.assess", lambda run, known, arrivals: outlook)
     kinds = {type(one) for one in membership._decide(run)}
     hopeless = (Phase.SAVING_LAST, {instructions.ResumeRank, instructions.StartLastSave})
     stop = (Phase.STOPPING, {instructions.AbortRank, instructions.StartGrace})
