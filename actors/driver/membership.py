@@ -34,7 +34,7 @@ or too late, as are events that carry the number of another generation.
    a rank is lost    open         decide    decide    open         decide         stop      note
    a rank froze      open         decide    decide    open         decide
    a newcomer        ask (a)      decide    decide
-   ranks are ready   open
+   ranks are ready   take (d)
    a notice          open (b)     note      note
    a rank raised     stop         stop      stop      stop         stop           stop      note
    a rank returned   release (c)  stop (c)  stop (c)  stop (c)     stop (c)       note      note
@@ -52,6 +52,7 @@ or too late, as are events that carry the number of another generation.
     (a) if functions can be run again as far as is known.
     (b) if the others are enough, and all ranks would survive it now.
     (c) in a run that goes on: `_rank_returned` says why. In another one it is noted.
+    (d) have the workers rehearse, if all ranks can go on where they are (arrivals.py); else open.
 
 A loss stops the run at once where it is one too many and nothing can be saved, or where no rank is
 left. What *decide* does depends on what the reports of the round add up to (situation.py):
@@ -325,18 +326,6 @@ class Membership(Roster):
             return self._decide(run)  # It may be the one that the run waits for.
         return self._ask(run)
 
-    def _ask(self, run: RunState) -> list[Instruction]:
-        """If workers wait, ask the ranks whether they could be taken in."""
-        may_come = run.phase is Phase.RUNNING and run.goes_on and run.takes_newcomers
-        if not may_come or not newcomers_of(run, self._members.values()):
-            return []  # They wait for the next run.
-        if self._arrivals.by_id:
-            return []  # Others come, and these afterwards.
-        if run.asked_in == self._generation:
-            return []  # Another newcomer waits for the same answer.
-        run.asked_in = self._generation
-        return [instructions.AwaitReadiness(run.worker_ids, self._generation)]
-
     def _ranks_ready(self, run: RunState, take_in: bool) -> list[Instruction]:
         """Newcomers wait, and the functions can run again with them, or go on and take them in."""
         run.asked_in = -1  # Those that come from now on wait for another answer.
@@ -358,11 +347,6 @@ class Membership(Roster):
         if run.phase in (Phase.RELEASED, Phase.STOPPING):
             return [*todo, *self._end_if_over(run)]
         return [*todo, *self._newcomer(run)]
-
-    def _call_off(self) -> list[Instruction]:
-        """The run ends: so do the rehearsals."""
-        called_off = self._arrivals.call_off("the run ends")
-        return [*called_off, instructions.StartGrace()] if called_off else []
 
     def _leaving(self, run: RunState, notice: events.Leaving) -> list[Instruction]:
         if not run.goes_on or run.phase not in (Phase.RUNNING, Phase.FREEZING, Phase.PAUSED):

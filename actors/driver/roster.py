@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from .. import messages
 from ..messages import MemberState
+from . import instructions
 from .arrivals import Arrivals
-from .run_state import Member, RunState
+from .instructions import Instruction
+from .run_state import Member, Phase, RunState
+from .situation import newcomers_of
 
 
 class Roster:
@@ -43,3 +46,20 @@ class Roster:
             if member.info.worker_id == worker_id:
                 member.state = MemberState.LOST
                 self._formed = ()
+
+    def _ask(self, run: RunState) -> list[Instruction]:
+        """If workers wait, ask the ranks whether they could be taken in."""
+        may_come = run.phase is Phase.RUNNING and run.goes_on and run.takes_newcomers
+        if not may_come or not newcomers_of(run, self._members.values()):
+            return []  # They wait for the next run.
+        if self._arrivals.by_id:
+            return []  # Others come, and these afterwards.
+        if run.asked_in == self._generation:
+            return []  # Another newcomer waits for the same answer.
+        run.asked_in = self._generation
+        return [instructions.AwaitReadiness(run.worker_ids, self._generation)]
+
+    def _call_off(self) -> list[Instruction]:
+        """The run ends: so do the rehearsals."""
+        called_off = self._arrivals.call_off("the run ends")
+        return [*called_off, instructions.StartGrace()] if called_off else []

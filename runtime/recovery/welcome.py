@@ -251,4 +251,3 @@ def why_not_within(objects: LiveObjects) -> str:
     if len(living) < len(objects.models()):
         return "one of its models has no ZeroRedundancyOptimizer"
     return ""
-

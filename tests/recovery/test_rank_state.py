@@ -176,7 +176,8 @@ def test_a_rank_is_parked_where_its_function_can_go_on(
     where: Where, follows_groups: bool, has_plain_steps: bool
 ) -> None:
     now = facts(has_plain_steps=has_plain_steps, follows_groups=follows_groups)
-    waits = where is Where.AT_END or (where is Where.IN_STEP and not has_plain_steps)
+    in_steps = where in (Where.IN_STEP, Where.AT_BOUNDARY)
+    waits = where is Where.AT_END or (in_steps and not has_plain_steps)
     expected = waits and not follows_groups
     assert RankState(0).report(began(), now, where).is_parked == expected
 

@@ -12,6 +12,8 @@ import torch
 
 import chorusline as cl
 from benchmarks.invariance_training import digest
+from runtime.process.step_boundary import boundary
+from runtime.program.context import call_of
 from tests.references.stepped_training import MODELS, OPTIMIZERS
 from tests.references.training_to_kill import die
 
@@ -61,16 +63,35 @@ def train(
     scenario: str = "",
 ) -> Told:
     """victims: first ranks that die in the fourth step, in its loop. full: until so many ranks
-    train, the steps are slow. scenario: what else happens."""
+    train, the steps are slow. scenario: what else happens, once: a worker dies while it rehearses,
+    or while it comes in; rank 2 dies while one comes in, or when all have agreed to that."""
     note(folder, "began")
     is_first = len(noted(folder, "began")) <= full and not noted(folder, "killed")
     seat = ctx.rank if is_first else -1
     make, data, loss_of = MODELS[model_name]
     optimizer_class, options = OPTIMIZERS[optimizer_name]
-    if scenario == "dies rehearsing" and not is_first and len(noted(folder, "rehearsed")) < 2:
-        note(folder, "rehearsed")
-        die()
-    torch.manual_seed(3 if scenario != "unlike" else os.getpid())
+    recovery = call_of(ctx).recovery
+
+    def strike() -> None:
+        if not noted(folder, "struck"):
+            note(folder, "struck")
+            die()
+
+    def strike_at_entry() -> None:
+        assert recovery is not None
+        move = recovery.in_place._move
+
+        def moved(*arguments: Any) -> Any:
+            strike()
+            return move(*arguments)
+
+        recovery.in_place._move = moved  # type: ignore[method-assign]
+
+    if scenario == "in its rehearsal" and not is_first:
+        strike()
+    if scenario == "at its entry" and not is_first:
+        strike_at_entry()
+    torch.manual_seed(3)
     model = cl.DistributedDataParallel(make().to(ctx.device), bucket_cap_mb=0.004)
     optim: Any
     if sharded:
@@ -87,13 +108,18 @@ def train(
         dataset = data(16 * STEPS_OF_EPOCH)
         for step in ctx.steps(dataset, 16, 3, epoch=epoch):
             if ctx.world_size < full:
-                time.sleep(0.03)
+                # Long enough for workers to start, also on a busy machine.
+                time.sleep(0.03 if step.number < 50 else 0.5)
+            if scenario == "a rank at the entry" and sizes[-1:] == [2] and seat == 2:
+                strike_at_entry()
             for number, batch in enumerate(step):
                 loss_of(model, batch).backward()
                 if seat in victims and step.number == 3 and number == 0:
                     note(folder, "killed")
                     die()
             optim.step()
+            if scenario == "a rank behind the vote" and seat == 2 and boundary().takes_in:
+                strike()
             schedule.step()
             optim.zero_grad()
             sizes.append(ctx.world_size)

@@ -28,7 +28,7 @@ ORDER = {
         "shared_memory",
         "objects",
         "transports",
-        ("group", "subgroups", "family", "meeting", "neutral"),
+        ("group", "subgroups", "family", "meeting", "neutral", "kept_results", "rehearsal"),
         "torch_backend",
         ("__init__",),
     ],
@@ -36,7 +36,7 @@ ORDER = {
         "parcels",
         (
             *("errors", "calls", "versions", "run_status", "whereabouts", "fault_plan", "messages"),
-            *("actor_store", "meter", "output", "journal", "outcomes", "lasting"),
+            *("actor_store", "meter", "output", "journal", "outcomes", "lasting", "arrivals"),
         ),
         "driver",
         "worker",

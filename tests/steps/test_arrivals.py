@@ -49,3 +49,34 @@ async def test_a_worker_comes_in_and_the_others_go_on_where_they_are(
     assert set(came.sizes) == {3} and came.num_steps > 0
     assert len(noted(tmp_path, "began")) == 4
     assert_same(told, alone)
+
+
+SCENARIOS = ["in its rehearsal", "at its entry", "a rank at the entry", "a rank behind the vote"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+async def test_a_death_while_a_worker_comes_costs_no_step(
+    cluster: None, tmp_path: Path, scenario: str
+) -> None:
+    alone = await told_alone(tmp_path)
+    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
+        told = await session.run(train, folder=tmp_path, full=3, victims=(1,), scenario=scenario)
+    assert noted(tmp_path, "struck")
+    assert len(told) == 3
+    stayed = [one for one in told if one.num_steps == 2 * STEPS_OF_EPOCH]
+    assert len(stayed) == (1 if scenario.startswith("a rank") else 2)
+    assert [one.began for one in stayed] == [1] * len(stayed)
+    assert_same(told, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_two_workers_come_at_once(cluster: None, tmp_path: Path) -> None:
+    alone = await told_alone(tmp_path)
+    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
+        told = await session.run(train, folder=tmp_path, full=3, victims=(0, 2), replicas=3)
+    [stayed] = [one for one in told if one.num_steps == 2 * STEPS_OF_EPOCH]
+    assert stayed.began == 1 and stayed.sizes[-1] == 3
+    assert_same(told, alone)
