@@ -6,10 +6,11 @@ groups of a group's ranks, and ends and closes groups.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
 from types import FrameType
@@ -29,6 +30,7 @@ from .diagnosis.flight_recorder import Activity, FlightRecorder
 from .diagnosis.profiling import begin_span, nvtx_is_recorded
 from .diagnosis.statistics import Statistics
 from .family import Family
+from .kept_results import KeepingCommunicator, KeptResults, keeping
 from .meeting import meet
 from .objects.channel import ObjectChannel
 from .objects.collectives import ObjectCollectives
@@ -134,6 +136,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         self._coalesced: Coalesced | None = None  # the open block
         self._wire_ops = {}
         self._announce: Announce | None = None
+        self._kept: KeptResults | None = None
 
     @classmethod
     @outside_modes
@@ -290,6 +293,20 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         `announce` may run operations of this group first. If it raises, nothing is issued."""
         self._announce = announce
 
+    def keep_results(self, kept: KeptResults | None) -> None:
+        """Keep the results of the operations that are issued from here on; None ends that."""
+        inner = self._communicator
+        if isinstance(inner, KeepingCommunicator):
+            inner = inner.inner
+        self._kept = kept
+        self._communicator = keeping(inner, kept) if kept is not None else inner
+
+    @contextlib.contextmanager
+    def unkept(self) -> Iterator[None]:
+        """A block whose results are not kept: its operations are not the function's own."""
+        with self._kept.paused() if self._kept is not None else contextlib.nullcontext():
+            yield
+
     @property
     def waits_on_issue(self) -> bool:
         """Whether operations wait for all ranks before they are issued, as at level DETAIL."""
@@ -416,6 +433,8 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         deadline_s = self._deadline_s(kind, timeout_s)
         if self._announce is not None:
             self._announce(kind, 0, -1, -1)
+        if self._kept is not None:
+            self._kept.spoil("it sends objects through its group before its first step")
         self.statistics.count(kind, 0)
         return deadline_s
 

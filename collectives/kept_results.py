@@ -6,23 +6,40 @@ The results of operations that give all ranks the same are kept, up to MOST_BYTE
 
 from __future__ import annotations
 
+import abc
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .contract.operation import Operation, named
+from .contract.communicator import Communicator
+from .contract.operation import Finish, Operation, named
 
 MOST_BYTES = 16 << 20
 """Of results that a rank keeps, and of all that a worker gets before it runs the function."""
 
+_BYTES_OF_ONE = 256
+"""That a result counts for beside its elements."""
 
-@dataclass(frozen=True, slots=True)
+_SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather")
+_NO_RESULT = ("barrier",)
+
+
+@dataclass(slots=True)
 class KeptResult:
-    """name: of the operation, for people. values: flat, on the CPU; None: it cannot be answered."""
+    """name: of the operation, for people. values: flat; None: not there, or another one on each
+    rank, so that it cannot be given to a worker."""
 
     signature: tuple[int, ...]
     name: str
-    values: torch.Tensor | None
+    values: torch.Tensor | None = None
+
+    def on_host(self) -> KeptResult:
+        values = None if self.values is None else self.values.cpu()
+        return KeptResult(self.signature, self.name, values)
 
 
 def signature_of(operation: Operation, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -30,6 +47,132 @@ def signature_of(operation: Operation, tensor: torch.Tensor) -> tuple[int, ...]:
     return int(operation.kind), tensor.numel(), operation.dtype, operation.detail
 
 
-def kept_of(operation: Operation, tensor: torch.Tensor) -> KeptResult:
-    """tensor: flat, with the result."""
-    return KeptResult(signature_of(operation, tensor), named(operation), tensor.detach().cpu())
+class KeptResults:
+    """The results that one rank keeps of one call of its function.
+
+    A worker that comes runs the code outside of loops over `ctx.epochs`, and in the body of the
+    epoch that is under way the code before the steps. So these two are kept.
+
+    why_not: why they are not whole; empty if they are.
+    """
+
+    def __init__(self) -> None:
+        self.why_not = ""
+        self._outside: list[KeptResult] = []
+        self._body: list[KeptResult] = []
+        self._is_in_body = False
+        self._num_bytes = 0
+        self._pauses = 0
+
+    def results(self) -> tuple[list[KeptResult], list[KeptResult]]:
+        """Those outside of bodies, and those of the present one."""
+        return [one.on_host() for one in self._outside], [one.on_host() for one in self._body]
+
+    def take(self, outside: Sequence[KeptResult], body: Sequence[KeptResult]) -> None:
+        """This rank has come later itself, and got these."""
+        self._outside, self._body = list(outside), list(body)
+        self._num_bytes = sum(map(_num_bytes, (*outside, *body)))
+
+    def begin_body(self) -> None:
+        """The body of an epoch begins."""
+        if self._is_in_body:
+            self.spoil("it has a loop over ctx.epochs in another one")
+        self._num_bytes -= sum(map(_num_bytes, self._body))
+        self._is_in_body, self._body = True, []
+
+    def end_body(self) -> None:
+        self._is_in_body = False
+
+    def spoil(self, why: str) -> None:
+        if not self._pauses:
+            self.why_not = self.why_not or why
+            self._outside, self._body = [], []
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations inside are not the function's own, and a worker that comes runs none."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def place_for(self, operation: Operation, tensor: torch.Tensor) -> KeptResult | None:
+        """Where the result of an operation goes that is about to be issued."""
+        if self._pauses or self.why_not:
+            return None
+        kept = KeptResult(signature_of(operation, tensor), named(operation))
+        self._num_bytes += tensor.nbytes + _BYTES_OF_ONE
+        if self._num_bytes > MOST_BYTES:
+            self.spoil(
+                f"its collectives before its first step have given more than {MOST_BYTES >> 20} "
+                "MiB, which are kept for a worker that comes"
+            )
+            return None
+        (self._body if self._is_in_body else self._outside).append(kept)
+        return kept
+
+
+def _num_bytes(kept: KeptResult) -> int:
+    return _BYTES_OF_ONE + (kept.values.nbytes if kept.values is not None else 0)
+
+
+class _Keeping:
+    """What ends an operation whose result is kept. before: what else does."""
+
+    def __init__(self, kept: KeptResult, tensor: torch.Tensor, before: Finish | None) -> None:
+        self._kept, self._tensor, self._before = kept, tensor, before
+
+    @property
+    def tensors(self) -> Sequence[Any]:
+        return [*(self._before.tensors if self._before is not None else ()), self._tensor]
+
+    def __call__(self) -> None:
+        if self._before is not None:
+            self._before()
+        self._kept.values = self._tensor.detach().clone()
+
+
+class KeepingCommunicator(Communicator):
+    """Lets `inner` move the tensors, and keeps the results."""
+
+    def __init__(self, inner: Communicator, kept: KeptResults) -> None:
+        self.inner = inner
+        self.kept = kept
+        for name, value in vars(Communicator).items():  # A transport's capabilities.
+            if not name.startswith("_") and not callable(value):
+                setattr(self, name, getattr(inner, name))
+        self.rank, self.size, self.device = inner.rank, inner.size, inner.device
+        self.backend = inner.backend
+
+
+def _kept(name: str) -> Callable[..., Any]:
+    def issue(self: KeepingCommunicator, operation: Operation, tensor: Any, *arguments: Any) -> Any:
+        if isinstance(tensor, torch.Tensor):
+            place = self.kept.place_for(operation, tensor)
+            if place is not None and name in _SAME_EVERYWHERE:
+                operation.finish = _Keeping(place, tensor, operation.finish)
+        return getattr(self.inner, name)(operation, tensor, *arguments)
+
+    issue.__name__ = name
+    return issue
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def issue(self: KeepingCommunicator, *arguments: Any, **named_: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **named_)
+
+    issue.__name__ = name
+    return issue
+
+
+for _name, _method in inspect.getmembers(Communicator, inspect.isfunction):
+    if not _name.startswith("_") and _name not in vars(KeepingCommunicator):
+        _parameters = inspect.signature(_method).parameters
+        _is_one = "operation" in _parameters and _name not in (*_NO_RESULT, "exchange")
+        setattr(KeepingCommunicator, _name, (_kept if _is_one else _passed_on)(_name))
+abc.update_abstractmethods(KeepingCommunicator)  # type: ignore[type-abstract]
+
+
+def keeping(inner: Communicator, kept: KeptResults) -> Communicator:
+    return KeepingCommunicator(inner, kept)  # type: ignore[abstract]

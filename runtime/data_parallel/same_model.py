@@ -84,7 +84,8 @@ def check_same_parameters(
     if group.rehearses:
         return  # There is no other rank yet; they compare when this one comes to them.
     kinds = {"parameter": parameters, "buffer": buffers}
-    rows = all_gather_row(group, [len(texts) for texts in kinds.values()])
+    with group.unkept():
+        rows = all_gather_row(group, [len(texts) for texts in kinds.values()])
     remedy = (
         "All ranks must make the same model: the same parameters and buffers, of equal shapes and "
         "dtypes, in the same order, with the same options."
@@ -99,7 +100,8 @@ def check_same_parameters(
         int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
         for text in descriptions
     ]
-    everybody = all_gather_row(group, digests)
+    with group.unkept():
+        everybody = all_gather_row(group, digests)
     named = [(kind, number) for kind, texts in kinds.items() for number in range(len(texts))]
     for place, (kind, number) in enumerate(named):
         text = descriptions[place]
@@ -147,7 +149,8 @@ def broadcast_tensors(
         # Masks and small integers are few; they travel as int32, which every backend supports.
         wire = dtype if dtype in DTYPES else torch.int32
         flat = torch.cat([tensor.reshape(-1).to(wire) for tensor in same])
-        work = group.broadcast(flat, root)
+        with group.unkept():
+            work = group.broadcast(flat, root)
         sent.append((same, flat))
         if on_host:
             work.order_stream()

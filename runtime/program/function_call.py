@@ -7,6 +7,7 @@ were sent. A function that runs again from the top gets a new Context and a new 
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,9 +171,11 @@ class FunctionCall:
         if self.recovery is not None:
             self.recovery.watch_registered(entry)
             # A later state than any checkpoint's.
-            is_loaded = self.recovery.restore(entry, self.group)
+            with self.group.unkept():
+                is_loaded = self.recovery.restore(entry, self.group)
         if not is_loaded and self.checkpoints is not None:
-            is_loaded = self.checkpoints.restore(entry, required=required)
+            with self.group.unkept():
+                is_loaded = self.checkpoints.restore(entry, required=required)
         if is_loaded:
             self.registry.note_loaded(entry, (boundary().steps.taken, self._boundaries))
 
@@ -208,7 +211,8 @@ class FunctionCall:
         them when the loop's body has ended."""
         for epoch in self.cursor.epochs(num_epochs):
             place = self.cursor.place
-            yield epoch
+            with self.recovery.arrivals.in_body() if self.recovery else contextlib.nullcontext():
+                yield epoch
             # Another loop may have run inside this one: then the checkpoint has the place of that.
             if self.checkpoints is not None and self.cursor.place == place:
                 self.checkpoints.note_epoch_end(self.step)

@@ -169,7 +169,7 @@ class FunctionRun:
         checkpoints.run_id = self._program.run_id
         if score is not None:
             assert isinstance(group, RehearsalGroup)
-            group.answer_with(score.answers)
+            group.answer_with([*score.outside, *score.body])
             checkpoints.place, self._steps.taken = score.checkpoints, score.taken
         with running(call), checkpoints:
             if score is not None:
@@ -186,6 +186,8 @@ class FunctionRun:
         self._steps.origin, self._steps.steps_before = call.origin, call.steps_before
         if score is None:
             self._lifeline.has_entered(runs_again=True)
+        if self._recovery is not None:
+            self._recovery.arrivals.begin_call()
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[FunctionCall]:

@@ -25,8 +25,9 @@ rehearses again. If the function cannot be rehearsed, all run again from the top
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from actors.arrivals import Invitation, Ticket
 from actors.arrivals import Score as GivenScore
@@ -35,6 +36,7 @@ from actors.messages import Resumption
 from actors.worker.lifeline import Lifeline
 from collectives import CollectiveError, GroupAborted
 from collectives.diagnosis.debug import logger
+from collectives.kept_results import KeptResults
 from collectives.rehearsal import CannotRehearse, RehearsalGroup
 
 from ..data.step_door import StepsUnderWay
@@ -71,6 +73,8 @@ class Arrivals:
         self._asked: list[concurrent.futures.Future[GivenScore]] = []
         self._invitation: Invitation | None = None
         self._has_told = False
+        self._kept = KeptResults()
+        self._is_keeping = False
 
     # -- for the control loop --------------------------------------------------------------------
 
@@ -96,11 +100,45 @@ class Arrivals:
             tell_why_not(why)
         return not why
 
+    # -- the function's beginning ----------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        """The function is called next: keep what its collectives give, for a worker that comes."""
+        self._kept = KeptResults()
+        self._keep()
+
+    @contextlib.contextmanager
+    def in_body(self) -> Iterator[None]:
+        """The body of an epoch."""
+        self._kept.begin_body()
+        self._keep()
+        try:
+            yield
+        finally:
+            self._kept.end_body()
+            self._keep()
+
+    def step_counts(self) -> None:
+        if self._is_keeping:
+            self._kept.spoil("it takes a step before those of ctx.steps")
+            self._keep_no_more()
+
+    def _keep(self) -> None:
+        if not self.rehearses and not self._kept.why_not:
+            self._is_keeping = True
+            self._objects.call.group.keep_results(self._kept)
+
+    def _keep_no_more(self) -> None:
+        if self._is_keeping:
+            self._is_keeping = False
+            self._objects.call.group.keep_results(None)
+
     # -- the steps -------------------------------------------------------------------------------
 
     def begin(self, steps: StepsUnderWay) -> None:
         if self.score is not None:
             self._end_rehearsal(steps)
+        self._keep_no_more()  # What comes now is repeated by no worker that comes.
 
     def before_step(self, steps: StepsUnderWay) -> None:
         bound, invitation = boundary(), self._invitation
@@ -149,10 +187,10 @@ class Arrivals:
     def _answer(self) -> None:
         with self._lock:
             asked, self._asked = self._asked, []
-        why = why_not_within(self._objects)
+        why = why_not_within(self._objects) or self._kept.why_not
         payload = b""
         if not why:
-            payload, why = score_of(self._objects, ())
+            payload, why = score_of(self._objects, self._kept)
         if why:
             tell_why_not(why)
         for one in asked:
@@ -181,6 +219,8 @@ class Arrivals:
         if why:
             self.refuse(why)
         ticket = Ticket(steps.passage, digest_of(self._objects))
+        assert self.score is not None
+        self._kept.take(self.score.outside, self.score.body)
         resumption = self._lifeline.rehearsed(ticket)
         self.steps, self._steps_in, self.score = steps, self._objects.call, None
         self._come_in(resumption)

@@ -147,6 +147,7 @@ class Recovery:
 
     def _step_counts(self) -> None:
         """A step counts: this rank's live objects replace the state that was kept for it."""
+        self.arrivals.step_counts()
         if self._state.has_kept:
             self.from_the_top.forget()
         self._state.step_counts()

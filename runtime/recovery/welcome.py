@@ -21,7 +21,7 @@ import torch
 
 from actors.messages import Progress
 from collectives import Group
-from collectives.kept_results import MOST_BYTES, KeptResult
+from collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
 from collectives.objects.blocking import broadcast_object
 
 from ..data.step_door import StepsPlace, StepsUnderWay
@@ -62,14 +62,16 @@ class Options:
 class Score:
     """data: of the call (FunctionCall.data_state). taken: steps of the run. checkpoints: as
     Checkpoints.place. optimizers, states: of registered objects, by name; those that each rank has
-    for itself, and modules, are left out. answers: what the function's own collectives gave."""
+    for itself, and modules, are left out. outside, body: what the function's own collectives gave
+    (collectives/kept_results.py)."""
 
     data: dict[str, Any]
     taken: int
     checkpoints: Any
     optimizers: Mapping[str, Options]
     states: Mapping[str, Any]
-    answers: Sequence[KeptResult] = ()
+    outside: Sequence[KeptResult] = ()
+    body: Sequence[KeptResult] = ()
 
     def restore(self, entry: Registered) -> bool:
         """Load what the function would find after a restart; whether there was anything."""
@@ -86,7 +88,7 @@ class Score:
         return True
 
 
-def score_of(objects: LiveObjects, answers: Sequence[KeptResult]) -> tuple[bytes, str]:
+def score_of(objects: LiveObjects, kept: KeptResults) -> tuple[bytes, str]:
     """The pickled score, between two steps of this rank; or why it cannot be given."""
     call = objects.call
     optimizers, states = {}, {}
@@ -102,7 +104,7 @@ def score_of(objects: LiveObjects, answers: Sequence[KeptResult]) -> tuple[bytes
         call.checkpoints.place if call.checkpoints is not None else None,
         optimizers,
         states,
-        answers,
+        *kept.results(),
     )
     try:
         payload = pickle.dumps(score)

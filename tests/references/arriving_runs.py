@@ -23,7 +23,8 @@ STEPS_OF_EPOCH = 150
 @dataclass(frozen=True)
 class Told:
     """What a rank returns. began: how often the function has begun in this process. sizes: by step
-    that it took in this call, the number of ranks behind it."""
+    that it took in this call, the number of ranks behind it. heard: what its own collectives have given
+    before steps, in this call."""
 
     rank: int
     parameters: str
@@ -32,6 +33,7 @@ class Told:
     pid: int
     began: int
     sizes: list[int]
+    heard: list[object]
 
     @property
     def num_steps(self) -> int:
@@ -104,7 +106,16 @@ def train(
     for name, one in (("model", model), ("optim", optim), ("schedule", schedule)):
         ctx.register(name, one)
     sizes: list[int] = []
+    heard: list[object] = []
+    if scenario == "asks the others":
+        heard = [ctx.broadcast(os.getpid()), ctx.reduce(float(ctx.rank)), ctx.reduce(2, "sum")]
+        ctx.barrier()
+    if scenario == "needs a part of its own":
+        part, whole = torch.zeros(2), torch.ones(2 * ctx.world_size)
+        ctx.group.reduce_scatter(part, whole).wait()
     for epoch in ctx.epochs(epochs):
+        if scenario == "asks the others":
+            heard.append((epoch, ctx.reduce(float(os.getpid()), "max")))
         dataset = data(16 * STEPS_OF_EPOCH)
         for step in ctx.steps(dataset, 16, 3, epoch=epoch):
             if ctx.world_size < full:
@@ -134,4 +145,5 @@ def train(
         os.getpid(),
         noted(folder, "began").count(os.getpid()),
         sizes,
+        heard,
     )

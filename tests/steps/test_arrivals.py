@@ -51,6 +51,39 @@ async def test_a_worker_comes_in_and_the_others_go_on_where_they_are(
     assert_same(told, alone)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_worker_that_comes_hears_what_the_others_have_heard_at_their_beginning(
+    cluster: None, tmp_path: Path
+) -> None:
+    alone = await told_alone(tmp_path)
+    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
+        told = await session.run(
+            train, folder=tmp_path, full=3, victims=(1,), scenario="asks the others"
+        )
+    [came] = [one for one in told if one.num_steps < 2 * STEPS_OF_EPOCH]
+    first, second = (one for one in told if one is not came)
+    assert first.began == second.began == 1
+    # The worker that comes has begun in the epoch that was under way, with what stood before it.
+    assert first.heard == second.heard and came.heard[:3] == first.heard[:3]
+    assert set(came.heard) <= set(first.heard)
+    assert_same(told, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_what_nobody_can_give_a_worker_lets_all_run_again(
+    cluster: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone = await told_alone(tmp_path)
+    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
+        told = await session.run(
+            train, folder=tmp_path, full=3, victims=(1,), scenario="needs a part of its own"
+        )
+    assert sorted(one.began for one in told) == [2, 2, 2]  # The newcomer has rehearsed before.
+    assert_same(told, alone)
+
+
 SCENARIOS = ["in its rehearsal", "at its entry", "a rank at the entry", "a rank behind the vote"]
 
 
