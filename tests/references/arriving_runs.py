@@ -23,8 +23,8 @@ STEPS_OF_EPOCH = 150
 @dataclass(frozen=True)
 class Told:
     """What a rank returns. began: how often the function has begun in this process. sizes: by step
-    that it took in this call, the number of ranks behind it. heard: what its own collectives have given
-    before steps, in this call."""
+    that it took in this call, the number of ranks behind it. heard: what its own collectives gave
+    before its steps, in this call."""
 
     rank: int
     parameters: str

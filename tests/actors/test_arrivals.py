@@ -1,0 +1,230 @@
+"""Workers that come to a run whose functions go on where they are: the driver's decisions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+
+from actors.arrivals import Ticket
+from actors.driver import events, instructions
+from actors.driver.arrivals import MOST_ATTEMPTS
+from actors.driver.events import Event
+from actors.driver.instructions import Instruction
+from actors.driver.membership import Membership
+from actors.driver.run_state import Phase
+from actors.messages import Failure, Frozen, MemberState, Progress, RunSucceeded, Success
+from tests.references.driver_events import GONE, death, resumptions, worker
+
+HERE = Ticket("0/0/steps#0", "objects")
+
+
+def froze(rank: int, generation: int, *, at_boundary: bool) -> events.RankFroze:
+    word = Frozen(rank, generation, (Progress(5, (5.0,)),), GONE, generation, True, True)
+    return events.RankFroze(replace(word, takes_in=True, is_at_boundary=at_boundary))
+
+
+def with_newcomers(*seats: int, num: int = 2) -> tuple[Membership, list[Instruction]]:
+    """`num` ranks train, and can take workers in; those of `seats` rehearse."""
+    membership = Membership()
+    for seat in range(num):
+        membership.handle(events.WorkerRegistered(worker(seat)))
+    membership.handle(events.RunStarted(0, 1, None, False))
+    for seat in seats:
+        membership.handle(events.WorkerRegistered(worker(seat)))
+    return membership, membership.handle(events.RanksReady(0, True))
+
+
+def of_kind(told: list[Instruction], kind: type) -> list[Instruction]:
+    return [one for one in told if isinstance(one, kind)]
+
+
+def states(membership: Membership) -> dict[int, MemberState]:
+    return {seat: member.state for seat, member in membership._members.items()}
+
+
+def test_a_worker_rehearses_with_the_place_that_it_will_have_and_nobody_is_interrupted() -> None:
+    membership, told = with_newcomers(2)
+    [rehearse] = told
+    assert isinstance(rehearse, instructions.Rehearse)
+    assert (rehearse.assignment.rank, rehearse.assignment.world_size) == (2, 3)
+    assert rehearse.source == worker(0).worker_id
+    assert states(membership)[2] is MemberState.REHEARSING
+
+
+def test_all_ranks_are_invited_when_all_that_come_wait() -> None:
+    membership, _ = with_newcomers(2, 3)
+    assert membership.handle(events.Rehearsed(worker(2).worker_id, HERE)) == []
+    told = membership.handle(events.Rehearsed(worker(3).worker_id, HERE))
+    assert [one.worker_id for one in of_kind(told, instructions.Invite)] == [  # type: ignore[attr-defined]
+        worker(0).worker_id,
+        worker(1).worker_id,
+    ]
+
+
+def waiting(*seats: int) -> Membership:
+    membership, _ = with_newcomers(*seats)
+    for seat in seats:
+        membership.handle(events.Rehearsed(worker(seat).worker_id, HERE))
+    return membership
+
+
+@pytest.mark.parametrize("seats", [(2,), (2, 3)])
+def test_workers_come_in_where_all_ranks_wait_for_them(seats: tuple[int, ...]) -> None:
+    membership = waiting(*seats)
+    membership.handle(froze(0, 0, at_boundary=True))
+    told = resumptions(membership.handle(froze(1, 0, at_boundary=True)))
+    assert set(told) == {worker(seat).worker_id for seat in (0, 1, *seats)}
+    for resumption in told.values():
+        assert resumption.former_ranks == (0, 1, *(-1 for _ in seats))
+        assert not resumption.restarts and resumption.assignment.generation == 1
+    assert all(state is MemberState.RUNNING for state in states(membership).values())
+
+
+def test_ranks_that_were_interrupted_in_a_step_go_on_alone_and_the_worker_rehearses_again() -> None:
+    membership = waiting(2)
+    membership.handle(froze(0, 0, at_boundary=True))
+    told = membership.handle(froze(1, 0, at_boundary=False))
+    assert set(resumptions(told)) == {worker(0).worker_id, worker(1).worker_id}
+    [stop] = of_kind(told, instructions.AbortRank)
+    assert stop.worker_id == worker(2).worker_id  # type: ignore[attr-defined]
+    told = membership.handle(ended(2))
+    assert of_kind(told, instructions.AwaitReadiness)
+    told = membership.handle(events.RanksReady(1, True))
+    assert of_kind(told, instructions.Rehearse)
+
+
+def ended(seat: int, rank: int = 2) -> Event:
+    failure = Failure(rank, None, "GroupAborted", "", (), True)
+    return events.RankEnded(failure, worker(seat).worker_id)
+
+
+def test_a_rank_that_dies_changes_the_places_so_the_worker_rehearses_again() -> None:
+    membership = waiting(2)
+    membership.handle(death(1))
+    told = membership.handle(froze(0, 0, at_boundary=True))
+    assert set(resumptions(told)) == {worker(0).worker_id}
+    membership.handle(ended(2))
+    [rehearse] = membership.handle(events.RanksReady(1, True))
+    assert isinstance(rehearse, instructions.Rehearse)
+    assert (rehearse.assignment.rank, rehearse.assignment.world_size) == (1, 2)
+
+
+def test_a_worker_that_dies_in_its_rehearsal_is_no_loss_of_the_run() -> None:
+    membership, _ = with_newcomers(2, 3)
+    [stop] = membership.handle(death(2))
+    assert isinstance(stop, instructions.AbortRank) and stop.worker_id == worker(3).worker_id
+    assert membership._run is not None and membership._run.losses == []
+    membership.handle(ended(3))
+    [rehearse] = membership.handle(events.RanksReady(0, True))
+    assert isinstance(rehearse, instructions.Rehearse) and rehearse.assignment.world_size == 3
+
+
+def test_what_cannot_be_rehearsed_lets_all_functions_run_again() -> None:
+    membership, _ = with_newcomers(2)
+    assert of_kind(membership.handle(ended(2)), instructions.AwaitReadiness)
+    told = membership.handle(events.RanksReady(0, True))
+    assert len(of_kind(told, instructions.FreezeRank)) == 2
+    for rank in (0, 1):
+        told = membership.handle(froze(rank, 0, at_boundary=False))
+    assert of_kind(told, instructions.StartRank)
+    assert all(one.restarts for one in resumptions(told).values())
+
+
+def test_ranks_that_decline_make_it_rehearse_again_a_few_times_only() -> None:
+    membership, told = with_newcomers(2)
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        assert of_kind(told, instructions.Rehearse), attempt
+        membership.handle(events.Rehearsed(worker(2).worker_id, HERE))
+        late = events.Declined(0, membership._arrivals.number, "another epoch", False)
+        assert of_kind(membership.handle(late), instructions.AbortRank)
+        assert membership.handle(late) == []  # The other rank says so, too.
+        membership.handle(ended(2))
+        told = membership.handle(events.RanksReady(0, True))
+    assert of_kind(told, instructions.FreezeRank)
+
+
+def test_a_run_that_ends_ends_the_rehearsals_first() -> None:
+    membership = waiting(2)
+    for rank in (0, 1):
+        told = membership.handle(events.RankFinished(rank, 0))
+    assert [one.worker_id for one in of_kind(told, instructions.AbortRank)] == [  # type: ignore[attr-defined]
+        worker(2).worker_id
+    ]
+    for rank in (0, 1):
+        told = membership.handle(events.RankEnded(Success(rank, b"", 0), worker(rank).worker_id))
+        assert told == []
+    [end] = membership.handle(ended(2))
+    assert isinstance(end, instructions.EndRun) and isinstance(end.outcome, RunSucceeded)
+
+
+def test_a_worker_that_does_not_stop_does_not_keep_the_run_from_its_end() -> None:
+    membership = waiting(2)
+    for rank in (0, 1):
+        membership.handle(events.RankFinished(rank, 0))
+    for rank in (0, 1):
+        membership.handle(events.RankEnded(Success(rank, b"", 0), worker(rank).worker_id))
+    [end] = membership.handle(events.GraceEnded())
+    assert isinstance(end, instructions.EndRun)
+    assert states(membership)[2] is MemberState.STUCK
+
+
+# -- all orders ------------------------------------------------------------------------------------
+
+HAPPENINGS: dict[str, Callable[[Membership], Event]] = {
+    "2 waits": lambda _: events.Rehearsed(worker(2).worker_id, HERE),
+    "3 waits": lambda _: events.Rehearsed(worker(3).worker_id, HERE),
+    "3 waits elsewhere": lambda _: events.Rehearsed(
+        worker(3).worker_id, replace(HERE, passage="0/1/steps#0")
+    ),
+    "2 dies": lambda _: death(2),
+    "2 ends": lambda _: ended(2),
+    "3 ends": lambda _: ended(3),
+    "rank 1 dies": lambda _: death(1),
+    "0 froze between steps": lambda of: froze(0, of._generation, at_boundary=True),
+    "1 froze between steps": lambda of: froze(1, of._generation, at_boundary=True),
+    "1 froze in a step": lambda of: froze(1, of._generation, at_boundary=False),
+    "declined": lambda of: events.Declined(of._generation, of._arrivals.number, "no", False),
+    "ready": lambda of: events.RanksReady(of._generation, True),
+    "cancelled": lambda _: events.RunCancelled("enough"),
+}
+
+
+@pytest.mark.parametrize("first", HAPPENINGS)
+def test_no_order_of_events_loses_a_worker_or_gives_it_another_place(first: str) -> None:
+    """All orders of four events: whoever comes in has rehearsed in that place, in the generation of
+    all; and a worker rehearses exactly as long as it is known to."""
+    begun, _ = with_newcomers(2, 3)
+    for order in itertools.permutations([one for one in HAPPENINGS if one != first], 3):
+        membership = deepcopy(begun)
+        places = {
+            worker_id: replace(one.assignment, generation=0)
+            for worker_id, one in membership._arrivals.by_id.items()
+        }
+        for name in (first, *order):
+            run = membership._run
+            if run is None or (name.startswith("1 ") and 1 not in run.running):
+                continue  # It is over, or that rank is gone.
+            before = set(membership._arrivals.by_id)
+            told = membership.handle(HAPPENINGS[name](membership))
+            for one in of_kind(told, instructions.Rehearse):
+                assert isinstance(one, instructions.Rehearse)
+                places[one.worker_id] = replace(one.assignment, generation=0)
+            resumed = resumptions(told)
+            assert len({one.assignment.generation for one in resumed.values()}) <= 1
+            for worker_id in before & resumed.keys():
+                given = replace(resumed[worker_id].assignment, generation=0)
+                assert given == places[worker_id]
+                rank = resumed[worker_id].assignment.rank
+                assert resumed[worker_id].former_ranks[rank] == -1
+            rehearsing = {
+                member.info.worker_id
+                for member in membership._members.values()
+                if member.state is MemberState.REHEARSING
+            }
+            assert rehearsing == set(membership._arrivals.by_id), (first, order, name)
+            if run.phase is Phase.RUNNING:
+                assert not set(run.worker_ids) & rehearsing
