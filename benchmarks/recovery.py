@@ -8,9 +8,11 @@ is killed at an instant that the seed draws, too; before the next trial there ar
 
 Ours: the time until a survivor has taken a step in the generation without the victim. And, for a
 function that can run again, the time until a step is taken by four ranks again: without and with a
-worker in reserve (`Session(spares=1)`). The three that are left take steps meanwhile. What the
-arrival of the fourth costs them is the longest time from a step of three to the next one, of four;
-where it came before the three had taken a step, there is no such time. Ray Train
+worker in reserve (`Session(spares=1)`), in steps of a rank's own batch, where all functions run
+again, and of a fixed global batch (`ctx.steps`), where the others go on where they are. The three
+that are left take steps meanwhile. What the arrival of the fourth costs them is the longest time
+between two steps, from their first one of three to the first one of four; where it came before the
+three had taken a step, there is no such time. Ray Train
 (v2, torch's DistributedDataParallel over Gloo, a checkpoint every --every steps): the time until
 any step has been taken again, which is one that it had taken before; and until it is where it was.
 Steps are lost where they have to be taken again, and their samples are seen twice.
@@ -45,6 +47,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
 from benchmarks.alternation import finish, parser, table
+from runtime.process.step_boundary import boundary
 from runtime.program.context import call_of
 
 NUM_WORKERS, WIDTH, BATCH = 4, 256, 16
@@ -218,30 +221,67 @@ def train_again(ctx: cl.Context, folder: str) -> int:
     return optim.num_steps
 
 
+class Points:
+    """Samples that are computed when they are asked for."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(WIDTH, generator=generator)
+
+
+def train_in_steps(ctx: cl.Context, folder: str) -> int:
+    """As `train_again`, with steps of a fixed global batch: newcomers rehearse, and the others go on
+    where they are."""
+    torch.set_num_threads(1)
+    log = Log(folder, f"process-{os.getpid()}")
+    model = cl.DistributedDataParallel(make_model())
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-4, replicas=2)
+    ctx.register("model", model)
+    ctx.register("optim", optim)
+    log.note("pid", os.getpid())
+    for epoch in ctx.epochs(1):
+        # As many micro-batches for each of three ranks as for each of four.
+        for step in ctx.steps(Points(), 12 * 4, 4, epoch=epoch):
+            for batch in step:
+                time.sleep(_STEP_S / 3)
+                model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            log.note(f"step-of-{ctx.world_size}", optim.num_steps)
+            if (Path(folder).parent / "stop").exists():
+                boundary().steps.stop_is_wanted = True  # All ranks stop behind the next step.
+    return optim.num_steps
+
+
 def arrival_gap(entries: list[tuple[str, float, str, int]], since: float) -> dict[str, float]:
-    """The longest time, over the ranks that stay, from a rank's last step of three to its next one,
-    of four: in seconds, and in steps (the median time from one to the next). Empty if there is
-    none.
+    """The longest time from one step to the next, over the ranks that stay, from their first step
+    of three to their first one of four: in seconds, and in steps (the median of these times). Empty
+    if no rank has taken a step of three, and then one of four.
 
     entries: name of the process, seconds, word, number. since: the seconds of the kill.
     """
-    gaps, steps = [], []
+    fewer, full = f"step-of-{NUM_WORKERS - 1}", f"step-of-{NUM_WORKERS}"
+    times, has_come = [], False
     by_name: dict[str, list[tuple[float, str]]] = {}
     for name, at, word, _ in entries:
-        if word.startswith("step-of-"):
+        if word in (fewer, full) and at > since:
             by_name.setdefault(name, []).append((at, word))
     for told in by_name.values():
         for (at, word), (then, after) in itertools.pairwise(sorted(told)):
-            if word != after and at > since and after == f"step-of-{NUM_WORKERS}":
-                gaps.append(then - at)
-            elif word == after and at < since:
-                steps.append(then - at)
-    if not gaps:
+            if word == fewer:
+                times.append(then - at)
+                has_come = has_come or after == full
+    if not has_come:
         return {}
-    return {"arrival_s": max(gaps), "arrival_steps": max(gaps) / statistics.median(steps)}
+    return {"arrival_s": max(times), "arrival_steps": max(times) / statistics.median(times)}
 
 
-async def ours_at_full_size(trials: int, seed: int, spares: int) -> list[dict[str, float]]:
+async def ours_at_full_size(
+    trials: int, seed: int, spares: int, function: Callable[..., int]
+) -> list[dict[str, float]]:
     """The time until a step is taken by all ranks again."""
     draw, results = random.Random(seed), []
     with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +300,7 @@ async def ours_at_full_size(trials: int, seed: int, spares: int) -> list[dict[st
         async with cl.Session(
             (1, NUM_WORKERS), spares=spares, resources_per_worker={"CPU": 0.1}
         ) as session:
-            run = asyncio.create_task(session.run(train_again, folder=str(logs)))
+            run = asyncio.create_task(session.run(function, folder=str(logs)))
             for trial in range(trials):
                 since = time.monotonic()
                 await until(lambda at=since: len(full_steps(at)) >= 5 * NUM_WORKERS, run)
@@ -281,6 +321,15 @@ async def ours_at_full_size(trials: int, seed: int, spares: int) -> list[dict[st
             stop.touch()
             await run
     return results
+
+
+FULL_SIZE: dict[str, tuple[int, Callable[..., int]]] = {
+    "ours, until there are four": (0, train_again),
+    "ours, with a spare": (1, train_again),
+    "ctx.steps, until there are four": (0, train_in_steps),
+    "ctx.steps, with a spare": (1, train_in_steps),
+}
+"""Ways to get to four ranks again: workers in reserve, and the function."""
 
 
 # -- Ray Train -------------------------------------------------------------------------------------
@@ -421,8 +470,9 @@ def main() -> None:
     try:
         our_results = asyncio.run(ours(args.trials, args.seed))
         full = [
-            asyncio.run(ours_at_full_size(args.full_trials, args.seed, spares))
-            for spares in ((0, 1) if args.full_trials else ())
+            asyncio.run(ours_at_full_size(args.full_trials, args.seed, spares, function))
+            for spares, function in FULL_SIZE.values()
+            if args.full_trials
         ]
         peer_results = peer(args.peer_trials, args.seed, args.every) if args.peer_trials else []
     finally:
@@ -431,7 +481,7 @@ def main() -> None:
     samples = NUM_WORKERS * BATCH
     rows, ratios = [], {}
     figures = {"ours": our_results, "Ray Train": peer_results}
-    figures |= dict(zip(("ours, until there are four", "ours, with a spare"), full, strict=False))
+    figures |= dict(zip(FULL_SIZE, full, strict=False))
     for name, results in figures.items():
         if not results:
             continue
@@ -469,10 +519,13 @@ def main() -> None:
         ("phase", "median", "worst"),
         [
             (phase, *(f"{summary(our_results, phase)[k] * 1e3:.1f}" for k in ("median", "worst")))
-            for phase in phases
+            for phase in (phases if our_results else ())
         ],
     )
-    if peer_results:
+    for name, some in arrivals.items():
+        if some and name.startswith("ctx.steps"):
+            ratios[f"arrival/{name}"] = summary(some, "arrival_steps")["worst"]
+    if peer_results and our_results:
         ours_s, theirs_s = (
             summary(one, "seconds")["median"] for one in (our_results, peer_results)
         )
