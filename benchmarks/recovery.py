@@ -233,8 +233,8 @@ class Points:
 
 
 def train_in_steps(ctx: cl.Context, folder: str) -> int:
-    """As `train_again`, with steps of a fixed global batch: newcomers rehearse, and the others go on
-    where they are."""
+    """As `train_again`, with steps of a fixed global batch: newcomers rehearse, and the others go
+    on where they are."""
     torch.set_num_threads(1)
     log = Log(folder, f"process-{os.getpid()}")
     model = cl.DistributedDataParallel(make_model())
