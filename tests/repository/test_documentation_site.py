@@ -94,6 +94,7 @@ def test_a_walk_says_how_many_files_it_enters() -> None:
         "a SIGKILL",
         "a save",
         "a step of a fixed global batch",
+        "an arrival",
     ]
     for walk in walks:
         walk = walk.split("\n## ")[0]  # The last one ends where the next section begins.
