@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .contract.communicator import Communicator
-from .contract.operation import Finish, Operation, named
+from .contract.operation import Finish, Kind, Operation, elements, with_detail
 
 MOST_BYTES = 16 << 20
 """Of results that a rank keeps, and of all that a worker gets before it runs the function."""
@@ -45,6 +45,15 @@ class KeptResult:
 def signature_of(operation: Operation, tensor: torch.Tensor) -> tuple[int, ...]:
     """What the operations of two ranks must have in common for one result to be that of both."""
     return int(operation.kind), tensor.numel(), operation.dtype, operation.detail
+
+
+def name_of(operation: Operation, tensor: torch.Tensor) -> str:
+    """Without its number, which differs between ranks: `all_reduce (2 float32) with SUM`."""
+    dtype = operation.dtype
+    what = f" ({elements(tensor.numel(), dtype)})" if dtype >= 0 else ""
+    return with_detail(
+        f"{Kind(operation.kind).name.lower()}{what}", operation.kind, operation.detail
+    )
 
 
 class KeptResults:
@@ -101,7 +110,7 @@ class KeptResults:
         """Where the result of an operation goes that is about to be issued."""
         if self._pauses or self.why_not:
             return None
-        kept = KeptResult(signature_of(operation, tensor), named(operation))
+        kept = KeptResult(signature_of(operation, tensor), name_of(operation, tensor))
         self._num_bytes += tensor.nbytes + _BYTES_OF_ONE
         if self._num_bytes > MOST_BYTES:
             self.spoil(

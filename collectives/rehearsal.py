@@ -16,10 +16,10 @@ import torch
 
 from .contract.communicator import Communicator
 from .contract.errors import CollectiveError, GroupAborted, fresh_copy
-from .contract.operation import Kind, Operation, ReduceOp, named
+from .contract.operation import Kind, Operation, ReduceOp
 from .contract.work import SettledWork, Work
 from .group import Group
-from .kept_results import KeptResult, signature_of
+from .kept_results import KeptResult, name_of, signature_of
 from .objects.channel import ObjectChannel
 from .objects.messages import ObjectMessages
 from .stores.store import Store
@@ -120,7 +120,7 @@ class _Rehearsing(Communicator):
 
     def _answer(self, operation: Operation, tensor: torch.Tensor) -> Work:
         self._check()
-        what = named(operation)
+        what = name_of(operation, tensor)
         if not self.answers:
             self.refuse(
                 f"it runs {what} before its first step, of which the other ranks have kept no "
