@@ -97,6 +97,7 @@ WAITS: dict[tuple[str, str], Callable[[cl.Group], object] | str] = {
     ("runtime/data_parallel/sync_batch_norm.py", "forward"): normalise_one_value,
     ("runtime/lightning/strategy.py", "reduce"): reduce_in_lightning,
     ("runtime/lightning/strategy.py", "_gathered"): gather_in_lightning,
+    ("runtime/recovery/arrivals.py", "at_boundary"): "before the generation is ended on purpose",
     ("runtime/program/reducing.py", "_reduced"): (
         lambda group: in_run(group, lambda ctx: ctx.reduce(1.0), goes_on=False)
     ),
