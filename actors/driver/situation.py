@@ -90,18 +90,16 @@ def assess(run: RunState, known: Iterable[Member], arrivals: Arrivals | None = N
     if can_wait and not unparked and len(frozen) >= run.fewest:
         newcomers = []
     restarts = bool(unparked or newcomers)
+    infos = [member.info for member in run.members]
+    fewest = run.departures.fewest(infos, run.fewest)
     leavers, handing = run.departures.leavers(
-        [member.info for member in run.members],
-        frozen,
-        run.round.lost,
-        run.fewest,
-        restarts=restarts,
+        infos, frozen, run.round.lost, fewest, restarts=restarts
     )
     staying = {id(run.members[rank]): rank for rank in sorted(frozen) if rank not in leavers}
     survivors = [run.members[rank] for rank in staying.values()]
     if not (restarts or leavers or handing or run.round.lost):
         newcomers = arrivals.entering(survivors, frozen, run.round.generation)
-    if len(survivors) + len(newcomers) < run.fewest:
+    if len(survivors) + len(newcomers) < fewest:
         if can_restart:
             return Outlook(Situation.TOO_FEW)
         return _hopeless(
