@@ -1,0 +1,125 @@
+"""A rank runs the function by itself up to its first step, with what another one has kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from actors.arrivals import Score, Ticket
+from actors.journal import Journal
+from actors.messages import Assignment, RunRequest
+from actors.run_status import RunStatus
+from actors.worker.lifeline import Lifeline
+from collectives import GroupAborted, HashStore
+from collectives.kept_results import KeepingCommunicator
+from collectives.rehearsal import CannotRehearse, RehearsalGroup
+from runtime.program.context import call_of
+from runtime.program.program import Program
+from runtime.recovery.welcome import digest_of
+from tests.harness.stand_in_gpu.runs import Driver, _Call, in_run
+
+HEARD: list[Any] = []
+"""What the function has heard in this process before its last first step."""
+
+
+class Points:
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.full((4,), float(number))
+
+
+def train(ctx: cl.Context) -> tuple[list[Any], Score, Ticket]:
+    """Takes the score in its second epoch."""
+    HEARD[:] = [ctx.broadcast({"seed": 3 + ctx.rank}), ctx.reduce(2.0 * ctx.rank), ctx.step]
+    ctx.barrier()
+    recovery = call_of(ctx).recovery
+    assert recovery is not None
+    torch.manual_seed(HEARD[0]["seed"])
+    model = cl.DistributedDataParallel(torch.nn.Linear(4, 2))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1, replicas=2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.5)
+    for name, one in (("model", model), ("optim", optim), ("schedule", schedule)):
+        ctx.register(name, one)
+    asked, passage = None, ""
+    for epoch in ctx.epochs(2):
+        HEARD.append((epoch, ctx.reduce(epoch + ctx.rank, "max"), schedule.last_epoch))
+        for step in ctx.steps(Points(), 8, 2, epoch=epoch):
+            assert not isinstance(ctx.group._communicator, KeepingCommunicator)
+            for batch in step:
+                model(batch).square().mean().backward()
+            optim.step()
+            schedule.step()
+            optim.zero_grad()
+            if (epoch, step.number) == (1, 1):
+                asked = recovery.arrivals.give_score()
+            if asked is not None and asked.done() and not passage:
+                assert recovery.arrivals.steps is not None
+                passage = recovery.arrivals.steps.passage
+    assert asked is not None
+    ticket = Ticket(passage, digest_of(recovery._objects))
+    return list(HEARD), asked.result(), ticket
+
+
+def _trains(group: Any) -> Any:
+    return in_run(group, train, goes_on=True)
+
+
+class Called(Exception):
+    pass
+
+
+class Waiting(Driver):
+    """The driver of a worker that rehearses: it hears where that waits, and calls it off."""
+
+    ticket: Ticket | None = None
+
+    @property
+    def rehearsed(self) -> _Call:
+        return _Call(self._rehearsed)
+
+    def _rehearsed(self, run: int, worker_id: str, ticket: Ticket) -> None:
+        self.ticket = ticket
+        assert self.lifeline is not None
+        self.lifeline.stop(GroupAborted(0, [], "enough"))
+
+
+def rehearse(function: Any, score: bytes, size: int) -> Waiting:
+    driver = Waiting()
+    assignment = Assignment(0, size - 1, size, size - 1, size, 0)
+    request = RunRequest(0, 5.0, False, max_failures=None)
+    group = RehearsalGroup(
+        size - 1, size, torch.device("cpu"), generation=0, timeout_s=5.0, store=HashStore()
+    )
+    driver.lifeline = Lifeline(request, driver, assignment, lambda: group)  # type: ignore[arg-type]
+    program = Program(function, {}, None)
+    status = RunStatus()
+    with pytest.raises(GroupAborted, match="enough"):
+        program(assignment, group, Journal(keep=False), driver.lifeline, status, None, score)
+    assert status.taken == 5  # Of three steps in an epoch, behind the second of the second one.
+    return driver
+
+
+def test_a_rank_comes_to_the_step_of_the_others_by_itself(ranks_of: Any) -> None:
+    (heard, score, ticket), (other, _, same) = ranks_of(2).run(_trains)
+    assert not score.why_not and ticket == same
+    assert heard == other and heard[0] == {"seed": 3} and heard[1] == 1.0
+    driver = rehearse(train, score.payload, 3)
+    assert driver.ticket == ticket
+    # What stands before the loop, and in the body of the epoch that is under way.
+    assert [*heard[:2], 5, (1, 2, 5)] == HEARD
+    assert heard[-1] == (1, 2, 3)
+
+
+def unlike(ctx: cl.Context) -> None:
+    ctx.reduce(1.0, "max")
+
+
+def test_a_function_that_asks_for_something_else_cannot_be_rehearsed(ranks_of: Any) -> None:
+    (_, score, _), _ = ranks_of(2).run(_trains)
+    with pytest.raises(CannotRehearse, match="cannot give"):
+        rehearse(unlike, score.payload, 3)
