@@ -20,6 +20,7 @@ from ray import cloudpickle
 
 import chorusline as cl
 from benchmarks.trials import workload as workload_module
+from benchmarks.trials.cluster import connect
 from benchmarks.trials.workload import Ledger, Workload
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -73,7 +74,7 @@ def _steps(ctx: cl.Context, workload: Workload, model: Any, optim: Any, epoch: i
 async def main() -> None:
     way, workload = sys.argv[1], Workload.of(sys.argv[2])
     number = workload.num_workers
-    ray.init(address="local", num_cpus=number + 2, include_dashboard=False, log_to_driver=False)
+    connect(number + 2)
     async with cl.Session(
         (1, number), spares=1, max_failures=None, resources_per_worker={"CPU": 0.5}, timeout_s=10.0
     ) as session:

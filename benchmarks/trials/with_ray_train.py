@@ -23,6 +23,7 @@ import torch
 from ray import cloudpickle
 
 from benchmarks.trials import workload as workload_module
+from benchmarks.trials.cluster import connect
 from benchmarks.trials.workload import Ledger, Workload
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -76,7 +77,7 @@ def main() -> None:
 
     workload = Workload.of(sys.argv[1])
     number = workload.num_workers
-    ray.init(address="local", num_cpus=number + 2, include_dashboard=False, log_to_driver=False)
+    connect(number + 2)
     TorchTrainer(
         train,
         train_loop_config=asdict(workload),
