@@ -44,6 +44,10 @@ def _ray_train(workload: Workload) -> list[str]:
     return [sys.executable, str(_HERE / "with_ray_train.py"), workload.as_json()]
 
 
+def _torchft(workload: Workload) -> list[str]:
+    return [sys.executable, str(_HERE / "with_torchft.py"), workload.as_json()]
+
+
 def _is_driver(command: str, is_root: bool) -> bool:
     return command.startswith("ray::Driver")
 
@@ -60,5 +64,6 @@ SYSTEMS = {
             lambda command, is_root: command.startswith("ray::TrainController"),
         ),
         System("torchrun checkpoints", _torchrun, lambda command, is_root: is_root),
+        System("torchft", _torchft, lambda command, is_root: is_root),
     )
 }
