@@ -216,9 +216,9 @@ def changed_by_the_program(group):
         model, torch.optim.AdamW, lr=0.05, replicas=2, check_every=1, max_norm=1.0
     )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    scaler = cl.GradScaler(optimizer, init_scale=2.0**130)
+    scaler = cl.GradScaler(optimizer, init_scale=2.0**127)
     for number, batch in enumerate(batches_of(group.rank, STEPS, torch.float32)):
-        scaler.scale(loss_of(model, batch)).backward()
+        scaler.scale(16 * loss_of(model, batch)).backward()
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
