@@ -39,6 +39,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(-1).view(torch.int64).sum()
     octets = tensor.view(-1).view(torch.uint8)
     head = min(num_bytes, -octets.storage_offset() % _WORD)
+    if num_bytes < head + _WORD:
+        return octets.sum(dtype=torch.int64)
     tail = head + (num_bytes - head) // _WORD * _WORD
     words = octets[head:tail].view(torch.int64).sum()
     return words + octets[:head].sum(dtype=torch.int64) + octets[tail:].sum(dtype=torch.int64)
