@@ -1,11 +1,11 @@
 """Digests of what a rank keeps: sums of bits, at memory speed.
 
 A digest is the sum, modulo 2^64, of a tensor's memory in words of eight bytes (the last few bytes
-one by one). One pass over the memory makes it, without a copy and in any order. A flipped bit
-always changes it, also in a NaN or in the sign of a zero: one word of the sum changes by a power of
-two. Flips in several words may cancel each other, with odds of about one in 2^64 if they are
-random; a flip and its opposite at the same bit of two words do. Two tensors are told apart by an
-odd factor of their names.
+one by one). One pass over the memory makes it, without a copy and in any order of words. A flipped
+bit always changes it, also in a NaN or in the sign of a zero: one word changes by a power of two,
+and so does the sum. Flips in several words may cancel each other, with odds of about one in 2^64 if
+they are random; a flip and its opposite at the same bit of two words do. Tensors of several names
+are told apart by an odd factor of each name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     """(), int64, on the tensor's device."""
     tensor = tensor.detach()
     if not tensor.is_contiguous():
-        # The order does not matter, so dense memory of any format is read as it lies.
+        # Copies have one format, so dense memory of any format is read as it lies.
         if torch.empty_like(tensor).stride() == tensor.stride():
             tensor = tensor.as_strided((tensor.numel(),), (1,))
         else:
