@@ -1,18 +1,21 @@
 """Planted flips of single bits: how many are found, and what the digests cost a step.
 
     python benchmarks/flips.py [--json] [--flips 1000] [--quiet-steps 1000] [--seed 0]
-    python benchmarks/flips.py --cost [--json] [--sizes 2M,25M] [--batches 16,128] [--rounds 15]
+    python benchmarks/flips.py --cost [--json] [--sizes 2M,25M] [--batches 16,128] [--every 1]
+        [--rounds 15]
 
 The first: each second step a seeded bit flips in a tensor of a seeded kind on a seeded rank: the
 optimizer's state or the master of an owner or a replica, a reduced gradient before the vote, or
 the parameters of any rank. A run with the same steps and no flip runs beside it: parameters and
 state of both must be equal, bit by bit. Then come steps without a flip, which must find nothing.
 
-The second: steps with `check_every` of 1 and 8 and without, in alternation in the same processes.
+The second: steps with `check_every` of each number of --every and without, in alternation in the
+same processes; and the digests of one step by themselves.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import warnings
@@ -159,24 +162,37 @@ def _differ(one: _Planted, other: _Planted) -> bool:
 
 
 def measure_cost(
-    rank: int, num_ranks: int, store_path: str, size: str, num_rows: int, rounds: int
+    rank: int,
+    num_ranks: int,
+    store_path: str,
+    size: str,
+    num_rows: int,
+    every: list[int],
+    rounds: int,
 ) -> dict[str, float]:
+    """Median seconds of a step, by way."""
     torch.set_num_threads(1)
-    num_steps = {"2M": 10, "25M": 2}.get(size, 1)
+    # A turn has as many checks for each step as a long run.
+    num_steps = math.lcm(*every) * max(1, {"2M": 10, "25M": 2}.get(size, 1) // math.lcm(*every))
     batch = torch.randn(num_rows, _WIDTHS[size][0])
     with cl.Group.create(cl.FileStore(store_path), rank, num_ranks) as group:
         ways = {}
-        for name, every in (("without", None), ("every step", 1), ("one of 8", 8)):
+        for name, check_every in [("without", None), *((f"every {n}", n) for n in every)]:
             model = cl.DistributedDataParallel(make_model(size), group)
             optimizer = cl.ZeroRedundancyOptimizer(
-                model, torch.optim.AdamW, lr=1e-4, replicas=2, check_every=every
+                model, torch.optim.AdamW, lr=1e-4, replicas=2, check_every=check_every
             )
-            # One of eight steps is checked: a turn has whole eights.
-            steps = num_steps if every != 8 else -(-num_steps // 8) * 8
-            run = steps_of(model, optimizer, nullcontext, batch, steps)
-            ways[name] = (run, steps)
-        medians = alternate({name: run for name, (run, _) in ways.items()}, rounds=rounds, calls=1)
-        return {name: medians[name] / steps for name, (_, steps) in ways.items()}
+            ways[name] = steps_of(model, optimizer, nullcontext, batch, num_steps)
+        digests = optimizer_engine_of(optimizer)._digests
+
+        def alone() -> None:
+            for _ in range(num_steps):
+                digests.vote()
+                digests.note()
+
+        ways["digests alone"] = alone
+        medians = alternate(ways, rounds=rounds, calls=1)
+        return {name: seconds / num_steps for name, seconds in medians.items()}
 
 
 def main() -> None:
@@ -188,22 +204,25 @@ def main() -> None:
     flags.add_argument("--cost", action="store_true", help="measure what the digests cost")
     flags.add_argument("--sizes", default="2M,25M")
     flags.add_argument("--batches", default="16,128", help="rows per rank and step")
+    flags.add_argument("--every", default="1", help="numbers of steps for check_every")
     flags.add_argument("--rounds", type=int, default=15)
     args = flags.parse_args()
     ratios: dict[str, float] = {}
     figures: dict[str, Any] = {}
+    every = [int(number) for number in args.every.split(",")]
     if args.cost:
         for size in args.sizes.split(","):
             for rows in map(int, args.batches.split(",")):
-                by_rank = spawn(measure_cost, args.ranks or 2, size, rows, args.rounds)
+                given = (size, rows, every, args.rounds)
+                by_rank = spawn(measure_cost, args.ranks or 2, *given)
                 step_s = {name: max(one[name] for one in by_rank) for name in by_rank[0]}
                 figures[f"{size}/{rows}"] = step_s
-                for name in ("every step", "one of 8"):
+                for name in step_s.keys() - {"without"}:
                     ratios[f"{name}/{size}/{rows}"] = step_s[name] / step_s["without"]
         cells = [
             (case, *(f"{s * 1e3:.2f}" for s in step_s.values())) for case, step_s in figures.items()
         ]
-        table("ms a step", ("parameters/rows", "without", "every step", "one of 8"), cells)
+        table("ms a step", ("parameters/rows", *next(iter(figures.values()))), cells)
         table("over without", ("case", "ratio"), [(k, f"{v:.3f}") for k, v in ratios.items()])
     else:
         by_rank = spawn(plant_flips, args.ranks or 3, args.flips, args.quiet_steps, args.seed)

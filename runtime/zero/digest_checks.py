@@ -273,7 +273,7 @@ class DigestChecks:
         if not is_here:
             return
         mend = (
-            "reduced once more" if source is None else f"copied from rank {source}, which had it"
+            "reduced once more" if source is None else f"copied from rank {source}, which had them"
         ) + (", and the step was left out" if what == "parameters" else "")
         count = Counter(one.rank for one in face.corrections)[rank]
         advice = (
