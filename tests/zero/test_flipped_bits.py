@@ -10,6 +10,7 @@ import torch
 import chorusline as cl
 from collectives.objects.blocking import broadcast_object
 from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from tests.references.stepped_training import stepped
 from tests.references.training import batches_of, loss_of, make_model
 
 STEPS = 6
@@ -252,6 +253,58 @@ def uneven(group):
 
 def test_uneven_inputs_are_no_flips(ranks_of):
     assert ranks_of(3).run(uneven) == [([], STEPS)] * 3
+
+
+def stepped_with_flips(group, deterministic, flips):
+    """In steps of ctx.steps. flips: by step, (rank, what)."""
+    seen = []
+
+    def watch(optimizer):
+        seen.append(optimizer)
+        digests = optimizer_engine_of(optimizer)._digests
+        vote, done = digests.vote, set()
+
+        def vote_after_flip():
+            step = optimizer.num_steps
+            rank, what = flips.get(step, (None, None))
+            if rank == group.rank and step not in done:
+                done.add(step)
+                rng = random.Random(step)
+                kinds = tensors_of(optimizer, what, step % 2)
+                flip(rng.choice([tensor for tensor in kinds if tensor.numel()]), rng)
+            return vote()
+
+        digests.vote = vote_after_flip
+
+    paces = [1.0] * group.size  # Else who takes which micro-batches depends on the clock.
+    parameters, state, _ = stepped(
+        group,
+        deterministic=deterministic,
+        paces=paces,
+        replicas=2,
+        check_every=1,
+        watch=watch,
+        max_norm=0.5,
+    )
+    found = [(one.step, one.rank, one.what) for one in seen[0].corrections]
+    return parameters, state, found
+
+
+@pytest.mark.parametrize(
+    "size, deterministic",
+    [(2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, False), (3, True)])],
+)
+def test_flips_in_the_steps_of_a_fixed_batch_leave_no_trace(ranks_of, size, deterministic):
+    expected = ranks_of(size).run(stepped_with_flips, deterministic, {})
+    flips = {2: (1, "reduced gradient"), 3: (0, "reduced gradient"), 4: (1, "exp_avg")}
+    results = ranks_of(size).run(stepped_with_flips, deterministic, flips)
+    assert [one[:2] for one in results] == [one[:2] for one in expected]
+    for _, _, found in results:
+        assert found == [
+            (2, 1, "reduced gradient"),
+            (3, 0, "reduced gradient"),
+            (4, 1, "optimizer state"),
+        ]
 
 
 def test_every_wrong_number_of_steps_is_refused(alone):
