@@ -92,17 +92,27 @@ def stepped(
     weighs: bool = False,
     deterministic: bool = True,
     paces: list[float] | None = None,
+    replicas: int = 1,
+    check_every: int | None = None,
+    watch: Callable[[ZeroRedundancyOptimizer], None] = lambda _: None,
 ) -> tuple[str, str, list[list[float]]]:
     """Train; the digests of parameters and buffers, of the optimizer's state, and the samples that
-    this rank has seen, by micro-batch (their first element)."""
+    this rank has seen, by micro-batch (their first element). watch: is called with the sharded
+    optimizer, before the first step."""
     make, data, loss_of = MODELS[model_name]
     optimizer_class, options = OPTIMIZERS[optimizer_name]
     torch.manual_seed(3)
     model = DistributedDataParallel(make().to(group.device), group, bucket_cap_mb=0.004)
     if sharded:
         optimizer: Any = ZeroRedundancyOptimizer(
-            model, optimizer_class, max_norm=max_norm, **options
+            model,
+            optimizer_class,
+            max_norm=max_norm,
+            replicas=replicas,
+            check_every=check_every,
+            **options,
         )
+        watch(optimizer)
     else:
         optimizer = optimizer_class(model.parameters(), **options)
     seen = []
