@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ..program.plain_script import PlainScript, run_plain_script
 from ..session.session import Session
-from .function import TERMINATED
-from .script import INTERRUPTED, below
+from .script import below, on_ranks
 
 
 def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
@@ -20,14 +19,7 @@ def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
     sys.path.insert(0, str(path.resolve().parent))  # Ray gives sys.path to the workers.
     script = PlainScript.read(path, tuple(options.args), uuid.uuid4().hex)
     try:
-        return asyncio.run(_run(script, options))
-    except KeyboardInterrupt:
-        print("Interrupted: all ranks were stopped.", file=sys.stderr)
-        return INTERRUPTED
-    except SystemExit as error:
-        if error.code == TERMINATED:
-            print("Terminated: all ranks were stopped.", file=sys.stderr)
-        raise
+        return on_ranks(lambda: asyncio.run(_run(script, options)))
     except Exception as error:
         trace = below(Path(script.path), error.__traceback__)
         traceback.print_exception(error.with_traceback(trace))
