@@ -225,6 +225,11 @@ async def test_a_kill_at_a_random_instant_costs_no_step_and_attaching_takes_less
     async with cl.attach(name) as session:
         results = await session.results()
         check_run(results, await session.reports(), 600)
+    if "keeper" in victims:  # Once more, after the run.
+        kill(name, "keeper")
+        async with cl.attach(name) as session:
+            assert await session.results() == results
+            check_run(results, await session.reports(), 600)
     if "script" not in victims:
         assert json.loads(await script.says("[[")) == [list(one) for one in results]
         script.process.communicate()

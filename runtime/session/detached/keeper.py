@@ -78,6 +78,8 @@ class Kept(Protocol):
         self, program: Parcel | None, audience: Any, begun: RunRequest | None = None
     ) -> RunSucceeded | RunFailed: ...
 
+    async def _news_of(self, run: int, timeout_s: float) -> News: ...
+
     async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]: ...
 
     async def _whereabouts(
@@ -208,7 +210,15 @@ class Keeper:
             else:
                 self._run.took_s = took_s
                 self._run.ending = cloudpickle.loads(ending) if ending else _forgotten(ending)
+                await self._hear_again(self._run)
                 self._run.is_over.set()
+
+    async def _hear_again(self, run: _Run) -> None:
+        has_more = True
+        while has_more:
+            news = await self._session._news_of(run.number, _SNAPSHOT_S)
+            run.feed.add(news)
+            has_more = news.has_more
 
     def _note_restarts(self, restarts: int) -> None:
         """For a keeper that is started again."""
