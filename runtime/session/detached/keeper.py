@@ -164,7 +164,7 @@ class Keeper:
         count it as alive yet; it would be silent for ever."""
         while not self._has_begun:
             with contextlib.suppress(*GONE):
-                ray.get(self._self.live.remote())
+                self._self.live.remote().future().result()
             time.sleep(_AGAIN_S)
 
     async def live(self) -> None:
