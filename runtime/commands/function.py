@@ -40,7 +40,9 @@ def run_function(script: Path, name: str, options: argparse.Namespace, words: li
 
     Raises WrongUsage if there is no such function, or if it does not take the arguments.
     """
-    sys.path.insert(0, str(script.resolve().parent))  # Ray gives sys.path to the workers.
+    # Ray gives its workers the folder of this program, if that is on the path.
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(script.resolve().parent))
     try:
         function = _function(_module(script), name)
         try:

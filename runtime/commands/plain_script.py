@@ -16,7 +16,7 @@ from .script import below, on_ranks
 
 def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
     """Exit code: 0, 1 for a run that failed, 130 after an interrupt, 143 after SIGTERM."""
-    sys.path.insert(0, str(path.resolve().parent))  # Ray gives sys.path to the workers.
+    sys.path.insert(0, str(path.resolve().parent))
     script = PlainScript.read(path, tuple(options.args), uuid.uuid4().hex)
     try:
         return on_ranks(lambda: asyncio.run(_run(script, options)))
