@@ -47,6 +47,7 @@ async def test_a_detached_run_prints_its_name_and_goes_on_for_one_who_attaches(
             await session.stop()
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_begin_leaves_no_session(
     cluster: None, on_cluster: dict[str, str], tmp_path: Path
 ) -> None:
