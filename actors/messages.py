@@ -103,6 +103,8 @@ class RunRequest:
     fault_plan: what a person has ordered to happen to workers (fault_plan.py).
     report_history: reports that a worker holds although they were pulled, for a keeper that is
     started again.
+    replaces_stragglers: a worker that is far behind the others for long leaves, and another one
+    takes its seat.
     """
 
     run: int
@@ -115,6 +117,7 @@ class RunRequest:
     last_save_s: float | None = None
     fault_plan: tuple[Order, ...] = ()
     report_history: int = 0
+    replaces_stragglers: bool = False
 
     def __post_init__(self) -> None:
         if self.run < 0:

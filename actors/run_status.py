@@ -48,6 +48,7 @@ class RunStatus:
     waited_s: seconds for which steps waited for their gradients with nothing else to do.
     slowness: in `ctx.steps`, how many times as long as the median of the others this rank takes for
         a micro-batch; 0 if it is not known.
+    is_straggler: it has been far behind the others for long.
     device_memory_bytes: of tensors on the GPU, when the training thread last looked.
     generation: in which the function runs; -1 before its call.
     origin: the id of the run; of the first one, in a chain of runs that resume from checkpoints.
@@ -68,6 +69,7 @@ class RunStatus:
     has_joined: bool = False
     waited_s: float = 0.0
     slowness: float = 0.0
+    is_straggler: bool = False
     device_memory_bytes: int = 0
     generation: int = -1
     origin: str = ""

@@ -19,6 +19,7 @@ from typing import Any
 from ..calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from ..messages import RunRequest
 from ..versions import versions_here
+from .replacing import Replacing
 from .reserve import AGAIN_AT_MOST_S, AGAIN_S, Reserve
 from .seats import Seats
 
@@ -72,6 +73,9 @@ class Recruiter:
             asyncio.create_task(self._recruit(has_taken_over), name="recruiter"),
             asyncio.create_task(self._watch_nodes(), name="node-watch"),
         ]
+        if self._request.replaces_stragglers:
+            replacing = Replacing(self._driver, self._request.run, self._workers, self._starting)
+            watchers.append(asyncio.create_task(replacing.watch(), name="straggler-watch"))
         try:
             yield
         finally:
@@ -169,10 +173,15 @@ class Recruiter:
         return True
 
     async def _watch_nodes(self) -> None:
-        """Tell the driver of nodes that are drained or preempted, while they are still there."""
+        """Tell the driver of nodes that are drained or preempted, while they are still there; and
+        how many workers could take seats of those that leave."""
+        told = 0
         with contextlib.suppress(ActorGone):
             while True:
                 await asyncio.sleep(NODE_WATCH_S)
+                if (num_ready := self._reserve.num_ready) != told:
+                    await answer(self._driver.has_in_reserve.remote(num_ready))
+                    told = num_ready
                 leaving = await asyncio.to_thread(nodes_leaving)
                 for node_id, why in leaving.items():
                     await answer(self._driver.leaves.remote(self._request.run, node_id, why))

@@ -34,9 +34,18 @@ class Departures:
         self._notices: dict[str, str] = {}  # why, by node or worker
         self._attempts: dict[str, int] = {}
         self._handing: frozenset[str] = frozenset()  # workers, in the generation in progress
+        self._num_ready = 0
 
-    def note(self, who: str, why: str) -> None:
+    def note(self, who: str, why: str, num_ready: int = 0) -> None:
+        """num_ready: workers of the reserve that could take the seats of those that leave."""
         self._notices[who] = why
+        self._num_ready = num_ready
+
+    def fewest(self, members: Sequence[WorkerInfo], fewest: int) -> int:
+        """With how many ranks the run goes on, where `fewest` are asked for: those that leave, and
+        whose seats others take at once, are not missed. members: by rank."""
+        num_leaving = sum(self.why(one) is not None for one in members)
+        return max(1, fewest - min(self._num_ready, num_leaving))
 
     def is_due(self, who: str, members: Sequence[WorkerInfo], fewest: int) -> bool:
         """Whether to begin a round for a notice, which comes again and again. If it is due, this
@@ -44,7 +53,7 @@ class Departures:
 
         who: id of the node or worker that the notice names.
         members: by rank.
-        fewest: ranks with which the run goes on.
+        fewest: ranks with which the run goes on (as in `fewest`).
         """
         leaving = [one for one in members if self.why(one) is not None]
         is_here = any(who in (one.worker_id, one.node_id) for one in members)
@@ -70,7 +79,7 @@ class Departures:
 
         members: by rank.
         frozen, lost: as in Regeneration, of a complete round.
-        fewest: ranks with which the run goes on.
+        fewest: ranks with which the run goes on (as in `fewest`).
         restarts: the functions run again from the top.
         """
         leaving = [rank for rank in sorted(frozen) if self.why(members[rank]) is not None]

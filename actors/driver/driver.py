@@ -81,6 +81,7 @@ class Driver(StoreActor):
         self._early_cancels: set[int] = set()  # A cancellation may overtake its run.
         self._lost: list[tuple[int, str]] = []  # of the run in progress
         self._has_lost = asyncio.Event()
+        self._num_ready = 0  # workers in reserve
 
     async def adopt(
         self, workers: Mapping[int, Actor], timeout_s: float, versions: dict[str, str]
@@ -231,7 +232,12 @@ class Driver(StoreActor):
         ]
         # The notice comes again: if the ranks could not go on now, perhaps they can then.
         said = await self.readiness(run, ranks)
-        self._report(run, events.Leaving(who, why, messages.Readiness.NOT_YET not in said))
+        can_end = messages.Readiness.NOT_YET not in said
+        self._report(run, events.Leaving(who, why, can_end, self._num_ready))
+
+    async def has_in_reserve(self, num_ready: int) -> None:
+        """So many workers of the session could take a seat now."""
+        self._num_ready = num_ready
 
     async def froze(self, run: int, frozen: messages.Frozen) -> None:
         """A rank of the run has frozen itself; `Worker.resume` will tell it how to go on."""

@@ -103,11 +103,13 @@ class Leaving:
     who: id of a node or of a worker.
     why: what is known of the reason.
     can_end: the ranks were asked, and would survive the end of their generation now.
+    num_ready: workers of the reserve that could take their seats now.
     """
 
     who: str
     why: str
     can_end: bool = True
+    num_ready: int = 0
 
 
 @dataclass(frozen=True, slots=True)

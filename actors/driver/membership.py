@@ -359,13 +359,13 @@ class Membership:
     def _leaving(self, run: RunState, notice: events.Leaving) -> list[Instruction]:
         if not run.goes_on or run.phase not in (Phase.RUNNING, Phase.FREEZING, Phase.PAUSED):
             return []
-        run.departures.note(notice.who, notice.why)
+        run.departures.note(notice.who, notice.why, notice.num_ready)
         infos = [member.info for member in run.members]
         # In an open round the note counts when the round is decided. A round that is opened must
         # not cost the run, so a rank that could not go on now keeps the leavers until it can.
         if run.phase is not Phase.RUNNING or not notice.can_end:
             return []
-        if not run.departures.is_due(notice.who, infos, run.fewest):
+        if not run.departures.is_due(notice.who, infos, run.departures.fewest(infos, run.fewest)):
             return []
         leave = GroupAborted(self._generation, [], f"ranks leave: {notice.why}")
         return self._open_round(run, leave)

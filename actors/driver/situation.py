@@ -83,16 +83,14 @@ def assess(run: RunState, known: Iterable[Member]) -> Outlook:
     # A newcomer begins at the top of the function, and the others have to go there, too.
     newcomers = newcomers_of(run, known) if can_restart else []
     restarts = bool(unparked or newcomers)
+    infos = [member.info for member in run.members]
+    fewest = run.departures.fewest(infos, run.fewest)
     leavers, handing = run.departures.leavers(
-        [member.info for member in run.members],
-        frozen,
-        run.round.lost,
-        run.fewest,
-        restarts=restarts,
+        infos, frozen, run.round.lost, fewest, restarts=restarts
     )
     staying = {id(run.members[rank]): rank for rank in sorted(frozen) if rank not in leavers}
     survivors = [run.members[rank] for rank in staying.values()]
-    if len(survivors) + len(newcomers) < run.fewest:
+    if len(survivors) + len(newcomers) < fewest:
         if can_restart:
             return Outlook(Situation.TOO_FEW)
         return _hopeless(

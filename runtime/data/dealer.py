@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..process.agreement import MAX_ITERATIONS
+from .stragglers import Stragglers
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,7 @@ class Dealer:
     holders: by rank, its holder: the rank's number when the function began, which is never given
         to another rank.
     lost: the holders that are gone.
+    stragglers: the ranks that are far behind, over all steps of `ctx.steps` of this generation.
     """
 
     rank: int
@@ -188,6 +190,7 @@ class Dealer:
     holders: list[int] = field(init=False)
     num_holders: int = field(init=False)
     lost: set[int] = field(default_factory=set)
+    stragglers: Stragglers = field(default_factory=Stragglers)
     _num_begun: int = 0
     _active: list[Dealt] = field(default_factory=list)
     _early: dict[int, list[Cut]] = field(default_factory=dict)
@@ -266,6 +269,7 @@ class Dealer:
         self.lost |= set(self.holders) - {self.holders[old] for old in former_ranks if old >= 0}
         self.holders = [self.holders[old] if old >= 0 else -1 for old in former_ranks]
         self.rank, self.world_size = rank, len(former_ranks)
+        self.stragglers = Stragglers()
         left = None
         for number, cut in cuts.items():
             if number > self._num_begun:  # Only other ranks are in it: keep the cut until `begin`.

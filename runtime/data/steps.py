@@ -39,7 +39,7 @@ from .dealer import Cut, Dealer, Dealt, Left
 from .fetching.on_device import ToDevice
 from .micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
 from .step_rows import MicroBatch, StepRows
-from .stragglers import LONG_S, Stragglers, slowness
+from .stragglers import LONG_S, slowness
 
 _OVER = 1 << 62
 """The number of the coming step of an epoch that is over."""
@@ -132,7 +132,6 @@ class Steps(Dealt):
         self._key = f"{key}/{global_batch_size}/steps/{epoch}"
         self._first = self._coming_step()
         self._paces: list[float] = []
-        self._stragglers = Stragglers()
         self._sizes: tuple[int, list[int]] | None = None
         self._together: list[Summing] | None = None
         """The models that all ranks have; None: not known yet."""
@@ -176,7 +175,7 @@ class Steps(Dealt):
             passage = self._cursor.begin(self._key, self)
         self.taken = self.agreed = 0
         self._paces, self._dealt = [0.0] * self._dealer.world_size, {}
-        self._stragglers, self._sizes, self._together = Stragglers(), None, None
+        self._sizes, self._together = None, None
         try:
             self._dealer.begin(self)
             with bound.iterating(self):
@@ -263,8 +262,11 @@ class Steps(Dealt):
 
     def _note_paces(self, paces: list[float]) -> None:
         self._paces = paces
-        boundary().steps.slowness = slowness(paces, self._dealer.rank)
-        for rank in self._stragglers.note(paces, time.monotonic()):
+        stragglers, status = self._dealer.stragglers, boundary().steps
+        fresh = stragglers.note(paces, time.monotonic())
+        status.slowness = slowness(paces, self._dealer.rank)
+        status.is_straggler = self._dealer.rank in stragglers.now
+        for rank in fresh:
             if self._dealer.rank == min(r for r in range(len(paces)) if r != rank):
                 logger.warning(
                     "rank %d has taken %.1f times as long for a micro-batch as the others for %.0f "
@@ -353,7 +355,7 @@ class Steps(Dealt):
         if sizes := self._sizes_of(number):
             before = self._dealt.get(number) or deal_micro_batches(len(sizes), self._paces)
             self._dealt = {number: deal_again(before, cut.former_ranks, paces)}
-        self._paces, self._stragglers, self._together = paces, Stragglers(), None
+        self._paces, self._together = paces, None
 
 
 class _End:

@@ -27,20 +27,17 @@ def slowness(paces: Sequence[float], rank: int) -> float:
 
 @dataclass(slots=True)
 class Stragglers:
-    """The ranks that are far behind, step by step. A new one begins when the ranks change."""
+    """The ranks that are far behind, step by step. A new one begins when the ranks change.
 
+    now: those that are stragglers."""
+
+    now: set[int] = field(default_factory=set)
     _since: dict[int, float] = field(default_factory=dict)
-    _told: set[int] = field(default_factory=set)
 
     def note(self, paces: Sequence[float], now_s: float) -> list[int]:
         """Note the paces of a step. Returns the ranks that have become stragglers."""
         far = [rank for rank in range(len(paces)) if slowness(paces, rank) >= FAR]
         self._since = {rank: self._since.get(rank, now_s) for rank in far}
-        self._told &= set(far)
-        fresh = [
-            rank
-            for rank, since_s in self._since.items()
-            if now_s - since_s >= LONG_S and rank not in self._told
-        ]
-        self._told |= set(fresh)
-        return fresh
+        before = self.now
+        self.now = {rank for rank, since_s in self._since.items() if now_s - since_s >= LONG_S}
+        return sorted(self.now - before)

@@ -45,6 +45,7 @@ class Holding:
     _use_gpu: bool
     _accelerator_type: str | None
     _pause_s: float
+    _replaces_stragglers: bool
     _resources_per_worker: Mapping[str, float] | None
     _placement_strategy: str
     _timeout_s: float
@@ -197,6 +198,7 @@ class Holding:
             last_save_s=self._checkpoint.timeout_s if self._checkpoint is not None else None,
             fault_plan=self._fault_plan,
             report_history=audience.report_history,
+            replaces_stragglers=self._replaces_stragglers,
         )
         if self._lasting is not None:
             self._lasting.save("request", request)

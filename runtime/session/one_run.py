@@ -22,6 +22,7 @@ def run(
     *,
     num_workers: int | tuple[int, int] = 1,
     spares: int = 0,
+    replace_stragglers: bool = False,
     use_gpu: bool = False,
     resources_per_worker: Mapping[str, float] | None = None,
     placement_strategy: str = "PACK",
@@ -60,6 +61,7 @@ def run(
     session = Session(
         num_workers,
         spares=spares,
+        replace_stragglers=replace_stragglers,
         use_gpu=use_gpu,
         resources_per_worker=resources_per_worker,
         placement_strategy=placement_strategy,

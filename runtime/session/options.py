@@ -69,6 +69,18 @@ def checked_spares(spares: int, max_failures: int | None, placement_strategy: st
     return spares
 
 
+def checked_replacing(replace_stragglers: bool, max_failures: int | None) -> bool:
+    if type(replace_stragglers) is not bool:
+        raise TypeError(f"replace_stragglers must be True or False, got {replace_stragglers!r}")
+    if replace_stragglers and max_failures == 0:
+        raise ValueError(
+            "replace_stragglers=True asks runs to go on without a worker, and max_failures is 0: "
+            "the first loss ends a run; set max_failures to None, or to the number of workers that "
+            "a run may lose"
+        )
+    return replace_stragglers
+
+
 def check_kinds(address: object, on_report: object, checkpoint: object, seed: object) -> None:
     if address is not None and not isinstance(address, str):
         raise TypeError(f"address must be a string, got {type(address).__name__}")

@@ -40,6 +40,7 @@ from .options import (
     checked_labels,
     checked_progress,
     checked_range,
+    checked_replacing,
     checked_spares,
 )
 from .showing.hearing import Audience, hearing
@@ -86,6 +87,9 @@ class Session(Holding):
         without the lost workers where its function can (ZeroRedundancyOptimizer, `replicas`).
     spares: workers that have started and loaded the program, and wait: one takes the seat of a lost
         worker at once, and another one is started behind it. They need room of their own.
+    replace_stragglers: a worker that is far behind the others for long (`ctx.steps` warns of it)
+        leaves the run, as one does whose node is drained, and another one takes its seat: of the
+        spares, or where the session may do with fewer for that time. Once a seat in each run.
     use_gpu: whether each worker gets a GPU, `ctx.device`; it sees all GPUs of its node.
     resources_per_worker: Ray's resource names and amounts, over the default of one CPU (a share of
         the CPUs on a cluster that the session starts itself).
@@ -126,6 +130,7 @@ class Session(Holding):
         num_workers: int | tuple[int, int] = 1,
         *,
         spares: int = 0,
+        replace_stragglers: bool = False,
         use_gpu: bool = False,
         resources_per_worker: Mapping[str, float] | None = None,
         placement_strategy: str = "PACK",
@@ -155,6 +160,7 @@ class Session(Holding):
         self._fewest, self._most = checked_range(num_workers)
         self._max_failures = checked_failures(max_failures, isinstance(num_workers, tuple))
         self._spares = checked_spares(spares, self._max_failures, placement_strategy)
+        self._replaces_stragglers = checked_replacing(replace_stragglers, self._max_failures)
         placement.check(resources_per_worker, use_gpu, placement_strategy)
         seconds = {"startup_timeout_s": startup_timeout_s, "idle_timeout_s": idle_timeout_s}
         check_seconds(timeout_s=timeout_s, pause_s=pause_s, **seconds)

@@ -364,6 +364,26 @@ def test_ranks_leave_a_node_that_goes_if_their_state_is_elsewhere(spare: int, st
     assert membership.handle(Leaving("node-b", "preempted")) == []
 
 
+@pytest.mark.parametrize("num_ready, leaves", [(0, False), (1, True), (2, True)])
+def test_a_rank_that_is_missed_leaves_where_a_worker_in_reserve_takes_its_seat(
+    num_ready: int, leaves: bool
+) -> None:
+    membership, _ = running(worker(0), worker(1), worker(2), fewest=3)
+    notice = Leaving("worker-1-0", "was far behind", num_ready=num_ready)
+    told = membership.handle(notice)
+    assert bool(told) == leaves
+    if not leaves:
+        return
+    for rank in (0, 1, 2):
+        told = membership.handle(froze(rank, spare=1, can_restart=True))
+    assert set(resumptions(told)) == {"worker-0-0", "worker-2-0"}
+    assert [one.worker_id for one in told if isinstance(one, DismissRank)] == ["worker-1-0"]
+    # It is not missed because it leaves; another loss is.
+    membership.handle(WorkerDied("worker-2-0", "SIGKILL"))
+    told = membership.handle(froze(0, generation=1, spare=1, can_restart=True))
+    assert [type(one) for one in told] == [StartPause]
+
+
 def handing_over() -> Membership:
     """Rank 2, on a node of its own, hands over in generation 1."""
     membership, _ = running(worker(0), worker(1, "node-b"), worker(2))

@@ -84,8 +84,10 @@ def test_a_rank_that_stays_far_behind_is_named_once() -> None:
     assert seen.note([1.0, 1.0, 5.0], LONG_S - 1) == []
     assert seen.note([1.0, 1.0, 5.0], LONG_S) == [2]
     assert seen.note([1.0, 1.0, 5.0], 2 * LONG_S) == []
+    assert seen.now == {2}
     # It has caught up in between, so it begins anew.
     assert seen.note([1.0, 1.0, 1.1], 2 * LONG_S + 1) == []
+    assert seen.now == set()
     assert seen.note([1.0, 1.0, 5.0], 2 * LONG_S + 2) == []
     assert seen.note([1.0, 1.0, 5.0], 3 * LONG_S + 2) == [2]
 

@@ -29,7 +29,7 @@ def train(
     step_s: float = 0.0,
     save_at: int = 0,
 ) -> list[tuple[int, float]]:
-    """Returns (step, loss) of each report. Rank 1 dies behind that of `dies_at`, and makes `died`."""
+    """Returns (step, loss) of each report. Rank 1 dies behind that of `dies_at`: `died` is made."""
     torch.manual_seed(1)
     model = cl.DistributedDataParallel(torch.nn.Linear(4, 1))
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=lr, replicas=2)

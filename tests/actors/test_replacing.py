@@ -1,0 +1,31 @@
+"""Who is to leave because it is far behind: decided from what the workers say, each second."""
+
+from __future__ import annotations
+
+from actors.crew.replacing import Leavers
+from actors.messages import WorkerInfo, WorkerSnapshot, WorkerState
+from actors.run_status import RunStatus
+
+
+def word(seat: int, is_straggler: bool = False, incarnation: int = 0) -> WorkerSnapshot:
+    info = WorkerInfo(f"worker-{seat}-{incarnation}", seat, "node", "host", 1, "cpu", 1.0)
+    return WorkerSnapshot(info, WorkerState.TRAINING, 0, steps=RunStatus(is_straggler=is_straggler))
+
+
+def test_a_straggler_is_to_leave_until_it_has_left() -> None:
+    leavers = Leavers()
+    assert leavers.note([word(0), word(1)]) == {}
+    (why,) = leavers.note([word(0), word(1, is_straggler=True)]).values()
+    assert "far behind the other ranks" in why
+    # In the generation in which it hands over it is not measured.
+    assert set(leavers.note([word(0), word(1)])) == {"worker-1-0"}
+    assert leavers.note([word(0)]) == {}, "it does not answer: Ray will say what it is"
+    assert leavers.note([word(0), word(1, incarnation=1)]) == {}, "another one has the seat"
+
+
+def test_a_seat_is_cleared_once_in_a_run() -> None:
+    leavers = Leavers()
+    assert leavers.note([word(0), word(1, is_straggler=True)])
+    assert leavers.note([word(0), word(1, is_straggler=True, incarnation=1)]) == {}
+    after = [word(0, is_straggler=True), word(1, incarnation=1)]
+    assert set(leavers.note(after)) == {"worker-0-0"}
