@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 from typing import Any
@@ -91,18 +90,12 @@ def seed_all(seed: int) -> None:
     """Seed the global generators of Python, numpy and torch, on all devices."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    if _has_device():
+    if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:
         # Without a device torch.manual_seed keeps the stack of its caller each time, for the day
         # when one comes, and takes 0.1 to 0.5 ms: of a step of 20 ms, several times.
         torch.default_generator.manual_seed(seed)
-
-
-@functools.cache
-def _has_device() -> bool:
-    """Whether torch has a device besides the CPU here."""
-    return torch.accelerator.is_available()
 
 
 def _plain(state: Any) -> Any:
