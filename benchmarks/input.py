@@ -1,7 +1,7 @@
 """What data cost a step: samples that take 5 ms to make, fetched ahead and not, beside torch.
 
     python benchmarks/input.py [--json] [--ranks 1] [--workers 2] [--sample-ms 5] [--step-ms 60]
-        [--batch 8] [--steps 20] [--rounds 6]
+        [--batch 8] [--steps 16] [--rounds 20]
 
 One training process a rank takes the same step with batches from five sources, in alternation: no
 data work (rows of a tensor) and slow samples fetched ahead, each by `ctx.shard` and by torch's
@@ -9,6 +9,10 @@ DataLoader alone; and slow samples made in the training thread by `ctx.shard`. A
 as for a disk or a network, and computes nothing: on a machine with few cores computing would take
 them from the step. A step is timed from one batch to the next, without the first of each turn; the
 time to the first batch, with loader processes that stay from turn to turn, stands beside it.
+
+A ratio is taken within each round, of the median steps of two turns a second apart, and the median
+of the rounds is told: a machine that is slower for some seconds is so for both. Every other round
+goes through the sources backwards.
 """
 
 from __future__ import annotations
@@ -96,7 +100,7 @@ def timed(batches: Iterable[torch.Tensor], step: Callable[[torch.Tensor], None])
     return [later - former for former, later in itertools.pairwise(marks)]
 
 
-def train(ctx: cl.Context, args: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+def train(ctx: cl.Context, args: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
     size, workers = args["batch"], args["workers"]
     num_mine = size * args["steps"]
     slow = Rows(num_mine * ctx.world_size, args["sample_s"])
@@ -113,14 +117,17 @@ def train(ctx: cl.Context, args: dict[str, Any]) -> dict[str, dict[str, list[flo
         PEER_AHEAD: lambda: loader,
         IN_THREAD: lambda: ctx.shard(few, size, epoch=turn),
     }
-    told: dict[str, dict[str, list[float]]] = {name: {"first": [], "steps": []} for name in ways}
+    told: dict[str, dict[str, list[list[float]]]] = {
+        name: {"first": [], "steps": []} for name in ways
+    }
+    names = list(ways)
     for turn in range(args["rounds"] + 1):
-        for name, way in ways.items():
+        for name in reversed(names) if turn % 2 else names:
             ctx.barrier()
-            first, *steps = timed(way(), step)
+            first, *steps = timed(ways[name](), step)
             if turn > 0:  # In turn 0 the loader processes start.
-                told[name]["first"].append(first)
-                told[name]["steps"] += steps[_SKIPPED:]
+                told[name]["first"].append([first])
+                told[name]["steps"].append(steps[_SKIPPED:])
     return told
 
 
@@ -131,8 +138,8 @@ def main() -> None:
     flags.add_argument("--sample-ms", type=float, default=5.0)
     flags.add_argument("--step-ms", type=float, default=60.0)
     flags.add_argument("--batch", type=int, default=8)
-    flags.add_argument("--steps", type=int, default=20)
-    flags.add_argument("--rounds", type=int, default=6)
+    flags.add_argument("--steps", type=int, default=16)
+    flags.add_argument("--rounds", type=int, default=20)
     args = flags.parse_args()
     asked = {
         "batch": args.batch,
@@ -144,11 +151,17 @@ def main() -> None:
     }
     # Of rank 0: the others take each step with it.
     told = cl.run(train, num_workers=args.ranks, args=asked)[0]
-    medians = {name: statistics.median(one["steps"]) for name, one in told.items()}
     quartiles = {
-        name: statistics.quantiles(one["steps"], n=4, method="inclusive")
+        name: statistics.quantiles(itertools.chain(*one["steps"]), n=4, method="inclusive")
         for name, one in told.items()
     }
+
+    def ratio(of: str, over: str) -> float:
+        rounds = zip(told[of]["steps"], told[over]["steps"], strict=True)
+        return statistics.median(
+            statistics.median(one) / statistics.median(other) for one, other in rounds
+        )
+
     table(
         f"One step of {args.ranks} rank(s), {args.batch} samples of {args.sample_ms:g} ms, "
         f"{args.workers} loader processes; quartiles, ms",
@@ -157,19 +170,23 @@ def main() -> None:
             [
                 name,
                 *(f"{1e3 * part:.1f}" for part in quartiles[name]),
-                f"{1e3 * statistics.median(told[name]['first']):.1f}",
+                f"{1e3 * statistics.median(itertools.chain(*told[name]['first'])):.1f}",
             ]
             for name in told
         ],
     )
     ratios = {
-        "fetched ahead / no data work": medians[OURS_AHEAD] / medians[OURS],
-        "the same of torch's DataLoader": medians[PEER_AHEAD] / medians[PEER],
-        "ours / DataLoader, fetched ahead": medians[OURS_AHEAD] / medians[PEER_AHEAD],
-        "ours / DataLoader, no data work": medians[OURS] / medians[PEER],
-        "in the training thread / no data work": medians[IN_THREAD] / medians[OURS],
+        "fetched ahead / no data work": ratio(OURS_AHEAD, OURS),
+        "the same of torch's DataLoader": ratio(PEER_AHEAD, PEER),
+        "ours / DataLoader, fetched ahead": ratio(OURS_AHEAD, PEER_AHEAD),
+        "ours / DataLoader, no data work": ratio(OURS, PEER),
+        "in the training thread / no data work": ratio(IN_THREAD, OURS),
     }
-    table("Ratios of medians", ["", ""], [[name, f"{r:.3f}"] for name, r in ratios.items()])
+    table(
+        "Ratios, the median of the rounds",
+        ["", ""],
+        [[name, f"{r:.3f}"] for name, r in ratios.items()],
+    )
     figures = {
         "quartiles_s": quartiles,
         "first_batch_s": {name: one["first"] for name, one in told.items()},

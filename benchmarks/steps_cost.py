@@ -8,13 +8,15 @@ rank over a loop over `ctx.shard` with equal batches, outside Join. Linear layer
 micro-batches of 16, ZeRO with AdamW, and plain DDP, one thread a rank; all ways in turns in the
 same processes.
 
-`throttled`: one of two ranks is stopped for half of each 20 ms, from outside. What both could do
-together is then three quarters of what they do undisturbed; how much of that is done, by
-`ctx.steps`, which deals micro-batches by speed, and by torch's DistributedDataParallel.
+`throttled`: one of two ranks is stopped for half of each 20 ms, from outside. What the two can do
+together then is measured as well: each computes micro-batches alone, and waits for nobody. How much
+of that is done by `ctx.steps`, which deals micro-batches by speed, and by torch's
+DistributedDataParallel; and how much whole micro-batches allow, if the speeds are known.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -48,6 +50,10 @@ MICRO_BATCHES = 4
 
 PERIOD_S = 0.02
 THROTTLED_BATCH, THROTTLED_MICRO_BATCHES, THROTTLED_STEPS = 256, 16, 12
+
+
+Way = Callable[[], float | None]
+"""Trains for some steps; may return the seconds that count."""
 
 
 class Rows:
@@ -146,9 +152,7 @@ class Rank:
 
         return run
 
-    def seconds_of(
-        self, ways: dict[str, Callable[[], None]], rounds: int
-    ) -> dict[str, list[float]]:
+    def seconds_of(self, ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
         """Of each way, by round; the ways in turns, each begun by all ranks at once."""
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         # With several models in a process, an epoch begins with a collection of garbage, which
@@ -159,9 +163,9 @@ class Rank:
             for name in sorted(ways, reverse=turn % 2 == 1):
                 self.group.barrier().wait()
                 began_at = time.perf_counter()
-                ways[name]()
+                took_s = ways[name]()
                 if turn >= 2:
-                    seconds[name].append(time.perf_counter() - began_at)
+                    seconds[name].append(took_s or time.perf_counter() - began_at)
         return seconds
 
 
@@ -239,7 +243,19 @@ def measure_throttled(rank: int, num_ranks: int, path: str, rounds: int) -> dict
             optim.step()
             optim.zero_grad()
 
-    ways: dict[str, Callable[[], None]] = {
+    free = make_model("2M")
+
+    def alone() -> float:
+        began_at = time.perf_counter()
+        for _ in range(THROTTLED_STEPS):
+            for batch in batches:
+                free(batch).square().mean().backward()
+        took_s = time.perf_counter() - began_at
+        one.group.barrier().wait()  # Rank 0 throttles the other until that is done, too.
+        return took_s
+
+    ways: dict[str, Way] = {
+        "alone": alone,
         "steps": one.steps(per_rank, batch=THROTTLED_BATCH, num_steps=THROTTLED_STEPS),
         "torch ddp": torch_ddp,
     }
@@ -247,13 +263,10 @@ def measure_throttled(rank: int, num_ranks: int, path: str, rounds: int) -> dict
     pids = torch.tensor([os.getpid() * (rank == num_ranks - 1)])
     one.group.all_reduce(pids).wait()
 
-    def disturbed(way: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            if rank == 0:
-                with Throttle(int(pids[0])):
-                    way()
-            else:
-                way()
+    def disturbed(way: Way) -> Way:
+        def run() -> float | None:
+            with Throttle(int(pids[0])) if rank == 0 else contextlib.nullcontext():
+                return way()
 
         return run
 
@@ -273,6 +286,22 @@ def slowest(by_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
         name: [max(of_round) for of_round in zip(*(one[name] for one in by_rank), strict=True)]
         for name in by_rank[0]
     }
+
+
+def possible(by_rank: list[dict[str, list[float]]]) -> list[float]:
+    """By round, what the ranks can do together while one is throttled; 1: what they do else."""
+    speeds = [of_rounds(one["alone"], one["alone, throttled"]) for one in by_rank]
+    return [statistics.mean(of_round) for of_round in zip(*speeds, strict=True)]
+
+
+def allowed_by_dealing(by_rank: list[dict[str, list[float]]]) -> list[float]:
+    """By round, the part of it that the best deal of whole micro-batches allows, of two ranks."""
+    num, allowed = THROTTLED_MICRO_BATCHES, []
+    for paces in zip(*(one["alone, throttled"] for one in by_rank), strict=True):
+        first, second = paces
+        best = min(max(k * first, (num - k) * second) for k in range(num + 1))
+        allowed.append(num / (1 / first + 1 / second) / best)
+    return allowed
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -312,12 +341,14 @@ def main() -> None:
             pairs = seconds[f"steps{more}"], seconds[f"shard{more}"]
             ratios[case] = spread(of_rounds(*pairs))
     if "throttled" in only:
-        seconds = take(spawn(measure_throttled, 2, args.rounds), THROTTLED_STEPS)
-        for name in ("steps", "torch ddp"):
+        by_rank = spawn(measure_throttled, 2, args.rounds)
+        seconds, can = take(by_rank, THROTTLED_STEPS), possible(by_rank)
+        for name, case in (("steps", "throttled"), ("torch ddp", "throttled_torch")):
             done = of_rounds(seconds[name], seconds[f"{name}, throttled"])
-            # Two ranks, one of them at half its speed, can do 1.5 of 2.
-            case = "throttled/of_possible" if name == "steps" else "throttled_torch/of_possible"
-            ratios[case] = spread([one / 0.75 for one in done])
+            ratios[f"{case}/of_possible"] = spread(of_rounds(done, can))
+            # If the throttled rank had exactly half its speed, and the other one all of it.
+            ratios[f"{case}/of_three_quarters"] = spread([one / 0.75 for one in done])
+        ratios["throttled/allowed_by_dealing"] = spread(allowed_by_dealing(by_rank))
     for title, rows, places in (("ms a step", step_ms, 2), ("ratios, by round", ratios, 3)):
         cells = [
             (name, *(f"{one[of]:.{places}f}" for of in ("median", "low", "high")))

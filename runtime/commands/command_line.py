@@ -2,7 +2,7 @@
 
 run script.py …              run a script, as `python` would
 run --workers 2 script.py …  run a script on ranks, as `torchrun` would
-run script.py:function …     run a function of the script on ranks
+run script.py:function …     run a function of the script on ranks; --detach: and return at once
 status, doctor, bench        show what runs, what is wrong here, how fast collectives are
 attach, stop                 show a detached session, and end it
 checkpoint                   list and export checkpoints
@@ -162,6 +162,8 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
         )
     if needless := function_flags.without_checkpoint(given):
         flags.error(f"{needless} says how checkpoints are kept; write --checkpoint DIR, too")
+    if wrong := function_flags.why_not_detached(given):
+        flags.error(wrong)
     from .function import WrongUsage, run_function
 
     try:

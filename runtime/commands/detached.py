@@ -1,4 +1,5 @@
-"""`chorusline attach NAME`, `chorusline stop NAME`: a detached session, from another terminal."""
+"""`chorusline run script.py:function --detach`, and from then on, from any terminal: `chorusline
+attach NAME`, `chorusline stop NAME`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import ray
 
@@ -19,7 +21,26 @@ from ..session.showing.progress import Progress
 from ..session.showing.rank_output import label
 from .script import INTERRUPTED
 
+AFTER_RUN_S = 60.0
+"""Seconds that a session stays after the one run that it was begun for, if nobody is attached."""
+
 _LONGEST_RESULT = 200  # characters of a result that are printed
+
+
+async def begin(
+    session: Session, function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> int:
+    """Start a detached session, begin one run there, print the session's name, and let go of it.
+
+    The session ends by itself after the run; what the run returned can be had for a day."""
+    async with session:
+        try:
+            await session.submit(function, **arguments)
+        except BaseException:
+            await session.stop()  # Nobody would know of it.
+            raise
+        print(session.name)
+    return 0
 
 
 def show_attached(name: str, address: str | None) -> int:

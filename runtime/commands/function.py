@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import signal
+import os
+import re
 import sys
 import traceback
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,15 +21,14 @@ from collectives.contract.articles import with_article
 from collectives.contract.errors import ChoruslineError
 
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
+from ..session.detached.standing import check_name
 from ..session.session import Session
 from ..session.showing.progress import Progress
 from ..tracking.named import checked_trackers
 from ..tracking.tracker import Tracker
 from .arguments import keywords
-from .detached import print_results
-from .script import INTERRUPTED, below
-
-TERMINATED = 128 + signal.SIGTERM
+from .detached import AFTER_RUN_S, begin, print_results
+from .script import INTERRUPTED, below, on_ranks
 
 
 class WrongUsage(Exception):
@@ -39,7 +40,9 @@ def run_function(script: Path, name: str, options: argparse.Namespace, words: li
 
     Raises WrongUsage if there is no such function, or if it does not take the arguments.
     """
-    sys.path.insert(0, str(script.resolve().parent))  # Ray gives sys.path to the workers.
+    # Ray gives its workers the folder of this program, if that is on the path.
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(script.resolve().parent))
     try:
         function = _function(_module(script), name)
         try:
@@ -50,14 +53,13 @@ def run_function(script: Path, name: str, options: argparse.Namespace, words: li
             trackers = checked_trackers(options.tracker)
         except (ImportError, ValueError) as error:
             raise WrongUsage(f"--tracker: {error}") from None
-        return asyncio.run(_run(function, arguments, options, trackers))
-    except KeyboardInterrupt:
-        print("Interrupted: all ranks were stopped.", file=sys.stderr)
+        if options.detach:
+            session = _detached_session(script, options)
+            return asyncio.run(begin(session, function, arguments))
+        return on_ranks(lambda: asyncio.run(_run(function, arguments, options, trackers)))
+    except KeyboardInterrupt:  # Before a detached run has begun.
+        print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
-    except SystemExit as error:
-        if error.code == TERMINATED:
-            print("Terminated: all ranks were stopped.", file=sys.stderr)
-        raise
     except ChoruslineError as error:
         _print_error(error)
         return 1
@@ -111,6 +113,33 @@ def _checkpoints(options: argparse.Namespace) -> CheckpointConfig | None:
     )
 
 
+def _session(options: argparse.Namespace, address: str | None, **more: Any) -> Session:
+    return Session(
+        options.workers,
+        use_gpu=options.gpu,
+        timeout_s=options.timeout,
+        startup_timeout_s=options.startup_timeout,
+        address=address,
+        env_vars=dict(options.env),
+        checkpoint=_checkpoints(options),
+        **more,
+    )
+
+
+def _detached_session(script: Path, options: argparse.Namespace) -> Session:
+    """Raises WrongUsage for a name that no session can have."""
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).strip("._-")[:50] or "run"
+    name = options.name if options.name is not None else f"{stem}-{uuid.uuid4().hex[:4]}"
+    try:
+        check_name(name, True)
+    except ValueError as error:
+        raise WrongUsage(f"--name: {error}") from None
+    # A cluster that would start here ends with this program.
+    address = options.address or os.environ.get("RAY_ADDRESS") or "auto"
+    of_run = {"idle_timeout_s": AFTER_RUN_S, "log_to_driver": False}
+    return _session(options, address, name=name, detached=True, **of_run)
+
+
 async def _run(
     function: Callable[..., Any],
     arguments: dict[str, Any],
@@ -118,17 +147,7 @@ async def _run(
     trackers: tuple[Tracker, ...],
 ) -> int:
     progress = Progress()
-    session = Session(
-        options.workers,
-        use_gpu=options.gpu,
-        timeout_s=options.timeout,
-        startup_timeout_s=options.startup_timeout,
-        address=options.address,
-        env_vars=dict(options.env),
-        progress=progress,
-        trackers=trackers,
-        checkpoint=_checkpoints(options),
-    )
+    session = _session(options, options.address, progress=progress, trackers=trackers)
     with progress:
         async with session:
             results = await session.run(function, **arguments)

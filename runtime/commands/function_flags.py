@@ -29,6 +29,7 @@ def made(prog: str) -> argparse.ArgumentParser:
     _add_workers(flags, timeout_s=60.0)
     _add_trackers(flags)
     _add_checkpoints(flags)
+    _add_detached(flags)
     return flags
 
 
@@ -150,6 +151,22 @@ def _add_checkpoints(flags: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_detached(flags: argparse.ArgumentParser) -> None:
+    detached = flags.add_argument_group("a function that goes on without this program")
+    detached.add_argument(
+        "-d",
+        "--detach",
+        action="store_true",
+        help="begin the run on a cluster that stays, print the name of its session, and return; "
+        "`chorusline attach NAME` shows it, `chorusline stop NAME` ends it",
+    )
+    detached.add_argument(
+        "--name",
+        default=None,
+        help="of the session, with --detach (default: the script's, and four more characters)",
+    )
+
+
 def explained() -> str:
     """All flags with what they do."""
     flags = argparse.ArgumentParser(formatter_class=_OneColumn, add_help=False, usage="")
@@ -157,6 +174,7 @@ def explained() -> str:
     _add_restarts(flags)
     _add_trackers(flags)
     _add_checkpoints(flags)
+    _add_detached(flags)
     _, heading, text = flags.format_help().partition(f"{_WORKERS}:\n")
     return heading + text
 
@@ -167,6 +185,18 @@ def without_checkpoint(given: argparse.Namespace) -> str | None:
         return None
     values = (given.fresh, given.resume, given.save_every, given.keep)
     return next((f for f, v in zip(_OF_CHECKPOINTS, values, strict=True) if v), None)
+
+
+def why_not_detached(given: argparse.Namespace) -> str | None:
+    """What does not go together with --detach, or its lack; None if all does."""
+    if given.name is not None and not given.detach:
+        return "--name is the name of a session that goes on without this program; write --detach"
+    if given.detach and given.tracker:
+        return (
+            "--tracker records in the program that waits for the run, and --detach ends it; leave "
+            "one of them out"
+        )
+    return None
 
 
 class _OneColumn(argparse.HelpFormatter):

@@ -11,23 +11,15 @@ from pathlib import Path
 
 from ..program.plain_script import PlainScript, run_plain_script
 from ..session.session import Session
-from .function import TERMINATED
-from .script import INTERRUPTED, below
+from .script import below, on_ranks
 
 
 def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
     """Exit code: 0, 1 for a run that failed, 130 after an interrupt, 143 after SIGTERM."""
-    sys.path.insert(0, str(path.resolve().parent))  # Ray gives sys.path to the workers.
+    sys.path.insert(0, str(path.resolve().parent))
     script = PlainScript.read(path, tuple(options.args), uuid.uuid4().hex)
     try:
-        return asyncio.run(_run(script, options))
-    except KeyboardInterrupt:
-        print("Interrupted: all ranks were stopped.", file=sys.stderr)
-        return INTERRUPTED
-    except SystemExit as error:
-        if error.code == TERMINATED:
-            print("Terminated: all ranks were stopped.", file=sys.stderr)
-        raise
+        return on_ranks(lambda: asyncio.run(_run(script, options)))
     except Exception as error:
         trace = below(Path(script.path), error.__traceback__)
         traceback.print_exception(error.with_traceback(trace))

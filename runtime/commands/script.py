@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import runpy
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it.
+TERMINATED = 128 + signal.SIGTERM
 
 
 def run_script(script: Path, args: Sequence[str]) -> int:
@@ -26,6 +28,19 @@ def run_script(script: Path, args: Sequence[str]) -> int:
         traceback.print_exception(error.with_traceback(below(script, error.__traceback__)))
         return 1
     return 0
+
+
+def on_ranks(act: Callable[[], int]) -> int:
+    """What `act` returns, a run on ranks; after Ctrl-C or SIGTERM a line says that they stopped."""
+    try:
+        return act()
+    except KeyboardInterrupt:
+        print("Interrupted: all ranks were stopped.", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as error:
+        if error.code == TERMINATED:
+            print("Terminated: all ranks were stopped.", file=sys.stderr)
+        raise
 
 
 def below(script: Path, trace: TracebackType | None) -> TracebackType | None:

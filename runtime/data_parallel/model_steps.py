@@ -132,8 +132,8 @@ class ModelSteps:
         return self.ender.why_not_summed() if self.ender is not None else ""
 
     def begin_step(self, plan: StepPlan) -> None:
-        self.plan, self._takes_part, self._is_open = plan, False, False
-        self._reducer.summing = Summing.NO
+        self.leave_steps()  # Where the last step was left by an error.
+        self.plan = plan
         self._on_begin()
         if self.ender is not None:
             self.ender.begin_summed_step()
@@ -199,11 +199,11 @@ class ModelSteps:
             group.all_gather(bucket.flat[: padded_numel(bucket.plan.content, group.size)], shard)
             for bucket, shard in zip(buckets, self._shards, strict=True)
         ]
+        vote = device_numbers(reducer.vote_of_sums(self._sums.used), torch.float64, group.device)
+        reading = group.all_reduce_and_read(vote)
         for work in works:
             work.wait()
-        vote = device_numbers(reducer.vote_of_sums(self._sums.used), torch.float64, group.device)
-        total = group.all_reduce_and_read(vote).tolist()
-        reducer.conclude_sums(total, self.divisor)
+        reducer.conclude_sums(reading.tolist(), self.divisor)
 
     def reduce_shards(self, group: Group, *, on_host: bool) -> None:
         """The sum of the step is in the shards of the buckets, for a sharded optimizer. on_host:
@@ -214,6 +214,7 @@ class ModelSteps:
     def leave_steps(self) -> None:
         self.plan, self._takes_part, self._is_open = None, False, False
         self._reducer.summing = Summing.NO
+        self._reducer.gradients.lead_home()
 
     def wait_for_next_generation(self, error: BaseException) -> bool:
         assert self.ender is not None

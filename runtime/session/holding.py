@@ -9,6 +9,7 @@ import ray
 
 from actors.calls import HEAD_ANSWER_S, head_stays_gone
 from actors.crew.crew import Crew
+from actors.crew.listening import News
 from actors.errors import DriverLost
 from actors.fault_plan import Order
 from actors.lasting import Lasting
@@ -184,6 +185,10 @@ class Holding:
         finally:
             if self._state is SessionState.RUNNING:
                 self._state = SessionState.READY
+
+    async def _news_of(self, run: int, timeout_s: float) -> News:
+        """What the workers still hold of a run that has ended, and was not pulled yet."""
+        return await self._crew.listener.pull(run, timeout_s) if self._crew is not None else News()
 
     def _new_request(self, audience: Audience) -> RunRequest:
         self._next_run += 1

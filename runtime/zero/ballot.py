@@ -50,6 +50,7 @@ class Vote:
     num_samples: length of the dataset that the rank iterates, or 0.
     stop: the rank was asked to stop all ranks after this step.
     notes: about the backward passes of the step.
+    digests: of what this rank keeps (digest_checks.py); None where they are not compared.
     """
 
     step: int
@@ -65,32 +66,37 @@ class Vote:
     stop: bool = False
     notes: Sequence[Note] = ()
     exact_norm: Sequence[float] = ()
+    digests: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result that all ranks read. squared_norm: of the whole summed gradient. loss_scales: of
-    the live ranks, 0.0 if they do not scale. options: by rank."""
+    the live ranks, 0.0 if they do not scale. options, digests: by rank."""
 
     agreement: Agreement
     squared_norm: float
     loss_scales: tuple[float, ...]
     options: tuple[tuple[float, ...], ...]
+    digests: tuple[tuple[float, ...], ...]
 
 
 class Ballot:
     """One optimizer's vector of float64: three sums over all ranks; for each rank its loss scale,
-    its number of samples and its options; and the agreement.
+    its number of samples, its options and its digests; and the agreement.
 
     The vector is made on the host and goes up in one copy. On a GPU a ballot has at most four
-    operations: that copy, the loss scale, the all-reduce, and the copy down.
+    operations: that copy, the loss scale, the all-reduce, and the copy down; digests are a fifth.
     """
 
-    def __init__(self, group: Group, num_options: int, *, counts_samples: bool) -> None:
+    def __init__(
+        self, group: Group, num_options: int, *, counts_samples: bool, num_digests: int = 0
+    ) -> None:
         """counts_samples: votes have cursors, since the run goes on when a rank is lost."""
         self._group = group
         self._num_cursors = MAX_ITERATIONS if counts_samples else 0
-        self._own_numel = _OPTIONS + num_options
+        self._digests_at = _OPTIONS + num_options
+        self._own_numel = self._digests_at + num_digests
         self._vote_at = _PER_RANK + group.size * self._own_numel
         self._numel = self._vote_at  # Without the exact norm behind the vote; see `hold`.
 
@@ -108,7 +114,7 @@ class Ballot:
         own_at = _PER_RANK + group.rank * self._own_numel
         numbers = [0.0] * self._vote_at
         numbers[_STEP], numbers[_STEP_SQUARED] = vote.step, vote.step**2
-        numbers[own_at : own_at + self._own_numel] = [
+        numbers[own_at : own_at + self._digests_at] = [
             0.0 if isinstance(scale, torch.Tensor) else scale,
             vote.num_samples,
             *vote.options,
@@ -132,6 +138,8 @@ class Ballot:
             vote.add_squared_norm(vector[_SQUARED_NORM])
         if isinstance(scale, torch.Tensor):
             vector[own_at + _LOSS_SCALE] = scale
+        if vote.digests is not None:
+            vector[own_at + self._digests_at : own_at + self._own_numel] = vote.digests
         seen: tuple[float, ...] = tuple(group.all_reduce_and_read(vector).tolist())
         check_votes(seen[self._vote_at :], group)
         # The variance of the steps is zero if and only if all are equal.
@@ -171,16 +179,23 @@ class Ballot:
         """Decode the sums, whether this rank took part in the all-reduce or received them."""
         vote, exact = seen[self._vote_at : self._numel], seen[self._numel :]
         agreement = read_agreement(vote, self._group.size, self._num_cursors)
-        own = [
-            seen[at : at + self._own_numel]
-            for at in range(_PER_RANK, self._vote_at, self._own_numel)
-        ]
+        own = self._own(seen)
         return Outcome(
             agreement,
             total_of(exact) if exact else seen[_SQUARED_NORM],
             tuple(own[rank][_LOSS_SCALE] for rank in agreement.live),
-            tuple(tuple(numbers[_OPTIONS:]) for numbers in own),
+            tuple(tuple(numbers[_OPTIONS : self._digests_at]) for numbers in own),
+            self.digests(seen),
         )
+
+    def digests(self, seen: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+        """By rank, the digests of its vote."""
+        return tuple(tuple(numbers[self._digests_at :]) for numbers in self._own(seen))
+
+    def _own(self, seen: Sequence[float]) -> list[Sequence[float]]:
+        """By rank, the numbers that are its own."""
+        places = range(_PER_RANK, self._vote_at, self._own_numel)
+        return [seen[at : at + self._own_numel] for at in places]
 
 
 def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float]:

@@ -1,8 +1,5 @@
 """The engine of a sharded optimizer: its steps, and the methods for recovery and checkpoints.
 
-A user holds, steps and joins a `ZeroRedundancyOptimizer`. Its engine takes the steps; the rest of
-the package works on the engine.
-
 A step has the phases below; the code repeats the numbers.
 
     (1) Reduce-scatter of each bucket, out of place, launched during backward.
@@ -44,6 +41,7 @@ from ..process.between_runs import between_runs
 from ..process.running import Survival, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import Ballot, Outcome, Vote, check_same_options, numbers_of, set_numbers
+from .digest_checks import Correction, DigestChecks
 from .early_update import EarlyUpdate
 from .loss_scale import agreed_scale
 from .shards.parameter_bucket import Gather
@@ -61,6 +59,8 @@ class Face(torch.optim.Optimizer, GroupJoinable):
     grad_norm: the norm in the last step, before clipping.
     uses_scaler: whether losses are scaled. _scale_of_losses: returns their scale, or None.
     found_overflow: whether the last step was skipped because a scaled gradient was not finite.
+    check_every: one of so many steps is checked by digests (digest_checks.py); None: no step is.
+    corrections: of what had silently become wrong.
     """
 
     num_steps: int
@@ -68,13 +68,16 @@ class Face(torch.optim.Optimizer, GroupJoinable):
     grad_norm: float | None
     uses_scaler: bool
     found_overflow: bool
+    check_every: int | None
+    corrections: list[Correction]
 
     @abstractmethod
     def _scale_of_losses(self) -> torch.Tensor | None: ...
 
 
 class OptimizerEngine:
-    """The engine of one sharded optimizer on one rank.
+    """The engine of one sharded optimizer on one rank: it takes the steps of the user's
+    `ZeroRedundancyOptimizer`, and recovery and checkpoints work on it.
 
     model: the model whose gradients are reduced; None if `.grad` is used as it is.
     """
@@ -98,6 +101,7 @@ class OptimizerEngine:
         """The number and content of the last ballot that this rank has seen."""
         self._ballot_of_step = 0
         """The ballot of the current step, or of the last one."""
+        self._digests = DigestChecks(self, face.check_every)
         self.summed = SummedSteps(self)
         """The steps of `ctx.steps`, which the optimizer ends for its model."""
         self._recovery: Survival | None = None
@@ -158,11 +162,9 @@ class OptimizerEngine:
         self._make_ballot()
 
     def _make_ballot(self) -> None:
-        self._ballot = Ballot(
-            self.group,
-            len(self.option_numbers()),
-            counts_samples=self._recovery is not None,
-        )
+        num_options, counts = len(self.option_numbers()), self._recovery is not None
+        digests = self._digests.num_digests
+        self._ballot = Ballot(self.group, num_options, counts_samples=counts, num_digests=digests)
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -278,6 +280,9 @@ class OptimizerEngine:
             gathers[-1].work.wait_on_host()
 
     def hold_ballot(self, is_live: bool) -> tuple[float, ...]:
+        return self._digests.confirm(self._hold_ballot(is_live), is_live)
+
+    def _hold_ballot(self, is_live: bool) -> tuple[float, ...]:
         reach = self.faults.reach
         reach(Instant.REDUCE)
         if self._early is not None:
@@ -319,6 +324,7 @@ class OptimizerEngine:
             num_samples=boundary().num_samples,
             stop=boundary().steps.stop_is_wanted,
             notes=[*(self.reducer.notes() if self.reducer else ()), *boundary().notes()],
+            digests=self._digests.vote(),
         )
 
     def see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
@@ -358,7 +364,7 @@ class OptimizerEngine:
         scale = agreed_scale(outcome.loss_scales, live) if uses_scaler else 1.0
         if self.face.max_norm is not None:
             self.face.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
-        if self.face.found_overflow:
+        if self.face.found_overflow or self._digests.leaves_out(outcome.digests):
             return []
         coefficient = self._clip_coefficient() / scale
         failure: CollectiveError | None = None
@@ -373,6 +379,7 @@ class OptimizerEngine:
             except CollectiveError as error:
                 failure = error  # The step counts, so the remaining shards are stepped first.
         self.face.num_steps += 1
+        self._digests.note()
         if failure is not None:
             raise failure
         return gathers
@@ -482,11 +489,6 @@ class OptimizerEngine:
         self.shard.recut(self.group, self.reducer.buckets, self.face.param_groups, held)
         self.shard.gather()
         return sent_bytes
-
-    def take_place(self, progress: Progress, last_live: tuple[int, ...]) -> None:
-        """This rank comes to others between two steps, and is where they are."""
-        self._seen, self.last_live = progress, last_live
-        self._ballot_of_step = progress.ballots
 
     @torch.no_grad()
     def change_group(self, group: Group, held: ShardState) -> None:

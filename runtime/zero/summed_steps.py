@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from actors.fault_plan import Faults, Instant
+from actors.messages import Progress
 from collectives import CollectiveError
 
 from ..data_parallel.engine import ModelEngine
@@ -33,6 +34,9 @@ class Stepping(Protocol):
     faults: Faults
     loss_scale: torch.Tensor | None
     face: Any
+    last_live: tuple[int, ...]
+    _seen: Progress
+    _ballot_of_step: int
 
     @property
     def has_early_update(self) -> bool: ...
@@ -157,6 +161,12 @@ class SummedSteps:
             engine.wait_for_next_generation(error)
         engine.faults.reach(Instant.STEPPED)
         engine.has_stepped()
+
+    def take_place(self, progress: Progress, last_live: tuple[int, ...]) -> None:
+        """This rank comes to others between two steps, and is where they are."""
+        engine = self._engine
+        engine._seen, engine.last_live = progress, last_live
+        engine._ballot_of_step = progress.ballots
 
     @torch.no_grad()
     def catch_up(self, payload: tuple[float, ...] | None) -> None:

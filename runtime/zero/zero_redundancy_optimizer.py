@@ -20,6 +20,7 @@ from ..data_parallel.same_model import check_same_parameters
 from ..join.join import Join, Joinable
 from ..join.join_hook import JoinHook
 from ..process.running import current_group, recovery_of
+from .digest_checks import Correction
 from .early_update import EarlyUpdate
 from .engine import Face, OptimizerEngine
 from .loss_scale import given_scale
@@ -58,6 +59,10 @@ class ZeroRedundancyOptimizer(Face):
     overlap_with_ddp: the backward pass steps each bucket's shard as soon as the bucket is reduced;
         `step()` finishes the step. Change options before the backward pass. Excludes max_norm and
         GradScaler.
+    check_every: check by digests, in one of so many steps, that all ranks hold the same parameters
+        and that an owner and its replicas hold the same state and gradients: a bit that has flipped
+        is found with its rank, and copied again from a rank that has it right. `corrections` lists
+        what was made right. Excludes overlap_with_ddp. Default: no check (docs/flipped-bits.md).
     parameters_as_bucket_view: without effect, accepted for scripts written for torch: parameters
         always lie in the memory of their buckets, each with a storage of its own.
     defaults: arguments of optimizer_class.
@@ -85,6 +90,7 @@ class ZeroRedundancyOptimizer(Face):
         max_norm: float | None = None,
         replicas: int = 1,
         overlap_with_ddp: bool = False,
+        check_every: int | None = None,
         parameters_as_bucket_view: bool = True,
         **defaults: Any,
     ) -> None:
@@ -92,6 +98,16 @@ class ZeroRedundancyOptimizer(Face):
             raise ValueError(f"max_norm must be positive, got {max_norm}")
         if type(replicas) is not int or replicas < 1:
             raise ValueError(f"replicas must be a whole number of at least 1, got {replicas!r}")
+        if check_every is not None and (type(check_every) is not int or check_every < 1):
+            raise ValueError(
+                "check_every must be a number of steps of at least 1, or None for no check, got "
+                f"{check_every!r}"
+            )
+        if check_every is not None and overlap_with_ddp:
+            raise ValueError(
+                "check_every compares the state of the ranks before anything is applied, and "
+                "overlap_with_ddp applies during backward; leave one of them out"
+            )
         if isinstance(params, DistributedDataParallel):
             params = [p for p in params.parameters() if p.requires_grad]
         check_arguments(params, optimizer_class, group, defaults)
@@ -133,6 +149,9 @@ class ZeroRedundancyOptimizer(Face):
         """The chorusline.GradScaler that scales the losses."""
         self.found_overflow = False
         """Whether the last step was left out because a scaled gradient was not finite."""
+        self.check_every = check_every
+        self.corrections: list[Correction] = []
+        """What had silently become wrong on some rank, and was made right, by check_every."""
         descriptions = describe_parameters(self.param_groups, 0, self.defaults, verdict)
         check_same_parameters("ZeroRedundancyOptimizer", descriptions, group)
         shard = ParameterShard(optimizer_class, defaults, group, verdict=verdict, replicas=replicas)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -18,8 +18,10 @@ import chorusline as cl
 from actors.errors import StateLost, WorkerLost
 from benchmarks.chaos_training import loss_of, network, take_step
 from runtime.program.context import call_of
+from runtime.zero.digest_checks import Correction
 from runtime.zero.engine import OptimizerEngine
 from runtime.zero.shards.parameter_shard import ParameterShard
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import PHASES, wrap
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
@@ -36,6 +38,7 @@ class Told:
     ids_of_the_lost: list[int]
     num_steps: int
     state_numel: int
+    corrections: list[Correction]
 
 
 def train(
@@ -44,14 +47,21 @@ def train(
     replicas: int = 2,
     num_epochs: int = 1,
     in_recovery: dict[int, Callable[[cl.Context], None]] | None = None,
+    check_every: int | None = None,
+    flips: Sequence[int] = (),
 ) -> Told:
     """victims: by first rank, the step in which it dies, and the phase. in_recovery: by first rank,
-    what is done to its context at the start."""
+    what is done to its context at the start. flips: steps in which rank 1 finds a bit of its
+    replica flipped."""
     first_rank = ctx.rank
     (in_recovery or {}).get(first_rank, lambda _: None)(ctx)
     model = cl.DistributedDataParallel(network(), bucket_cap_mb=0.001)
     optim = cl.ZeroRedundancyOptimizer(
-        model, torch.optim.AdamW, lr=LEARNING_RATE, replicas=replicas
+        model,
+        torch.optim.AdamW,
+        lr=LEARNING_RATE,
+        replicas=replicas,
+        check_every=check_every,
     )
     taken: dict[int, list[int]] = {}
     lost: list[int] = []
@@ -63,6 +73,8 @@ def train(
                 step, phase = victims.get(first_rank, (-1, ""))
                 if optim.num_steps == step:
                     PHASES[phase](optim)
+                if ctx.rank == 1 and optim.num_steps in flips:
+                    flip_in_replica(optim)
                 optim.step()
                 optim.zero_grad()
                 taken[optim.num_steps] = numbers.tolist()
@@ -77,7 +89,15 @@ def train(
         lost,
         optim.num_steps,
         sum(t.numel() for s in state for t in s.values() if t.dim() > 0),
+        optim.corrections,
     )
+
+
+def flip_in_replica(optim: cl.ZeroRedundancyOptimizer) -> None:
+    shard = optimizer_engine_of(optim).shard
+    mine = next(mine for mine in shard.pieces[0] if mine.range is not shard.buckets[0].own)
+    assert shard.optimizer is not None
+    shard.optimizer.state[mine.tensor]["exp_avg"].view(torch.uint8)[5] ^= 4
 
 
 def assert_equal_and_whole(told: list[Told], num_epochs: int = 1) -> None:
@@ -135,12 +155,26 @@ async def test_a_killed_worker_costs_no_step_and_no_sample(
     session: cl.Session, phase: str, victim: int
 ) -> None:
     pids = await session.run(lambda ctx: os.getpid())
-    told = await session.run(train, victims={victim: (2, phase)})
+    # Digests in no step, in every step, in every second one: a loss is not taken for a flip.
+    check_every = (None, 1, 2)[victim]
+    told = await session.run(train, victims={victim: (2, phase)}, check_every=check_every)
+    assert not any(one.corrections for one in told)
     assert [one.pid for one in told] == pids[:victim] + pids[victim + 1 :]
     assert {one.world_size for one in told} == {2}
     assert_equal_and_whole(told)
     expected = reference(told, victim, num_ranks=3)
     assert all(map(torch.equal, told[0].parameters, expected))
+
+
+async def test_flips_before_and_after_a_loss_leave_no_trace(session: cl.Session) -> None:
+    told = await session.run(
+        train, victims={0: (2, "before it votes (3)")}, check_every=1, flips=(1, 4)
+    )
+    assert_equal_and_whole(told)
+    assert all(map(torch.equal, told[0].parameters, reference(told, 0, num_ranks=3)))
+    for one in told:
+        found = [(wrong.step, wrong.rank, wrong.what) for wrong in one.corrections]
+        assert found == [(1, 1, "optimizer state"), (4, 1, "optimizer state")]
 
 
 @pytest.mark.slow

@@ -90,10 +90,17 @@ def stepped(
     epochs: int = 2,
     max_norm: float | None = None,
     weighs: bool = False,
+    num_passes: int = 1,
     deterministic: bool = True,
     paces: list[float] | None = None,
+    replicas: int = 1,
+    check_every: int | None = None,
+    watch: Callable[[ZeroRedundancyOptimizer], None] = lambda _: None,
 ) -> tuple[str, str, list[list[float]]]:
-    """Train; the digests of parameters and buffers, of the optimizer's state, and the samples that
+    """Train; num_passes: of some micro-batches. The others have one, and a `zero_grad` before it.
+    watch: is called with the sharded optimizer, before the first step.
+
+    Returns the digests of parameters and buffers, of the optimizer's state, and the samples that
     this rank has seen, by micro-batch (their first element)."""
     make, data, loss_of = MODELS[model_name]
     optimizer_class, options = OPTIMIZERS[optimizer_name]
@@ -101,8 +108,14 @@ def stepped(
     model = DistributedDataParallel(make().to(group.device), group, bucket_cap_mb=0.004)
     if sharded:
         optimizer: Any = ZeroRedundancyOptimizer(
-            model, optimizer_class, max_norm=max_norm, **options
+            model,
+            optimizer_class,
+            max_norm=max_norm,
+            replicas=replicas,
+            check_every=check_every,
+            **options,
         )
+        watch(optimizer)
     else:
         optimizer = optimizer_class(model.parameters(), **options)
     seen = []
@@ -124,10 +137,14 @@ def stepped(
                 steps._paces = paces
             for batch in step:
                 seen.append(batch.flatten(1)[:, 0].tolist())
-                loss = loss_of(model, batch.to(group.device))
-                if weighs:
-                    loss = model.weigh(loss, 0.1 * (1 + len(batch)))
-                loss.backward()
+                has_several = num_passes > 1 and bool(batch.sum() > 0)
+                if num_passes > 1 and not has_several:
+                    optimizer.zero_grad(set_to_none=False)
+                for number in range(num_passes if has_several else 1):
+                    loss = loss_of(model, batch.to(group.device)) / (1 + number)
+                    if weighs:
+                        loss = model.weigh(loss, 0.1 * (1 + len(batch)))
+                    loss.backward()
             if max_norm is not None and not sharded:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()

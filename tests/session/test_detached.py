@@ -107,14 +107,17 @@ async def name(cluster: None) -> AsyncIterator[str]:
     assert Lasting(name).saved("run") is None, "the head remembers nothing of it"
 
 
-def pids(name: str) -> dict[str, int]:
+def kill(name: str, who: str) -> None:
+    """Kill the keeper, or the newest driver, of which there may be none for a moment."""
     lasting = Lasting(name)
-    (driver,) = lasting.drivers().values()
-    actors = {"driver": driver, "keeper": lasting.keeper()}
-    return {
-        who: ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30)
-        for who, actor in actors.items()
-    }
+    if who == "keeper":
+        actor = lasting.keeper()
+    else:
+        actor = max(lasting.drivers().items(), default=(-1, None))[1]
+    with contextlib.suppress(ray.exceptions.RayActorError, ProcessLookupError):
+        if actor is not None:
+            pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
+            os.kill(pid, signal.SIGKILL)
 
 
 def check_run(results: list[Any], reports: list[cl.Report], num_samples: int) -> None:
@@ -138,7 +141,7 @@ async def test_a_program_that_dies_with_its_driver_costs_no_step_and_another_one
     await script.says("submitted")
     with pytest.raises(StartupError, match=f"chorusline stop {name}"):  # The name is taken.
         await Face.started(name, cl.Session, {}, 1.0, {})
-    os.kill(pids(name)["driver"], signal.SIGKILL)
+    kill(name, "driver")
     script.kill()
 
     async with cl.attach(name) as session:
@@ -200,25 +203,33 @@ async def test_a_kill_at_a_random_instant_costs_no_step_and_attaching_takes_less
     given = {"num_workers": 2, "max_failures": 1, "name": name}
     script = Script(tmp_path, on_cluster, session=given, num_samples=600)
     await script.says("submitted")
-    killed = pids(name)
-    for pause_s in instants(victims):
+    seen: set[tuple[int, int]] = set()
+    for pause_s in instants(victims):  # The first may be before the first step, the second not.
         await asyncio.sleep(pause_s)
         for victim in victims.split():
             if victim == "script":
                 script.kill()
             else:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(killed[victim], signal.SIGKILL)
+                kill(name, victim)
         began = time.monotonic()
-        session = await cl.attach(name)
-        history = await session.reports()
-        if "keeper" not in victims:  # Ray takes its time to start another one.
-            assert time.monotonic() - began < WITHIN_S
-            assert history
-        await session.close()
+        async with cl.attach(name) as session:
+            history = await session.reports()
+            if "keeper" not in victims:  # Ray takes its time to start another one.
+                assert time.monotonic() - began < WITHIN_S
+            taken = {(report.rank, report.step) for report in history}
+            assert seen <= taken, "what was there to see before is in the history"
+            async with asyncio.timeout(60):
+                while not seen:
+                    seen = {(report.rank, report.step) for report in await session.reports()}
+                    await asyncio.sleep(0.1)
     async with cl.attach(name) as session:
         results = await session.results()
         check_run(results, await session.reports(), 600)
+    if "keeper" in victims:  # Once more, after the run.
+        kill(name, "keeper")
+        async with cl.attach(name) as session:
+            assert await session.results() == results
+            check_run(results, await session.reports(), 600)
     if "script" not in victims:
         assert json.loads(await script.says("[[")) == [list(one) for one in results]
         script.process.communicate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +16,29 @@ from runtime.data.dealer import Dealer
 from runtime.data.step_rows import DatasetRows
 from runtime.data.steps import Steps
 
+DATA = list(torch.randn(12, 3, generator=torch.Generator().manual_seed(2)))
+
 
 def steps_of(
-    group: cl.Group, num: int = 8, whole: int = 4, part: int = 2, shuffle: bool = True
+    group: cl.Group,
+    num: int = 8,
+    whole: int = 4,
+    part: int = 2,
+    shuffle: bool = True,
+    deterministic: bool = True,
 ) -> Steps:
-    data = list(torch.randn(num, 3))
+    data = DATA[:num]
     dealer = Dealer(group.rank, group.size)
     rows = DatasetRows(data, epoch=0, seed=0, shuffle=shuffle)
-    return Steps(rows, whole, part, key="", group=lambda: group, dealer=dealer)
+    return Steps(
+        rows,
+        whole,
+        part,
+        key="",
+        group=lambda: group,
+        dealer=dealer,
+        deterministic=deterministic,
+    )
 
 
 def made(group: cl.Group, sharded: bool = True, **options: Any) -> tuple[Any, Any]:
@@ -251,3 +267,47 @@ def test_models_that_no_micro_batch_uses_do_as_they_always_do(alone: cl.Group) -
         other.zero_grad()
     assert torch.allclose(beside.module.weight, before - 0.2)
     assert hooked.module.weight.grad is None
+
+
+class Upended(torch.nn.Module):
+    """Its layers are used in the other order than that of their registration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = torch.nn.Linear(5, 2), torch.nn.Linear(3, 5)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(batch))
+        return out
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_passes_outside_of_the_loop_may_lay_the_buckets_out_anew(
+    alone: cl.Group, deterministic: bool
+) -> None:
+    torch.manual_seed(0)
+    model = cl.DistributedDataParallel(Upended(), alone, bucket_cap_mb=1e-5)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = copy.deepcopy(model.module)
+    order = list(model._reducer.gradients.order)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+
+    def also(batch: torch.Tensor) -> None:
+        expected(batch).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+
+    for _ in range(3):
+        for step in steps_of(alone, num=6, whole=6, deterministic=deterministic):
+            for batch in step:
+                model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        also(torch.stack(DATA[:6]))
+        model(torch.ones(2, 3)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        also(torch.ones(2, 3))
+    assert model._reducer.gradients.order != order
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)

@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain, clipped": {"sharded": False, "max_norm": 0.05},
     "clipped": {"max_norm": 0.05},
     "weighed": {"weighs": True},
+    "several passes of some micro-batches": {"num_passes": 3, "num_samples": 61},
     "adafactor": {"optimizer_name": "adafactor"},
     "fewer micro-batches than ranks": {"global_batch_size": 6, "micro_batch_size": 3},
 }

@@ -39,10 +39,8 @@ class GradientBucket:
         self.padded = padded_numel(plan.content, group.size)
         room = max(room_for(plan.content, group.size), plan.content + vote_numel)
         self.flat = torch.zeros(room, dtype=first.dtype, device=first.device)
-        self.views = {
-            number: self.flat[offset : offset + numel].view_as(parameters[number])
-            for number, offset, numel in plan.spans
-        }
+        self._parameters = parameters
+        self.views = self.views_of(self.flat)
         self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
         self.missing = 0
         self.launched_at = 0.0
@@ -50,6 +48,13 @@ class GradientBucket:
         self.work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
         """The future that a communication hook returned for this bucket."""
+
+    def views_of(self, flat: torch.Tensor) -> dict[int, torch.Tensor]:
+        """By number, the place of each gradient in `flat`, which is as long as this bucket's."""
+        return {
+            number: flat[offset : offset + numel].view_as(self._parameters[number])
+            for number, offset, numel in self.plan.spans
+        }
 
     def content(self) -> torch.Tensor:
         """The gradients, with zeros in the gaps: a hook may have written there."""
@@ -87,7 +92,8 @@ class Gradients:
         self.buckets: list[GradientBucket] = []
         """The buckets in the order of launching."""
         self.views: dict[int, torch.Tensor] = {}
-        """By number, the view of the gradient in its bucket, in the parameter's shape."""
+        """By number, where a gradient has its place, in the parameter's shape: in its bucket, or in
+        the steps of `ctx.steps` in a sum (micro_batch_sums.py)."""
         self._bucket_of: dict[int, GradientBucket] = {}
         self._bucket_bytes = bucket_bytes
         self._handed_out: list[int] = []
@@ -178,6 +184,11 @@ class Gradients:
         for number in numbers:
             if self.parameters[number].grad is not None:
                 self.bring_home(number)
+
+    def lead_home(self) -> None:
+        """Gradients have their place in the buckets, and in no other sum."""
+        for bucket in self.buckets:
+            self.views.update(bucket.views)
 
     def is_frozen(self, number: int) -> bool:
         return not self.parameters[number].requires_grad

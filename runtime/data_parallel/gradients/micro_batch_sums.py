@@ -3,9 +3,10 @@
 Each micro-batch is a leaf of one binary tree (partition/summation_tree.py). A rank adds up its
 leaves as far as the tree lets it:
 
-    (1) A micro-batch's gradients are in the buckets. Its leaf is added to the sibling's sum, that
-        sum to its own sibling's, and so on, as with the carries of a binary counter; what finds no
-        sibling here is kept. So a rank of k consecutive micro-batches keeps at most 2 log2(k) sums.
+    (1) A micro-batch's gradients come to memory in which no sum is kept: the bucket, or more of
+        its kind. Its leaf is added to the sibling's sum, that sum to its own sibling's, and so on,
+        as with the carries of a binary counter; what finds no sibling here is kept where it is. So
+        a rank of k consecutive micro-batches keeps at most 2 log2(k) sums.
     (2) At the end of the step the owner of a shard receives the shard's part of all kept sums of
         all ranks, and adds them in the order of the tree. The sums themselves stay until the step
         is over: if a rank is lost meanwhile, they are sent again.
@@ -51,60 +52,83 @@ _ONLY: Node = (0, 0)
 """Where the order is free, a rank keeps one sum, which is a leaf of the sum over the ranks."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sum:
+    """Memory for a sum of gradients of one bucket.
+
+    flat: as long as the bucket's. content: its part that is gradients.
+    views: by number of a parameter, the place of its gradient.
+    """
+
+    flat: torch.Tensor
+    content: torch.Tensor
+    views: dict[int, torch.Tensor]
+
+    @classmethod
+    def of(cls, bucket: GradientBucket, flat: torch.Tensor) -> Sum:
+        views = bucket.views if flat is bucket.flat else bucket.views_of(flat)
+        return cls(flat, flat[: bucket.plan.content], views)
+
+
 class BucketSums:
     """The sums of one bucket on this rank.
 
-    bucket: holds the gradients of the micro-batch under way.
-    kept: by node, its sum, in memory as long as the bucket's, or in the bucket itself.
+    kept: by node, its sum.
+    coming: where the gradients of the micro-batch under way have their place.
     """
 
     def __init__(self, bucket: GradientBucket) -> None:
         self.bucket = bucket
-        self.kept: dict[Node, torch.Tensor] = {}
-        self._free: list[torch.Tensor] = []
+        self.kept: dict[Node, Sum] = {}
+        self._made = [Sum.of(bucket, bucket.flat)]
+        self._free: list[Sum] = []
+        self.coming = self._made[0]
         self._received: dict[tuple[int, int], torch.Tensor] = {}
 
-    def forget(self) -> None:
-        for kept in self.kept.values():
-            self._let_go(kept)
+    def begin_step(self) -> None:
         self.kept = {}
+        # The bucket is the first that is taken.
+        self._free = self._made[:0:-1]
+        self.coming = self._made[0]
 
-    def _let_go(self, memory: torch.Tensor) -> None:
-        if memory is not self.bucket.flat:
-            self._free.append(memory)
+    def make_room(self) -> None:
+        """A micro-batch begins: its gradients come to where no sum is kept."""
+        if self.coming in self.kept.values():
+            self.coming = self._free.pop() if self._free else self._one_more()
 
-    def vacate(self) -> None:
-        """Gradients come into the bucket next: a sum that lies there moves out."""
-        for node, kept in self.kept.items():
-            if kept is self.bucket.flat:
-                memory = self._free.pop() if self._free else torch.empty_like(kept)
-                self.kept[node] = memory.copy_(kept)
+    def _one_more(self) -> Sum:
+        self._made.append(Sum.of(self.bucket, torch.zeros_like(self.bucket.flat)))
+        return self._made[-1]
 
     def add(self, number: int, num_leaves: int) -> None:
-        """(1) The bucket holds the leaf `number`."""
-        node, carried, root = (0, number), self.bucket.flat, root_of(num_leaves)
+        """(1) The leaf `number` has come."""
+        node, carried, root = (0, number), self.coming, root_of(num_leaves)
         while node != root:
             sibling = sibling_of(node, num_leaves)
             if sibling is not None:
                 if sibling not in self.kept:
                     break
-                total = self.kept.pop(sibling).add_(carried)
+                total = self.kept.pop(sibling)
+                total.content.add_(carried.content)
                 self._let_go(carried)
                 carried = total
             node = parent_of(node)
         self.kept[node] = carried
 
     def add_in_any_order(self) -> None:
-        """Add the bucket to the one sum that this rank keeps."""
-        if self.kept:
-            self.kept[_ONLY].add_(self.bucket.flat)
+        """Add what has come to the one sum that this rank keeps."""
+        if _ONLY in self.kept:
+            self.kept[_ONLY].content.add_(self.coming.content)
         else:
-            self.keep_bucket()
-            self.vacate()
+            self.kept[_ONLY] = self.coming
 
     def keep_bucket(self) -> None:
-        """The bucket itself is the one sum that this rank keeps."""
-        self.kept = {_ONLY: self.bucket.flat}
+        """Autograd has added all of this rank's micro-batches up in the bucket."""
+        self.kept = {_ONLY: self._made[0]}
+
+    def _let_go(self, memory: Sum) -> None:
+        if memory is not self.coming:
+            self._free.append(memory)
 
     def exchange(
         self, group: Group, nodes: Sequence[Sequence[Node]], num_leaves: int, out: torch.Tensor
@@ -115,7 +139,7 @@ class BucketSums:
         """
         length = shard_numel(self.bucket.plan.content, group.size)
         # Where the order is free, the one sum has another number among those of all ranks.
-        mine = [self.kept[node if node in self.kept else _ONLY] for node in nodes[group.rank]]
+        mine = [self.kept[node if node in self.kept else _ONLY].flat for node in nodes[group.rank]]
         if group.size == 2 and [len(of_rank) for of_rank in nodes] == [1, 1]:
             return Exchange([group.reduce_scatter(out, mine[0][: 2 * length])], {}, num_leaves, out)
         at = group.rank * length
@@ -212,7 +236,7 @@ class MicroBatchSums:
         self.used = [False] * len(self._gradients.parameters)
         self._gradients.drop()
         for sums in self._buckets:
-            sums.forget()
+            sums.begin_step()
         if [sums.bucket for sums in self._buckets] != self._gradients.buckets:
             self._buckets = [BucketSums(bucket) for bucket in self._gradients.buckets]
 
@@ -221,7 +245,8 @@ class MicroBatchSums:
             return
         self._gradients.drop()
         for sums in self._buckets:
-            sums.vacate()
+            sums.make_room()
+            self._gradients.views.update(sums.coming.views)
 
     def end_micro_batch(self, number: int, share: float) -> None:
         """share: the leaf is multiplied by it."""
@@ -235,7 +260,7 @@ class MicroBatchSums:
             if self._accumulates:
                 continue
             if share != 1:
-                sums.bucket.content().mul_(share)
+                sums.coming.content.mul_(share)
             if self._plan.deterministic:
                 sums.add(number, self._plan.num_micro_batches)
             else:
@@ -255,6 +280,7 @@ class MicroBatchSums:
             holding = sorted(set(plan.holders))
             num_leaves = len(holding)
             nodes = [[(0, holding.index(r))] if r in holding else [] for r in range(group.size)]
+        self._gradients.lead_home()
         exchanges = []
         for sums, out in zip(self._buckets, outs, strict=True):
             if self._accumulates and self._has_begun:

@@ -33,8 +33,9 @@ _HERE_S = 5.0
 """Seconds between two words of a client to the keeper."""
 
 _ANSWER_S = 30.0
-_RESTART_S = 30.0
-"""Seconds in which Ray has started a keeper again that died."""
+_RESTART_S = 120.0
+"""Seconds that Ray has to start a keeper again that died. Its processes run at a low priority: on a
+machine that is busy with other things they take far longer than the usual 4 s."""
 
 _AGAIN_S = 0.2
 _LOOK_S = 0.5
@@ -163,9 +164,16 @@ class Face:
             try:
                 return await answer(getattr(self._keeper, method).remote(*arguments), timeout_s)
             except ActorGone as gone:
+                # Ray has the name as long as it means to start the keeper again.
                 is_there = await asyncio.to_thread(Lasting(self.name).keeper) is not None
                 give_up_at = give_up_at or time.monotonic() + _RESTART_S
-                if not is_there or time.monotonic() > give_up_at:
+                if is_there and time.monotonic() > give_up_at:
+                    raise RuntimeError(
+                        f"the keeper of the detached session {self.name!r} has died, and Ray has "
+                        f"not started it again within {_RESTART_S:g} s ({gone.detail}); its head "
+                        "node may be busy: try again"
+                    ) from None
+                if not is_there:
                     self._is_over = True
                     raise RuntimeError(
                         f"the detached session {self.name!r} has ended: it was stopped by another "

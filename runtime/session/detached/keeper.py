@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 import ray
 from ray import cloudpickle
 
-from actors.calls import end_with_parent
+from actors.calls import GONE, end_with_parent
 from actors.crew.listening import News
 from actors.errors import StartupError
 from actors.lasting import Lasting
@@ -42,6 +43,7 @@ REPORT_HISTORY = 4000
 _CLIENT_S = 15.0
 """Seconds after which a client that says nothing is gone."""
 
+_AGAIN_S = 0.1
 _LOOK_S = 1.0
 _SNAPSHOT_S = 1.0
 _STOP_S = 30.0
@@ -75,6 +77,8 @@ class Kept(Protocol):
     async def _kept_outcome(
         self, program: Parcel | None, audience: Any, begun: RunRequest | None = None
     ) -> RunSucceeded | RunFailed: ...
+
+    async def _news_of(self, run: int, timeout_s: float) -> News: ...
 
     async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]: ...
 
@@ -149,13 +153,25 @@ class Keeper:
         log.addHandler(_Collecting(self._said))
         log.propagate = False
         self._self = ray.get_runtime_context().current_actor
-        # It starts by itself: Ray drops the calls of a program that dies before they begin.
-        self._self.live.remote()
+        self._has_begun = False
+        threading.Thread(target=self._begin_to_live, name="live", daemon=True).start()
 
     # ── Beginning and end ────────────────────────────────────────────────────────────────────────
 
+    def _begin_to_live(self) -> None:
+        """Have this keeper call itself: Ray drops the calls of a program that dies before they
+        begin. A keeper that Ray has started again is refused its own first call if Ray does not
+        count it as alive yet; it would be silent for ever."""
+        while not self._has_begun:
+            with contextlib.suppress(*GONE):
+                self._self.live.remote().future().result()
+            time.sleep(_AGAIN_S)
+
     async def live(self) -> None:
         """Start the session, or go on with it; this keeper's own call."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         try:
             if self._again is not None:
                 await self._wake(self._again)
@@ -194,7 +210,15 @@ class Keeper:
             else:
                 self._run.took_s = took_s
                 self._run.ending = cloudpickle.loads(ending) if ending else _forgotten(ending)
+                await self._hear_again(self._run)
                 self._run.is_over.set()
+
+    async def _hear_again(self, run: _Run) -> None:
+        has_more = True
+        while has_more:
+            news = await self._session._news_of(run.number, _SNAPSHOT_S)
+            run.feed.add(news)
+            has_more = news.has_more
 
     def _note_restarts(self, restarts: int) -> None:
         """For a keeper that is started again."""

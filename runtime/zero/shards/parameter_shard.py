@@ -7,7 +7,7 @@ and its optimizer steps the pieces of parameters in that range.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ class ParameterShard:
         self.replicas = replicas
         self.verdict = verdict
         self.elementwise = verdict.elementwise
+        self.num_rewritten = 0
+        """How often parameters or state were laid out, loaded or switched, outside a step."""
         self._load = [0] * group.size  # elements per rank, where parameters are not cut
 
     def add(
@@ -91,6 +93,7 @@ class ParameterShard:
         groups: all parameter groups of the user's optimizer.
         reduced_in: the reducer's buckets of these parameters; None if `.grad` is read.
         """
+        self.num_rewritten += 1
         before = len(self.parameters)
         self.parameters += parameters
         plans = (
@@ -259,6 +262,7 @@ class ParameterShard:
 
         mode: the name of the method. groups: as in `apply`.
         """
+        self.num_rewritten += 1
         kept = [kept for bucket in self.buckets for kept in bucket.ranges]
         for part in kept:
             part.take_parameters()
@@ -323,11 +327,14 @@ class ParameterShard:
         contents = [bucket.plan.content for bucket in self.buckets]
         return kept_by(self.group.rank, self.group.size, contents, replicas or self.replicas)
 
-    def held(self) -> ShardState:
-        """All state that this rank keeps, without a copy: the optimizer steps these tensors."""
+    def held(self, without: Container[int] = ()) -> ShardState:
+        """All state that this rank keeps, without a copy: the optimizer steps these tensors.
+        without: owners whose shards are left out."""
         self.bring_home()
         held = ShardState(self.kept())
         for mine in (mine for pieces in self.pieces for mine in pieces):
+            if mine.range.owner in without:
+                continue
             assert self.optimizer is not None
             state = self.optimizer.state.get(mine.tensor, {})
             elements, whole = divided({**state, MASTER: mine.tensor}, mine.tensor.shape)
@@ -358,6 +365,7 @@ class ParameterShard:
         held: values and state of at least all that this rank keeps in the new group.
         """
         self.group = group
+        self.num_rewritten += 1
         self.pieces = []
         for number, (bucket, reduced) in enumerate(zip(self.buckets, reduced_in, strict=True)):
             bucket.cut(group, reduced.shard, self.replicas)
@@ -390,6 +398,7 @@ class ParameterShard:
             them one at a time: the optimizer changes only after the last one.
         groups: the parameter groups of the user's optimizer, whose options apply.
         """
+        self.num_rewritten += 1
         optimizer = self.optimizer
         if optimizer is None:
             return

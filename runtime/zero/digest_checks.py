@@ -1,0 +1,340 @@
+"""Ranks compare digests of what they keep, and copy again what silently became something else.
+
+An owner and the replicas of its shard compute the same bits, and all ranks hold the same
+parameters. Memory or a processor that flips a bit breaks this, and no exception says so. With
+`check_every` the digests (shards/digests.py) ride in the ballot:
+
+    (a) After an update each rank notes the digests of the state that it has written, of its own
+        shard and its replicas, and of their parameters.
+    (b) With its next vote it sends these of the parameters; and the digests, as its memory is now,
+        of all parameters, of the state, and of the reduced gradients that are about to be applied.
+    (c) All ranks read the same digests and come to the same verdicts (shards/copies.py), before
+        anything is applied.
+
+What is wrong is then made right, by all ranks together:
+
+    state       is copied from a rank that has it right, as recovery moves shards.
+    parameters  come from a rank that has them right. The gradients of the step may have been
+                computed with the wrong ones, so the step is left out on all ranks.
+    gradients   are reduced once more from the buckets that every rank has kept. What comes out the
+                second time decides which rank had it wrong.
+
+A bit that flips between the vote and the end of an update differs in the next ballot, as what the
+copies have written. With three copies or more the majority heals a replica. Otherwise nothing
+tells which is right, or the gather has spread the wrong parameters: that is an error on all ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from collectives import CollectiveMismatch, Group
+from collectives.objects.blocking import all_gather_object
+
+from ..data_parallel.engine import names_of
+from ..data_parallel.gradients.reducer import Reducer
+from ..partition.resharding import Transfer, shard_of
+from .ballot import Ballot
+from .shards.copies import Digests, Rest, Verdict, Verdicts, judge_all
+from .shards.digests import (
+    as_votes,
+    digest,
+    gradient_digests,
+    num_copies,
+    parameters_digest,
+    state_digests,
+    written_digests,
+)
+from .shards.parameter_shard import KeptPiece, ParameterShard
+from .shards.shard_state import Description, ShardState, exchange
+from .summed_steps import SummedSteps
+
+_SUSPECT_FROM = 3
+"""Corrections on one rank from which on its machine is suspected by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Something that had silently become wrong on a rank, and was made right.
+
+    step: the number of steps applied before. rank: at the time. what: "parameters", "optimizer
+    state" or "reduced gradient". source: the rank from which it was copied; None: it was reduced
+    once more. names: of the parameters concerned, on the rank itself; empty on others.
+    """
+
+    step: int
+    rank: int
+    what: str
+    source: int | None
+    names: tuple[str, ...] = ()
+
+
+class Checked(Protocol):
+    """The optimizer's engine (engine.py), as far as it is used here."""
+
+    shard: ParameterShard
+    reducer: Reducer | None
+    summed: SummedSteps
+    face: Any
+    _ballot: Ballot
+
+    def _hold_ballot(self, is_live: bool) -> tuple[float, ...]: ...
+
+
+class DigestChecks:
+    """The digests of one optimizer on one rank. every: of so many steps, one is checked; None: no
+    step is, and the ballot has no digests."""
+
+    def __init__(self, engine: Checked, every: int | None) -> None:
+        self._engine = engine
+        self._every = every
+        self._noted: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        """What the last update has written: the shard's num_rewritten then, and the digests of
+        state and parameters by distance to the owner."""
+        self._last: tuple[tuple[tuple[float, ...], ...], Verdicts] | None = None
+
+    @property
+    def num_digests(self) -> int:
+        """Numbers in a vote."""
+        return Digests.numel(num_copies(self._engine.shard)) if self._every else 0
+
+    @property
+    def _is_due(self) -> bool:
+        return self._every is not None and self._engine.face.num_steps % self._every == 0
+
+    def note(self) -> None:
+        """(a) A step has been applied."""
+        shard = self._engine.shard
+        self._noted = None
+        if self._is_due:
+            state, written = state_digests(shard), written_digests(shard)
+            self._noted = shard.num_rewritten, torch.stack(state), torch.stack(written)
+
+    def vote(self) -> torch.Tensor | None:
+        """(b) For the ballot: `num_digests` numbers; None if this step is not checked."""
+        if not self._is_due:
+            return None
+        shard = self._engine.shard
+        state, gradients = torch.stack(state_digests(shard)), torch.stack(gradient_digests(shard))
+        rest, written = torch.full_like(state, Rest.UNKNOWN), torch.zeros_like(state)
+        noted = self._noted
+        is_noted = noted is not None and noted[0] == shard.num_rewritten
+        if is_noted and noted is not None:
+            _, before, written = noted
+            rest = torch.where(state == before, int(Rest.STEADY), int(Rest.CHANGED))
+        head = torch.stack([parameters_digest(shard), torch.full_like(state[0], is_noted)])
+        by_shard = torch.stack([state, rest, gradients, written], dim=1)
+        return as_votes(torch.cat([head, by_shard.view(-1)]))
+
+    def confirm(self, payload: tuple[float, ...], is_live: bool) -> tuple[float, ...]:
+        """(c) Make right what is wrong; returns the payload of the ballot that counts.
+
+        Raises CollectiveMismatch, on all ranks, if nothing tells what is right.
+        """
+        if self._every is None:
+            return payload
+        rows = self._engine._ballot.digests(payload)
+        verdicts = self._judged(rows)
+        if verdicts.are_fine:
+            return payload
+        self._check_decided(verdicts)
+        self._heal_parameters(verdicts.parameters)
+        self._heal_state(verdicts.state)
+        differing = [owner for owner, one in verdicts.gradients.items() if not one.is_fine]
+        if not differing or self.leaves_out(rows):
+            return payload
+        if self._engine.reducer is not None and self._engine.summed.sums is None:
+            self._engine.reducer.send_again()
+        payload = self._engine._hold_ballot(is_live)
+        again = self._engine._ballot.digests(payload)
+        self._tell_gradients(differing, rows, again)
+        return payload
+
+    def leaves_out(self, rows: tuple[tuple[float, ...], ...]) -> bool:
+        """Whether the step of this ballot is not applied, on any rank. rows: Outcome.digests."""
+        return self._every is not None and not self._judged(rows).parameters.is_fine
+
+    def _judged(self, rows: tuple[tuple[float, ...], ...]) -> Verdicts:
+        if self._last is None or self._last[0] != rows:
+            self._last = rows, judge_all([Digests.read(row) for row in rows])
+        return self._last[1]
+
+    # -- what is made right ----------------------------------------------------------------------
+
+    def _heal_parameters(self, verdict: Verdict) -> None:
+        if not verdict.sources:
+            return
+        shard, group = self._engine.shard, self._group
+        is_wrong, source = group.rank in verdict.sources, min(verdict.sources.values())
+        changed: list[int] = []
+        for bucket in shard.buckets:
+            flat = bucket.flat[: bucket.plan.content]
+            right = flat.to(group.device, copy=True)
+            group.broadcast(right, source).order_stream()
+            right = right.to(flat.device)
+            if is_wrong:
+                changed += [
+                    number
+                    for number, at, numel in bucket.plan.spans
+                    if _differ(flat[at : at + numel], right[at : at + numel])
+                ]
+                flat.copy_(right)
+                bucket.give_out()
+        for rank in verdict.sources:
+            self._corrected(rank, "parameters", source, changed)
+
+    def _heal_state(self, by_owner: Mapping[int, Verdict]) -> None:
+        wrong = [
+            (owner, rank, source)
+            for owner, verdict in by_owner.items()
+            for rank, source in verdict.sources.items()
+        ]
+        if not wrong:
+            return
+        shard, group = self._engine.shard, self._group
+        contents = shard.layout.contents
+        plan = [
+            Transfer(source, rank, where)
+            for owner, rank, source in wrong
+            for where in shard_of(owner, group.size, contents)
+        ]
+        source_of = {owner: source for owner, rank, source in wrong if rank == group.rank}
+        right = shard.held(without=source_of)
+        described: list[dict[int, Description]] = all_gather_object(group, right.described)
+        everything = {number: one for of_rank in described for number, one in of_rank.items()}
+        exchange(right, plan, shard.layout.travelling(everything), group)
+        changed: dict[int, list[int]] = {owner: [] for owner in source_of}
+        for mine in (mine for pieces in shard.pieces for mine in pieces):
+            source = source_of.get(mine.range.owner)
+            if source is None:
+                continue
+            description = described[source].get(mine.piece.parameter)
+            if self._replace(mine, right, description):
+                changed[mine.range.owner].append(mine.piece.parameter)
+        for owner, rank, source in wrong:
+            numbers = changed[owner] if rank == group.rank else ()
+            self._corrected(rank, "optimizer state", source, numbers)
+
+    def _replace(self, mine: KeptPiece, right: ShardState, description: Description | None) -> bool:
+        """Copy the right state of a piece over its own; returns whether it was another."""
+        optimizer = self._engine.shard.optimizer
+        state = optimizer.state.get(mine.tensor, {}) if optimizer is not None else {}
+        has_changed = False
+        own = {name: state[name] for name in (description.elements if description else ())}
+        if mine.range.has_master:
+            own["master"] = mine.tensor.detach()
+        for name, tensor in own.items():
+            value = right.cut(mine.where, name, torch.empty_like(tensor))
+            has_changed |= _differ(tensor, value)
+            tensor.copy_(value)
+        for name, value in (description.whole if description else {}).items():
+            if isinstance(value, torch.Tensor):
+                has_changed |= _differ(state[name], value.to(state[name].device))
+                state[name].copy_(value)
+            else:
+                has_changed |= state[name] != value
+                state[name] = value
+        return has_changed
+
+    def _tell_gradients(
+        self,
+        differing: Sequence[int],
+        first: Sequence[Sequence[float]],
+        again: tuple[tuple[float, ...], ...],
+    ) -> None:
+        """The gradients of these owners were reduced again. first, again: the digests by rank."""
+        verdicts, group = self._judged(again), self._group
+        if not all(one.is_fine for one in verdicts.gradients.values()):
+            raise self._mismatch(
+                sorted({r for one in verdicts.gradients.values() for r in _ranks_of(one)}),
+                "two copies of a reduced gradient differ, also when it is reduced once more",
+            )
+        before, after = [Digests.read(row) for row in first], [Digests.read(row) for row in again]
+        for owner in differing:
+            for distance in range(len(before[owner].kept)):
+                rank = (owner + distance) % group.size
+                was, now = before[rank].kept[distance], after[rank].kept[distance]
+                if was.gradient != now.gradient:
+                    self._corrected(rank, "reduced gradient", None, ())
+
+    def _corrected(self, rank: int, what: str, source: int | None, numbers: Sequence[int]) -> None:
+        face, shard = self._engine.face, self._engine.shard
+        is_here = rank == self._group.rank
+        known = names_of(shard.parameters)
+        changed = dict.fromkeys(numbers) if is_here else {}
+        names = tuple(known.get(id(shard.parameters[n]), f"parameter {n}") for n in changed)
+        face.corrections.append(Correction(face.num_steps, rank, what, source, names))
+        if not is_here:
+            return
+        mend = (
+            "reduced once more" if source is None else f"copied from rank {source}, which had them"
+        ) + (", and the step was left out" if what == "parameters" else "")
+        count = Counter(one.rank for one in face.corrections)[rank]
+        advice = (
+            f"This is correction {count} on rank {rank}: take its machine out of the cluster"
+            if count >= _SUSPECT_FROM
+            else f"If rank {rank} says so again, suspect the memory or the processor of its machine"
+        )
+        of_names = f" of {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else ""
+        warnings.warn(
+            f"rank {rank} had other bits than they should be in its {what}{of_names} before step "
+            f"{face.num_steps + 1}, although no program wrote them. The right ones were {mend}. "
+            f"{advice}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    # -- what cannot be --------------------------------------------------------------------------
+
+    def _check_decided(self, verdicts: Verdicts) -> None:
+        if verdicts.parameters.undecided:
+            raise self._mismatch(verdicts.parameters.undecided, "their parameters differ")
+        for owner, verdict in verdicts.state.items():
+            if len(verdict.undecided) == 1:
+                raise self._mismatch(
+                    verdict.undecided,
+                    f"the optimizer state of rank {owner} has changed since its last step, and no "
+                    "other rank keeps a copy (replicas=2 would)",
+                )
+            if verdict.undecided:
+                raise self._mismatch(
+                    verdict.undecided,
+                    f"their copies of the optimizer state of rank {owner}'s shard differ, and each "
+                    "is as its rank wrote it",
+                )
+        for owner, verdict in verdicts.written.items():
+            if verdict.undecided or owner in verdict.sources:
+                raise self._mismatch(
+                    _ranks_of(verdict),
+                    f"they wrote other parameters of rank {owner}'s shard in the last step, and "
+                    "all ranks have those of the owner",
+                )
+
+    def _mismatch(self, ranks: Sequence[int], detail: str) -> CollectiveMismatch:
+        return CollectiveMismatch(
+            "step()",
+            self._group.generation,
+            list(ranks),
+            f"{detail}; a bit has flipped in memory or in a processor, and nothing tells which "
+            "copy is right",
+            "Go back to the last checkpoint, and suspect the machines of these ranks.",
+        )
+
+    @property
+    def _group(self) -> Group:
+        return self._engine.shard.group
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one shape and dtype have other bits: NaN is equal to itself here."""
+    return bool(digest(one.reshape(-1).clone()) != digest(other.reshape(-1).clone()))
+
+
+def _ranks_of(verdict: Verdict) -> list[int]:
+    return sorted({*verdict.undecided, *verdict.sources})

@@ -1,0 +1,318 @@
+"""Planted flips of bits: found in the next ballot, with the rank, and made right bit by bit."""
+
+import functools
+import random
+import warnings
+
+import pytest
+import torch
+
+import chorusline as cl
+from collectives.objects.blocking import broadcast_object
+from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from tests.references.stepped_training import stepped
+from tests.references.training import batches_of, loss_of, make_model
+
+STEPS = 6
+
+
+def flip(tensor, rng):
+    """Flip one bit of one element."""
+    octets = tensor.detach().view(-1).view(torch.uint8)
+    at = rng.randrange(octets.numel())
+    octets[at] ^= 1 << rng.randrange(8)
+
+
+def tensors_of(optimizer, what, distance):
+    """What lies in memory on this rank, by kind; distance: 0 for the own shard, else a replica."""
+    shard = optimizer_engine_of(optimizer).shard
+    if what == "parameters":
+        return [bucket.flat[: bucket.plan.content] for bucket in shard.buckets]
+    if what == "reduced gradient":
+        return [bucket.ranges[distance].reduced for bucket in shard.buckets]
+    found = []
+    for bucket, pieces in zip(shard.buckets, shard.pieces, strict=True):
+        for mine in pieces:
+            if mine.range is bucket.ranges[distance] and mine.piece.numel:
+                state = {**shard.optimizer.state[mine.tensor], "master": mine.tensor}
+                found.append(state[what])
+    return found
+
+
+def plant(optimizer, what, distance, seed):
+    """Flip a bit; that of a gradient between its reduction and the vote."""
+    rng = random.Random(seed)
+    engine = optimizer_engine_of(optimizer)
+
+    def flip_one():
+        kinds = tensors_of(optimizer, what, distance)
+        flip(rng.choice([tensor for tensor in kinds if tensor.numel()]), rng)
+
+    if what != "reduced gradient":
+        flip_one()
+        return
+    vote, planted = engine._digests.vote, []
+
+    def vote_after_flip():
+        if not planted:
+            planted.append(True)
+            flip_one()
+        return vote()
+
+    engine._digests.vote = vote_after_flip
+
+
+def trained(group, flips, without=(), dtype=torch.float32, kind=torch.optim.AdamW, **more):
+    """Parameters, whole state, corrections and warnings after STEPS.
+
+    flips: by step, (rank, what, distance, seed). without: steps that are left out.
+    """
+    model = cl.DistributedDataParallel(make_model(dtype), group)
+    more = {"replicas": 2, "check_every": 1, "lr": 0.05, **more}
+    optimizer = cl.ZeroRedundancyOptimizer(model, kind, **more)
+    said = []
+    for step, batch in enumerate(batches_of(group.rank, STEPS, dtype)):
+        if step in without:
+            continue
+        loss_of(model, batch).backward()
+        for rank, *planted in flips.get(step, ()):
+            if rank == group.rank:
+                plant(optimizer, *planted)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer_engine_of(optimizer)._digests.__dict__.pop("vote", None)
+        said += [str(one.message) for one in caught]
+        optimizer.zero_grad()
+    optimizer.consolidate_state_dict(to=0)
+    state = optimizer.state_dict() if group.rank == 0 else None
+    found = [(one.step, one.rank, one.what, one.source) for one in optimizer.corrections]
+    return [p.detach().clone() for p in model.parameters()], state, found, said
+
+
+def assert_same(one, other):
+    for (ours, state, *_), (theirs, expected, *_) in zip(one, other, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        if state is not None:
+            torch.testing.assert_close(state, expected, rtol=0, atol=0)
+
+
+def run(ranks, flips, **more):
+    return ranks.run(functools.partial(trained, flips=flips, **more))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("distance", [0, 1])
+@pytest.mark.parametrize("what", ["exp_avg", "exp_avg_sq", "step", "reduced gradient"])
+def test_a_flip_in_state_or_gradient_of_owner_or_replica_leaves_no_trace(
+    ranks_of, size, distance, what
+):
+    expected = run(ranks_of(size), {}, check_every=None)
+    results = run(ranks_of(size), {2: [(1, what, distance, 7)], 4: [(0, what, distance, 8)]})
+    assert_same(results, expected)
+    named = what if what == "reduced gradient" else "optimizer state"
+    for _, _, found, _ in results:
+        assert [one[:3] for one in found] == [(2, 1, named), (4, 0, named)]
+    for rank, (_, _, _, said) in enumerate(results):
+        assert len(said) == (rank < 2)
+        assert all(f"rank {rank} had other bits" in text and named in text for text in said)
+        if named == "optimizer state":
+            assert all("weight" in text or "bias" in text for text in said)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_flipped_parameters_are_copied_and_the_step_that_used_them_is_left_out(ranks_of, size):
+    expected = run(ranks_of(size), {}, without=(3,))
+    for rank in range(size):
+        results = run(ranks_of(size), {3: [(rank, "parameters", 0, 5)]})
+        assert_same(results, expected)
+        source = 1 if rank == 0 else 0
+        for _, _, found, _ in results:
+            assert found == [(3, rank, "parameters", source)]
+        assert "the step was left out" in results[rank][3][0]
+
+
+def test_masters_of_half_precision_are_checked_too(ranks_of):
+    half = {"dtype": torch.bfloat16}
+    expected = run(ranks_of(3), {}, **half)
+    results = run(ranks_of(3), {2: [(2, "master", 0, 1)], 3: [(0, "master", 1, 2)]}, **half)
+    assert_same(results, expected)
+    assert [one[:3] for one in results[0][2]] == [
+        (2, 2, "optimizer state"),
+        (3, 0, "optimizer state"),
+    ]
+
+
+def test_a_third_flip_on_a_rank_tells_to_take_out_its_machine(ranks_of):
+    flips = {step: [(1, "exp_avg", 0, step)] for step in (2, 3, 4)}
+    said = run(ranks_of(2), flips)[1][3]
+    assert "suspect the memory" in said[1]
+    assert "correction 3 on rank 1: take its machine out of the cluster" in said[2]
+
+
+def test_flips_on_two_ranks_at_once_are_found_by_kind(ranks_of):
+    expected = run(ranks_of(3), {})
+    flips = {2: [(0, "exp_avg", 0, 1), (1, "exp_avg", 0, 2), (2, "reduced gradient", 1, 3)]}
+    results = run(ranks_of(3), flips)
+    assert_same(results, expected)
+    assert {one[:3] for one in results[0][2]} == {
+        (2, 0, "optimizer state"),
+        (2, 1, "optimizer state"),
+        (2, 2, "reduced gradient"),
+    }
+
+
+def error_of(group, what, **more):
+    try:
+        trained(group, {2: [(1, what, 0, 3)]}, **more)
+    except cl.CollectiveMismatch as error:
+        return str(error)
+    return None
+
+
+def test_without_a_replica_a_flip_in_the_state_is_an_error_on_all_ranks(ranks_of):
+    for text in ranks_of(2).run(functools.partial(error_of, what="exp_avg", replicas=1)):
+        assert "the optimizer state of rank 1 has changed since its last step" in text
+        assert "Go back to the last checkpoint" in text
+
+
+def wrong_update(group, replicas):
+    """Rank 1 steps with another gradient than was voted on."""
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(
+        model, torch.optim.AdamW, lr=0.05, replicas=replicas, check_every=1
+    )
+    engine = optimizer_engine_of(optimizer)
+    see = engine.see
+
+    def see_then_flip(*args):
+        if group.rank == 1 and optimizer.num_steps == 2:
+            replica = engine.shard.buckets[0].ranges[1].reduced
+            replica[0] = replica[0] + 1
+        return see(*args)
+
+    engine.see = see_then_flip
+    try:
+        for batch in batches_of(group.rank, STEPS, torch.float32):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except cl.CollectiveMismatch as error:
+        return str(error)
+    return [(one.step, one.rank, one.what, one.source) for one in optimizer.corrections]
+
+
+def test_two_copies_that_were_stepped_otherwise_are_an_error_and_three_decide(ranks_of):
+    for text in ranks_of(2).run(wrong_update, 2):
+        assert "their copies of the optimizer state of rank 0's shard differ" in text
+        assert "does not match on ranks [0, 1]" in text
+    for found in ranks_of(3).run(wrong_update, 3):
+        assert found == [(3, 1, "optimizer state", 0)]
+
+
+def changed_by_the_program(group):
+    """All ranks change parameters and load state between steps."""
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(
+        model, torch.optim.AdamW, lr=0.05, replicas=2, check_every=1, max_norm=1.0
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scaler = cl.GradScaler(optimizer, init_scale=2.0**127)
+    for number, batch in enumerate(batches_of(group.rank, STEPS, torch.float32)):
+        scaler.scale(16 * loss_of(model, batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        if number == 3:
+            optimizer.consolidate_state_dict(to=0)
+            state = optimizer.state_dict() if group.rank == 0 else None
+            optimizer.load_state_dict(broadcast_object(group, state))
+    return optimizer.corrections
+
+
+def test_what_all_ranks_change_is_no_flip(ranks_of):
+    assert ranks_of(3).run(changed_by_the_program) == [[]] * 3
+
+
+def uneven(group):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(
+        model, torch.optim.SGD, lr=0.05, momentum=0.9, replicas=2, check_every=2
+    )
+    with cl.Join([model, optimizer]):
+        for batch in batches_of(group.rank, STEPS, torch.float32)[: STEPS - 2 * group.rank]:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return optimizer.corrections, optimizer.num_steps
+
+
+def test_uneven_inputs_are_no_flips(ranks_of):
+    assert ranks_of(3).run(uneven) == [([], STEPS)] * 3
+
+
+def stepped_with_flips(group, deterministic, flips):
+    """In steps of ctx.steps. flips: by step, (rank, what)."""
+    seen = []
+
+    def watch(optimizer):
+        seen.append(optimizer)
+        digests = optimizer_engine_of(optimizer)._digests
+        vote, done = digests.vote, set()
+
+        def vote_after_flip():
+            step = optimizer.num_steps
+            rank, what = flips.get(step, (None, None))
+            if rank == group.rank and step not in done:
+                done.add(step)
+                rng = random.Random(step)
+                kinds = tensors_of(optimizer, what, step % 2)
+                flip(rng.choice([tensor for tensor in kinds if tensor.numel()]), rng)
+            return vote()
+
+        digests.vote = vote_after_flip
+
+    paces = [1.0] * group.size  # Else who takes which micro-batches depends on the clock.
+    parameters, state, _ = stepped(
+        group,
+        deterministic=deterministic,
+        paces=paces,
+        replicas=2,
+        check_every=1,
+        watch=watch,
+        max_norm=0.5,
+    )
+    found = [(one.step, one.rank, one.what) for one in seen[0].corrections]
+    return parameters, state, found
+
+
+@pytest.mark.parametrize(
+    "size, deterministic",
+    [(2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, False), (3, True)])],
+)
+def test_flips_in_the_steps_of_a_fixed_batch_leave_no_trace(ranks_of, size, deterministic):
+    expected = ranks_of(size).run(stepped_with_flips, deterministic, {})
+    flips = {2: (1, "reduced gradient"), 3: (0, "reduced gradient"), 4: (1, "exp_avg")}
+    results = ranks_of(size).run(stepped_with_flips, deterministic, flips)
+    assert [one[:2] for one in results] == [one[:2] for one in expected]
+    for _, _, found in results:
+        assert found == [
+            (2, 1, "reduced gradient"),
+            (3, 0, "reduced gradient"),
+            (4, 1, "optimizer state"),
+        ]
+
+
+def test_every_wrong_number_of_steps_is_refused(alone):
+    model = cl.DistributedDataParallel(make_model(torch.float32), alone)
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="check_every must be a number of steps"):
+            cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, check_every=wrong)
+    with pytest.raises(ValueError, match="overlap_with_ddp applies during backward"):
+        cl.ZeroRedundancyOptimizer(
+            model, torch.optim.SGD, lr=0.1, check_every=1, overlap_with_ddp=True
+        )
