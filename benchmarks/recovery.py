@@ -29,9 +29,8 @@ import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,48 +46,21 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
 from benchmarks.alternation import finish, parser, table
+from benchmarks.recovery_peer import peer
+from benchmarks.recovery_training import (
+    BATCH,
+    NUM_WORKERS,
+    PATIENCE_S,
+    STEP_S,
+    WIDTH,
+    Log,
+    batch_of,
+    make_model,
+)
 from runtime.process.step_boundary import boundary
 from runtime.program.context import call_of
 
-NUM_WORKERS, WIDTH, BATCH = 4, 256, 16
-_STEP_S = 0.02
-"""Of computing in each step: most instants that are drawn at random fall between collectives."""
-_PATIENCE_S = 120.0
-
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def make_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    layers: list[torch.nn.Module] = []
-    for _ in range(8):
-        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers)
-
-
-def batch_of(seat: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seat * 100_003 + step)
-    return torch.randn(BATCH, WIDTH, generator=generator)
-
-
-class Log:
-    """Lines of one process in a file that outlives it: seconds of a clock that all processes of a
-    host share, a word, a number."""
-
-    def __init__(self, folder: str, name: str) -> None:
-        self._file = (Path(folder) / name).open("a", buffering=1)
-
-    def note(self, word: str, number: int) -> None:
-        self._file.write(f"{time.monotonic()} {word} {number}\n")
-
-    @staticmethod
-    def read(folder: str) -> Iterator[tuple[str, float, str, int]]:
-        """name, seconds, word, number; a line that a death cut short is left out."""
-        for path in sorted(Path(folder).iterdir()):
-            for line in path.read_text().splitlines(keepends=True):
-                parts = line.split()
-                if line.endswith("\n") and len(parts) == 3:
-                    yield path.name, float(parts[0]), parts[1], int(parts[2])
 
 
 # -- ours ------------------------------------------------------------------------------------------
@@ -105,7 +77,7 @@ def train(ctx: cl.Context, folder: str) -> int:
     with cl.Join([model, optim]):
         step = 0
         while not (Path(folder).parent / "stop").exists():
-            time.sleep(_STEP_S)
+            time.sleep(STEP_S)
             model(batch_of(seat, step)).square().mean().backward()
             optim.step()
             optim.zero_grad()
@@ -138,13 +110,13 @@ def _timed(call: Callable[..., Any], name: str, log: Log) -> Callable[..., Any]:
 
 async def until(condition: Callable[[], Any], task: asyncio.Task[Any]) -> Any:
     """What `condition` says when it is true; raises what the run raises."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while not (found := condition()):
         if task.done():
             task.result()
             raise RuntimeError("the run ended before it was to")
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nothing happened in {_PATIENCE_S:g} s")
+            raise TimeoutError(f"nothing happened in {PATIENCE_S:g} s")
         await asyncio.sleep(0.005)
     return found
 
@@ -213,7 +185,7 @@ def train_again(ctx: cl.Context, folder: str) -> int:
     for _ in ctx.epochs(1):
         with cl.Join([model, optim]):
             while not (Path(folder).parent / "stop").exists():
-                time.sleep(_STEP_S)
+                time.sleep(STEP_S)
                 model(batch_of(ctx.rank, optim.num_steps)).square().mean().backward()
                 optim.step()
                 optim.zero_grad()
@@ -246,7 +218,7 @@ def train_in_steps(ctx: cl.Context, folder: str) -> int:
         # As many micro-batches for each of three ranks as for each of four.
         for step in ctx.steps(Points(), 12 * 4, 4, epoch=epoch):
             for batch in step:
-                time.sleep(_STEP_S / 3)
+                time.sleep(STEP_S / 3)
                 model(batch).square().mean().backward()
             optim.step()
             optim.zero_grad()
@@ -310,7 +282,7 @@ async def ours_at_full_size(
                 killed_at = time.monotonic()
                 os.kill(draw.choice(living()), signal.SIGKILL)
                 # Steps that were under way at that instant are over by then.
-                later = killed_at + 2 * _STEP_S
+                later = killed_at + 2 * STEP_S
                 again = min(await until(lambda at=later: full_steps(at), run))
                 lost = max(0, before + 1 - again[1])
                 # Of all ranks: a rank's line comes when its step has ended.
@@ -330,125 +302,6 @@ FULL_SIZE: dict[str, tuple[int, Callable[..., int]]] = {
     "ctx.steps, with a spare": (1, train_in_steps),
 }
 """Ways to get to four ranks again: workers in reserve, and the function."""
-
-
-# -- Ray Train -------------------------------------------------------------------------------------
-
-
-def peer_train(config: dict[str, Any]) -> None:
-    import ray.train
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    context = ray.train.get_context()
-    rank = context.get_world_rank()
-    log = Log(config["logs"], f"rank-{rank}-{os.getpid()}")
-    model = torch.nn.parallel.DistributedDataParallel(make_model())
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    step = 0
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as path:
-            state = torch.load(Path(path) / "state.pt")
-        model.module.load_state_dict(state["model"])
-        optim.load_state_dict(state["optim"])
-        step = state["step"]
-    log.note("pid", os.getpid())
-    log.note("begins-at", step)
-    stop = torch.zeros(1)
-    while True:
-        stop.fill_(float(Path(config["stop"]).exists()))
-        dist.all_reduce(stop, dist.ReduceOp.MAX)
-        if stop.item():
-            return
-        time.sleep(_STEP_S)
-        model(batch_of(rank, step)).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-        step += 1
-        log.note("step", step)
-        if step % config["every"]:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            kept = None
-            if rank == 0:
-                state = {"model": model.module.state_dict(), "optim": optim.state_dict()}
-                torch.save({**state, "step": step}, Path(folder) / "state.pt")
-                kept = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report({"step": step}, checkpoint=kept)
-
-
-def peer(trials: int, seed: int, every: int) -> list[dict[str, float]]:
-    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    draw, results = random.Random(seed), []
-    with tempfile.TemporaryDirectory() as folder:
-        logs, stop = Path(folder) / "logs", Path(folder) / "stop"
-        logs.mkdir()
-        trainer = TorchTrainer(
-            peer_train,
-            train_loop_config={"logs": str(logs), "stop": str(stop), "every": every},
-            torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(
-                num_workers=NUM_WORKERS, resources_per_worker={"CPU": 0.5}
-            ),
-            run_config=RunConfig(
-                storage_path=folder,
-                failure_config=FailureConfig(max_failures=-1),
-                checkpoint_config=CheckpointConfig(num_to_keep=2),
-            ),
-        )
-        failed: list[BaseException] = []
-
-        def fit() -> None:
-            try:
-                trainer.fit()
-            except BaseException as error:  # Told by the thread that waits for it.
-                failed.append(error)
-
-        thread = threading.Thread(target=fit, daemon=True)
-        thread.start()
-
-        def entries(since: float) -> list[tuple[float, str, int, str]]:
-            told = Log.read(str(logs))
-            return sorted((at, word, n, name) for name, at, word, n in told if at > since)
-
-        def wait_for(since: float, is_there: Callable[[list[Any]], bool]) -> list[Any]:
-            deadline = time.monotonic() + _PATIENCE_S
-            while not is_there(found := entries(since)):
-                if failed:
-                    raise failed[0]
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"Ray Train took no step in {_PATIENCE_S:g} s")
-                time.sleep(0.005)
-            return found
-
-        since = 0.0
-        for trial in range(trials):
-            found = wait_for(
-                since, lambda told: sum(word == "step" for _, word, *_ in told) > 5 * NUM_WORKERS
-            )
-            pids = [n for _, word, n, _ in found if word == "pid"][-NUM_WORKERS:]
-            time.sleep(draw.random() * 0.5)
-            since = time.monotonic()
-            os.kill(draw.choice(pids), signal.SIGKILL)
-            before = max(n for at, word, n, _ in entries(0.0) if word == "step" and at <= since)
-            begun = wait_for(since, lambda told: any(word == "begins-at" for _, word, *_ in told))
-            begins_at = next(at for at, word, *_ in begun if word == "begins-at")
-            found = wait_for(
-                begins_at,
-                lambda told, b=before: any(word == "step" and n > b for _, word, n, _ in told),
-            )
-            steps = [(at, n) for at, word, n, _ in found if word == "step"]
-            again = min(at for at, _ in steps) - since
-            back = min(at for at, n in steps if n > before) - since
-            from_step = next(n for _, word, n, _ in begun if word == "begins-at")
-            results.append({"seconds": again, "back": back, "steps_lost": before - from_step})
-            print(f"Ray Train {trial}: {again:.3f} s, back after {back:.3f} s", flush=True)
-        stop.touch()
-        thread.join(_PATIENCE_S)
-    return results
 
 
 def summary(results: list[dict[str, float]], name: str) -> dict[str, float]:
