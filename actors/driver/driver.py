@@ -297,6 +297,12 @@ class Driver(StoreActor):
     def worker(self, worker_id: str) -> Actor:
         return self._workers[worker_id]
 
+    def rehearses(self, worker_id: str) -> bool:
+        return any(
+            info.worker_id == worker_id and state is messages.MemberState.REHEARSING
+            for info, state in self._membership.snapshot(0).members
+        )
+
     def is_in(self, generation: int) -> bool:
         return self._membership.snapshot(0).generation == generation
 
@@ -403,7 +409,15 @@ class _Errands:
             ended = events.RehearsalEnded(one.worker_id, score.why_not, is_final)
             self._events.put_nowait(ended)
             return
+        self._start(self._end_if_late(one.worker_id), f"late-{one.worker_id}")
         await self._await_rank(one.worker_id, one.assignment, None, score.payload)
+
+    async def _end_if_late(self, worker_id: str) -> None:
+        """A worker that still rehearses when the run has waited long enough may hang, and others
+        would never come: its seat is filled anew."""
+        await asyncio.sleep(self._request.pause_s)
+        if self._driver.rehearses(worker_id):
+            ray.kill(self._driver.worker(worker_id))
 
     async def _await_end(self, worker_id: str, method: str, *arguments: object) -> None:
         """Make the call that lasts as long as the rank runs."""

@@ -91,6 +91,9 @@ def train(
 
     if scenario == "in its rehearsal" and not is_first:
         strike()
+    if scenario == "hangs in its rehearsal" and not is_first and not noted(folder, "struck"):
+        note(folder, "struck")
+        time.sleep(1000)
     if scenario == "at its entry" and not is_first:
         strike_at_entry()
     torch.manual_seed(3)

@@ -106,6 +106,21 @@ async def test_a_death_while_a_worker_comes_costs_no_step(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+async def test_a_worker_that_hangs_in_its_rehearsal_is_ended_and_the_next_one_comes(
+    cluster: None, tmp_path: Path
+) -> None:
+    alone = await told_alone(tmp_path)
+    async with cl.Session((1, 3), resources_per_worker=FEW, pause_s=4.0) as session:
+        told = await session.run(
+            train, folder=tmp_path, full=3, victims=(1,), scenario="hangs in its rehearsal"
+        )
+    assert len(told) == 3 and not {one.pid for one in told} & {*noted(tmp_path, "struck")}
+    assert sorted(one.began for one in told) == [1, 1, 1]
+    assert_same(told, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 async def test_two_workers_come_at_once(cluster: None, tmp_path: Path) -> None:
     alone = await told_alone(tmp_path)
     async with cl.Session((1, 3), resources_per_worker=FEW) as session:
