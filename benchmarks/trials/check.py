@@ -170,14 +170,18 @@ class Run:
                 time.sleep(0.1)
             trial.left += [command[:60] for _, command in _marked(self._mark)]
             trial.left += sorted(_in_shm() - self._shm)
+        self.kill()
+        steps = [at for at, word, *_ in self.look() if word == "step"]
+        trial.seconds = steps[-1] - steps[0] if steps else 0.0
+        trial.again = taken_again(self.lines)
+
+    def kill(self) -> None:
+        """End what is left of it."""
         for pid, _ in _marked(self._mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self._log.close()
-        steps = [at for at, word, *_ in self.look() if word == "step"]
-        trial.seconds = steps[-1] - steps[0] if steps else 0.0
-        trial.again = taken_again(self.lines)
 
     def strike(self, fault: Fault, trial: Trial) -> bool:
         """Returns whether the training went on."""
@@ -209,7 +213,11 @@ def _in_shm() -> set[str]:
 def running(system: System, args: Any) -> Iterator[Run]:
     with tempfile.TemporaryDirectory() as folder:
         workload = Workload(folder, args.workers, args.samples)
-        yield Run(system, workload, args.patience)
+        run = Run(system, workload, args.patience)
+        try:
+            yield run
+        finally:
+            run.kill()
 
 
 def play(system: System, seed: int, faults: Sequence[Fault], args: Any) -> Trial:
@@ -251,6 +259,7 @@ def main() -> None:
     arguments.add_argument("--samples", type=int, default=1200)
     arguments.add_argument("--patience", type=float, default=90.0, help="seconds without a step")
     args = arguments.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # By way of `finally`.
     chosen = [
         one for name, one in SYSTEMS.items() if name.startswith(tuple(args.systems.split(",")))
     ]
