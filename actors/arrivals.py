@@ -52,7 +52,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """All ranks are asked to take workers in. number: of the attempt."""
+    """All ranks of a generation are asked to take workers in. number: of the attempt."""
 
     number: int
+    generation: int
     ticket: Ticket

@@ -19,8 +19,9 @@ from typing import Any
 from ..calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from ..messages import RunRequest
 from ..versions import versions_here
+from .persisting import persist
 from .replacing import Replacing
-from .reserve import AGAIN_AT_MOST_S, AGAIN_S, Reserve
+from .reserve import Reserve
 from .seats import Seats
 
 NODE_WATCH_S = 1.0
@@ -69,19 +70,31 @@ class Recruiter:
 
         has_taken_over: the driver has replaced another one, which knew of losses before.
         """
-        watchers = [
-            asyncio.create_task(self._recruit(has_taken_over), name="recruiter"),
-            asyncio.create_task(self._watch_nodes(), name="node-watch"),
-        ]
+        watches = {
+            "the seats of lost workers are not filled": lambda: self._recruit(has_taken_over),
+            "nodes that are to go are not noticed": self._watch_nodes,
+        }
         if self._request.replaces_stragglers:
             replacing = Replacing(self._driver, self._request.run, self._workers, self._starting)
-            watchers.append(asyncio.create_task(replacing.watch(), name="straggler-watch"))
+            watches["stragglers are not replaced"] = replacing.watch
+        watchers = [
+            asyncio.create_task(self._until_driver_dies(watch, what), name=f"watch: {what}")
+            for what, watch in watches.items()
+        ]
         try:
             yield
         finally:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.wait(watchers)
+
+    async def _until_driver_dies(self, watch: Callable[[], Awaitable[None]], what: str) -> None:
+        async def attempt() -> bool:
+            await watch()
+            return True
+
+        with contextlib.suppress(ActorGone):  # Then the call that waits for the run raises.
+            await persist(attempt, what)
 
     async def _recruit(self, has_taken_over: bool) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -90,7 +103,6 @@ class Recruiter:
                 for seat in seats:
                     tasks.create_task(self._fill(seat), name=f"seat-{seat}")
 
-            # If the driver dies, the call that waits for the run raises.
             with contextlib.suppress(ActorGone):
                 fill(seat for seat in range(self._seats.most) if seat not in self._workers)
                 if has_taken_over:
@@ -105,7 +117,8 @@ class Recruiter:
                     fill(seat for seat, worker_id in lost if self._is_there(seat, worker_id))
 
     def _is_there(self, seat: int, worker_id: str) -> bool:
-        return str(self._workers[seat]._actor_id.hex()) == worker_id
+        worker = self._workers.get(seat)
+        return worker is not None and str(worker._actor_id.hex()) == worker_id
 
     async def _lost_since(self, known: int) -> list[tuple[int, str]]:
         lost: list[tuple[int, str]]
@@ -126,14 +139,12 @@ class Recruiter:
                 await self._fill(seat)
 
     async def _fill(self, seat: int) -> None:
-        pause_s = AGAIN_S
+        async def attempt() -> bool:
+            worker, is_prepared = await self._newcomer(seat)
+            return await self._has_come(seat, worker, is_prepared=is_prepared)
+
         with contextlib.suppress(ActorGone):
-            while True:
-                worker, is_prepared = await self._newcomer(seat)
-                if await self._has_come(seat, worker, is_prepared=is_prepared):
-                    return
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
+            await persist(attempt, f"seat {seat} is not filled")
 
     async def _newcomer(self, seat: int) -> tuple[Actor, bool]:
         """A worker of the reserve; or, if there is room for the seat before one is ready, a new

@@ -15,11 +15,8 @@ from typing import Any
 import ray
 
 from ..calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
+from .persisting import AGAIN_AT_MOST_S, AGAIN_S, persist
 from .seats import Seats
-
-AGAIN_S, AGAIN_AT_MOST_S = 1.0, 30.0
-"""Seconds between two attempts to start a worker, here and in the seats of a run: at first, and at
-most. It doubles."""
 
 _BEHIND_S = 3.0
 """Seconds until the next worker is started behind one that has taken a seat: a process that starts
@@ -51,9 +48,13 @@ class Reserve:
     async def kept(self, program: Any) -> AsyncIterator[None]:
         """While the body runs, see that a worker waits in every seat of the reserve, and has opened
         the program. Those that wait at the end wait on."""
+
+        async def keep(seat: int) -> None:
+            what = f"seat {seat} of the reserve is not filled"
+            await persist(lambda: self._keep(seat, program), what)
+
         keepers = [
-            asyncio.create_task(self._keep(seat, program), name=f"reserve-{seat}")
-            for seat in self._seats.reserve
+            asyncio.create_task(keep(seat), name=f"reserve-{seat}") for seat in self._seats.reserve
         ]
         try:
             yield
@@ -63,7 +64,7 @@ class Reserve:
             if keepers:
                 await asyncio.wait(keepers)
 
-    async def _keep(self, seat: int, program: Any) -> None:
+    async def _keep(self, seat: int, program: Any) -> bool:
         pause_s = AGAIN_S
         while True:
             if seat not in self._workers:

@@ -76,8 +76,10 @@ class Arrivals:
                 todo.append(instructions.Rehearse(worker_id, assignment, source))
         return todo
 
-    def ready(self, worker_id: str, ticket: Ticket, members: Sequence[Member]) -> list[Instruction]:
-        """A worker waits at its first step."""
+    def ready(
+        self, worker_id: str, ticket: Ticket, members: Sequence[Member], generation: int
+    ) -> list[Instruction]:
+        """A worker waits at its first step. members: of the generation, by rank."""
         mine = self.by_id.get(worker_id)
         if mine is None:
             return []
@@ -90,7 +92,7 @@ class Arrivals:
         if len(set(tickets)) > 1:
             return self.call_off("the workers that come wait at different steps")
         self.number += 1
-        invitation = Invitation(self.number, ticket)
+        invitation = Invitation(self.number, generation, ticket)
         return [instructions.Invite(one.info.worker_id, invitation) for one in members]
 
     def declined(self, number: int, why: str, *, is_final: bool) -> list[Instruction]:

@@ -122,7 +122,7 @@ class Membership(Roster):
             case events.RankEnded(ending, worker_id):
                 return self._rank_ended(run, ending, worker_id)
             case events.Rehearsed(worker_id, ticket):
-                return self._arrivals.ready(worker_id, ticket, run.members)
+                return self._arrivals.ready(worker_id, ticket, run.members, self._generation)
             case events.RehearsalEnded(worker_id, _, is_final):
                 return self._rehearsal_ended(run, worker_id, is_final=is_final)
             case events.Leaving():

@@ -14,7 +14,7 @@ import ray
 
 from collectives.contract.errors import ChoruslineError
 
-from ..session import placement
+from ..session import connecting
 from ..session.attaching import attach
 from ..session.session import Session
 from ..session.showing.progress import Progress
@@ -75,7 +75,7 @@ def _at(name: str, address: str | None, act: Callable[[Session], Awaitable[None]
 
     try:
         if not was_connected:
-            placement.join(
+            connecting.join(
                 address or os.environ.get("RAY_ADDRESS") or "auto",
                 log_to_driver=False,
                 logging_level=logging.WARNING,

@@ -26,7 +26,7 @@ from actors.messages import DriverSnapshot, MemberState, Report, Survey, WorkerS
 from collectives.contract.errors import ChoruslineError
 
 from ..data.stragglers import FAR
-from ..session import placement
+from ..session import connecting
 from ..session.detached.standing import Standing
 
 _REFRESH_S = 1.0
@@ -46,7 +46,7 @@ def show_status(session: str | None, address: str | None, once: bool) -> int:
     was_connected = ray.is_initialized()
     try:
         if not was_connected:
-            placement.join(
+            connecting.join(
                 address or os.environ.get("RAY_ADDRESS") or "auto",
                 log_to_driver=False,
                 logging_level=logging.WARNING,

@@ -145,6 +145,9 @@ class Arrivals:
         bound.would_take_in = False
         if invitation is None:
             return
+        if invitation.generation != self._lifeline.generation:
+            self._invitation = None  # The driver has called it off with the generation.
+            return
         why = self._why_not_now(steps, invitation.ticket)
         if why:
             self._invitation = None

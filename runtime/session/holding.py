@@ -87,6 +87,7 @@ class Holding:
                     may_grow=not self._is_local,
                     labels=self._labels,
                     lasting=lasting,
+                    goes_on=self._max_failures != 0,
                 )
             self._seats = Seats(
                 first, bundle, self._most, strategy, self._labels, self._spares, lasting

@@ -1,22 +1,18 @@
-"""Where a session runs: the cluster it connects to, and a bundle of resources for each worker."""
+"""Where a session's workers run: a bundle of resources for each of them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-import os
-import signal
-import socket
-import sys
-import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -25,10 +21,8 @@ from ray.util.scheduling_strategies import (
 
 from actors.errors import StartupError
 
-from ..notebook import in_kernel
-from ..process.running import is_running
 from .autoscaling import Outlook, prospect
-from .interrupts import show_in_one_line
+from .options import NODE_ID
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
@@ -40,10 +34,10 @@ _LEAST_LOCAL_CPU = 0.125
 """The smallest share of a CPU that a worker gets on a cluster that the session has started: sixteen
 workers on two cores are an experiment, a thousand are a slip of the keyboard."""
 
-_CONNECT_S = 5.0  # for a TCP connection to the cluster's head
 _GIVE_BACK_S = 1.0
 _ELASTIC_TRY_S = 5.0  # for placing more workers than the minimum
 _LOOK_S = 0.5  # between two questions to the autoscaler
+_DIVIDE_S = 5.0  # for groups of one bundle in the place of a group that was placed
 
 _log = logging.getLogger("chorusline")
 
@@ -70,107 +64,6 @@ def check(resources: Mapping[str, float] | None, use_gpu: bool, strategy: str) -
         raise ValueError(
             f"placement_strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}"
         )
-
-
-def connect(address: str | None, log_to_driver: bool = True) -> bool:
-    """Connect this process to Ray; return True if it started a local cluster, which the caller
-    must stop.
-
-    An existing connection is used first; else `address`; else RAY_ADDRESS (set in each Ray job);
-    else a new cluster on this machine.
-
-    It blocks the calling thread for seconds: Ray installs its SIGTERM handler only from the main
-    thread, and a start in another thread could not be cancelled.
-    """
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        return _connect(address, log_to_driver)
-    finally:
-        _restore_sigterm(before)
-        show_in_one_line()
-
-
-def would_be_local(address: str | None) -> bool:
-    """Whether the cluster that `connect` would connect to ends with this process."""
-    if ray.is_initialized():
-        node: Any = ray._private.worker._global_node  # No public call says who has started it.
-        return bool(node is not None and node.head)
-    return (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
-
-
-def _check_not_on_a_rank() -> None:
-    if is_running():
-        raise RuntimeError(
-            "a Session was started inside a train function: its workers would wait for the "
-            "resources that the workers of this one hold. Start sessions in the program, and call "
-            "what this function should run directly, as other(ctx)"
-        )
-
-
-def _connect(address: str | None, log_to_driver: bool) -> bool:
-    _check_not_on_a_rank()
-    if ray.is_initialized():
-        return False
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
-    options: dict[str, Any] = {"log_to_driver": log_to_driver}
-    if in_kernel():  # A notebook shows what Ray says of the connection as if it were an error.
-        options["logging_level"] = logging.WARNING
-    if address == "local":
-        ray.init(address="local", include_dashboard=False, **options)
-        return True
-    join(address, **options)
-    return False
-
-
-def join(address: str, **options: Any) -> None:
-    """Connect to a running cluster. options: those of ray.init. Raises StartupError."""
-    if "://" in address:
-        raise StartupError(
-            f"address={address!r}",
-            "a session connects as a part of the cluster, to host:port (6379 as a rule) or 'auto'. "
-            "From outside, submit the script: ray job submit --address ... -- python ...",
-        )
-    try:
-        _check_reachable(address)
-        ray.init(address=address, **options)
-    except OSError as error:  # Ray's ConnectionError is an OSError.
-        raise StartupError(
-            f"no Ray cluster answers at {address!r}",
-            f"{error}. Start one with `ray start --head`, correct address or RAY_ADDRESS, or leave "
-            "both out to have a local cluster started",
-        ) from error
-    except RuntimeError as error:
-        if "ersion mismatch" not in str(error):
-            raise
-        raise StartupError(
-            f"the cluster at {address!r} runs other versions than this process",
-            f"{' '.join(str(error).split())} Use the cluster's Python and Ray here (its image, or "
-            "a job that runs on it), or start the cluster with these",
-        ) from None
-
-
-def _restore_sigterm(before: Any) -> None:
-    """Make SIGTERM unwind this process, so that sessions are closed, as after an interrupt.
-
-    ray.init replaces the handler with its own, which ends the process with a stack dump.
-    before: the handler before ray.init; a handler of the user is put back.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    is_rays = getattr(before, "__module__", "").startswith("ray.")
-    is_users = callable(before) and before is not signal.SIG_DFL and not is_rays
-    signal.signal(signal.SIGTERM, before if is_users else _end_by_signal)
-
-
-def _end_by_signal(number: int, frame: object) -> None:
-    sys.exit(128 + number)
-
-
-def _check_reachable(address: str) -> None:
-    """Fail at once where nothing listens: Ray itself retries for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
 
 
 def bundle_of_worker(
@@ -206,11 +99,14 @@ async def place(
     may_grow: bool,
     labels: Mapping[str, str],
     lasting: str = "",
-) -> PlacementGroup:
-    """Place a placement group of one bundle per worker: as many as fit now, `fewest` to `most`.
+    goes_on: bool = False,
+) -> tuple[PlacementGroup, ...]:
+    """Place one bundle per worker: as many as fit now, `fewest` to `most`. Returns one group, or a
+    group for each bundle (`_divided`).
 
     labels: of the nodes, as Ray's label selectors are written.
-    lasting: the name of the detached session that the group is for.
+    lasting: the name of the detached session that the groups are for.
+    goes_on: the session's runs go on when workers are lost.
 
     may_grow: whether the cluster may have an autoscaler. If it may, and the whole cluster is too
     small for `fewest` workers, a pending placement group makes the autoscaler start nodes.
@@ -218,6 +114,75 @@ async def place(
     Raises StartupError at once if the whole cluster is too small and cannot grow, else when
     `fewest` workers were not placed within `timeout_s`. (Ray would wait for ever, silently.)
     """
+    give_up_at, left_s = time.monotonic() + timeout_s, timeout_s
+    while True:
+        group = await _place_together(
+            bundle,
+            fewest,
+            most,
+            strategy,
+            left_s,
+            may_grow=may_grow,
+            labels=labels,
+            lasting=lasting,
+        )
+        if not goes_on or strategy == "STRICT_PACK":
+            return (group,)
+        groups = await _divided(group, bundle, strategy, labels, lasting)
+        if groups:
+            return groups
+        left_s = max(0.0, give_up_at - time.monotonic())
+
+
+async def _divided(
+    group: PlacementGroup,
+    bundle: Mapping[str, float],
+    strategy: str,
+    labels: Mapping[str, str],
+    lasting: str,
+) -> tuple[PlacementGroup, ...]:
+    """In the place of a group that was placed, a group for each bundle, on the bundle's node. Empty
+    if others have taken the room meanwhile.
+
+    When a node is lost, Ray looks for another place for a whole group at once: two lost bundles get
+    none before there is room for both, and until then Ray leaves all other pending groups waiting
+    (2.60). The group stays as it is on the node of this process, without which there is no session.
+    """
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    if set(nodes.values()) == {ray.get_runtime_context().get_node_id()}:
+        return (group,)
+    remove_placement_group(group)
+    groups = tuple(
+        group_of(bundle, 1, strategy, {**labels, NODE_ID: str(nodes[index])}, lasting)
+        for index in range(group.bundle_count)
+    )
+    are_placed = False
+    try:
+        async with asyncio.timeout(_DIVIDE_S):
+            for one in groups:
+                await one.ready()
+        are_placed = True
+        return groups
+    except TimeoutError:
+        return ()
+    finally:
+        if not are_placed:
+            for one in groups:
+                remove_placement_group(one)
+
+
+async def _place_together(
+    bundle: Mapping[str, float],
+    fewest: int,
+    most: int,
+    strategy: str,
+    timeout_s: float,
+    *,
+    may_grow: bool,
+    labels: Mapping[str, str],
+    lasting: str,
+) -> PlacementGroup:
+    """As `place`, in one group."""
     is_too_small = _fitting(bundle, ray.cluster_resources()) < fewest
     if is_too_small and not may_grow:
         raise _too_small(bundle, fewest, strategy, "", labels)
@@ -237,7 +202,7 @@ async def place(
     if group is None:
         raise StartupError(
             _asked(bundle, fewest, strategy, labels),
-            f"not placed within {timeout_s:g} s: {_resources_and_remedy(bundle)}. If nodes are "
+            f"not placed within {timeout_s:.3g} s: {_resources_and_remedy(bundle)}. If nodes are "
             "still on their way, raise startup_timeout_s: in a cloud they take minutes",
         )
     return group
@@ -295,17 +260,19 @@ async def _place_on_new_nodes(
             remove_placement_group(group)
 
 
-async def give_back(group: PlacementGroup) -> None:
-    """End the group and all actors in it; return when Ray counts its resources as free.
+async def give_back(groups: Sequence[PlacementGroup]) -> None:
+    """End the groups and all actors in them; return when Ray counts their resources as free.
 
     Ray does so a moment after the removal (0.2 s on a busy machine). A session that started before
     that would count them as taken, and be smaller than it could be.
     """
     reserved: Counter[str] = Counter()
-    for bundle in group.bundle_specs:
-        reserved.update(bundle)
+    for group in groups:
+        for bundle in group.bundle_specs:
+            reserved.update(bundle)
     before = ray.available_resources()
-    remove_placement_group(group)
+    for group in groups:
+        remove_placement_group(group)
     give_up_at = time.monotonic() + _GIVE_BACK_S  # Another job may have taken them already.
     while time.monotonic() < give_up_at:
         free = ray.available_resources()

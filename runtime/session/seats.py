@@ -1,8 +1,9 @@
 """The seats of a session's workers: a seat is the resources of one worker, on a node that stays.
 
-The first seats are the bundles of one placement group, which was placed when the session started.
-Each later seat has a placement group of its own, made when a run could use a worker there. A
-pending group asks Ray's autoscaler for a node; on a cluster that does not grow it costs nothing.
+Each seat has a placement group of its own, those of the first seats placed when the session started
+(placement.py), the others made when a run could use a worker there. A pending group asks Ray's
+autoscaler for a node; on a cluster that does not grow it costs nothing. The first seats are bundles
+of one group where they can only be lost together.
 
 Inside a Ray Tune trial the first seats are bundles of the trial's own group (`Borrowed`), and there
 are no later ones: the trial holds what the session may use, and gives it back.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,8 @@ class Borrowed:
 class Seats:
     """The implementation of `actors.crew.seats.Seats` by placement groups.
 
-    first: the group of the first seats, already placed, or bundles of another's group.
+    first: the groups of the first seats, already placed: one of all, or one of each; or bundles of
+        another's group.
     most: the most seats of workers.
     spares: the number of seats in reserve.
     labels: of the nodes, as Ray's label selectors are written.
@@ -60,7 +62,7 @@ class Seats:
 
     def __init__(
         self,
-        first: PlacementGroup | Borrowed,
+        first: Sequence[PlacementGroup] | Borrowed,
         bundle: Mapping[str, float],
         most: int,
         strategy: str,
@@ -69,20 +71,24 @@ class Seats:
         lasting: str = "",
     ) -> None:
         self._is_borrowed = isinstance(first, Borrowed)
-        group = first.group if isinstance(first, Borrowed) else first
-        self._first: PlacementGroup = group
-        self._first_bundles = (
-            first.indices if isinstance(first, Borrowed) else tuple(range(group.bundle_count))
-        )
-        """By place of a first seat, the index of its bundle."""
+        self._first: PlacementGroup | None = None
+        """The group of several first seats."""
+        self._first_bundles: tuple[int, ...] = ()
+        """By place of such a seat, the index of its bundle."""
+        self._own: dict[int, PlacementGroup] = {}  # by another place
+        if isinstance(first, Borrowed):
+            self._first, self._first_bundles = first.group, first.indices
+        elif len(first) == 1 and (first[0].bundle_count > 1 or strategy == "STRICT_PACK"):
+            self._first, self._first_bundles = first[0], tuple(range(first[0].bundle_count))
+        else:
+            self._own = dict(enumerate(first))
         self._bundle = dict(bundle)
         self._strategy = strategy
         self._labels = dict(labels)
         self._lasting = lasting
-        self._own: dict[int, PlacementGroup] = {}  # by later place
         self._waiting: set[int] = set()
         """Places whose groups are pending."""
-        self._homes: dict[int, str] = {}  # by later place: the node where it was first
+        self._homes: dict[int, str] = {}  # by place with a group of its own: its first node
         self._moved: dict[int, int] = {}
         """By seat, its place, where the two are not the same."""
         self._on_change: Callable[[], None] = lambda: None
@@ -101,7 +107,8 @@ class Seats:
 
     def state(self) -> dict[str, Any]:
         """For a keeper that is started again: the groups, and which seat is where."""
-        kept = ["_first", "_bundle", "_strategy", "_labels", "_lasting", "_own", "_homes", "_moved"]
+        kept = ["_first", "_first_bundles", "_bundle", "_strategy", "_labels", "_lasting"]
+        kept += ["_own", "_homes", "_moved"]
         both = {name: getattr(self, name) for name in kept}
         return both | {"most": self.most, "spares": len(self.reserve)}
 
@@ -109,7 +116,7 @@ class Seats:
     def recalled(cls, state: Mapping[str, Any]) -> Seats:
         """The seats that had this state."""
         seats = cls(
-            state["_first"],
+            (),
             state["_bundle"],
             state["most"],
             state["_strategy"],
@@ -117,6 +124,9 @@ class Seats:
             state["spares"],
             state["_lasting"],
         )
+        seats._first, seats._first_bundles = state["_first"], state["_first_bundles"]
+        seats.most = state["most"]  # With STRICT_PACK the groups have decided it.
+        seats.reserve = range(seats.most, seats.most + state["spares"])
         seats._own, seats._homes = dict(state["_own"]), dict(state["_homes"])
         seats._moved = dict(state["_moved"])
         seats._waiting = set(seats._own)  # Until they are seen placed.
@@ -124,8 +134,7 @@ class Seats:
 
     @property
     def has_all(self) -> bool:
-        num_first = len(self._first_bundles)
-        later = [place for place in map(self._place_of, range(self.most)) if place >= num_first]
+        later = set(map(self._place_of, range(self.most))) - set(range(len(self._first_bundles)))
         return all(place in self._own and place not in self._waiting for place in later)
 
     def placed(self) -> list[int]:
@@ -177,11 +186,11 @@ class Seats:
         """The node of each place that has one. Ray moves a group whose node has died; a group that
         Ray has not been able to move yet is replaced."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        places = {(self._first, i): place for place, i in enumerate(self._first_bundles)}
-        places |= {(group, 0): place for place, group in self._own.items()}
-        tables = {
-            group: placement_group_table(group) for group in (self._first, *self._own.values())
-        }
+        places = {(group, 0): place for place, group in self._own.items()}
+        if self._first is not None:
+            places |= {(self._first, i): place for place, i in enumerate(self._first_bundles)}
+        groups = [*self._own.values(), *([self._first] if self._first else [])]
+        tables = {group: placement_group_table(group) for group in groups}
         bundles = {group: table.get("bundles_to_node_id", {}) for group, table in tables.items()}
         nodes = {place: str(bundles[group].get(i, "")) for (group, i), place in places.items()}
         for place, group in list(self._own.items()):
@@ -226,7 +235,7 @@ class Seats:
         return own | first
 
     def _bundle_of(self, place: int) -> tuple[PlacementGroup, int]:
-        if place < len(self._first_bundles):
+        if self._first is not None and place < len(self._first_bundles):
             return self._first, self._first_bundles[place]
         return self._own[place], 0
 
@@ -234,7 +243,8 @@ class Seats:
         return placement.options_of_bundle(*self._bundle_of(self._place_of(seat)), self._bundle)
 
     async def give_back(self) -> None:
-        groups = [*self._own.values(), *([] if self._is_borrowed else [self._first])]
+        groups = [*self._own.values()]
+        if self._first is not None and not self._is_borrowed:
+            groups.append(self._first)
         self._own, self._waiting, self._homes = {}, set(), {}
-        for group in groups:
-            await placement.give_back(group)
+        await placement.give_back(groups)

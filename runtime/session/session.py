@@ -24,7 +24,7 @@ from ..program.sending import HEAVY_BYTES, heavy_parts, packed_program
 from ..tracking.named import checked_trackers
 from ..tracking.tracker import Tracker
 from ..tracking.tracking import Tracking
-from . import placement
+from . import connecting, placement
 from .detached.face import Face
 from .detached.standing import IDLE_TIMEOUT_S, check_name, needs_cluster
 from .holding import Holding
@@ -230,10 +230,10 @@ class Session(Holding):
     async def _start(self) -> None:
         try:
             is_new = bool(self._detached_name) and not self._is_attached
-            if is_new and placement.would_be_local(self._address):
+            if is_new and connecting.would_be_local(self._address):
                 raise needs_cluster(self._detached_name)
             with told_if_slow("Ray: a cluster that starts here, or the answer of one that runs"):
-                self._is_local = placement.connect(self._address, self._log_to_driver)
+                self._is_local = connecting.connect(self._address, self._log_to_driver)
             if self._detached_name:
                 await self._take_face()
                 return

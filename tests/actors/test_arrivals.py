@@ -63,6 +63,8 @@ def test_all_ranks_are_invited_when_all_that_come_wait() -> None:
         worker(0).worker_id,
         worker(1).worker_id,
     ]
+    invitations = [one.invitation for one in told if isinstance(one, instructions.Invite)]
+    assert {(one.generation, one.ticket) for one in invitations} == {(0, HERE)}
 
 
 def waiting(*seats: int) -> Membership:

@@ -259,3 +259,49 @@ def test_two_ranks_become_four_and_then_three_and_take_the_steps_of_one_process(
     assert len(sizes) == 3 and sizes[0][0] == 2 and all(one[-1] == 3 for one in sizes)
     if not at_once:
         assert all(one[-2:] == [4, 3] for one in sizes)
+
+
+TWO_LOST_ONE_COMES = """
+import asyncio, json
+import ray
+import chorusline as cl
+from benchmarks.chaos import Nodes
+
+def where(ctx):
+    return ray.get_runtime_context().get_node_id()
+
+async def until_there_are(session, num):
+    async with asyncio.timeout(90):
+        while len(found := await session.run(where)) != num:
+            await asyncio.sleep(0.2)
+    return found
+
+async def main(nodes):
+    nodes.have(3)
+    async with cl.Session((1, 3), address=nodes.address, max_failures=None) as session:
+        seen = []
+        for num in (3, 1, 2, 3):
+            nodes.have(num)
+            seen.append(await until_there_are(session, num))
+    return seen
+
+nodes = Nodes()
+try:
+    ray.init(nodes.address, log_to_driver=False)
+    seen = asyncio.run(main(nodes))
+finally:
+    ray.shutdown()
+    nodes.close()
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_node_that_comes_after_two_were_lost_is_used_at_once() -> None:
+    """Ray moves what was lost of a placement group only when there is room for all of it."""
+    before, one, two, three = last_line_of(
+        "-c", TWO_LOST_ONE_COMES, timeout_s=280, environment=ENVIRONMENT
+    )
+    assert set(one) < set(before) and set(one) < set(two) < set(three)
+    assert len(set(three)) == 3

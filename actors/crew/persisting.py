@@ -1,0 +1,39 @@
+"""What a session does beside a run, again and again until it has worked.
+
+A run goes on by itself: nobody awaits the fill of an empty seat. If the cluster answers a question
+of it with an error, the seat must not stay empty for that, and the error must not stay unseen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from ..calls import ActorGone
+
+AGAIN_S, AGAIN_AT_MOST_S = 1.0, 30.0
+"""Seconds between two attempts: at first, and at most. It doubles."""
+
+_log = logging.getLogger("chorusline")
+
+
+async def persist(attempt: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Return when an attempt has returned true. Errors are logged; but raises ActorGone at once,
+    since an actor that is gone does not come back.
+
+    what: that has not worked, for the log.
+    """
+    pause_s = AGAIN_S
+    while True:
+        try:
+            if await attempt():
+                return
+        except Exception as error:
+            causes = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+            if all(isinstance(one, ActorGone) for one in causes):
+                raise causes[0] from None
+            why = "; ".join(f"{type(one).__name__}: {one}" for one in causes)
+            _log.warning("%s: it is tried again in %g s, because of %s", what, pause_s, why)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
