@@ -168,6 +168,12 @@ class ActorStore(Store):
     def set(self, key: Data, value: Data) -> None:
         self._call("set", encoded(key, "key"), encoded(value, "value"))
 
+    def post(self, key: Data, value: Data) -> None:
+        with self._lock:
+            if self._cancelled_by is not None:
+                raise fresh_copy(self._cancelled_by)
+        self._actor.store_set.remote(encoded(key, "key"), encoded(value, "value"))
+
     def check(self, keys: Sequence[Data]) -> bool:
         return bool(self._call("check", encoded_keys(keys)))
 

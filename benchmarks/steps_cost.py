@@ -44,7 +44,10 @@ from runtime.data.step_rows import DatasetRows
 from runtime.data.steps import Steps
 from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
-WIDTH, BATCH, NUM_STEPS = 512, 16, 10
+WIDTH, BATCH = 512, 16
+NUM_STEPS = 50
+"""Of an epoch: of fewer, its beginning would be a good part, which costs a training nothing."""
+
 MICRO_BATCHES = 4
 """Of each rank in a step, in the case of the bits."""
 

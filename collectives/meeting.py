@@ -85,7 +85,7 @@ def meet(
 
         place = WatchedStore(f"{attempts}/{number}", store, look)
         place.set_timeout(max(give_up_at - time.monotonic(), 0.001))
-        place.set(f"backend/{rank}", backend.name)
+        place.post(f"backend/{rank}", backend.name)
         try:
             communicator = backend.factory(place, rank, size, device, generation)
         except _GivenUp:

@@ -91,6 +91,11 @@ class Store(ABC):
     def set(self, key: Data, value: Data) -> None:
         """Write `value`, replacing an earlier value."""
 
+    def post(self, key: Data, value: Data) -> None:
+        """As `set`, but may return before the value can be read, and may not raise if it never can
+        be: for a key that others wait for, followed by a call that waits for others."""
+        self.set(key, value)
+
     @abstractmethod
     def check(self, keys: Sequence[Data]) -> bool:
         """Whether all keys exist now."""
@@ -294,6 +299,9 @@ class PrefixStore(Store):
 
     def set(self, key: Data, value: Data) -> None:
         self.store.set(self._key(key), value)
+
+    def post(self, key: Data, value: Data) -> None:
+        self.store.post(self._key(key), value)
 
     def check(self, keys: Sequence[Data]) -> bool:
         return self.store.check(self._keys(keys))

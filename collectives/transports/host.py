@@ -58,7 +58,7 @@ def connect(
             raise
         card["descriptor"] = descriptor
     try:
-        store.set(f"card/{rank}", json.dumps(card))
+        store.post(f"card/{rank}", json.dumps(card))
         cards = [json.loads(c) for c in store.multi_get([f"card/{r}" for r in range(size)])]
         if "failed" in cards[0]:
             raise PeerLost("rendezvous", generation, [0], cards[0]["failed"])

@@ -29,6 +29,10 @@ class StoreContract:
         assert store.get("text") == b"over"
         assert store.num_keys() == before + 4
 
+    def test_what_is_posted_is_found_by_who_waits_for_it(self, store: Store) -> None:
+        store.post("posted", "here")
+        assert store.get("posted", 10) == b"here"
+
     def test_a_key_is_any_bytes_and_a_string_is_its_utf8(self, store: Store) -> None:
         store.set("grüß\n/\0", "1")
         assert store.get("grüß\n/\0".encode()) == b"1"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
 import chorusline as cl
@@ -62,11 +63,14 @@ def train(
     max_norm: float | None = None,
     replicas: int = 2,
     epochs: int = 2,
+    check_every: int | None = None,
+    stream: cl.Stream | None = None,
     scenario: str = "",
 ) -> Told:
     """victims: first ranks that die in the fourth step, in its loop. full: until so many ranks
-    train, the steps are slow. scenario: what else happens, once: a worker dies while it rehearses,
-    or while it comes in; rank 2 dies while one comes in, or when all have agreed to that."""
+    train, the steps are slow. stream: of the samples, of one epoch. scenario: what else happens,
+    once: a worker dies while it rehearses, or while it comes in; the driver dies while it
+    rehearses; rank 2 dies while one comes in, or when all have agreed to that."""
     note(folder, "began")
     is_first = len(noted(folder, "began")) <= full and not noted(folder, "killed")
     seat = ctx.rank if is_first else -1
@@ -91,6 +95,10 @@ def train(
 
     if scenario == "in its rehearsal" and not is_first:
         strike()
+    if scenario == "the driver in the rehearsal" and not is_first and not noted(folder, "struck"):
+        assert recovery is not None
+        note(folder, "struck")
+        ray.kill(recovery._lifeline._driver)
     if scenario == "hangs in its rehearsal" and not is_first and not noted(folder, "struck"):
         note(folder, "struck")
         time.sleep(1000)
@@ -101,7 +109,12 @@ def train(
     optim: Any
     if sharded:
         optim = cl.ZeroRedundancyOptimizer(
-            model, optimizer_class, replicas=replicas, max_norm=max_norm, **options
+            model,
+            optimizer_class,
+            replicas=replicas,
+            max_norm=max_norm,
+            check_every=check_every,
+            **options,
         )
     else:
         optim = optimizer_class(model.parameters(), **options)
@@ -119,7 +132,9 @@ def train(
     for epoch in ctx.epochs(epochs):
         if scenario == "asks the others":
             heard.append((epoch, ctx.reduce(float(os.getpid()), "max")))
-        dataset = data(16 * STEPS_OF_EPOCH)
+        dataset: Any = data(16 * STEPS_OF_EPOCH)
+        if stream is not None:
+            dataset = stream
         for step in ctx.steps(dataset, 16, 3, epoch=epoch):
             if ctx.world_size < full:
                 # Long enough for workers to start, also on a busy machine.

@@ -9,6 +9,7 @@ import pytest
 
 import chorusline as cl
 from tests.references.arriving_runs import STEPS_OF_EPOCH, Told, noted, train
+from tests.references.stepped_training import MODELS
 
 FEW = {"CPU": 0.1}
 _ALONE: dict[Any, Told] = {}
@@ -81,6 +82,69 @@ async def test_what_nobody_can_give_a_worker_lets_all_run_again(
             train, folder=tmp_path, full=3, victims=(1,), scenario="needs a part of its own"
         )
     assert sorted(one.began for one in told) == [2, 2, 2]  # The newcomer has rehearsed before.
+    assert_same(told, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_worker_comes_while_checkpoints_are_written(cluster: None, tmp_path: Path) -> None:
+    alone = await told_alone(tmp_path)
+    kept = tmp_path / "kept"
+    checkpoint = cl.CheckpointConfig(kept, num_to_keep=2, every_n_steps=3)
+    async with cl.Session((1, 3), resources_per_worker=FEW, checkpoint=checkpoint) as session:
+        told = await session.run(train, folder=tmp_path, full=3, victims=(1,))
+    assert_came(told, alone)
+    # The newest one has what the three have ended with: one worker resumes from it.
+    again = cl.CheckpointConfig(kept, num_to_keep=2)
+    async with cl.Session(1, resources_per_worker=FEW, checkpoint=again) as session:
+        resumed = await session.run(train, folder=tmp_path / "alone", replicas=1)
+    assert resumed[0].num_steps < 3, "the epochs were nearly over"
+    assert_same(resumed, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_worker_comes_where_digests_are_compared(cluster: None, tmp_path: Path) -> None:
+    alone = await told_alone(tmp_path, check_every=1)
+    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
+        told = await session.run(train, folder=tmp_path, full=3, victims=(1,), check_every=1)
+    assert_came(told, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_worker_comes_to_the_steps_of_a_stream(cluster: None, tmp_path: Path) -> None:
+    _, data, _ = MODELS["perceptron"]
+    rows = data(16 * STEPS_OF_EPOCH)
+
+    async def run(num_workers: int | tuple[int, int], folder: Path, **options: Any) -> list[Told]:
+        folder.mkdir()
+        with cl.Stream([rows[number] for number in range(len(rows))]) as stream:
+            async with cl.Session(num_workers, resources_per_worker=FEW) as session:
+                return await session.run(train, folder=folder, epochs=1, stream=stream, **options)
+
+    [alone] = await run(1, tmp_path / "alone", replicas=1)
+    assert_came(await run((1, 3), tmp_path / "three", full=3, victims=(1,)), alone)
+
+
+def assert_came(told: list[Told], alone: Told) -> None:
+    """One worker of three came, and the others went on where they were."""
+    assert [one.began for one in told] == [1, 1, 1]
+    assert len([one for one in told if one.num_steps < alone.num_steps]) == 1
+    assert_same(told, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_the_driver_dies_while_a_worker_rehearses(cluster: None, tmp_path: Path) -> None:
+    alone = await told_alone(tmp_path)
+    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
+        told = await session.run(
+            train, folder=tmp_path, full=3, victims=(1,), scenario="the driver in the rehearsal"
+        )
+    assert noted(tmp_path, "struck") and len(told) == 3
+    stayed = [one for one in told if one.num_steps == 2 * STEPS_OF_EPOCH]
+    assert [one.began for one in stayed] == [1, 1], "it rehearses again, and the others go on"
     assert_same(told, alone)
 
 
