@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from ..calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
+from ..driver.driver import Unfit
 from ..messages import RunRequest
 from ..versions import versions_here
 from .persisting import persist
@@ -27,6 +29,9 @@ from .seats import Seats
 NODE_WATCH_S = 1.0
 
 _ANSWER_S = 5.0
+
+_STOP_S, _LOOK_S = 10.0, 0.1
+"""Seconds that a busy worker has to become idle, and between two looks whether it is."""
 
 
 class Recruiter:
@@ -109,7 +114,10 @@ class Recruiter:
                     # Who was starting when the driver before died is known to nobody.
                     for seat in [seat for seat in self._starting if seat in self._workers]:
                         tasks.create_task(self._await_start(seat), name=f"seat-{seat}")
-                    fill(await self._lost_before())
+                    lost_before, busy = await self._sorted_before()
+                    fill(lost_before)
+                    for seat in busy:
+                        tasks.create_task(self._await_idle(seat), name=f"seat-{seat}")
                 known = 0
                 while lost := await self._lost_since(known):
                     known += len(lost)
@@ -125,12 +133,33 @@ class Recruiter:
         lost = await answer(self._driver.lost_workers.remote(self._request.run, known))
         return lost
 
-    async def _lost_before(self) -> list[int]:
-        """Seats whose workers died with the driver before. Idle workers, which it had not put into
-        the run yet, become known to this driver on the way."""
+    async def _sorted_before(self) -> tuple[list[int], list[int]]:
+        """Seats whose workers died with the driver before; and those whose workers rehearsed for
+        it. Idle workers, which it had not put into the run yet, become known to this driver on the
+        way."""
         known = {s: worker for s, worker in self._workers.items() if s not in self._starting}
-        call = self._driver.adopt.remote(known, _ANSWER_S, versions_here())
-        return [unfit.seat for unfit in await answer(call) if unfit.is_gone]
+        unfit = await self._unfit(known, _ANSWER_S)
+        lost = [one.seat for one in unfit if one.is_gone]
+        return lost, [one.seat for one in unfit if one.will_be_idle]
+
+    async def _await_idle(self, seat: int) -> None:
+        """A worker rehearsed for the driver before, and stops: this driver hears of it when it has,
+        or of another one in its seat. If that driver had called it in, it is a rank by now."""
+        worker, give_up_at = {seat: self._workers[seat]}, time.monotonic() + _STOP_S
+        with contextlib.suppress(ActorGone):
+            while time.monotonic() < give_up_at:
+                unfit = await self._unfit(worker, _ANSWER_S)
+                if not unfit or not (unfit[0].is_gone or unfit[0].will_be_idle):
+                    return
+                if unfit[0].is_gone:
+                    break
+                await asyncio.sleep(_LOOK_S)
+            await self._fill(seat)
+
+    async def _unfit(self, workers: Mapping[int, Actor], timeout_s: float) -> tuple[Unfit, ...]:
+        call = self._driver.adopt.remote(dict(workers), timeout_s, versions_here())
+        unfit: tuple[Unfit, ...] = await answer(call)
+        return unfit
 
     async def _await_start(self, seat: int) -> None:
         """As `_fill`, where a worker is on its way to the seat already."""
@@ -177,8 +206,7 @@ class Recruiter:
                 return False
             except NoAnswer:
                 pass  # The driver says what is wrong with it.
-        call = self._driver.adopt.remote({seat: newcomer}, self._request.pause_s, versions_here())
-        if await answer(call):
+        if await self._unfit({seat: newcomer}, self._request.pause_s):
             return False
         self._has_started(seat)
         return True

@@ -53,11 +53,13 @@ doubles."""
 
 @dataclass(frozen=True, slots=True)
 class Unfit:
-    """A worker that cannot take part: it is gone, silent, or still busy with an earlier run."""
+    """A worker that cannot take part: it is gone, silent, or still busy. will_be_idle: it has no
+    rank, or is about to have none."""
 
     seat: int
     is_gone: bool
     reason: str
+    will_be_idle: bool = False
 
 
 class Driver(StoreActor):
@@ -95,12 +97,14 @@ class Driver(StoreActor):
         versions: of the caller, whose functions the workers are to run.
         """
         calls = {seat: worker.snapshot.remote() for seat, worker in workers.items()}
+        ending = messages.WorkerState.REHEARSING, messages.WorkerState.STOPPING
         unfit = []
         for seat, said in (await answers(calls, timeout_s)).items():
             if isinstance(said, ActorGone | NoAnswer):
                 unfit.append(Unfit(seat, isinstance(said, ActorGone), said.detail))
             elif said.state is not messages.WorkerState.IDLE:
-                unfit.append(Unfit(seat, False, f"is still {said.state.value}"))
+                busy = f"is still {said.state.value}"
+                unfit.append(Unfit(seat, False, busy, said.state in ending))
             elif unlike := difference(said.info.versions, versions):
                 unfit.append(Unfit(seat, False, unlike))
             else:
@@ -226,12 +230,12 @@ class Driver(StoreActor):
         """A node or a worker was told to go; its ranks leave the run first. who: the id."""
         if self._run != run:
             return
+        # The notice comes again: if the ranks could not go on now, perhaps they can then.
         ranks = [
             info.worker_id
             for info, state in self._membership.snapshot(0).members
             if state is messages.MemberState.RUNNING
         ]
-        # The notice comes again: if the ranks could not go on now, perhaps they can then.
         said = await self.readiness(run, ranks)
         can_end = Readiness.NOT_YET not in said
         self._report(run, events.Leaving(who, why, can_end, self._num_ready))
