@@ -5,6 +5,7 @@
     │   └── PeerLost
     │       └── WorkerLost     a worker's process is gone, as the caller of run() sees it
     ├── StartupError           the workers cannot be placed, or did not start
+    │   └── NoCluster          there is no cluster on which they could start
     ├── Interrupted            the caller had all ranks stop, between two steps
     ├── RankFailed             a rank raised something that cannot be rebuilt in this process
     ├── DriverLost             the driver actor is gone; the workers may live
@@ -52,6 +53,11 @@ class StartupError(ChoruslineError):
 
     def __str__(self) -> str:
         return f"{self.what}: {self.detail}"
+
+
+class NoCluster(StartupError):
+    """There is no cluster on which workers could start. Its text is all that a person needs: no
+    frame of the program has to do with it."""
 
 
 class RankFailed(ChoruslineError):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
+from actors.errors import NoCluster
 from collectives.contract.errors import ChoruslineError
 
 from ..session import connecting
@@ -75,15 +75,14 @@ def _at(name: str, address: str | None, act: Callable[[Session], Awaitable[None]
 
     try:
         if not was_connected:
-            connecting.join(
-                address or os.environ.get("RAY_ADDRESS") or "auto",
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
+            connecting.join(address, log_to_driver=False, logging_level=logging.WARNING)
         asyncio.run(main())
         return 0
     except KeyboardInterrupt:
         return INTERRUPTED
+    except NoCluster as error:
+        print(error, file=sys.stderr)
+        return 1
     except (ChoruslineError, ConnectionError, RuntimeError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import os
 import re
 import sys
-import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,7 @@ from ..tracking.named import checked_trackers
 from ..tracking.tracker import Tracker
 from .arguments import keywords
 from .detached import AFTER_RUN_S, begin, print_results
-from .script import INTERRUPTED, below, on_ranks
+from .script import INTERRUPTED, below, on_ranks, print_error
 
 
 class WrongUsage(Exception):
@@ -61,18 +59,13 @@ def run_function(script: Path, name: str, options: argparse.Namespace, words: li
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
     except ChoruslineError as error:
-        _print_error(error)
+        print_error(error)
         return 1
     except WrongUsage:
         raise
     except Exception as error:
-        _print_error(error, below(script, error.__traceback__))
+        print_error(error, below(script, error.__traceback__))
         return 1
-
-
-def _print_error(error: BaseException, trace: Any = None) -> None:
-    """Print the error and its causes. trace: the frames of the user's code, if there are any."""
-    traceback.print_exception(error.with_traceback(trace))
 
 
 def _module(script: Path) -> ModuleType:
@@ -113,13 +106,13 @@ def _checkpoints(options: argparse.Namespace) -> CheckpointConfig | None:
     )
 
 
-def _session(options: argparse.Namespace, address: str | None, **more: Any) -> Session:
+def _session(options: argparse.Namespace, **more: Any) -> Session:
     return Session(
         options.workers,
         use_gpu=options.gpu,
         timeout_s=options.timeout,
         startup_timeout_s=options.startup_timeout,
-        address=address,
+        address=options.address,
         env_vars=dict(options.env),
         checkpoint=_checkpoints(options),
         **more,
@@ -134,10 +127,8 @@ def _detached_session(script: Path, options: argparse.Namespace) -> Session:
         check_name(name, True)
     except ValueError as error:
         raise WrongUsage(f"--name: {error}") from None
-    # A cluster that would start here ends with this program.
-    address = options.address or os.environ.get("RAY_ADDRESS") or "auto"
     of_run = {"idle_timeout_s": AFTER_RUN_S, "log_to_driver": False}
-    return _session(options, address, name=name, detached=True, **of_run)
+    return _session(options, name=name, detached=True, **of_run)
 
 
 async def _run(
@@ -147,7 +138,7 @@ async def _run(
     trackers: tuple[Tracker, ...],
 ) -> int:
     progress = Progress()
-    session = _session(options, options.address, progress=progress, trackers=trackers)
+    session = _session(options, progress=progress, trackers=trackers)
     with progress:
         async with session:
             results = await session.run(function, **arguments)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import traceback
 import uuid
 from pathlib import Path
 
 from ..program.plain_script import PlainScript, run_plain_script
 from ..session.session import Session
-from .script import below, on_ranks
+from .script import below, on_ranks, print_error
 
 
 def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
@@ -21,8 +20,7 @@ def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
     try:
         return on_ranks(lambda: asyncio.run(_run(script, options)))
     except Exception as error:
-        trace = below(Path(script.path), error.__traceback__)
-        traceback.print_exception(error.with_traceback(trace))
+        print_error(error, below(Path(script.path), error.__traceback__))
         return 1
 
 

@@ -25,7 +25,7 @@ def run_script(script: Path, args: Sequence[str]) -> int:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        traceback.print_exception(error.with_traceback(below(script, error.__traceback__)))
+        print_error(error, below(script, error.__traceback__))
         return 1
     return 0
 
@@ -41,6 +41,17 @@ def on_ranks(act: Callable[[], int]) -> int:
         if error.code == TERMINATED:
             print("Terminated: all ranks were stopped.", file=sys.stderr)
         raise
+
+
+def print_error(error: BaseException, trace: TracebackType | None = None) -> None:
+    """Print the error and its causes; a NoCluster in one line. trace: the frames of the user's
+    code, if there are any."""
+    from actors.errors import NoCluster  # Not above: `--help` answers without Ray.
+
+    if isinstance(error, NoCluster):
+        print(error, file=sys.stderr)
+        return
+    traceback.print_exception(error.with_traceback(trace))
 
 
 def below(script: Path, trace: TracebackType | None) -> TracebackType | None:

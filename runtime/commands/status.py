@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -46,11 +45,7 @@ def show_status(session: str | None, address: str | None, once: bool) -> int:
     was_connected = ray.is_initialized()
     try:
         if not was_connected:
-            connecting.join(
-                address or os.environ.get("RAY_ADDRESS") or "auto",
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
+            connecting.join(address, log_to_driver=False, logging_level=logging.WARNING)
         return asyncio.run(_show(session, console, once or not console.is_interactive))
     except KeyboardInterrupt:
         return 0

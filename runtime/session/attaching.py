@@ -32,7 +32,7 @@ def attach(
     Both raise StartupError if there is no such session.
     """
     session = Session(
-        address=address or "auto",
+        address=address,
         on_report=on_report,
         live_view=live_view,
         progress=progress,

@@ -12,39 +12,44 @@ from typing import Any
 
 import ray
 
-from actors.errors import StartupError
+from actors.errors import NoCluster, StartupError
 
 from ..notebook import in_kernel
 from ..process.running import is_running
+from .detached.standing import needs_cluster
 from .interrupts import show_in_one_line
 
 _CONNECT_S = 5.0  # for a TCP connection to the cluster's head
 
 
-def connect(address: str | None, log_to_driver: bool = True) -> bool:
+def connect(address: str | None, log_to_driver: bool = True, *, may_start: bool = True) -> bool:
     """Connect this process to Ray; return True if it started a local cluster, which the caller
     must stop.
 
     An existing connection is used first; else `address`; else RAY_ADDRESS (set in each Ray job);
-    else a new cluster on this machine.
+    else a new cluster on this machine, or, without may_start, the one that runs here.
 
     It blocks the calling thread for seconds: Ray installs its SIGTERM handler only from the main
     thread, and a start in another thread could not be cancelled.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
-        return _connect(address, log_to_driver)
+        return _connect(address, log_to_driver, may_start)
     finally:
         _restore_sigterm(before)
         show_in_one_line()
 
 
-def would_be_local(address: str | None) -> bool:
-    """Whether the cluster that `connect` would connect to ends with this process."""
+def check_stays(name: str, address: str | None) -> None:
+    """Raise NoCluster if the cluster for the detached session `name` would end with this process:
+    this process has started it, or address says that it should."""
+    is_ours = (address or os.environ.get("RAY_ADDRESS")) == "local"
     if ray.is_initialized():
         node: Any = ray._private.worker._global_node  # No public call says who has started it.
-        return bool(node is not None and node.head)
-    return (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
+        is_ours = node is not None and node.head
+    if is_ours:
+        show_in_one_line()
+        raise needs_cluster(name)
 
 
 def _check_not_on_a_rank() -> None:
@@ -56,23 +61,29 @@ def _check_not_on_a_rank() -> None:
         )
 
 
-def _connect(address: str | None, log_to_driver: bool) -> bool:
+def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
     _check_not_on_a_rank()
     if ray.is_initialized():
         return False
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    address = address or os.environ.get("RAY_ADDRESS") or ("local" if may_start else "auto")
     options: dict[str, Any] = {"log_to_driver": log_to_driver}
     if in_kernel():  # A notebook shows what Ray says of the connection as if it were an error.
         options["logging_level"] = logging.WARNING
-    if address == "local":
+    if address == "local" and may_start:
         ray.init(address="local", include_dashboard=False, **options)
         return True
-    join(address, **options)
+    join(address, may_start=may_start, **options)
     return False
 
 
-def join(address: str, **options: Any) -> None:
-    """Connect to a running cluster. options: those of ray.init. Raises StartupError."""
+def join(address: str | None, *, may_start: bool = False, **options: Any) -> None:
+    """Connect to a running cluster. Raises StartupError; NoCluster if there is none.
+
+    address: host:port; "auto" for the cluster of this machine; None for RAY_ADDRESS, or "auto".
+    may_start: whether the caller could have started a cluster, which an error then mentions.
+    options: those of ray.init.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
     if "://" in address:
         raise StartupError(
             f"address={address!r}",
@@ -80,14 +91,9 @@ def join(address: str, **options: Any) -> None:
             "From outside, submit the script: ray job submit --address ... -- python ...",
         )
     try:
-        _check_reachable(address)
-        ray.init(address=address, **options)
+        ray.init(address=_reached(address), **options)
     except OSError as error:  # Ray's ConnectionError is an OSError.
-        raise StartupError(
-            f"no Ray cluster answers at {address!r}",
-            f"{error}. Start one with `ray start --head`, correct address or RAY_ADDRESS, or leave "
-            "both out to have a local cluster started",
-        ) from error
+        raise no_cluster(address, error.strerror or str(error), may_start) from None
     except RuntimeError as error:
         if "ersion mismatch" not in str(error):
             raise
@@ -96,6 +102,22 @@ def join(address: str, **options: Any) -> None:
             f"{' '.join(str(error).split())} Use the cluster's Python and Ray here (its image, or "
             "a job that runs on it), or start the cluster with these",
         ) from None
+
+
+def no_cluster(address: str, reason: str, may_start: bool) -> NoCluster:
+    """reason: why `address` could not be connected to. may_start: as of `join`."""
+    or_ours = "; without an address the session starts a cluster of its own" if may_start else ""
+    if address == "auto":
+        return NoCluster(
+            "no Ray cluster runs on this machine",
+            "start one with `ray start --head`, or name one that runs elsewhere, host:6379, as "
+            f"address=, as --address of a command, or in RAY_ADDRESS{or_ours}",
+        )
+    return NoCluster(
+        f"no Ray cluster answers at {address!r} ({reason})",
+        "start one there with `ray start --head`, or correct address=, --address or RAY_ADDRESS; "
+        f"'auto' is the cluster of this machine{or_ours}",
+    )
 
 
 def _restore_sigterm(before: Any) -> None:
@@ -115,8 +137,14 @@ def _end_by_signal(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _check_reachable(address: str) -> None:
-    """Fail at once where nothing listens: Ray itself retries for minutes."""
+def _reached(address: str) -> str:
+    """The address of the cluster, as host:port. Raises OSError at once where nothing listens: Ray
+    itself tries again for a minute, also with the address that a cluster has left behind which was
+    killed."""
+    if address == "auto":
+        address = ray._private.services.canonicalize_bootstrap_address("auto") or ""
     host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    if not (host and port.isdigit()):
+        raise OSError("an address is host:port")
+    socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    return address

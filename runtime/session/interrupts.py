@@ -1,4 +1,5 @@
-"""Ctrl-C in a script: one line, where Python would print forty of ours and of asyncio's."""
+"""Ctrl-C in a script, and a cluster that is not there: one line, where Python would print forty of
+ours and of asyncio's."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from actors.errors import NoCluster
+
 
 def show_in_one_line() -> None:
     """From now on a KeyboardInterrupt that nobody catches, and that came while a session was at
     work, ends this process with one line and status 130, as a shell reports SIGINT. The user's
     `except` and `finally` have run before. A note of the cancelled run takes the place of the line:
-    that of a detached session goes on. Any other exception is for the hook that is there."""
+    that of a detached session goes on. A NoCluster is one line as well, and status 1. Any other
+    exception is for the hook that is there."""
     before = sys.excepthook
     if getattr(before, "__module__", "") == __name__:
         return
@@ -26,6 +30,8 @@ def show_in_one_line() -> None:
             # Python's own end by SIGINT is lost where an exit handler, such as Ray's, evaluates
             # code: then the status would be 1.
             sys.exit(128 + signal.SIGINT)
+        elif isinstance(error, NoCluster):
+            print(error, file=sys.stderr)  # noqa: T201
         else:
             before(kind, error, trace)
 

@@ -26,7 +26,7 @@ from ..tracking.tracker import Tracker
 from ..tracking.tracking import Tracking
 from . import connecting, placement
 from .detached.face import Face
-from .detached.standing import IDLE_TIMEOUT_S, check_name, needs_cluster
+from .detached.standing import IDLE_TIMEOUT_S, check_name
 from .holding import Holding
 from .options import (
     DEFAULT,
@@ -98,7 +98,7 @@ class Session(Holding):
     startup_timeout_s: deadline for placing the workers, also while an autoscaler starts nodes for
         them, and again for starting them.
     address: of a running cluster; default RAY_ADDRESS; without both the session starts a local
-        cluster, and `close` stops it.
+        cluster, and `close` stops it; a detached one takes the cluster of this machine ("auto").
     on_report: called in this process's event loop with each Report of each rank.
     live_view: in a notebook, show the ranks and plots of their reports while a function runs.
     progress: elsewhere, show on stderr how far a run is, as bars on a terminal and as lines in a
@@ -230,10 +230,12 @@ class Session(Holding):
     async def _start(self) -> None:
         try:
             is_new = bool(self._detached_name) and not self._is_attached
-            if is_new and connecting.would_be_local(self._address):
-                raise needs_cluster(self._detached_name)
+            if is_new:
+                connecting.check_stays(self._detached_name, self._address)
             with told_if_slow("Ray: a cluster that starts here, or the answer of one that runs"):
-                self._is_local = connecting.connect(self._address, self._log_to_driver)
+                self._is_local = connecting.connect(
+                    self._address, self._log_to_driver, may_start=not self._detached_name
+                )
             if self._detached_name:
                 await self._take_face()
                 return

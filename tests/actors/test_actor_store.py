@@ -149,6 +149,7 @@ def test_many_waiters_do_not_keep_the_store_from_answering(actor: Any, store: Ac
     [
         errors.WorkerLost("run", 3, [1], "worker in seat 1 (pid 5): SIGKILL"),
         errors.StartupError("num_workers=9", "the cluster has CPU 4"),
+        errors.NoCluster("no Ray cluster runs on this machine", "start one"),
         errors.RankFailed(1, 3, "SystemExit: 2"),
         errors.DriverLost(0, "SIGKILL"),
         errors.HeadLost(0, "it takes no connections"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from actors.errors import StartupError
+from actors.errors import NoCluster, StartupError
 from actors.messages import WorkerSnapshot
 
 IDLE_TIMEOUT_S = 1800.0
@@ -125,10 +125,9 @@ def not_found(name: str, others: list[str]) -> StartupError:
     )
 
 
-def needs_cluster(name: str) -> StartupError:
-    return StartupError(
+def needs_cluster(name: str) -> NoCluster:
+    return NoCluster(
         f"the session {name!r} cannot be detached here",
-        "the cluster would be started by this program, and end with it. Start one that stays, with "
-        "`ray start --head`, and make Session(..., address='auto') or set RAY_ADDRESS=auto; "
-        "`ray stop` ends it",
+        "the cluster is one that this program starts, and ends with it; start one that stays, with "
+        "`ray start --head`, and connect to that one first, by address='auto'",
     )
