@@ -63,9 +63,10 @@ def main() -> None:
     arguments.add_argument(
         "--patience", type=float, default=Size.patience_s, help="seconds without a step"
     )
+    arguments.add_argument("--keep", help="a folder for what the trainings print")
     args = arguments.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # By way of `finally`.
-    size = Size(args.workers, args.samples, args.patience)
+    size = Size(args.workers, args.samples, args.patience, args.keep)
     rows, notes = [], []
     figures: dict[str, Any] = {}
     kinds = args.kinds.split(",")

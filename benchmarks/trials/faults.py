@@ -25,6 +25,7 @@ KINDS = {
     "exception": "one rank raises an exception in its training function",
 }
 
+_DEADLY = ("kill", "two", "again", "newcomer", "drain")
 _STOPPED_S = 3.0
 _PERIOD_S = 0.06
 _NEWCOMER_S = 60.0
@@ -32,7 +33,9 @@ _GRACE_S = 5.0
 
 
 class Target(Protocol):
-    """A training under way, as the faults see it."""
+    """A training under way, as the faults see it. num_workers: that it began with."""
+
+    num_workers: int
 
     def ranks(self) -> Collection[int]:
         """The living ranks, by pid."""
@@ -87,7 +90,7 @@ def strike(fault: Fault, target: Target) -> list[int]:
     """Carry a fault out; returns the pids that were struck."""
     if fault.kind == "coordinator":
         return [pid for pid in target.coordinators() if _send(pid, signal.SIGKILL)]
-    before = sorted(target.ranks())
+    before = _struck_among(fault, target)
     if not before:
         return []
     first = before[int(fault.first * len(before))]
@@ -98,7 +101,7 @@ def strike(fault: Fault, target: Target) -> list[int]:
             _send(first, signal.SIGKILL)
         case "two" | "again":
             _send(first, signal.SIGKILL)
-            if len(before) > 2:  # Somebody has to be left.
+            if len(before) > 2:
                 time.sleep(fault.delay_s if fault.kind == "again" else 0.0)
                 _send(second, signal.SIGKILL)
                 return [first, second]
@@ -127,6 +130,18 @@ def strike(fault: Fault, target: Target) -> list[int]:
         case "exception":
             target.plant(first)
     return [first]
+
+
+def _struck_among(fault: Fault, target: Target) -> list[int]:
+    """The living ranks, in order. Nobody ends the last one of several: that of all at once is
+    another fault, and systems without a copy elsewhere rightly end with it."""
+    fewest = 2 if fault.kind in _DEADLY and target.num_workers > 1 else 1
+    gives_up_at = time.monotonic() + _NEWCOMER_S
+    while len(living := sorted(target.ranks())) < fewest:
+        if time.monotonic() > gives_up_at:
+            return []
+        time.sleep(0.02)
+    return living
 
 
 def _strike_newcomer(target: Target, before: set[int]) -> list[int]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,11 +33,13 @@ Line = tuple[float, str, int, int, int]
 
 @dataclass(frozen=True)
 class Size:
-    """Of every training of a table. patience_s: without a step, until a training hangs."""
+    """Of every training of a table. patience_s: without a step, until a training hangs. keep: a
+    folder for what the trainings print."""
 
     workers: int = 3
     samples: int = 1200
     patience_s: float = 90.0
+    keep: str | None = None
 
 
 @dataclass
@@ -99,19 +103,27 @@ def seconds_to_new(lines: Sequence[Line], at: float) -> float | None:
     return next((when - at for when, number in steps if number >= newest + 2), None)
 
 
+def last_words(output: str) -> str:
+    """The last line of an output that is an error, or else its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or [""]
+    errors = [line for line in lines if re.match(r"(\[.*\] ?)?[\w.]*[A-Z]\w+: ", line)]
+    return (errors or lines)[-1][:300]
+
+
 class Run:
     """One training under way. A Target of faults."""
 
     def __init__(self, system: System, workload: Workload, patience_s: float) -> None:
         self.workload = workload
+        self.num_workers = workload.num_workers
         self._system = system
         self._patience_s = patience_s
         self._mark = uuid.uuid4().hex
         self._enclosure = Enclosure(workload.disk)
         self._files: dict[Path, int] = {}
         self.lines: list[Line] = []
-        self._output = Path(workload.folder) / "output"
-        self._log = self._output.open("wb")
+        self.output = Path(workload.folder) / "output"
+        self._log = self.output.open("wb")
         self.process = subprocess.Popen(
             self._enclosure.command(system.command(workload)),
             env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1"},
@@ -192,8 +204,8 @@ class Run:
             trial.left += [command[:60] for _, command in _marked(self._mark)]
             trial.left += self._enclosure.left()
         if trial.exit_code:
-            text = self._output.read_text(errors="replace")
-            trial.said = ([line for line in text.splitlines() if line.strip()] or [""])[-1][:200]
+            text = self.output.read_text(errors="replace")
+            trial.said = last_words(text)
             trial.is_told = "exception" in trial.struck and PLANTED in text
         steps = [at for at, word, *_ in self.look() if word == "step"]
         trial.seconds = steps[-1] - steps[0] if steps else 0.0
@@ -250,7 +262,7 @@ def _marked(mark: str) -> list[tuple[int, str]]:
 
 
 @contextlib.contextmanager
-def running(system: System, size: Size) -> Iterator[Run]:
+def running(system: System, seed: int, size: Size) -> Iterator[Run]:
     with tempfile.TemporaryDirectory() as folder:
         workload = Workload(folder, size.workers, size.samples)
         run = Run(system, workload, size.patience_s)
@@ -258,12 +270,16 @@ def running(system: System, size: Size) -> Iterator[Run]:
             yield run
         finally:
             run.close()
+            if size.keep is not None:
+                place = Path(size.keep) / f"{system.name}-{seed}-{time.time():.0f}.txt"
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(run.output, place)
 
 
 def play(system: System, seed: int, faults: Sequence[Fault], size: Size) -> Trial:
     """One training to its end, and these faults on its way."""
     trial = Trial(seed)
-    with running(system, size) as run:
+    with running(system, seed, size) as run:
         for fault in faults:
             number = int(fault.at * run.workload.num_steps)
             if not run.wait_for(max(1, number, run.newest() + 2)):
@@ -285,13 +301,15 @@ def storm(
     its first step, or cut_s have; and a kill of one rank every so many. every_s 0: none."""
     trial, plain = Trial(seed), Workload("")
     steps = seconds / plain.batch_s
-    endless = Size(size.workers, int(steps) * size.workers * plain.batch, size.patience_s)
-    with running(system, endless) as run:
+    endless = replace(size, samples=int(steps) * size.workers * plain.batch)
+    with running(system, seed, endless) as run:
         run.wait_for(1)
         begun = time.monotonic()
         kills = draw(seed, int(seconds / every_s), ["kill"]) if every_s else []
         for number, kill in enumerate(kills, 1):
             _sleep_until(begun + number * every_s, run)
+            if run.process.poll() is not None:
+                break
             run.strike(kill, trial)
         _sleep_until(begun + (cut_s or seconds), run)
         if run.process.poll() is None:

@@ -58,5 +58,5 @@ def test_a_training_goes_on_and_makes_the_next_checkpoint(ranks_of, tmp_path):
 def test_the_run_raises_if_its_last_checkpoint_failed(ranks_of, tmp_path):
     place = tmp_path / "place"
     place.mkdir()
-    with pytest.raises(AssertionError, match="CheckpointWriteFailed.*step-00000006.*not written"):
+    with pytest.raises(AssertionError, match=r"CheckpointWriteFailed.*step-00000006.*not written"):
         ranks_of(2).run(_train, place, False)

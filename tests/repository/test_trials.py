@@ -13,12 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.trials import enclosure
+from benchmarks.trials import enclosure, faults
 from benchmarks.trials.check import goodput
 from benchmarks.trials.enclosure import Enclosure
 from benchmarks.trials.faults import KINDS, Fault, draw, is_alive, strike
 from benchmarks.trials.systems import SYSTEMS, System
-from benchmarks.trials.trial import Size, Trial, play, seconds_to_new, storm, taken_again
+from benchmarks.trials.trial import (
+    Size,
+    Trial,
+    last_words,
+    play,
+    seconds_to_new,
+    storm,
+    taken_again,
+)
 from benchmarks.trials.workload import PLANTED, Ledger, Workload, judged
 
 
@@ -86,12 +94,12 @@ def test_steps_that_are_taken_again_are_counted_once_each() -> None:
 
 def test_a_seed_draws_the_same_faults_again() -> None:
     for seed in range(50):
-        faults = draw(seed, 5, list(KINDS))
-        assert faults == draw(seed, 5, list(KINDS))
-        assert [one.at for one in faults] == sorted(one.at for one in faults)
-        assert all(0.05 <= one.at < 0.9 for one in faults)
-    drawn = {one.kind for seed in range(50) for one in draw(seed, 5, list(KINDS))}
-    assert drawn == set(KINDS)
+        drawn = draw(seed, 5, list(KINDS))
+        assert drawn == draw(seed, 5, list(KINDS))
+        assert [one.at for one in drawn] == sorted(one.at for one in drawn)
+        assert all(0.05 <= one.at < 0.9 for one in drawn)
+    kinds = {one.kind for seed in range(50) for one in draw(seed, 5, list(KINDS))}
+    assert kinds == set(KINDS)
 
 
 def test_only_the_last_fault_of_a_trial_is_an_exception() -> None:
@@ -114,10 +122,17 @@ def test_goodput_is_told_in_samples_that_counted(tmp_path: Path) -> None:
     assert goodput(struck, quiet) == 0.25
 
 
+def test_of_an_output_the_last_error_is_quoted() -> None:
+    text = "Traceback:\n  File x\nchorusline.StateLost: ranges 0:5 are gone\nraised by rank 2\n\n"
+    assert last_words(text) == "chorusline.StateLost: ranges 0:5 are gone"
+    assert last_words("one\ntwo\n\n") == "two"
+
+
 class Sleepers:
     """Processes that do nothing, in the place of a training."""
 
     def __init__(self, number: int) -> None:
+        self.num_workers = number
         self.processes = [subprocess.Popen(["sleep", "60"]) for _ in range(number)]
         self.planted: list[int] = []
 
@@ -171,6 +186,16 @@ def test_two_are_struck_where_somebody_is_left(sleepers: Sleepers) -> None:
     wait_for(2, sleepers)
     assert len(strike(fault("two"), sleepers)) == 1
     wait_for(1, sleepers)
+
+
+def test_the_last_of_several_is_not_struck(
+    sleepers: Sleepers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_NEWCOMER_S", 0.2)
+    strike(fault("two"), sleepers)
+    wait_for(1, sleepers)
+    assert strike(fault("kill"), sleepers) == []
+    assert len(sleepers.ranks()) == 1
 
 
 def test_of_three_two_are_struck_at_once(sleepers: Sleepers) -> None:
