@@ -7,9 +7,10 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 KINDS = {
     "kill": "SIGKILL of one rank",
@@ -18,12 +19,34 @@ KINDS = {
     "newcomer": "SIGKILL of one rank, and of the first process that comes for it",
     "stop": "SIGSTOP of one rank for 3 s, then SIGCONT",
     "throttle": "one rank is stopped for half of each 60 ms, for 3 s",
+    "drain": "SIGTERM of one rank, as a scheduler that takes a machine back, and SIGKILL 5 s later",
     "coordinator": "SIGKILL of the process that coordinates the ranks",
+    "disk": "the disk with the checkpoints is full for 3 s",
+    "exception": "one rank raises an exception in its training function",
 }
 
+_DEADLY = ("kill", "two", "again", "newcomer", "drain")
 _STOPPED_S = 3.0
 _PERIOD_S = 0.06
 _NEWCOMER_S = 60.0
+_GRACE_S = 5.0
+
+
+class Target(Protocol):
+    """A training under way, as the faults see it. num_workers: that it began with."""
+
+    num_workers: int
+
+    def ranks(self) -> Collection[int]:
+        """The living ranks, by pid."""
+
+    def coordinators(self) -> Collection[int]: ...
+
+    def full_disk(self) -> contextlib.AbstractContextManager[None]:
+        """The disk with its checkpoints takes nothing in here."""
+
+    def plant(self, pid: int) -> None:
+        """That process raises an exception before its next batch."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +64,18 @@ class Fault:
 def draw(seed: int, number: int, kinds: Sequence[str]) -> list[Fault]:
     """The faults of one trial, in their order."""
     rng = random.Random(seed)
+    # An exception ends the training of some systems, rightly: only the last fault can be one.
+    rest = [kind for kind in kinds if kind != "exception"] or list(kinds)
     drawn = [
-        Fault(rng.choice(kinds), rng.random(), rng.random(), rng.random(), rng.random() / 2)
-        for _ in range(number)
+        Fault(
+            rng.choice(kinds if one == number - 1 else rest),
+            *(rng.random(), rng.random(), rng.random(), rng.random() / 2),
+        )
+        for one in range(number)
     ]
     # The last tenth is left alone: what strikes when all is over strikes nothing.
     places = sorted(0.05 + 0.85 * fault.at for fault in drawn)
-    return [
-        Fault(fault.kind, at, fault.first, fault.second, fault.delay_s)
-        for fault, at in zip(drawn, places, strict=True)
-    ]
+    return [replace(fault, at=at) for fault, at in zip(drawn, places, strict=True)]
 
 
 def is_alive(pid: int) -> bool:
@@ -61,19 +86,28 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def strike(
-    fault: Fault, ranks: Callable[[], Collection[int]], coordinators: Callable[[], Collection[int]]
-) -> list[int]:
-    """Carry a fault out; returns the pids that were struck. ranks: the living ones, by pid."""
+def strike(fault: Fault, target: Target) -> list[int]:
+    """Carry a fault out; returns the pids that were struck."""
     if fault.kind == "coordinator":
-        return [pid for pid in coordinators() if _send(pid, signal.SIGKILL)]
-    before = sorted(ranks())
+        return [pid for pid in target.coordinators() if _send(pid, signal.SIGKILL)]
+    before = _struck_among(fault, target)
     if not before:
         return []
     first = before[int(fault.first * len(before))]
     others = [pid for pid in before if pid != first] or [first]
     second = others[int(fault.second * len(others))]
     match fault.kind:
+        case "kill":
+            _send(first, signal.SIGKILL)
+        case "two" | "again":
+            _send(first, signal.SIGKILL)
+            if len(before) > 2:
+                time.sleep(fault.delay_s if fault.kind == "again" else 0.0)
+                _send(second, signal.SIGKILL)
+                return [first, second]
+        case "newcomer":
+            _send(first, signal.SIGKILL)
+            return [first, *_strike_newcomer(target, set(before))]
         case "stop":
             _send(first, signal.SIGSTOP)
             time.sleep(_STOPPED_S)
@@ -84,20 +118,40 @@ def strike(
                 time.sleep(_PERIOD_S / 2)
                 _send(first, signal.SIGCONT)
                 time.sleep(_PERIOD_S / 2)
-        case _:
+        case "drain":
+            _send(first, signal.SIGTERM)
+            gives_up_at = time.monotonic() + _GRACE_S
+            while is_alive(first) and time.monotonic() < gives_up_at:
+                time.sleep(0.05)
             _send(first, signal.SIGKILL)
-    if fault.kind in ("two", "again") and len(before) > 2:
-        time.sleep(fault.delay_s if fault.kind == "again" else 0.0)
-        _send(second, signal.SIGKILL)
-        return [first, second]
-    if fault.kind == "newcomer":
-        gives_up_at = time.monotonic() + _NEWCOMER_S
-        while time.monotonic() < gives_up_at:
-            if came := sorted(set(ranks()) - set(before)):
-                _send(came[0], signal.SIGKILL)
-                return [first, came[0]]
-            time.sleep(0.01)
+        case "disk":
+            with target.full_disk():
+                time.sleep(_STOPPED_S)
+        case "exception":
+            target.plant(first)
     return [first]
+
+
+def _struck_among(fault: Fault, target: Target) -> list[int]:
+    """The living ranks, in order. Nobody ends the last one of several: that of all at once is
+    another fault, and systems without a copy elsewhere rightly end with it."""
+    fewest = 2 if fault.kind in _DEADLY and target.num_workers > 1 else 1
+    gives_up_at = time.monotonic() + _NEWCOMER_S
+    while len(living := sorted(target.ranks())) < fewest:
+        if time.monotonic() > gives_up_at:
+            return []
+        time.sleep(0.02)
+    return living
+
+
+def _strike_newcomer(target: Target, before: set[int]) -> list[int]:
+    gives_up_at = time.monotonic() + _NEWCOMER_S
+    while time.monotonic() < gives_up_at:
+        if came := sorted(set(target.ranks()) - before):
+            _send(came[0], signal.SIGKILL)
+            return [came[0]]
+        time.sleep(0.01)
+    return []
 
 
 def _send(pid: int, number: signal.Signals) -> bool:

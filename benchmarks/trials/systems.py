@@ -6,6 +6,7 @@ To add one, write a program that takes a Workload (workload.py) as its last argu
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +20,23 @@ _HERE = Path(__file__).parent
 @dataclass(frozen=True)
 class System:
     """command: that trains a workload. is_coordinator: whether a process coordinates the ranks, by
-    its command line and whether it is the command's own process."""
+    its command line and whether it is the command's own process. needs: a module that is not among
+    our extras."""
 
     name: str
     command: Callable[[Workload], list[str]]
     is_coordinator: Callable[[str, bool], bool]
+    needs: str = ""
+
+    def why_not(self) -> str | None:
+        """The reason why this system cannot run here; None if it can."""
+        if not self.needs:
+            return None
+        command = [sys.executable, "-c", f"import {self.needs}"]
+        tried = subprocess.run(command, capture_output=True, text=True)
+        if not tried.returncode:
+            return None
+        return f"`import {self.needs}` ends with {tried.stderr.strip().splitlines()[-1]}"
 
 
 def _ours(way: str) -> Callable[[Workload], list[str]]:
@@ -33,6 +46,8 @@ def _ours(way: str) -> Callable[[Workload], list[str]]:
 
 def _torchrun(workload: Workload) -> list[str]:
     return [
+        # Otherwise the ranks of a restart read the addresses of those before: pytorch#135712.
+        *("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(workload.num_workers), "--max-restarts", "1000"),
         *("--monitor-interval", "0.1"),
@@ -40,16 +55,16 @@ def _torchrun(workload: Workload) -> list[str]:
     ]
 
 
-def _ray_train(workload: Workload) -> list[str]:
-    return [sys.executable, str(_HERE / "with_ray_train.py"), workload.as_json()]
-
-
-def _torchft(workload: Workload) -> list[str]:
-    return [sys.executable, str(_HERE / "with_torchft.py"), workload.as_json()]
+def _program(name: str) -> Callable[[Workload], list[str]]:
+    return lambda workload: [sys.executable, str(_HERE / name), workload.as_json()]
 
 
 def _is_driver(command: str, is_root: bool) -> bool:
     return command.startswith("ray::Driver")
+
+
+def _is_controller(command: str, is_root: bool) -> bool:
+    return command.startswith("ray::TrainController")
 
 
 SYSTEMS = {
@@ -58,12 +73,14 @@ SYSTEMS = {
         System("chorusline zero", _ours("zero"), _is_driver),
         System("chorusline plain", _ours("plain"), _is_driver),
         System("chorusline steps", _ours("steps"), _is_driver),
-        System(
-            "ray-train checkpoints",
-            _ray_train,
-            lambda command, is_root: command.startswith("ray::TrainController"),
-        ),
+        System("ray-train checkpoints", _program("with_ray_train.py"), _is_controller),
+        System("ray-train torchft", _program("with_ray_torchft.py"), _is_controller, "torchft"),
         System("torchrun checkpoints", _torchrun, lambda command, is_root: is_root),
-        System("torchft", _torchft, lambda command, is_root: is_root),
+        System(
+            "torchft",
+            _program("with_torchft.py"),
+            lambda command, is_root: "with_torchft.py lighthouse" in command,
+            "torchft",
+        ),
     )
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def _shard(ctx: cl.Context, workload: Workload, model: Any, optim: Any, epoch: i
     along: list[Any] = [optim] if is_plain else []
     with cl.Join(joined, divide_by_initial_world_size=False, step_along=along):
         for numbers in ctx.shard(range(workload.num_samples), workload.batch, epoch=epoch):
-            time.sleep(workload.batch_s)
+            workload.work(ctx.rank, model.module)
             model(numbers).backward()
             optim.step()
             optim.zero_grad()
@@ -64,7 +63,7 @@ def _steps(ctx: cl.Context, workload: Workload, model: Any, optim: Any, epoch: i
     size, data = workload.batch, range(workload.num_samples)
     for step in ctx.steps(data, workload.global_batch, size, epoch=epoch):
         for numbers in step:
-            time.sleep(workload.batch_s)
+            workload.work(ctx.rank, model.module)
             model(numbers, scale=1 / len(numbers)).backward()
         optim.step()
         optim.zero_grad()
@@ -75,8 +74,14 @@ async def main() -> None:
     way, workload = sys.argv[1], Workload.of(sys.argv[2])
     number = workload.num_workers
     connect(number + 2)
+    kept = cl.CheckpointConfig(workload.disk, num_to_keep=2, every_n_steps=workload.save_every)
     async with cl.Session(
-        (1, number), spares=1, max_failures=None, resources_per_worker={"CPU": 0.5}, timeout_s=10.0
+        (1, number),
+        spares=1,
+        max_failures=None,
+        resources_per_worker={"CPU": 0.5},
+        timeout_s=10.0,
+        checkpoint=kept,
     ) as session:
         await session.run(train, way=way, workload=workload)
     ray.shutdown()

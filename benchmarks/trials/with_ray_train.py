@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,51 +21,37 @@ import ray
 import torch
 from ray import cloudpickle
 
+from benchmarks.trials import checkpointed
 from benchmarks.trials import workload as workload_module
+from benchmarks.trials.checkpointed import train_from
 from benchmarks.trials.cluster import connect
-from benchmarks.trials.workload import Ledger, Workload
+from benchmarks.trials.workload import Workload
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(workload_module)
+cloudpickle.register_pickle_by_value(checkpointed)
 
 
 def train(config: dict[str, Any]) -> None:
     import ray.train
 
     workload = Workload(**config)
-    torch.set_num_threads(1)
     context = ray.train.get_context()
-    rank, size = context.get_world_rank(), context.get_world_size()
-    workload.log("process", rank)
-    module = Ledger(workload.num_samples)
-    optim = torch.optim.SGD(module.groups())
-    step = 0
-    if (checkpoint := ray.train.get_checkpoint()) is not None:
-        with checkpoint.as_directory() as path:
-            state = torch.load(Path(path) / "state.pt")
-        module.load_state_dict(state["model"])
-        optim.load_state_dict(state["optim"])
-        step = state["step"]
-    model = torch.nn.parallel.DistributedDataParallel(module)
-    while step < workload.num_steps:
-        first = step * workload.global_batch
-        numbers = torch.arange(first, min(first + workload.global_batch, workload.num_samples))
-        time.sleep(workload.batch_s)
-        model(numbers[rank::size]).backward()
-        optim.step()
-        optim.zero_grad()
-        step += 1
-        workload.log("step", rank, step)
-        if step % workload.save_every:
-            continue
+    rank = context.get_world_rank()
+
+    def save(state: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             kept = None
             if rank == 0:
-                state = {"model": module.state_dict(), "optim": optim.state_dict(), "step": step}
                 torch.save(state, Path(folder) / "state.pt")
                 kept = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report({"step": step}, checkpoint=kept)
-    workload.finish(rank, module)
+            ray.train.report({"step": state["step"]}, checkpoint=kept)
+
+    state = None
+    if (checkpoint := ray.train.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as path:
+            state = torch.load(Path(path) / "state.pt")
+    train_from(state, workload, rank, context.get_world_size(), save)
 
 
 def main() -> None:
@@ -84,7 +69,7 @@ def main() -> None:
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=number, resources_per_worker={"CPU": 0.5}),
         run_config=RunConfig(
-            storage_path=workload.folder,
+            storage_path=str(workload.disk),
             failure_config=FailureConfig(max_failures=-1),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),

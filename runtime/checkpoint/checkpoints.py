@@ -48,6 +48,7 @@ from .contents import (
 from .epoch_end import EpochEnd, LastSave
 from .format import catalog
 from .format.epoch_end import has_note
+from .format.errors import CheckpointWriteFailed
 from .format.manifest import MANIFEST, METADATA
 from .format.pieces import Contents, Path
 from .format.reader import CheckpointReader
@@ -168,15 +169,18 @@ class Checkpoints:
     # -- Saving --------------------------------------------------------------------------------
 
     def save_if_due(self, step: int) -> None:
-        """Save if every_n_steps says so; all ranks call it at the same step boundary."""
-        if self._in_flight is not None:
+        """Save if every_n_steps says so; all ranks call it at the same step boundary.
+
+        No caller can wait for such a save, so its failure is a warning, and training goes on to
+        the next one. The last of a run is waited for at the run's end, and raises there."""
+        if self._in_flight is not None and not self._in_flight.is_scheduled:
             self._in_flight.check()
         every = self.config.every_n_steps if self.config else None
         if every is not None and step > 0 and step % every == 0 and step != self._last_step:
             self._last_step = step
             join = active_join()
             live = join.last_step_live if join else ()
-            self.save(None, step, live or tuple(range(self._group.size)))
+            self.save(None, step, live or tuple(range(self._group.size))).is_scheduled = True
 
     def save(self, path: str | FilePath | None, step: int, live: Sequence[int]) -> Saving:
         """Copy the state of this step, and write it during training; see the top of this file.
@@ -341,18 +345,23 @@ class Checkpoints:
         """Return when no checkpoint is in flight any more. Raises CheckpointWriteFailed."""
         self._finish_last()
 
-    def _finish_last(self) -> None:
-        self._finish_saving()
+    def _finish_last(self, is_end: bool = False) -> None:
+        self._finish_saving(is_end)
         for end in self._epoch_ends:
             end.finish()
         self._epoch_ends.clear()
 
-    def _finish_saving(self) -> None:
-        if self._in_flight is not None:
-            last, self._in_flight = self._in_flight, None
-            if last.is_observed:
-                return
+    def _finish_saving(self, is_end: bool) -> None:
+        last, self._in_flight = self._in_flight, None
+        if last is None or last.is_observed:
+            return
+        try:
             last.wait()
+        except CheckpointWriteFailed as error:
+            if is_end or not last.is_scheduled:
+                raise
+            if self._group.rank == 0:
+                logger.warning("Training goes on, but %s", error)
 
     # -- The end -------------------------------------------------------------------------------
 
@@ -370,7 +379,7 @@ class Checkpoints:
         a failed checkpoint raises nothing: it is not the cause. After any other error there is no
         wait: peers wait to hear of the error."""
         if error is None:
-            self._finish_last()
+            self._finish_last(is_end=True)
             return
         last, self._in_flight = self._in_flight, None
         if last is not None and isinstance(error, CollectiveError):

@@ -30,12 +30,14 @@ class Saving:
     """The result of `ctx.save()`, which returns once the state is copied: training may go on. No
     wait is needed: the next save, or the end of the run, raises a failure not yet seen.
 
-    path: of the checkpoint. step: the step whose state it holds.
+    path: of the checkpoint. step: the step whose state it holds. is_scheduled: `every_n_steps` has
+    asked for it, and no caller.
     """
 
     def __init__(self, path: str, step: int) -> None:
         self.path = path
         self.step = step
+        self.is_scheduled = False
         self.is_observed = False
         self._future: concurrent.futures.Future[SavingTimes] = concurrent.futures.Future()
 
