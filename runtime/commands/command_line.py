@@ -2,7 +2,8 @@
 
 run script.py …              run a script, as `python` would
 run --workers 2 script.py …  run a script on ranks, as `torchrun` would
-run script.py:function …     run a function of the script on ranks; --detach: and return at once
+run script.py:function …     run a function of the script on ranks
+run --detach …               begin one of the last two, and return at once
 status, doctor, bench        show what runs, what is wrong here, how fast collectives are
 attach, stop                 show a detached session, and end it
 checkpoint                   list and export checkpoints
@@ -179,6 +180,8 @@ def is_flag(word: str) -> bool:
 
 def _run_on_ranks(flags: argparse.ArgumentParser, given: list[str]) -> int:
     options = flags.parse_args(given)
+    if wrong := function_flags.why_not_detached(options):
+        flags.error(wrong)
     script, function = arguments.script_and_function(options.script)
     if function is not None:
         flags.error(
@@ -189,7 +192,10 @@ def _run_on_ranks(flags: argparse.ArgumentParser, given: list[str]) -> int:
         flags.error(f"argument script: there is no file {str(script)!r} in {Path.cwd()}")
     from .plain_script import run_on_ranks
 
-    return run_on_ranks(script, options)
+    try:
+        return run_on_ranks(script, options)
+    except ValueError as error:
+        flags.error(str(error))
 
 
 def _version() -> str:

@@ -1,12 +1,15 @@
-"""`chorusline run script.py:function --detach`, and from then on, from any terminal: `chorusline
-attach NAME`, `chorusline stop NAME`."""
+"""`chorusline run --detach`, of a function or of a script, and from then on, from any terminal:
+`chorusline attach NAME`, `chorusline stop NAME`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,6 +19,7 @@ from collectives.contract.errors import ChoruslineError
 
 from ..session import connecting
 from ..session.attaching import attach
+from ..session.detached.standing import check_name
 from ..session.session import Session
 from ..session.showing.progress import Progress
 from ..session.showing.rank_output import label
@@ -24,7 +28,27 @@ from .script import INTERRUPTED
 AFTER_RUN_S = 60.0
 """Seconds that a session stays after the one run that it was begun for, if nobody is attached."""
 
+OF_DETACHED_RUN: Mapping[str, Any] = {
+    "detached": True,
+    "idle_timeout_s": AFTER_RUN_S,
+    "log_to_driver": False,
+}
+"""Arguments of its Session."""
+
 _LONGEST_RESULT = 200  # characters of a result that are printed
+
+
+def name_for(script: Path, given: str | None) -> str:
+    """The name of the session for a run of a script: the given one, or one that nobody has.
+
+    Raises ValueError for a name that no session can have."""
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).strip("._-")[:50] or "run"
+    name = given if given is not None else f"{stem}-{uuid.uuid4().hex[:4]}"
+    try:
+        check_name(name, True)
+    except ValueError as error:
+        raise ValueError(f"--name: {error}") from None
+    return name
 
 
 async def begin(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import re
 import sys
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,13 +17,12 @@ from collectives.contract.articles import with_article
 from collectives.contract.errors import ChoruslineError
 
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
-from ..session.detached.standing import check_name
 from ..session.session import Session
 from ..session.showing.progress import Progress
 from ..tracking.named import checked_trackers
 from ..tracking.tracker import Tracker
 from .arguments import keywords
-from .detached import AFTER_RUN_S, begin, print_results
+from .detached import OF_DETACHED_RUN, begin, name_for, print_results
 from .script import INTERRUPTED, below, on_ranks, print_error
 
 
@@ -121,14 +118,11 @@ def _session(options: argparse.Namespace, **more: Any) -> Session:
 
 def _detached_session(script: Path, options: argparse.Namespace) -> Session:
     """Raises WrongUsage for a name that no session can have."""
-    stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).strip("._-")[:50] or "run"
-    name = options.name if options.name is not None else f"{stem}-{uuid.uuid4().hex[:4]}"
     try:
-        check_name(name, True)
+        name = name_for(script, options.name)
     except ValueError as error:
-        raise WrongUsage(f"--name: {error}") from None
-    of_run = {"idle_timeout_s": AFTER_RUN_S, "log_to_driver": False}
-    return _session(options, name=name, detached=True, **of_run)
+        raise WrongUsage(str(error)) from None
+    return _session(options, name=name, **OF_DETACHED_RUN)
 
 
 async def _run(

@@ -40,6 +40,7 @@ def made_for_script(prog: str) -> argparse.ArgumentParser:
     )
     _add_workers(flags, timeout_s=_TORCHS_TIMEOUT_S)
     _add_restarts(flags)
+    _add_detached(flags)
     flags.add_argument("script", help="a Python file that torchrun could start")
     flags.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="…", help="arguments of the script"
@@ -152,7 +153,7 @@ def _add_checkpoints(flags: argparse.ArgumentParser) -> None:
 
 
 def _add_detached(flags: argparse.ArgumentParser) -> None:
-    detached = flags.add_argument_group("a function that goes on without this program")
+    detached = flags.add_argument_group("a run that goes on without this program")
     detached.add_argument(
         "-d",
         "--detach",
@@ -191,10 +192,15 @@ def why_not_detached(given: argparse.Namespace) -> str | None:
     """What does not go together with --detach, or its lack; None if all does."""
     if given.name is not None and not given.detach:
         return "--name is the name of a session that goes on without this program; write --detach"
-    if given.detach and given.tracker:
+    if given.detach and getattr(given, "tracker", ()):
         return (
             "--tracker records in the program that waits for the run, and --detach ends it; leave "
             "one of them out"
+        )
+    if given.detach and getattr(given, "max_restarts", 0):
+        return (
+            "--max-restarts begins the script again from the program that waits for it, and "
+            "--detach ends that; leave one of them out"
         )
     return None
 

@@ -7,35 +7,50 @@ import asyncio
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 from ..program.plain_script import PlainScript, run_plain_script
 from ..session.session import Session
-from .script import below, on_ranks, print_error
+from .detached import OF_DETACHED_RUN, begin, name_for
+from .script import INTERRUPTED, below, on_ranks, print_error
 
 
 def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
-    """Exit code: 0, 1 for a run that failed, 130 after an interrupt, 143 after SIGTERM."""
+    """Exit code: 0, 1 for a run that failed, 130 after an interrupt, 143 after SIGTERM.
+
+    Raises ValueError for a --name that no session can have."""
+    name = name_for(path, options.name) if options.detach else ""
     sys.path.insert(0, str(path.resolve().parent))
     script = PlainScript.read(path, tuple(options.args), uuid.uuid4().hex)
     try:
+        if options.detach:
+            session = _session(options, name=name, **OF_DETACHED_RUN)
+            return asyncio.run(begin(session, run_plain_script, {"script": script}))
         return on_ranks(lambda: asyncio.run(_run(script, options)))
+    except KeyboardInterrupt:  # Before a detached run has begun.
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
     except Exception as error:
         print_error(error, below(Path(script.path), error.__traceback__))
         return 1
 
 
+def _session(options: argparse.Namespace, **more: Any) -> Session:
+    return Session(
+        options.workers,
+        use_gpu=options.gpu,
+        max_failures=0,  # Of a script nothing is registered: it begins again in new processes.
+        timeout_s=options.timeout,
+        startup_timeout_s=options.startup_timeout,
+        address=options.address,
+        env_vars=dict(options.env),
+        **more,
+    )
+
+
 async def _run(script: PlainScript, options: argparse.Namespace) -> int:
     for restart in range(options.max_restarts + 1):
-        session = Session(
-            options.workers,
-            use_gpu=options.gpu,
-            max_failures=0,  # Of a script nothing is registered: it begins again in new processes.
-            timeout_s=options.timeout,
-            startup_timeout_s=options.startup_timeout,
-            address=options.address,
-            env_vars=dict(options.env),
-            progress=False,
-        )
+        session = _session(options, progress=False)
         async with session:
             try:
                 await session.run(run_plain_script, script=script, num_restarts=restart)

@@ -47,6 +47,43 @@ async def test_a_detached_run_prints_its_name_and_goes_on_for_one_who_attaches(
             await session.stop()
 
 
+TORCHRUNS_SCRIPT = """
+import sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+for step in range(int(sys.argv[1])):
+    total = torch.full((1,), float(step))
+    dist.all_reduce(total)
+    time.sleep(0.05)
+print(f"total {total.item():g}", flush=True)
+"""
+
+
+async def test_a_detached_script_that_torchrun_could_start_goes_on_for_one_who_attaches(
+    cluster: None,
+    on_cluster: dict[str, str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "plain.py").write_text(TORCHRUNS_SCRIPT)
+    begun = completed(
+        *("-m", "runtime.commands.command_line", "run", "--workers", "2", "--detach"),
+        *("--name", "plain-night", tmp_path / "plain.py", "60"),
+        timeout_s=120,
+        environment=on_cluster,
+    )
+    assert begun.stdout == "plain-night\n"
+    async with cl.attach("plain-night") as session:
+        try:
+            assert await session.results() == [None, None]
+            said = capfd.readouterr().out
+            assert "[rank 0] total 118" in said and "[rank 1] total 118" in said
+        finally:
+            await session.stop()
+
+
 @pytest.mark.slow
 def test_a_run_that_cannot_begin_leaves_no_session(
     cluster: None, on_cluster: dict[str, str], tmp_path: Path

@@ -133,6 +133,9 @@ def test_only_torchs_own_backends_are_replaced_by_ours() -> None:
         (["--workers", "0", "x.py"], "'0' is too few; at least 1 worker"),
         (["--max-restarts", "many", "x.py"], "'many' is not a number of restarts; write 3, or 0"),
         (["--checkpoint", "kept", "x.py"], "unrecognized arguments: --checkpoint"),
+        (["--workers", "2", "--name", "night", "x.py"], "write --detach"),
+        (["--detach", "--max-restarts", "1", "x.py"], "leave one of them out"),
+        (["--detach", "--name", "a/b", __file__], "--name: name must be of letters"),
     ],
 )
 def test_wrong_usage_of_a_script_on_ranks_costs_no_cluster_and_exits_with_2(

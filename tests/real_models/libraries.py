@@ -14,10 +14,12 @@ def can_import(name: str) -> bool:
     """Whether a library is installed and fits; afterwards it can be imported."""
     if importlib.util.find_spec(name) is None:
         return False
-    if name == "timm":
-        return can_import("torchvision")
     if name == "torchvision":
         _import_torchvision()
+        return True
+    # timm needs torchvision; transformers, and peft with it, import it where it is installed.
+    if name in ("timm", "transformers", "peft"):
+        return can_import("torchvision") or name != "timm"
     return True
 
 
