@@ -35,6 +35,14 @@ def alternate(
     ways: dict[str, Callable[[], object]], *, rounds: int, calls: int, warm_up: int = 2
 ) -> dict[str, float]:
     """Median seconds of one call of each way; `rounds` turns of `calls` calls each."""
+    found = timed(ways, rounds=rounds, calls=calls, warm_up=warm_up)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def timed(
+    ways: dict[str, Callable[[], object]], *, rounds: int, calls: int, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """The seconds of every call of each way behind the `warm_up` turns, none left out."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_up + rounds):
         for name, way in ways.items():
@@ -43,7 +51,13 @@ def alternate(
                 way()
                 if turn >= warm_up:
                     seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return seconds
+
+
+def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """The first quartile, the median and the third quartile."""
+    first, median, third = statistics.quantiles(times, n=4, method="inclusive")
+    return first, median, third
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

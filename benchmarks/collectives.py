@@ -8,6 +8,12 @@ ray.util.collective (its Gloo backend), for which the ranks are Ray actors; with
 plain processes. One thread a rank. A size is that of the larger of the two buffers. "awaited" is
 all_reduce in a coroutine: ours awaited, Gloo's future calling back into the loop. Ray has neither
 that nor all_to_all, and the table says so.
+
+Each call takes other buffers than the one before, out of more memory than a processor's cache
+holds (4 B: 1024 tensors). The medians are those of all calls behind the warm-up, on the rank where
+they are largest; beside them stand the quartiles. "memcpy" is a copy of a tensor of that size,
+which all ranks make at once, in the same turns; "copies" is what our algorithm moves on a rank,
+counted in such copies (`copies_moved`). A case in which ours is slower is marked and listed.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import itertools
 import os
 import sys
 import tempfile
@@ -29,8 +36,9 @@ import torch.distributed as dist
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(_ROOT)
 
-from benchmarks.alternation import alternate, finish, parser, spawn, table
+from benchmarks.alternation import finish, parser, quartiles, spawn, table, timed
 from collectives import FileStore, Group
+from collectives.shared_memory.algorithms import DIRECT_BYTES
 
 _SIZES = {"4B": 4, "64KiB": 64 << 10, "1MiB": 1 << 20, "16MiB": 16 << 20}
 _OPERATIONS = (
@@ -44,8 +52,44 @@ _OPERATIONS = (
 )
 _AWAITS = 20  # in one run of the loop, which itself takes longer than a small operation
 _RAY_START_S = 120.0
+_ROTATED_BYTES = 64 << 20  # of each buffer's kind; twice the L3 cache of the project's machine
+_MOST_SETS = 1024
 
-Way = Callable[[], object]
+
+class Buffers:
+    """The tensors of one call. nbytes: of the larger buffer."""
+
+    def __init__(self, nbytes: int, num_ranks: int) -> None:
+        self.tensor = torch.ones(nbytes // 4)
+        self.part = torch.ones(max(1, nbytes // 4 // num_ranks))
+        self.whole = torch.ones(num_ranks * len(self.part))
+        self.received = torch.zeros_like(self.whole)
+        self.parts = list(self.whole.view(num_ranks, -1))
+
+
+Call = Callable[[Buffers], Any]
+Quartiles = dict[str, dict[str, tuple[float, float, float]]]
+
+
+def copies_moved(operation: str, nbytes: int, num_ranks: int) -> float | None:
+    """What a rank reads and writes in shared_memory/algorithms.py, in copies of the larger buffer
+    (each reads and writes all of it); None where no bytes move. For a broadcast: on any rank."""
+    n, others = num_ranks, num_ranks - 1
+    additions = 3 / 2 * others  # Each reads two addends and writes the sum.
+    match operation:
+        case "all_reduce" | "all_reduce_awaited" if nbytes <= DIRECT_BYTES:
+            return 1 + additions
+        case "all_reduce" | "all_reduce_awaited":
+            return (others + additions + 1 + others) / n
+        case "reduce_scatter":
+            return (others + additions) / n
+        case "all_gather":
+            return (1 + others + 1) / n
+        case "broadcast":
+            return 1.0
+        case "all_to_all":
+            return (others + others + 1) / n
+    return None
 
 
 def measure(
@@ -55,8 +99,8 @@ def measure(
     sizes: list[str],
     operations: list[str],
     with_ray: bool = False,
-) -> dict[str, dict[str, float]]:
-    """Medians in seconds: {"all_reduce/2/4B": {"ours": ..., "gloo": ..., "ray": ...}}"""
+) -> Quartiles:
+    """Quartiles in seconds: {"all_reduce/2/4B": {"ours": ..., "gloo": ..., "ray": ...}}"""
     torch.set_num_threads(1)
     group = Group.create(FileStore(store_path), rank, num_ranks)
     gloo = dist.ProcessGroupGloo(
@@ -70,42 +114,47 @@ def measure(
         from ray.util import collective
 
         collective.init_collective_group(num_ranks, rank, "gloo", "default")
-    medians: dict[str, dict[str, float]] = {}
+    found: Quartiles = {}
+    sets: list[Buffers] = []
 
-    def case(name: str, nbytes: int, ours: Way, theirs: Way, rays: Way | None) -> None:
+    def turning(call: Call) -> Callable[[], object]:
+        turns = itertools.cycle(sets)
+        return lambda: call(next(turns))
+
+    def case(name: str, nbytes: int, ours: Call, theirs: Call, rays: Call | None) -> None:
         calls = 50 if nbytes <= 1 << 16 else 5 if nbytes <= 1 << 20 else 1
         rounds = 20 if nbytes <= 1 << 20 else 15
-        ways = {"ours": ours, "gloo": theirs}
+        ways = {"ours": ours, "gloo": theirs, "memcpy": lambda b: b.received.copy_(b.whole)}
         if with_ray and rays is not None:
             ways["ray"] = rays
-        medians[name] = alternate(ways, rounds=rounds, calls=calls)
+        times = timed({w: turning(call) for w, call in ways.items()}, rounds=rounds, calls=calls)
+        found[name] = {way: quartiles(seconds) for way, seconds in times.items()}
 
-    def awaited(name: str, nbytes: int, ours: Way, ours_awaited: Way, theirs: Way) -> None:
+    def awaited(name: str, nbytes: int, ours: Call, ours_awaited: Call, theirs: Call) -> None:
         calls = 3 if nbytes <= 1 << 16 else 1
         times = _AWAITS if nbytes <= 1 << 16 else 1
+        turns = itertools.cycle(sets)
 
         def sync() -> None:
             for _ in range(times):
-                ours()
+                ours(next(turns))
 
-        def in_loop(issue: Way) -> Way:
+        def in_loop(issue: Call) -> Callable[[], object]:
             async def several() -> None:
                 for _ in range(times):
-                    await _awaitable(issue())
+                    await _awaitable(issue(next(turns)))
 
             return lambda: loop.run_until_complete(several())
 
         ways = {"ours": in_loop(ours_awaited), "gloo": in_loop(theirs), "ours, waited for": sync}
-        found = alternate(ways, rounds=15, calls=calls)
-        medians[name] = {way: seconds / times for way, seconds in found.items()}
+        for way, seconds in timed(ways, rounds=15, calls=calls).items():
+            first, median, third = quartiles(seconds)
+            found.setdefault(name, {})[way] = (first / times, median / times, third / times)
 
     for size in sizes:
         nbytes = _SIZES[size]
-        tensor = torch.ones(nbytes // 4)
-        part = torch.ones(max(1, nbytes // 4 // num_ranks))
-        whole = torch.ones(num_ranks * len(part))
-        received = torch.empty_like(whole)
-        parts = list(whole.view(num_ranks, -1))
+        num_sets = min(_MOST_SETS, max(2, -(-_ROTATED_BYTES // nbytes)))
+        sets = [Buffers(nbytes, num_ranks) for _ in range(num_sets)]
         for operation in operations:
             name = f"{operation}/{num_ranks}/{size}"
             match operation:
@@ -113,64 +162,68 @@ def measure(
                     case(
                         name,
                         nbytes,
-                        lambda t=tensor: group.all_reduce(t).wait(),
-                        lambda t=tensor: gloo.allreduce([t]).wait(),
-                        lambda t=tensor: collective.allreduce(t),
+                        lambda b: group.all_reduce(b.tensor).wait(),
+                        lambda b: gloo.allreduce([b.tensor]).wait(),
+                        lambda b: collective.allreduce(b.tensor),
                     )
                 case "reduce_scatter":
                     case(
                         name,
                         nbytes,
-                        lambda p=part, w=whole: group.reduce_scatter(p, w).wait(),
-                        lambda p=part, w=whole: gloo._reduce_scatter_base(p, w).wait(),
-                        lambda p=part, w=parts: collective.reducescatter(p, w),
+                        lambda b: group.reduce_scatter(b.part, b.whole).wait(),
+                        lambda b: gloo._reduce_scatter_base(b.part, b.whole).wait(),
+                        lambda b: collective.reducescatter(b.part, b.parts),
                     )
                 case "all_gather":
                     case(
                         name,
                         nbytes,
-                        lambda p=part, w=whole: group.all_gather(w, p).wait(),
-                        lambda p=part, w=whole: gloo._allgather_base(w, p).wait(),
-                        lambda p=part, w=parts: collective.allgather(w, p),
+                        lambda b: group.all_gather(b.whole, b.part).wait(),
+                        lambda b: gloo._allgather_base(b.whole, b.part).wait(),
+                        lambda b: collective.allgather(b.parts, b.part),
                     )
                 case "broadcast":
                     case(
                         name,
                         nbytes,
-                        lambda t=tensor: group.broadcast(t).wait(),
-                        lambda t=tensor: gloo.broadcast(t, 0).wait(),
-                        lambda t=tensor: collective.broadcast(t, 0),
+                        lambda b: group.broadcast(b.tensor).wait(),
+                        lambda b: gloo.broadcast(b.tensor, 0).wait(),
+                        lambda b: collective.broadcast(b.tensor, 0),
                     )
                 case "all_to_all":
                     case(
                         name,
                         nbytes,
-                        lambda w=whole, o=received: group.all_to_all(o, w).wait(),
-                        lambda w=whole, o=received: gloo.alltoall_base(o, w, [], []).wait(),
+                        lambda b: group.all_to_all(b.received, b.whole).wait(),
+                        lambda b: gloo.alltoall_base(b.received, b.whole, [], []).wait(),
                         None,
                     )
                 case "awaited":
                     awaited(
                         f"all_reduce_awaited/{num_ranks}/{size}",
                         nbytes,
-                        lambda t=tensor: group.all_reduce(t).wait(),
-                        lambda t=tensor: group.all_reduce(t),
-                        lambda t=tensor: _gloo_future(loop, gloo.allreduce([t])),
+                        lambda b: group.all_reduce(b.tensor).wait(),
+                        lambda b: group.all_reduce(b.tensor),
+                        lambda b: _gloo_future(loop, gloo.allreduce([b.tensor])),
                     )
-            tensor.fill_(1)  # Sums grow, and arithmetic on infinities takes another time.
-            whole.fill_(1)
+            for buffers in sets:
+                # Sums grow, and arithmetic on infinities takes another time.
+                buffers.tensor.fill_(1)
+                buffers.whole.fill_(1)
     if "barrier" in operations:
+        sets = [Buffers(4, num_ranks)]
         case(
             f"barrier/{num_ranks}/0B",
             4,
-            lambda: group.barrier().wait(),
-            lambda: gloo.barrier().wait(),
-            lambda: collective.barrier(),
+            lambda b: group.barrier().wait(),
+            lambda b: gloo.barrier().wait(),
+            lambda b: collective.barrier(),
         )
+        del found[f"barrier/{num_ranks}/0B"]["memcpy"]
     group.barrier().wait()
     group.close()
     loop.close()
-    return medians
+    return found
 
 
 async def _awaitable(work: Any) -> None:
@@ -183,6 +236,11 @@ def _gloo_future(loop: asyncio.AbstractEventLoop, work: Any) -> Awaitable[None]:
     future = work.get_future()
     future.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set_result, None))
     return done
+
+
+def _copies_of(case: str) -> float | None:
+    operation, num_ranks, size = case.split("/")
+    return copies_moved(operation, _SIZES.get(size, 0), int(num_ranks))
 
 
 def spawn_actors(num_ranks: int, *args: Any) -> list[Any]:
@@ -228,7 +286,7 @@ def main() -> None:
     unknown = sorted(set(operations) - set(_OPERATIONS))
     if unknown:
         flags.error(f"--operations knows {', '.join(_OPERATIONS)}; got {', '.join(unknown)}")
-    medians: dict[str, dict[str, float]] = {}
+    spreads: Quartiles = {}
     for num_ranks in map(int, args.ranks.split(",")):
         arguments = (args.sizes.split(","), operations)
         if args.ray:
@@ -237,11 +295,18 @@ def main() -> None:
             by_rank = spawn(measure, num_ranks, *arguments)
         # The slowest rank is what a step waits for.
         for name in by_rank[0]:
-            medians[name] = {
-                way: max(one[name][way] for one in by_rank) for way in by_rank[0][name]
+            spreads[name] = {
+                way: max((one[name][way] for one in by_rank), key=lambda quarters: quarters[1])
+                for way in by_rank[0][name]
             }
+    medians = {
+        name: {way: quarters[1] for way, quarters in ways.items()} for name, ways in spreads.items()
+    }
     ratios = {name: m["ours"] / m["gloo"] for name, m in medians.items()}
     to_ray = {name: m["ours"] / m["ray"] for name, m in medians.items() if "ray" in m}
+    to_memcpy = {name: m["ours"] / m["memcpy"] for name, m in medians.items() if "memcpy" in m}
+    moved = {name: _copies_of(name) for name in medians}
+    lost = [name for name in medians if max(ratios[name], to_ray.get(name, 0.0)) > 1]
     overhead_s = {
         name: m["ours"] - m["ours, waited for"]
         for name, m in medians.items()
@@ -249,19 +314,33 @@ def main() -> None:
     }
 
     def row(name: str, m: dict[str, float]) -> tuple[str, ...]:
-        cells = [name, f"{m['ours'] * 1e6:.1f}", f"{m['gloo'] * 1e6:.1f}", f"{ratios[name]:.3f}"]
+        def timing(way: str) -> tuple[str, str]:
+            first, median, third = spreads[name][way]
+            return f"{median * 1e6:.1f}", f"({first * 1e6:.1f}, {third * 1e6:.1f})"
+
+        mark = " lost" if name in lost else ""
+        copies = moved[name]
+        cells = [name, *timing("ours"), *timing("gloo"), f"{ratios[name]:.3f}{mark}"]
         if args.ray:
             cells += (
                 [f"{m['ray'] * 1e6:.1f}", f"{to_ray[name]:.3f}"] if "ray" in m else ["lacks it", ""]
             )
-        return tuple(cells)
+        cells += (
+            [f"{m['memcpy'] * 1e6:.1f}", f"{to_memcpy[name]:.2f}"] if "memcpy" in m else ["", ""]
+        )
+        return *cells, "" if copies is None else f"{copies:.2f}"
 
-    header = ("case", "ours", "gloo", "ours/gloo", *(("ray", "ours/ray") if args.ray else ()))
+    header = (
+        *("case", "ours", "quartiles", "gloo", "quartiles", "ours/gloo"),
+        *(("ray", "ours/ray") if args.ray else ()),
+        *("memcpy", "ours/memcpy", "copies"),
+    )
     table(
-        "collective/ranks/bytes, median microseconds",
+        f"collective/ranks/bytes, median microseconds; torch {torch.__version__} and its Gloo",
         header,
         [row(name, m) for name, m in medians.items()],
     )
+    print(f"slower than a peer: {', '.join(lost) or 'none'}")
     if overhead_s:
         table(
             "what awaiting adds to one all_reduce, microseconds",
@@ -270,6 +349,10 @@ def main() -> None:
         )
     figures = {
         "medians_s": medians,
+        "quartiles_s": spreads,
+        "lost": lost,
+        "ratios_to_memcpy": to_memcpy,
+        "copies_moved": moved,
         "ratios_to_ray": to_ray,
         "await_overhead_s": overhead_s,
         "torch": torch.__version__,

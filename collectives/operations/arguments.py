@@ -33,6 +33,7 @@ class Finisher(NamedTuple):
     copy: Callable[[], object]
 
 
+_AS_THEY_ARE = frozenset(d for d in DTYPES if not d.is_complex and d is not torch.bool)
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _FOR_COMPLEX = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
 _OF_BOOL = {  # as uint8 of 0 and 1
@@ -162,7 +163,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a plain tensor as (n,) real numbers."""
+    """The memory of a plain tensor as (n,) real numbers; most often `tensor` itself, because a view
+    costs as much time as the copy of a small tensor."""
+    if tensor.dim() == 1 and tensor.dtype in _AS_THEY_ARE and tensor.stride(0) == 1:
+        return tensor
     if tensor.is_complex():
         return torch.view_as_real(tensor).view(-1)
     flat = tensor.view(-1)
@@ -213,6 +217,11 @@ def finisher(finishers: list[Finisher]) -> Finish | None:
 
 def share_memory(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     """Whether a tensor of `a` may overlap a tensor of `b`."""
+    if len(a) == len(b) == 1 and a[0].is_contiguous() and b[0].is_contiguous():
+        # The usual case, without storages, which are objects that take longer to make.
+        first, second = a[0].data_ptr(), b[0].data_ptr()
+        if first + a[0].nbytes <= second or second + b[0].nbytes <= first:
+            return False
     places = {t.untyped_storage().data_ptr() for t in a if t.numel()}
     return any(t.untyped_storage().data_ptr() in places for t in b if t.numel())
 

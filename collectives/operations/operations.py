@@ -393,12 +393,14 @@ class Operations(GroupArguments):
             dtype_of, other = outputs[0], inputs[0]
             into = [written(tensor, finishers) for tensor in outputs]
             parts = [read(tensor) for tensor in inputs]
+            overlap = share_memory(into, parts)
         else:
             dtype_of = self._checked(output, "output", True)
             other = self._checked(input, "input", False)
-            parts = self._split(other, read(other), input_split_sizes, "input")
-            flat = written(dtype_of, finishers)
-            into = self._split(dtype_of, flat, output_split_sizes, "output")
+            sending, receiving = read(other), written(dtype_of, finishers)
+            parts = self._split(other, sending, input_split_sizes, "input")
+            into = self._split(dtype_of, receiving, output_split_sizes, "output")
+            overlap = share_memory([receiving], [sending])
         same_dtype("all_to_all", "output", dtype_of, "input", other)
         own_in, own_out = parts[self.rank].numel(), into[self.rank].numel()
         if own_in != own_out:
@@ -406,7 +408,7 @@ class Operations(GroupArguments):
                 f"all_to_all: part {self.rank} of input, which this rank sends to itself, has "
                 f"{own_in} elements, and part {self.rank} of output {own_out}; make them equal"
             )
-        if share_memory(into, parts):
+        if overlap:
             parts = [part.clone() for part in parts]
         sent = sum(self._numel(part, other) for part in parts) - self._numel(
             parts[self.rank], other

@@ -25,7 +25,7 @@ from .segment import SharedSegment
 SLOT_BYTES = 2 << 20
 """Each rank has two slots of this size. Pages that no operation has touched take no memory."""
 
-_DIRECT_BYTES = 512 << 10
+DIRECT_BYTES = 512 << 10
 """Up to here every rank reduces the whole tensor: one tick, but `size` times the additions."""
 
 _ALIGNMENT = 64  # elements; parts that start on a cache line are added and copied faster
@@ -57,7 +57,7 @@ class SharedMemoryCommunicator(Communicator):
     # -- the contract --------------------------------------------------------------------------
 
     def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: ReduceOp) -> Work:
-        if tensor.nbytes <= _DIRECT_BYTES:
+        if tensor.nbytes <= DIRECT_BYTES:
             return self._issue(operation, 1, self._all_reduce_directly, tensor, op)
         part = self._chunk_elements(tensor, self._segment.slot_bytes // 2 // self.size)
         chunks = -(-tensor.numel() // (part * self.size))
@@ -68,14 +68,12 @@ class SharedMemoryCommunicator(Communicator):
     ) -> Work:
         chunk = self._chunk_elements(input, self._segment.slot_bytes // self.size)
         chunks = max(1, -(-output.numel() // chunk))
-        rows = input.view(self.size, -1)
-        return self._issue(operation, chunks, self._reduce_scatter, output, rows, op, chunk)
+        return self._issue(operation, chunks, self._reduce_scatter, output, input, op, chunk)
 
     def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
         chunk = self._chunk_elements(input, self._segment.slot_bytes)
         chunks = max(1, -(-input.numel() // chunk))
-        rows = output.view(self.size, -1)
-        return self._issue(operation, chunks, self._all_gather, rows, input, chunk)
+        return self._issue(operation, chunks, self._all_gather, output, input, chunk)
 
     def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
         chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
@@ -186,45 +184,47 @@ class SharedMemoryCommunicator(Communicator):
             tick += 1
 
     def _reduce_scatter(
-        self, tick: int, output: torch.Tensor, rows: torch.Tensor, op: ReduceOp, chunk: int
+        self, tick: int, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, chunk: int
     ) -> Body:
-        """rows: (size, n). Each rank writes the other ranks' parts, then reduces its own part."""
-        segment, rank = self._segment, self.rank
-        for start in range(0, max(1, rows.shape[1]), chunk):
-            columns = rows[:, start : start + chunk]
-            width = columns.shape[1]
-            stride = -(-width // _ALIGNMENT) * _ALIGNMENT * rows.element_size()
+        """input: (size * n,). Each rank writes the other ranks' parts, then reduces its own."""
+        segment, rank, dtype = self._segment, self.rank, input.dtype
+        n = output.numel()
+        for start in range(0, max(1, n), chunk):
+            width = min(chunk, n - start)
+            stride = -(-width // _ALIGNMENT) * _ALIGNMENT * dtype.itemsize
             for r in range(self.size):
                 if r != rank:
-                    segment.slots(tick, r * stride, width, rows.dtype)[rank].copy_(columns[r])
+                    slot = segment.slots(tick, r * stride, width, dtype)[rank]
+                    slot.copy_(_part(input, r * n + start, width))
             segment.publish(tick)
             yield tick
             if width:
-                parts = list(segment.slots(tick, rank * stride, width, rows.dtype))
-                parts[rank] = columns[rank]
-                reduce_into(output[start : start + chunk], parts, op)
+                parts = list(segment.slots(tick, rank * stride, width, dtype))
+                parts[rank] = _part(input, rank * n + start, width)
+                reduce_into(_part(output, start, width), parts, op)
             tick += 1
 
-    def _all_gather(self, tick: int, rows: torch.Tensor, input: torch.Tensor, chunk: int) -> Body:
-        """rows: (size, n), the output by rank; this rank's row may be `input` itself."""
+    def _all_gather(self, tick: int, output: torch.Tensor, input: torch.Tensor, chunk: int) -> Body:
+        """output: (size * n,); this rank's part of it may be `input` itself."""
         segment, rank = self._segment, self.rank
-        for start in range(0, max(1, input.numel()), chunk):
-            piece = input[start : start + chunk]
-            slots = segment.slots(tick, 0, piece.numel(), input.dtype)
-            slots[rank].copy_(piece)
+        n = input.numel()
+        for start in range(0, max(1, n), chunk):
+            width = min(chunk, n - start)
+            slots = segment.slots(tick, 0, width, input.dtype)
+            slots[rank].copy_(_part(input, start, width))
             segment.publish(tick)
             yield tick
             for r, slot in enumerate(slots):
                 if r != rank:
-                    rows[r, start : start + chunk].copy_(slot)
+                    _part(output, r * n + start, width).copy_(slot)
             tick += 1
-        if rows[rank].data_ptr() != input.data_ptr():
-            rows[rank].copy_(input)
+        if output.data_ptr() + rank * input.nbytes != input.data_ptr():
+            _part(output, rank * n, n).copy_(input)
 
     def _broadcast(self, tick: int, flat: torch.Tensor, root: int, chunk: int) -> Body:
         segment = self._segment
         for start in range(0, max(1, flat.numel()), chunk):
-            piece = flat[start : start + chunk]
+            piece = _part(flat, start, min(chunk, flat.numel() - start))
             slot = segment.slots(tick, 0, piece.numel(), flat.dtype)[root]
             if self.rank == root:
                 slot.copy_(piece)
@@ -238,7 +238,7 @@ class SharedMemoryCommunicator(Communicator):
         """All ranks write a chunk; the root reduces."""
         segment = self._segment
         for start in range(0, max(1, flat.numel()), chunk):
-            piece = flat[start : start + chunk]
+            piece = _part(flat, start, min(chunk, flat.numel() - start))
             slots = segment.slots(tick, 0, piece.numel(), flat.dtype)
             slots[self.rank].copy_(piece)
             segment.publish(tick)
@@ -301,14 +301,9 @@ class SharedMemoryCommunicator(Communicator):
     def _issue(
         self, operation: Operation, num_ticks: int, body: Callable[..., Body], *args: Any
     ) -> Work:
-        finish = operation.finish
-
-        def make(first_tick: int) -> Body:
-            if finish is None:
-                return body(first_tick, *args)
-            return _and_then(body(first_tick, *args), finish)
-
-        work = LaneWork(self._lane, operation, make, num_ticks)
+        if operation.finish is not None:
+            body, args = _and_then, (body, operation.finish, *args)
+        work = LaneWork(self._lane, operation, body, args, num_ticks)
         self._lane.submit(work)
         return work
 
@@ -317,8 +312,14 @@ class SharedMemoryCommunicator(Communicator):
         return max(1, nbytes // tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
-def _and_then(body: Body, finish: Callable[[], None]) -> Body:
-    yield from body
+def _part(flat: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """`count` elements from `start` on. A view takes as long as the copy of a small tensor, so that
+    the whole is no view."""
+    return flat if count == flat.numel() else flat.narrow(0, start, count)
+
+
+def _and_then(tick: int, body: Callable[..., Body], finish: Callable[[], None], *args: Any) -> Body:
+    yield from body(tick, *args)
     finish()
 
 

@@ -61,11 +61,14 @@ class DrivenQueue(ABC):
         self.segment = segment
         self.lock = threading.Lock()
         self._turn = threading.Condition(self.lock)  # notified when a work ends or a driver stops
+        self._waiting = 0  # threads that wait for their turn; mostly none, and notifying costs
         self._driven = False  # whether a thread drives; it ends that with _release
         self._driver = 0  # the identity of that thread, once it has begun
         self._thread_name = thread_name
         self._thread: threading.Thread | None = None
         self._wake_up: WakeTimer | None = None
+        self._is_set = False  # whether the timer may be set; cancelling it is a system call
+        self._called = False  # whether the background thread was called since it last began
         self._end: CollectiveError | None = None
         self._ended: list[DrivenWork] = []  # works whose callbacks are due
 
@@ -77,15 +80,16 @@ class DrivenQueue(ABC):
                 with self.lock:
                     nested = self._driven and self._driver == threading.get_ident()
                     while self._driven and not work.done and not nested:
-                        self._turn.wait()
+                        self._wait_for_turn()
                     if work.done:
                         return
                     mine = not nested
                     self._driven = True
+                    if self._is_set and self._wake_up is not None:
+                        self._is_set = False
+                        self._wake_up.cancel()
                 if mine:
                     self._driver = threading.get_ident()
-                if self._wake_up is not None:
-                    self._wake_up.cancel()
                 self._drive(work)
             except BaseException as error:
                 # An interrupt, also while waiting for the turn: the other ranks wait for this one.
@@ -116,7 +120,8 @@ class DrivenQueue(ABC):
                     daemon=True,
                 )
                 self._thread.start()
-            self._wake_up.set(delay_s)
+            self._called = True
+            self._set_timer(self._wake_up, delay_s)
 
     def abort(self, error: CollectiveError) -> None:
         """End the generation on all ranks, and every work of this queue."""
@@ -141,6 +146,11 @@ class DrivenQueue(ABC):
     def _pending(self) -> Collection[DrivenWork]:
         """The works that have not ended. The caller holds the lock."""
 
+    def _needs_background(self) -> bool:
+        """Whether a thread that stops driving leaves works to the background thread. The caller
+        holds the lock."""
+        return bool(self._pending())
+
     # -- with the lock held ----------------------------------------------------------------------
 
     def _finish(self, work: DrivenWork, failure: CollectiveError | None) -> None:
@@ -148,14 +158,29 @@ class DrivenQueue(ABC):
         work.settle(failure)
         if work.callbacks:
             self._ended.append(work)
-        self._turn.notify_all()
+        self._notify()
 
     def _finish_all(self, error: CollectiveError) -> None:
         if self._end is None:
             self._end = error
         for work in self._pending():
             self._finish(work, self._end)
-        self._turn.notify_all()
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._waiting:
+            self._turn.notify_all()
+
+    def _wait_for_turn(self) -> None:
+        self._waiting += 1
+        try:
+            self._turn.wait()
+        finally:
+            self._waiting -= 1
+
+    def _set_timer(self, timer: WakeTimer, delay_s: float) -> None:
+        self._is_set = True
+        timer.set(delay_s)
 
     # --------------------------------------------------------------------------------------------
 
@@ -171,18 +196,21 @@ class DrivenQueue(ABC):
         with self.lock:
             self._driven = False
             self._driver = 0
-            self._turn.notify_all()
+            self._notify()
             # What is left is a work that a task awaits, or one that holds up the others.
-            if self._wake_up is not None and self._pending() and self._end is None:
-                self._wake_up.set(WAKE_DELAY_S)
+            timer = self._wake_up
+            if timer is not None and self._end is None and self._needs_background():
+                self._set_timer(timer, WAKE_DELAY_S)
 
     def _background_loop(self, wake_up: WakeTimer) -> None:
         while self._end is None:
             wake_up.wait()
             with self.lock:
+                self._is_set = False
                 if self._driven or not self._pending():
                     continue
                 self._driven = True
+                self._called = False
             self._driver = threading.get_ident()
             try:
                 self._drive(None)
@@ -197,7 +225,7 @@ class DrivenQueue(ABC):
         """Finish a close: wait until no thread drives; pending works fail with `error`."""
         with self.lock:
             while self._driven:
-                self._turn.wait()
+                self._wait_for_turn()
             self._finish_all(error)
         self._call_back()
         if self._thread is not None and self._wake_up is not None:

@@ -14,6 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
+from typing import Any
 
 from ..contract.errors import CollectiveError, GroupClosed, PeerLost
 from ..contract.modes import outside_modes
@@ -32,16 +33,23 @@ Body = Generator[int, None, None]
 class LaneWork(DrivenWork):
     """An operation in a lane.
 
-    make_body: makes the body from its first tick, when all earlier works have ended.
+    make_body: makes the body from its first tick and `arguments`, when all earlier works have
+        ended.
     num_ticks: how many ticks it publishes; 0 if only the ranks' tables will tell.
     """
 
     def __init__(
-        self, lane: Lane, operation: Operation, make_body: Callable[[int], Body], num_ticks: int
+        self,
+        lane: Lane,
+        operation: Operation,
+        make_body: Callable[..., Body],
+        arguments: tuple[Any, ...],
+        num_ticks: int,
     ) -> None:
         super().__init__(operation, lane)
         self.lane = lane
         self.make_body = make_body
+        self.arguments = arguments
         self.num_ticks = num_ticks
         self.body: Body | None = None
         self.first_tick = 0
@@ -50,7 +58,7 @@ class LaneWork(DrivenWork):
     def start(self, first_tick: int) -> None:
         self.first_tick = first_tick
         self.awaited_tick = first_tick - 1
-        self.body = self.make_body(first_tick)
+        self.body = self.make_body(first_tick, *self.arguments)
 
     def has_said_all(self) -> bool:
         """Whether this rank has published its last tick, so that no rank waits for it."""
@@ -72,12 +80,7 @@ class Lane(DrivenQueue):
 
     def submit(self, work: LaneWork) -> None:
         """Append `work` and run what needs no waiting."""
-        with self.lock:
-            if self._end is not None:
-                self._finish(work, self._end)
-                return
-            self._queue.append(work)
-        self._run_what_can()
+        self._run_what_can(work)
         # A work that has published its last tick delays no rank; a waiter may drive it later.
         if not work.done and not work.has_said_all():
             self.call_background(WAKE_DELAY_S if work.num_ticks else _UNSURE_DELAY_S)
@@ -189,10 +192,23 @@ class Lane(DrivenQueue):
                 work.body.close()
         self._queue.clear()
 
-    def _run_what_can(self) -> None:
+    def _needs_background(self) -> bool:
+        # A thread that issues a work, or polls one, has called the background thread if it has to
+        # watch over it. Other works have published all they have, and end when they are waited for.
+        if not self._queue:
+            self._called = False
+        return self._called
+
+    def _run_what_can(self, new: LaneWork | None = None) -> None:
+        """new: a work to append first; it fails at once if the generation has ended."""
         mine = False
         try:
             with self.lock:
+                if new is not None:
+                    if self._end is not None:
+                        self._finish(new, self._end)
+                        return
+                    self._queue.append(new)
                 mine = not self._driven
                 self._driven = True
             if mine:

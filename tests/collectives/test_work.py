@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,39 @@ def test_awaiting_a_late_rank_neither_blocks_nor_spins_the_loop(
     (spent_s, turns), _ = run_ranks(await_a_late_rank, 2, tmp_path, transport)
     assert turns > 4, "blocked, it would turn once or twice; a loaded machine turns it seldom"
     assert spent_s < 0.2
+
+
+def leave_works_alone(rank: Rank) -> list[float]:
+    """Rank 1 waits for some works, which stops its timer, and never for the ones behind them."""
+    group = rank.group()
+    found = []
+    for turn in range(20):
+        first, whole, last = torch.ones(3), torch.ones(1 << 20), torch.ones(5)
+        parts = torch.ones(2 * rank.size)
+        works = [group.all_reduce(first)]
+        if rank.rank == 1 and turn % 2:
+            works[0].wait()
+        works.append(group.all_reduce(whole))
+        works.append(group.all_to_all(torch.empty_like(parts), parts))
+        works.append(group.all_reduce(last))
+        if rank.rank == 1:
+            waiter = threading.Thread(target=works[turn % 2].wait)
+            waiter.start()
+            rank.store.wait([f"said/turn {turn}/0"], 60)
+            waiter.join()
+        else:
+            for work in works:
+                work.wait()
+            rank.say(f"turn {turn}")
+        works[-1].wait()
+        found += [float(whole[-1]), float(last[-1])]
+    return found
+
+
+def test_works_that_a_rank_does_not_wait_for_hold_up_no_other_rank(tmp_path: Path) -> None:
+    started = time.monotonic()
+    assert run_ranks(leave_works_alone, 2, tmp_path) == [[2.0] * 40] * 2
+    assert time.monotonic() - started < 40
 
 
 # -- where it cannot be used -----------------------------------------------------------------------

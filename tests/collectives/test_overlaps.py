@@ -1,0 +1,31 @@
+"""Which tensors may share memory, so that an operation has to copy its input first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collectives.operations.arguments import share_memory
+
+
+def test_ranges_of_one_storage_share_memory_where_they_meet() -> None:
+    whole = torch.zeros(100)
+    assert not share_memory([whole[:50]], [whole[50:]])
+    assert not share_memory([whole[50:]], [whole[:50]])
+    assert share_memory([whole[:51]], [whole[50:]])
+    assert share_memory([whole[10:20]], [whole])
+    assert share_memory([whole], [whole.view(torch.uint8)[-1:]])
+
+
+def test_interleaved_tensors_count_as_sharing() -> None:
+    rows = torch.zeros(10, 2)
+    assert share_memory([rows[:, 0]], [rows[:, 1]])
+    assert share_memory([rows[:, 0]], [rows])
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_tensors_of_different_storages_share_nothing(number: int) -> None:
+    a, b = [torch.zeros(4) for _ in range(number)], [torch.zeros(4) for _ in range(number)]
+    assert not share_memory(a, b)
+    assert not share_memory([torch.zeros(0)], [torch.zeros(0)])
+    assert share_memory(a, [*b[1:], a[-1]])

@@ -1,0 +1,58 @@
+"""What benchmarks/collectives.py prints, and what it counts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.alternation import quartiles
+from benchmarks.collectives import copies_moved
+from tests import ROOT
+
+
+@pytest.mark.parametrize(
+    ("operation", "nbytes", "num_ranks", "copies"),
+    [
+        ("all_reduce", 4, 2, 2.5),  # one copy, and one addition of three halves
+        ("all_reduce", 16 << 20, 2, 2.25),
+        ("reduce_scatter", 16 << 20, 2, 1.25),
+        ("all_gather", 16 << 20, 4, 1.25),
+        ("broadcast", 4, 4, 1.0),
+        ("all_to_all", 1 << 20, 2, 1.5),
+        ("barrier", 0, 2, None),
+    ],
+)
+def test_copies_are_counted_as_the_algorithms_make_them(
+    operation: str, nbytes: int, num_ranks: int, copies: float | None
+) -> None:
+    assert copies_moved(operation, nbytes, num_ranks) == copies
+
+
+def test_quartiles_are_of_all_times() -> None:
+    assert quartiles([5.0, 1.0, 4.0, 2.0, 3.0]) == (2.0, 3.0, 4.0)
+
+
+def test_every_case_has_its_quartiles_and_a_lost_one_is_listed() -> None:
+    command = "benchmarks/collectives.py --no-ray --ranks 2 --sizes 4B --json"
+    run = subprocess.run(
+        [sys.executable, *command.split(), "--operations", "broadcast,barrier"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    printed = json.loads(run.stdout.splitlines()[-1])
+    figures, ratios = printed["figures"], printed["ratios"]
+    assert set(ratios) == {"broadcast/2/4B", "barrier/2/0B"}
+    for name, ways in figures["quartiles_s"].items():
+        for way, (first, median, third) in ways.items():
+            assert 0 < first <= median <= third
+            assert figures["medians_s"][name][way] == median
+    assert figures["lost"] == [name for name, ratio in ratios.items() if ratio > 1]
+    assert "slower than a peer: " + (", ".join(figures["lost"]) or "none") in run.stdout
+    assert figures["copies_moved"]["broadcast/2/4B"] == 1
+    assert "memcpy" not in figures["medians_s"]["barrier/2/0B"]
