@@ -86,28 +86,35 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def strike(fault: Fault, target: Target) -> list[int]:
-    """Carry a fault out; returns the pids that were struck."""
+def strike(fault: Fault, target: Target) -> tuple[list[int], float]:
+    """Carry a fault out; returns the pids that were struck, and when the first of them was."""
     if fault.kind == "coordinator":
-        return [pid for pid in target.coordinators() if _send(pid, signal.SIGKILL)]
-    before = _struck_among(fault, target)
-    if not before:
-        return []
-    first = before[int(fault.first * len(before))]
-    others = [pid for pid in before if pid != first] or [first]
+        pids = list(target.coordinators())
+    else:
+        pids = _struck_among(fault, target)
+    at = time.time()
+    return _carry_out(fault, target, pids) if pids else [], at
+
+
+def _carry_out(fault: Fault, target: Target, pids: list[int]) -> list[int]:
+    """pids: of the coordinators, or of the living ranks in order. Returns those it has struck."""
+    if fault.kind == "coordinator":
+        return [pid for pid in pids if _send(pid, signal.SIGKILL)]
+    first = pids[int(fault.first * len(pids))]
+    others = [pid for pid in pids if pid != first] or [first]
     second = others[int(fault.second * len(others))]
     match fault.kind:
         case "kill":
             _send(first, signal.SIGKILL)
         case "two" | "again":
             _send(first, signal.SIGKILL)
-            if len(before) > 2:
+            if len(pids) > 2:
                 time.sleep(fault.delay_s if fault.kind == "again" else 0.0)
                 _send(second, signal.SIGKILL)
                 return [first, second]
         case "newcomer":
             _send(first, signal.SIGKILL)
-            return [first, *_strike_newcomer(target, set(before))]
+            return [first, *_strike_newcomer(target, set(pids))]
         case "stop":
             _send(first, signal.SIGSTOP)
             time.sleep(_STOPPED_S)

@@ -156,7 +156,7 @@ class Run:
     # -- As a Target -----------------------------------------------------------------------------
 
     def ranks(self) -> set[int]:
-        return {pid for _, _, _, pid, _ in self.look() if is_alive(pid)}
+        return {pid for pid in {line[3] for line in self.look()} if is_alive(pid)}
 
     def coordinators(self) -> set[int]:
         return {
@@ -185,8 +185,8 @@ class Run:
         return True
 
     def strike(self, fault: Fault, trial: Trial) -> None:
-        at = time.time()
-        if strike(fault, self):
+        pids, at = strike(fault, self)
+        if pids:
             trial.struck.append(fault.kind)
             trial.struck_at.append(at)
 

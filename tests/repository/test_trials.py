@@ -163,12 +163,19 @@ def fault(kind: str) -> Fault:
     return Fault(kind, 0.5, 0.4, 0.9, 0.0)
 
 
+def struck(kind: str, sleepers: Sleepers) -> list[int]:
+    before = time.time()
+    pids, at = strike(fault(kind), sleepers)
+    assert before <= at <= time.time()
+    return pids
+
+
 def test_faults_strike_whom_they_name(sleepers: Sleepers) -> None:
     all_of_them = sleepers.ranks()
-    assert strike(fault("exception"), sleepers) == sleepers.planted
-    assert len(strike(fault("stop"), sleepers)) == 1
+    assert struck("exception", sleepers) == sleepers.planted
+    assert len(struck("stop", sleepers)) == 1
     assert sleepers.ranks() == all_of_them
-    drained = strike(fault("drain"), sleepers)
+    drained = struck("drain", sleepers)
     assert sleepers.ranks() == all_of_them - set(drained)
     ends = {one.pid: one.wait() for one in sleepers.processes if one.pid in drained}
     assert list(ends.values()) == [-signal.SIGTERM]
@@ -182,9 +189,9 @@ def wait_for(number: int, sleepers: Sleepers) -> None:
 
 
 def test_two_are_struck_where_somebody_is_left(sleepers: Sleepers) -> None:
-    assert len(strike(fault("kill"), sleepers)) == 1
+    assert len(struck("kill", sleepers)) == 1
     wait_for(2, sleepers)
-    assert len(strike(fault("two"), sleepers)) == 1
+    assert len(struck("two", sleepers)) == 1
     wait_for(1, sleepers)
 
 
@@ -192,14 +199,14 @@ def test_the_last_of_several_is_not_struck(
     sleepers: Sleepers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "_NEWCOMER_S", 0.2)
-    strike(fault("two"), sleepers)
+    struck("two", sleepers)
     wait_for(1, sleepers)
-    assert strike(fault("kill"), sleepers) == []
+    assert struck("kill", sleepers) == []
     assert len(sleepers.ranks()) == 1
 
 
 def test_of_three_two_are_struck_at_once(sleepers: Sleepers) -> None:
-    assert len(strike(fault("two"), sleepers)) == 2
+    assert len(struck("two", sleepers)) == 2
     wait_for(1, sleepers)
 
 
