@@ -141,8 +141,8 @@ async def _divided(
     labels: Mapping[str, str],
     lasting: str,
 ) -> tuple[PlacementGroup, ...]:
-    """In the place of a group that was placed, a group for each bundle, on the bundle's node. Empty
-    if others have taken the room meanwhile.
+    """In the place of a group that was placed, a group for each bundle; with SPREAD, where it was,
+    or on a node without any of the others. Empty if others have taken the room meanwhile.
 
     When a node is lost, Ray looks for another place for a whole group at once: two lost bundles get
     none before there is room for both, and until then Ray leaves all other pending groups waiting
@@ -153,7 +153,7 @@ async def _divided(
         return (group,)
     remove_placement_group(group)
     groups = tuple(
-        group_of(bundle, 1, strategy, {**labels, NODE_ID: str(nodes[index])}, lasting)
+        group_of(bundle, 1, strategy, {**_away_from(nodes, index, strategy), **labels}, lasting)
         for index in range(group.bundle_count)
     )
     are_placed = False
@@ -169,6 +169,14 @@ async def _divided(
         if not are_placed:
             for one in groups:
                 remove_placement_group(one)
+
+
+def _away_from(nodes: Mapping[int, str], index: int, strategy: str) -> dict[str, str]:
+    """Labels that keep a bundle off the nodes of the others. nodes: by bundle. A node by its name
+    would do now; but when it dies, Ray could not move the group of a worker that is starting."""
+    others = {node for node in nodes.values() if node != nodes[index]}
+    # No blanks: Ray silently reads ", b" as a node other than "b".
+    return {NODE_ID: f"!in({','.join(sorted(others))})"} if others and "SPREAD" in strategy else {}
 
 
 async def _place_together(
