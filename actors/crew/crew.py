@@ -36,6 +36,7 @@ from ..worker.devices import environment_of_workers
 from ..worker.worker import worker_class
 from .asking import Asking
 from .listening import Listener
+from .persisting import persist
 from .recruiting import Recruiter
 from .reserve import Reserve
 from .seats import Seats
@@ -52,6 +53,7 @@ _PROVEN_S = 5.0
 _DRIVER_START_S = 30.0
 
 _LOOK_S = 0.5
+_LOOK_AFTER_S = 2.0
 
 _ANSWER_S = 5.0
 """Seconds in which a live control loop answers, on a machine that is busy with training."""
@@ -142,7 +144,8 @@ class Crew(Asking):
             for seat in await self._empty_seats(timeout_s)
         }
         if fresh:
-            failed = await self._adopt(fresh, timeout_s)
+            async with self._looking_after_seats():
+                failed = await self._adopt(fresh, timeout_s)
             self._starting.clear()
             for unfit in failed:
                 self._kill_worker(unfit.seat)
@@ -155,6 +158,23 @@ class Crew(Asking):
                     f"{why}. If nodes are only slow to start processes, raise startup_timeout_s",
                 )
         self._is_assembled = self._was_assembled = True
+
+    @contextlib.asynccontextmanager
+    async def _looking_after_seats(self) -> AsyncIterator[None]:
+        """While the body runs, give up the places of nodes that die: a worker that is to start on
+        one would be waited for to no end, and Ray would place nothing else meanwhile (seats)."""
+
+        async def look() -> bool:
+            while True:
+                await asyncio.sleep(_LOOK_AFTER_S)
+                await asyncio.to_thread(self._seats.placed)
+
+        looking = asyncio.create_task(persist(look, "dead nodes are not noticed"), name="seats")
+        try:
+            yield
+        finally:
+            looking.cancel()
+            await asyncio.wait([looking])
 
     async def _sort_out(self, timeout_s: float) -> None:
         """Kill the workers that cannot take part. Those that are starting have longer to answer."""
