@@ -33,7 +33,8 @@ class Roster:
         """Whether the worker is idle and new to the run in progress."""
         known = self._members.get(worker.seat)
         is_busy = known and known.state in (MemberState.RUNNING, MemberState.REHEARSING)
-        if known and known.info == worker and is_busy:
+        # One that has left a run which is over is as idle as it says.
+        if self._run is not None and known and known.info == worker and is_busy:
             return False  # It was asked twice, and has a rank, or rehearses, meanwhile.
         self._members[worker.seat] = Member(worker, MemberState.READY)
         if generation > self._generation:

@@ -364,6 +364,22 @@ def test_ranks_leave_a_node_that_goes_if_their_state_is_elsewhere(spare: int, st
     assert membership.handle(Leaving("node-b", "preempted")) == []
 
 
+def test_a_worker_that_left_a_run_and_lives_takes_part_in_the_next_one() -> None:
+    membership, _ = running(worker(0), worker(1, "node-b"))
+    membership.handle(Leaving("node-b", "preempted"))
+    membership.handle(froze(0, spare=1))
+    membership.handle(froze(1, spare=1))
+    membership.handle(RankFinished(0, 1))
+    (end,) = membership.handle(RankEnded(Success(0, b"", 0), "worker-0-0"))
+    assert isinstance(end, EndRun) and isinstance(end.outcome, RunSucceeded)
+    membership.handle(WorkerRegistered(worker(1, "node-b"), 1))
+    told = membership.handle(RunStarted(1, 1, None))
+    assert [one.worker_id for one in told if isinstance(one, StartRank)] == [
+        "worker-0-0",
+        "worker-1-0",
+    ]
+
+
 @pytest.mark.parametrize("num_ready, leaves", [(0, False), (1, True), (2, True)])
 def test_a_rank_that_is_missed_leaves_where_a_worker_in_reserve_takes_its_seat(
     num_ready: int, leaves: bool
