@@ -215,12 +215,11 @@ class Recruiter:
         """Tell the driver of nodes that are drained or preempted, while they are still there; and
         how many workers could take seats of those that leave."""
         told = 0
-        with contextlib.suppress(ActorGone):
-            while True:
-                await asyncio.sleep(NODE_WATCH_S)
-                if (num_ready := self._reserve.num_ready) != told:
-                    await answer(self._driver.has_in_reserve.remote(num_ready))
-                    told = num_ready
-                leaving = await asyncio.to_thread(nodes_leaving)
-                for node_id, why in leaving.items():
-                    await answer(self._driver.leaves.remote(self._request.run, node_id, why))
+        while True:
+            await asyncio.sleep(NODE_WATCH_S)
+            if (num_ready := self._reserve.num_ready) != told:
+                await answer(self._driver.has_in_reserve.remote(num_ready))
+                told = num_ready
+            leaving = await asyncio.to_thread(nodes_leaving)
+            for node_id, why in leaving.items():
+                await answer(self._driver.leaves.remote(self._request.run, node_id, why))

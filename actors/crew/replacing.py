@@ -10,11 +10,10 @@ of that rank, and a third one would be as slow.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ..calls import Actor, ActorGone, answer, answers
+from ..calls import Actor, answer, answers
 from ..messages import WorkerSnapshot
 
 WATCH_S = 1.0
@@ -58,12 +57,11 @@ class Replacing:
         self._leavers = Leavers()
 
     async def watch(self) -> None:
-        # If the driver dies, the call that waits for the run raises.
-        with contextlib.suppress(ActorGone):
-            while True:
-                await asyncio.sleep(WATCH_S)
-                for worker_id, why in self._leavers.note(await self._words()).items():
-                    await answer(self._driver.leaves.remote(self._run, worker_id, why))
+        """Raises ActorGone if the driver dies."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for worker_id, why in self._leavers.note(await self._words()).items():
+                await answer(self._driver.leaves.remote(self._run, worker_id, why))
 
     async def _words(self) -> list[WorkerSnapshot]:
         asked = {
