@@ -177,6 +177,8 @@ class StreamLost(ChoruslineError, RuntimeError):
 def ends_a_generation(error: BaseException) -> bool:
     """Whether the run may go on in a new generation after this error.
 
-    A mismatch is not among these errors: it is the program's fault and would come again.
+    A mismatch is not among these errors: it is the program's fault and would come again. A
+    checkpoint that ranks did not live to write is: it says `is_by_loss`.
     """
-    return isinstance(error, PeerLost | CollectiveTimeout | GroupAborted | StoreTimeout | StoreLost)
+    ends = PeerLost | CollectiveTimeout | GroupAborted | StoreTimeout | StoreLost
+    return isinstance(error, ends) or getattr(error, "is_by_loss", False)

@@ -34,7 +34,7 @@ SIZES = (0.001, 0.004, 25.0)
 
 
 def draw(seed: int, *, has_nodes: bool = True) -> Plan:
-    """At most as many workers end at once as the training survives, and somebody is left.
+    """Fewer workers end at once than keep a shard, and somebody is left.
 
     has_nodes: whether there are nodes to drain and add; if not, the workers are always three.
     """
@@ -83,7 +83,7 @@ def _ends(
     for number, seat in enumerate(seats):
         if number:
             # Apart, where there would be more deaths at once than copies.
-            is_near = number < replicas
+            is_near = number < replicas - 1
             at += rng.randint(0, 2) if is_near else rng.randint(2, 4)
         (kind,) = rng.choices(list(kinds), list(kinds.values()))
         phases = _phases(training, is_first=number == 0)

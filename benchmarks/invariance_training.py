@@ -263,6 +263,16 @@ def train(ctx: cl.Context, plan: Plan, folder: str, is_resumed: bool = False) ->
         for name, made in (("model", model), ("optim", optim), ("schedule", schedule)):
             ctx.register(name, made)
     samples = samples_of()
+
+    def has_saved() -> bool:
+        if is_resumed or schedule.last_epoch != plan.saves_at or not plan.saves_at:
+            return False
+        ctx.save().wait()
+        return True
+
+    # Where the function runs again, as ranks were lost in the save, that is what is left to do.
+    if has_saved():
+        return _told(ctx, model, optim, schedule, training, world_sizes)
     for epoch in ctx.epochs(EPOCHS):
         for step in ctx.steps(samples, GLOBAL_BATCH, MICRO_BATCH, epoch=epoch):
             time.sleep(plan.step_s)
@@ -285,8 +295,7 @@ def train(ctx: cl.Context, plan: Plan, folder: str, is_resumed: bool = False) ->
             optim.zero_grad()
             if world_sizes[-1:] != [ctx.world_size]:
                 world_sizes.append(ctx.world_size)
-            if plan.saves_at == epoch * STEPS_OF_EPOCH + step.number + 1 and not is_resumed:
-                ctx.save().wait()
+            if has_saved():
                 return _told(ctx, model, optim, schedule, training, world_sizes)
     return _told(ctx, model, optim, schedule, training, world_sizes)
 

@@ -50,7 +50,8 @@ class Saving:
         """Block until all ranks have written, and the checkpoint is whole on the storage.
 
         Raises CheckpointWriteFailed, on all ranks, if the checkpoint was given up; TimeoutError if
-        it is still in flight after `timeout_s`.
+        it is still in flight after `timeout_s`. If it was given up as ranks were lost, and the run
+        goes on, the function runs again from the top, as after a loss in any collective.
         """
         try:
             return self._future.result(timeout_s)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from actors.errors import ends_a_generation
 from collectives import ChoruslineError, Group, PeerLost, StoreLost, StoreTimeout
 from collectives.stores.store import PrefixStore
 
@@ -110,6 +111,8 @@ class Writing:
             self.saving.end(SavingTimes(self.waited_s, self.paused_s, wrote_s, total_s, num_bytes))
         except CheckpointError as error:
             self.saving.end(error)
+        except StoreLost as error:  # With the group: `_agree` has waited for another driver.
+            self.saving.end(self._interrupted(error, (rank,)))
         except BaseException as error:
             detail = trouble or f"{type(error).__name__}: {error}"
             self.saving.end(CheckpointWriteFailed(self.saving.path, detail, (rank,)))
@@ -273,9 +276,7 @@ class Writing:
                     failure.ranks
                 )
                 if is_silent_for_good or now > patience_ends_at:
-                    raise CheckpointWriteFailed(
-                        self.saving.path, f"the group has ended ({failure})", ranks
-                    )
+                    raise self._interrupted(failure, ranks)
             if now > min(self.call_by, give_up_at):
                 self._check_called(store)
             if now > give_up_at:
@@ -313,6 +314,15 @@ class Writing:
             f"{who} {what}{here}",
             absent,
             "call ctx.save() on all ranks, after the same step",
+        )
+
+    def _interrupted(self, error: Exception, ranks: tuple[int, ...]) -> CheckpointWriteFailed:
+        """error: of the group, or of its store."""
+        return CheckpointWriteFailed(
+            self.saving.path,
+            f"the group has ended ({error})",
+            ranks,
+            is_by_loss=ends_a_generation(error),
         )
 
     def _in_words(self, error: Exception) -> str:

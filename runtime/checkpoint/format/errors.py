@@ -40,7 +40,10 @@ class CheckpointPlaceUnusable(CheckpointError):
 
 
 class CheckpointWriteFailed(CheckpointError):
-    """A checkpoint was given up. ranks: the ranks that caused it. remedy: what to do."""
+    """A checkpoint was given up. ranks: the ranks that caused it. remedy: what to do.
+
+    is_by_loss: ranks were lost while it was written. Then this ends a generation, not the run.
+    """
 
     def __init__(
         self,
@@ -48,14 +51,21 @@ class CheckpointWriteFailed(CheckpointError):
         detail: str,
         ranks: tuple[int, ...],
         remedy: str = "make room or repair the storage",
+        is_by_loss: bool = False,
     ) -> None:
-        ChoruslineError.__init__(self, path, detail, ranks, remedy)
+        ChoruslineError.__init__(self, path, detail, ranks, remedy, is_by_loss)
         self.path = path
         self.detail = detail
         self.ranks = ranks
         self.remedy = remedy
+        self.is_by_loss = is_by_loss
 
     def __str__(self) -> str:
+        if self.is_by_loss:
+            return (
+                f"checkpoint {self.path} was not completed, as ranks were lost meanwhile: "
+                f"{self.detail}. Checkpoints written before it are whole and stay"
+            )
         return (
             f"checkpoint {self.path} was not written, on rank "
             f"{', '.join(map(str, self.ranks))}: {self.detail}. Checkpoints written before it are "
