@@ -8,6 +8,7 @@ epoch's order, cut into micro-batches. Who computes which of them is dealt anew 
     (2) The ranks meet: which models have gradients, by what the sums are divided, how fast each
         rank was. One small all-reduce.
     (3) The models sum the gradients, and the ranks agree on the step (process/micro_batches.py).
+        Of a single model, the sums are on their way while the ranks meet.
 
 If a rank is lost before the step is agreed on, its micro-batches are dealt to the others, which
 compute them in the same step: (1) to (3) again.
@@ -311,6 +312,8 @@ class Steps(Dealt):
         """(2) and (3). Returns whether the step is agreed on; if not, ranks were lost."""
         try:
             models = self._in_common(models)
+            if len(models) == 1:  # Its sums are on their way while the ranks meet.
+                models[0].launch()
             end.meet(self._group(), models, self._paces)
             _check_together([one for n, one in enumerate(models) if end.has_gradient[n]])
             for number, model in enumerate(models):

@@ -2,8 +2,9 @@
 
 (1) Backward passes only add up in the buckets; at the end of each micro-batch its gradient is
     added to the sums of this rank (gradients/micro_batch_sums.py).
-(2) At the end of the step the sums go to the owners of the shards. A sharded optimizer takes
-    its shard, and holds its ballot; else all ranks gather the whole gradient, and vote.
+(2) At the end of the step the sums go to the owners of the shards: beside the meeting of the
+    ranks, if theirs is the only model. A sharded optimizer takes its shard, and holds its
+    ballot; else all ranks gather the whole gradient, and vote.
 (3) `.grad` holds the mean, or with a sharded optimizer nothing that the program may use.
 """
 
@@ -15,7 +16,6 @@ from typing import Protocol
 
 import torch
 
-from collectives import Group
 from collectives.operations.host_reads import device_numbers
 
 from ..partition.shards import padded_numel, shard_numel
@@ -73,6 +73,8 @@ class ModelSteps:
         """Whether a micro-batch of the step uses the model: other models do as they always do."""
         self._is_open = False
         """Whether a micro-batch is under way."""
+        self._passed: list[int] = []
+        """The micro-batches of this rank that did not use the model, before one that did."""
         self._shards: list[torch.Tensor] = []
 
     @property
@@ -133,7 +135,7 @@ class ModelSteps:
 
     def begin_step(self, plan: StepPlan) -> None:
         self.leave_steps()  # Where the last step was left by an error.
-        self.plan = plan
+        self.plan, self._passed = plan, []
         self._on_begin()
         if self.ender is not None:
             self.ender.begin_summed_step()
@@ -158,6 +160,11 @@ class ModelSteps:
         self._reducer.weight = None
         self._sums.begin_step(self.plan)
         self.buffers.begin_step()
+        for number in self._passed:  # As micro-batches later on that do not use the model: zeros.
+            self._sums.begin_micro_batch()
+            self._sums.end_micro_batch(number, self.plan.shares[number])
+        if self._is_open:
+            self._sums.begin_micro_batch()
 
     def begin_micro_batch(self) -> None:
         self._is_open = True
@@ -170,12 +177,36 @@ class ModelSteps:
         assert self.plan is not None
         self._is_open = False
         if not self._takes_part:
+            self._passed.append(number)
             return
         # Weights say how much a loss counts, also in a micro-batch that is smaller than the others.
         share = 1.0 if self._reducer.weight is not None else self.plan.shares[number]
         self._sums.end_micro_batch(number, share)
         if number == self.plan.num_micro_batches - 1:
             self.buffers.end_last()
+
+    def launch(self) -> None:
+        self._take_part()
+        self._sums.launch(self._reducer.group, self._outs())
+
+    def _outs(self) -> list[torch.Tensor]:
+        """Where this rank's part of the sums comes to."""
+        buckets, size = self._reducer.buckets, self._reducer.group.size
+        if self.ender is not None:
+            return [bucket.shard for bucket in buckets]
+        lengths = [shard_numel(bucket.plan.content, size) for bucket in buckets]
+        if [shard.numel() for shard in self._shards] != lengths:
+            self._shards = [
+                bucket.flat.new_empty(n) for bucket, n in zip(buckets, lengths, strict=True)
+            ]
+        return self._shards
+
+    def reduce_shards(self, *, on_host: bool = False) -> None:
+        """Return when this rank's shard of the sum of each bucket is there. on_host: also on a
+        GPU, return or raise when it is known how that has ended."""
+        if not self._sums.is_launched:
+            self.launch()
+        self._sums.wait(on_host=on_host)
 
     def end_step(self, divisor: float) -> None:
         self.divisor = divisor
@@ -188,28 +219,16 @@ class ModelSteps:
 
     def _reduce_whole(self) -> None:
         reducer, group = self._reducer, self._reducer.group
-        buckets = reducer.buckets
-        lengths = [shard_numel(bucket.plan.content, group.size) for bucket in buckets]
-        if [shard.numel() for shard in self._shards] != lengths:
-            self._shards = [
-                bucket.flat.new_empty(n) for bucket, n in zip(buckets, lengths, strict=True)
-            ]
-        self._sums.exchange(group, self._shards)
+        self.reduce_shards()
         works = [
             group.all_gather(bucket.flat[: padded_numel(bucket.plan.content, group.size)], shard)
-            for bucket, shard in zip(buckets, self._shards, strict=True)
+            for bucket, shard in zip(reducer.buckets, self._shards, strict=True)
         ]
         vote = device_numbers(reducer.vote_of_sums(self._sums.used), torch.float64, group.device)
         reading = group.all_reduce_and_read(vote)
         for work in works:
             work.wait()
         reducer.conclude_sums(reading.tolist(), self.divisor)
-
-    def reduce_shards(self, group: Group, *, on_host: bool) -> None:
-        """The sum of the step is in the shards of the buckets, for a sharded optimizer. on_host:
-        also on a GPU, when this returns."""
-        shards = [bucket.shard for bucket in self._reducer.buckets]
-        self._sums.exchange(group, shards, on_host=on_host)
 
     def leave_steps(self) -> None:
         self.plan, self._takes_part, self._is_open = None, False, False
@@ -218,6 +237,7 @@ class ModelSteps:
 
     def wait_for_next_generation(self, error: BaseException) -> bool:
         assert self.ender is not None
+        self._sums.forget_launch()
         is_agreed = self.ender.wait_for_next_generation(error)
         if is_agreed:
             self._reducer.summing = Summing.ENDED

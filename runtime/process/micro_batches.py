@@ -96,6 +96,9 @@ class Summing(Protocol):
     def end_micro_batch(self, number: int) -> None:
         """They have run: add the gradient to the sums of this rank."""
 
+    def launch(self) -> None:
+        """Begin to sum over all ranks; `end_step` does it otherwise. All ranks call it, or none."""
+
     def end_step(self, divisor: float) -> None:
         """Sum over all ranks, and agree on the step. Raises what ends a generation.
 

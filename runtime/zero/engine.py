@@ -299,7 +299,7 @@ class OptimizerEngine:
     def _reduce(self) -> None:
         if (sums := self.summed.sums) is not None:
             # The exact norm is read on the host.
-            sums.reduce_shards(self.group, on_host=self._needs_norm)
+            sums.reduce_shards(on_host=self._needs_norm)
         elif self.reducer is not None:
             self.reducer.wait()
 

@@ -91,6 +91,7 @@ def stepped(
     max_norm: float | None = None,
     weighs: bool = False,
     num_passes: int = 1,
+    skips: bool = False,
     deterministic: bool = True,
     paces: list[float] | None = None,
     replicas: int = 1,
@@ -98,6 +99,7 @@ def stepped(
     watch: Callable[[ZeroRedundancyOptimizer], None] = lambda _: None,
 ) -> tuple[str, str, list[list[float]]]:
     """Train; num_passes: of some micro-batches. The others have one, and a `zero_grad` before it.
+    skips: some micro-batches do not use the model, as their data are bad.
     watch: is called with the sharded optimizer, before the first step.
 
     Returns the digests of parameters and buffers, of the optimizer's state, and the samples that
@@ -137,6 +139,8 @@ def stepped(
                 steps._paces = paces
             for batch in step:
                 seen.append(batch.flatten(1)[:, 0].tolist())
+                if skips and bool(batch.sum() < 0):
+                    continue
                 has_several = num_passes > 1 and bool(batch.sum() > 0)
                 if num_passes > 1 and not has_several:
                     optimizer.zero_grad(set_to_none=False)

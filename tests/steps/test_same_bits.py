@@ -30,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped": {"max_norm": 0.05},
     "weighed": {"weighs": True},
     "several passes of some micro-batches": {"num_passes": 3, "num_samples": 61},
+    "some micro-batches without a pass": {"skips": True, "num_samples": 48},
+    "the same, plain": {"skips": True, "num_samples": 48, "sharded": False},
     "adafactor": {"optimizer_name": "adafactor"},
     "fewer micro-batches than ranks": {"global_batch_size": 6, "micro_batch_size": 3},
 }

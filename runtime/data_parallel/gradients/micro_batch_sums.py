@@ -227,12 +227,14 @@ class MicroBatchSums:
         self._accumulates = False
         """Whether autograd adds up the micro-batches in the buckets, as their bits may differ."""
         self._has_begun = False
+        self._exchanges: list[Exchange] = []
         self.used: list[bool] = []
 
     def begin_step(self, plan: StepPlan) -> None:
         self._plan = plan
         self._accumulates = not plan.deterministic and len(set(plan.shares)) == 1
         self._has_begun = False
+        self._exchanges = []
         self.used = [False] * len(self._gradients.parameters)
         self._gradients.drop()
         for sums in self._buckets:
@@ -266,12 +268,8 @@ class MicroBatchSums:
             else:
                 sums.add_in_any_order()
 
-    def exchange(
-        self, group: Group, outs: Sequence[torch.Tensor], *, on_host: bool = False
-    ) -> None:
-        """Return when `outs` hold this rank's shard of the sum of each bucket.
-
-        on_host: also on a GPU, return or raise when it is known how that has ended."""
+    def launch(self, group: Group, outs: Sequence[torch.Tensor]) -> None:
+        """(2) begins. outs: get this rank's shard of the sum of each bucket."""
         plan = self._plan
         if plan.deterministic:
             num_leaves = plan.num_micro_batches
@@ -281,10 +279,24 @@ class MicroBatchSums:
             num_leaves = len(holding)
             nodes = [[(0, holding.index(r))] if r in holding else [] for r in range(group.size)]
         self._gradients.lead_home()
-        exchanges = []
+        self._exchanges = []
         for sums, out in zip(self._buckets, outs, strict=True):
             if self._accumulates and self._has_begun:
                 sums.keep_bucket()
-            exchanges.append(sums.exchange(group, nodes, num_leaves, out))
-        for exchange in exchanges:
+            self._exchanges.append(sums.exchange(group, nodes, num_leaves, out))
+
+    @property
+    def is_launched(self) -> bool:
+        return bool(self._exchanges)
+
+    def forget_launch(self) -> None:
+        """The generation in which it was launched has ended."""
+        self._exchanges = []
+
+    def wait(self, *, on_host: bool = False) -> None:
+        """Return when the sums that were launched are there.
+
+        on_host: also on a GPU, return or raise when it is known how that has ended."""
+        for exchange in self._exchanges:
             exchange.wait(on_host)
+        self._exchanges = []
