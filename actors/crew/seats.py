@@ -1,4 +1,4 @@
-"""What a crew needs of the places of its workers; runtime/session/seats.py has them."""
+"""What a crew needs of the places of its workers; runtime/session/placing/seats.py has them."""
 
 from __future__ import annotations
 

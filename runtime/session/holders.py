@@ -12,7 +12,7 @@ from typing import Protocol
 from actors.lasting import INCARNATION, names_of
 
 from .. import notebook
-from . import placement
+from .placing import placement
 
 _LOOK_AFTER_S = 1.0
 """Longer than a placement takes where there is room, and than Ray needs to count what a session

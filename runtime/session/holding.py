@@ -19,12 +19,12 @@ from actors.whereabouts import Whereabouts
 from collectives.diagnosis.debug import get_debug_level
 
 from ..checkpoint.config import CheckpointConfig
-from . import placement
 from .holders import telling_who_holds
-from .seats import Seats
+from .placing import placement
+from .placing.seats import Seats
+from .placing.trials import of_this_trial
 from .showing.hearing import Audience, hearing
 from .state import SessionState
-from .trials import of_this_trial
 from .waiting import awaited, telling
 
 _BEGINNINGS = 3

@@ -13,9 +13,8 @@ from actors.worker.devices import narrowed_by
 
 from ..checkpoint.config import CheckpointConfig
 from ..process.random_state import check_seed
+from .placing.placement import NODE_ID
 from .showing.progress import Progress
-
-NODE_ID = "ray.io/node-id"
 
 
 class Default(enum.Enum):

@@ -24,7 +24,7 @@ from ..program.sending import HEAVY_BYTES, heavy_parts, packed_program
 from ..tracking.named import checked_trackers
 from ..tracking.tracker import Tracker
 from ..tracking.tracking import Tracking
-from . import connecting, placement
+from . import connecting
 from .detached.face import Face
 from .detached.standing import IDLE_TIMEOUT_S, check_name
 from .holding import Holding
@@ -43,6 +43,7 @@ from .options import (
     checked_replacing,
     checked_spares,
 )
+from .placing import placement
 from .showing.hearing import Audience, hearing
 from .showing.progress import Progress
 from .state import REMEDIES, SessionSnapshot, SessionState, how_interrupted

@@ -61,6 +61,7 @@ ORDER = {
         "program",
         "tracking",
         "notebook",
+        "session/placing",
         "session/showing",
         "session/detached",
         "session",

@@ -15,7 +15,7 @@ from ray.core.generated.autoscaler_pb2 import (
 )
 from ray.core.generated.autoscaler_pb2_grpc import AutoscalerStateServiceStub
 
-from runtime.session.autoscaling import Outlook, of_maximum, of_state, of_status, prospect
+from runtime.session.placing.autoscaling import Outlook, of_maximum, of_state, of_status, prospect
 
 GROUP = "6e16b5c42aab3676fddc1da7abe901000000"
 

@@ -27,7 +27,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from actors.calls import nodes_leaving
 
 from . import placement
-from .options import NODE_ID
+from .placement import NODE_ID
 
 _LOOK_S = 0.5  # between two looks whether a group was placed
 

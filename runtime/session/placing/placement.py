@@ -22,7 +22,9 @@ from ray.util.scheduling_strategies import (
 from actors.errors import StartupError
 
 from .autoscaling import Outlook, prospect
-from .options import NODE_ID
+
+NODE_ID = "ray.io/node-id"
+"""The label that Ray gives each node."""
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
