@@ -101,6 +101,7 @@ class Worker(TakingIn):
         self._lock = threading.Lock()
         self._run: RunHere | None = None
         self._group: Group | None = None  # of the last generation; it lives on between runs
+        self._group_store: ActorStore  # where its ranks have met
         self._last: tuple[int, Journal] = (-1, Journal(False))  # number and journal of a run
         self._last_status = RunStatus()  # of the run in progress, or of the last one
         self._generation = -1
@@ -435,8 +436,11 @@ class Worker(TakingIn):
         elif (failure := group.failure()) is not None:
             group.close()
             raise fresh_copy(failure)
+        else:  # It lives on, with the store that it has; the driver may be another one.
+            store = self._group_store
         with self._lock:
-            self._group = group
+            self._group, self._group_store, run.store = group, store, store
+            store.move_to(run.driver)
             ended = run.ends_with(assignment.generation)
             if run.stop_error is None:
                 run.state = WorkerState.TRAINING

@@ -111,9 +111,10 @@ class Writing:
             self.saving.end(SavingTimes(self.waited_s, self.paused_s, wrote_s, total_s, num_bytes))
         except CheckpointError as error:
             self.saving.end(error)
-        except StoreLost as error:  # With the group: `_agree` has waited for another driver.
-            self.saving.end(self._interrupted(error, (rank,)))
         except BaseException as error:
+            if trouble is None and ends_a_generation(error):
+                self.saving.end(self._interrupted(error, (rank,)))
+                return
             detail = trouble or f"{type(error).__name__}: {error}"
             self.saving.end(CheckpointWriteFailed(self.saving.path, detail, (rank,)))
 
@@ -264,7 +265,7 @@ class Writing:
             except StoreLost:
                 raise
             except ChoruslineError as error:
-                raise CheckpointWriteFailed(self.saving.path, str(error), ranks) from error
+                raise self._interrupted(error, ranks) from error
             if over := self._over(ranks):
                 raise self._not_called(over, "returned from the function without ctx.save()")
             now = time.monotonic()
@@ -316,7 +317,7 @@ class Writing:
             "call ctx.save() on all ranks, after the same step",
         )
 
-    def _interrupted(self, error: Exception, ranks: tuple[int, ...]) -> CheckpointWriteFailed:
+    def _interrupted(self, error: BaseException, ranks: tuple[int, ...]) -> CheckpointWriteFailed:
         """error: of the group, or of its store."""
         return CheckpointWriteFailed(
             self.saving.path,
