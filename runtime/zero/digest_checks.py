@@ -48,11 +48,11 @@ from .shards.digests import (
     gradient_digests,
     num_copies,
     parameters_digest,
-    state_digests,
     written_digests,
 )
 from .shards.parameter_shard import KeptPiece, ParameterShard
 from .shards.shard_state import Description, ShardState, exchange
+from .shards.state_digests import StateDigests
 from .summed_steps import SummedSteps
 
 _SUSPECT_FROM = 3
@@ -94,14 +94,16 @@ class DigestChecks:
     def __init__(self, engine: Checked, every: int | None) -> None:
         self._engine = engine
         self._every = every
+        self._state = StateDigests()
         self._noted: tuple[int, torch.Tensor, torch.Tensor] | None = None
         """What the last update has written: the shard's num_rewritten then, and the digests of
         state and parameters by distance to the owner."""
         self._last: tuple[tuple[tuple[float, ...], ...], Verdicts] | None = None
 
-    @property
-    def num_digests(self) -> int:
-        """Numbers in a vote."""
+    def laid_out(self) -> int:
+        """The shards have been laid out anew. Lets go of their memory; returns how many numbers a
+        vote has now."""
+        self._state.forget()
         return Digests.numel(num_copies(self._engine.shard)) if self._every else 0
 
     @property
@@ -113,7 +115,7 @@ class DigestChecks:
         shard = self._engine.shard
         self._noted = None
         if self._is_due:
-            state, written = state_digests(shard), written_digests(shard)
+            state, written = self._state.of(shard), written_digests(shard)
             self._noted = shard.num_rewritten, torch.stack(state), torch.stack(written)
 
     def vote(self) -> torch.Tensor | None:
@@ -121,14 +123,17 @@ class DigestChecks:
         if not self._is_due:
             return None
         shard = self._engine.shard
-        state, gradients = torch.stack(state_digests(shard)), torch.stack(gradient_digests(shard))
-        rest, written = torch.full_like(state, Rest.UNKNOWN), torch.zeros_like(state)
+        # The update reads the state next, so it is read last: what the cache holds is there.
+        gradients, parameters = torch.stack(gradient_digests(shard)), parameters_digest(shard)
+        state = torch.stack(self._state.of(shard))
         noted = self._noted
         is_noted = noted is not None and noted[0] == shard.num_rewritten
         if is_noted and noted is not None:
             _, before, written = noted
             rest = torch.where(state == before, int(Rest.STEADY), int(Rest.CHANGED))
-        head = torch.stack([parameters_digest(shard), torch.full_like(state[0], is_noted)])
+        else:
+            rest, written = torch.full_like(state, Rest.UNKNOWN), torch.zeros_like(state)
+        head = torch.stack([parameters, torch.full_like(state[0], is_noted)])
         by_shard = torch.stack([state, rest, gradients, written], dim=1)
         return as_votes(torch.cat([head, by_shard.view(-1)]))
 

@@ -163,7 +163,7 @@ class OptimizerEngine:
 
     def _make_ballot(self) -> None:
         num_options, counts = len(self.option_numbers()), self._recovery is not None
-        digests = self._digests.num_digests
+        digests = self._digests.laid_out()
         self._ballot = Ballot(self.group, num_options, counts_samples=counts, num_digests=digests)
 
     # -- the step --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 
 from runtime.zero.shards.copies import Copy, Digests, Kept, Rest, judge, judge_all
 from runtime.zero.shards.digests import as_votes, digest
+from runtime.zero.shards.state_digests import runs
 
 RIGHT = 7
 
@@ -121,3 +122,22 @@ def test_any_memory_format_is_read():
     assert digest(image) == digest(image.permute(0, 2, 3, 1))  # As it lies in memory …
     sliced = torch.randn(6, 6)[:, 1:3]
     assert digest(sliced) == digest(sliced.clone())  # … and gaps are not read.
+
+
+def test_tensors_side_by_side_in_one_memory_are_read_as_one():
+    torch.manual_seed(0)
+    memory, other = torch.randn(40), torch.randn(8)
+    first, second, third = memory[:8], memory[8:12].view(2, 2), memory[12:16]
+    odd, behind = memory[20:23], memory[23:29]
+    tensors = [first, second, third, other, memory[16:20], odd, behind, memory.t()[30:40:2]]
+    found = list(runs(tensors))
+    assert [one.numel() for one in found] == [16, 8, 4, 3, 6, 5]
+    assert sum(map(digest, found)) == sum(map(digest, tensors))
+
+
+def test_neighbours_by_chance_are_read_one_by_one():
+    memory = torch.randn(16)
+    first = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=8)
+    second = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=8, offset=32)
+    assert first.data_ptr() + first.nbytes == second.data_ptr()
+    assert [one.numel() for one in runs([first, second])] == [8, 8]

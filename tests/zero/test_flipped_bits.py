@@ -9,6 +9,7 @@ import torch
 
 import chorusline as cl
 from collectives.objects.blocking import broadcast_object
+from runtime.zero.shards.state_digests import StateDigests
 from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.stepped_training import stepped
 from tests.references.training import batches_of, loss_of, make_model
@@ -316,3 +317,45 @@ def test_every_wrong_number_of_steps_is_refused(alone):
         cl.ZeroRedundancyOptimizer(
             model, torch.optim.SGD, lr=0.1, check_every=1, overlap_with_ddp=True
         )
+
+
+def of_many_tiles(group, check_every):
+    """A model and the engine of its optimizer, after some steps."""
+    torch.manual_seed(0)
+    model = cl.DistributedDataParallel(torch.nn.Linear(512, 1024), group)
+    optimizer = cl.ZeroRedundancyOptimizer(
+        model, torch.optim.AdamW, replicas=2, check_every=check_every
+    )
+    for step in range(3):
+        model(torch.full((2, 512), 1.0 + group.rank + step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer_engine_of(optimizer)
+
+
+def read_as_one(group):
+    """The tiles, the tensors that are read; digests before and after changes; parameters."""
+    model, engine = of_many_tiles(group, 1)
+    shard, digests = engine.shard, StateDigests()
+    states = [shard.optimizer.state[mine.tensor] for pieces in shard.pieces for mine in pieces]
+    seen = [digests.of(shard)]
+    num_read = sum(len(copy.tensors["exp_avg"]) for copy in digests._copies)
+    states[-1]["exp_avg"][-1] += 1  # In place, in the last tile of the replica.
+    seen.append(digests.of(shard))
+    states[0]["exp_avg"] = states[0]["exp_avg"] + 1  # Other memory, in the first one of the shard.
+    seen.append(digests.of(shard))
+    states[1]["more"] = torch.ones(4)
+    seen.append(digests.of(shard))
+    plain, _ = of_many_tiles(group, None)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    is_same = all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    own, replica = ([int(one[distance]) for one in seen] for distance in range(2))
+    return len(states), num_read, 2 * len(shard.buckets), own, replica, is_same
+
+
+def test_the_state_of_many_tiles_is_read_as_one_and_each_change_is_seen(ranks_of):
+    for num_tiles, num_read, num_ranges, own, replica, is_same in ranks_of(2).run(read_as_one):
+        assert num_tiles > num_read == num_ranges
+        assert own[0] == own[1] and len(set(own[1:])) == 3
+        assert replica[0] != replica[1] == replica[2] == replica[3]
+        assert is_same

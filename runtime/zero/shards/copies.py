@@ -104,7 +104,8 @@ class Digests:
     def read(cls, votes: Sequence[float]) -> Digests:
         """From `numel` numbers as `as_votes` makes them."""
         parameters, is_noted, *numbers = (
-            int(low) + (int(high) << 32) for low, high in zip(votes[::2], votes[1::2], strict=True)
+            int(low) % _HALF + (int(high) % _HALF << 32)
+            for low, high in zip(votes[::2], votes[1::2], strict=True)
         )
         kept = []
         for at in range(0, len(numbers), _PER_SHARD):
@@ -118,6 +119,7 @@ class Digests:
 
 
 _PER_SHARD = 4
+_HALF = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
