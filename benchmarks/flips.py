@@ -37,7 +37,8 @@ KINDS = ("exp_avg", "exp_avg_sq", "step", "master", "reduced gradient", "paramet
 
 def _model() -> torch.nn.Module:
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(31, 67), torch.nn.Tanh(), torch.nn.Linear(67, 5)]
+    # The state of one range is in four pieces, of which three are whole words and read as one.
+    layers = [torch.nn.Linear(31, 66), torch.nn.Tanh(), torch.nn.Linear(66, 5)]
     return torch.nn.Sequential(*layers)
 
 
