@@ -119,7 +119,7 @@ class DigestChecks:
             self._noted = shard.num_rewritten, torch.stack(state), torch.stack(written)
 
     def vote(self) -> torch.Tensor | None:
-        """(b) For the ballot: `num_digests` numbers; None if this step is not checked."""
+        """(b) For the ballot: as many numbers as `laid_out` says; None if no check is due."""
         if not self._is_due:
             return None
         shard = self._engine.shard
