@@ -92,6 +92,7 @@ def stepped(
     weighs: bool = False,
     num_passes: int = 1,
     skips: bool = False,
+    changes: bool = False,
     deterministic: bool = True,
     paces: list[float] | None = None,
     replicas: int = 1,
@@ -100,6 +101,7 @@ def stepped(
 ) -> tuple[str, str, list[list[float]]]:
     """Train; num_passes: of some micro-batches. The others have one, and a `zero_grad` before it.
     skips: some micro-batches do not use the model, as their data are bad.
+    changes: the program changes the gradients of some micro-batches.
     watch: is called with the sharded optimizer, before the first step.
 
     Returns the digests of parameters and buffers, of the optimizer's state, and the samples that
@@ -149,6 +151,11 @@ def stepped(
                     if weighs:
                         loss = model.weigh(loss, 0.1 * (1 + len(batch)))
                     loss.backward()
+                if changes and bool(batch.sum() < 0):
+                    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+                elif changes:
+                    for parameter in list(model.parameters())[::2]:
+                        parameter.grad = parameter.grad * 2 if bool(batch.max() < 2) else None
             if max_norm is not None and not sharded:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()

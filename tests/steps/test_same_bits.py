@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "several passes of some micro-batches": {"num_passes": 3, "num_samples": 61},
     "some micro-batches without a pass": {"skips": True, "num_samples": 48},
     "the same, plain": {"skips": True, "num_samples": 48, "sharded": False},
+    "changed in micro-batches": {"changes": True},
     "adafactor": {"optimizer_name": "adafactor"},
     "fewer micro-batches than ranks": {"global_batch_size": 6, "micro_batch_size": 3},
 }
