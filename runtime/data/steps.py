@@ -241,7 +241,7 @@ class Steps(Dealt):
                 # Behind the batch: what it has drawn, here or elsewhere, is nobody's business.
                 seed_all(mixed(*self._noise, number, mine))
                 for model in models:
-                    model.begin_micro_batch(mine)
+                    model.begin_micro_batch()
                 boundary().steps.samples += sizes[mine]
                 yield batch
                 end.note(mine, models, time.monotonic() - began_at)

@@ -71,8 +71,8 @@ class ModelSteps:
         self._buffers_travel = buffers_travel
         self._takes_part = False
         """Whether a micro-batch of the step uses the model: other models do as they always do."""
-        self._open: int | None = None
-        """The micro-batch that is under way."""
+        self._is_open = False
+        """Whether a micro-batch is under way."""
         self._passed: list[int] = []
         """The micro-batches of this rank that did not use the model, before one that did."""
         self._shards: list[torch.Tensor] = []
@@ -144,7 +144,7 @@ class ModelSteps:
         """A forward pass with gradients begins. In a micro-batch the model takes part in the step.
 
         Raises RuntimeError if it cannot."""
-        if self._open is not None and not self._takes_part:
+        if self._is_open and not self._takes_part:
             if why := self.why_not_summed():
                 raise RuntimeError(f"a model cannot take the steps of ctx.steps: {why}")
             self._take_part()
@@ -161,21 +161,21 @@ class ModelSteps:
         self._sums.begin_step(self.plan)
         self.buffers.begin_step()
         for number in self._passed:  # As micro-batches later on that do not use the model: zeros.
-            self._sums.begin_micro_batch(number)
+            self._sums.begin_micro_batch()
             self._sums.end_micro_batch(number, self.plan.shares[number])
-        if self._open is not None:
-            self._sums.begin_micro_batch(self._open)
+        if self._is_open:
+            self._sums.begin_micro_batch()
 
-    def begin_micro_batch(self, number: int) -> None:
-        self._open = number
+    def begin_micro_batch(self) -> None:
+        self._is_open = True
         if self._takes_part:
             self._reducer.weight = None
-            self._sums.begin_micro_batch(number)
+            self._sums.begin_micro_batch()
             self.buffers.begin_micro_batch()
 
     def end_micro_batch(self, number: int) -> None:
         assert self.plan is not None
-        self._open = None
+        self._is_open = False
         if not self._takes_part:
             self._passed.append(number)
             return
@@ -231,7 +231,7 @@ class ModelSteps:
         reducer.conclude_sums(reading.tolist(), self.divisor)
 
     def leave_steps(self) -> None:
-        self.plan, self._takes_part, self._open = None, False, None
+        self.plan, self._takes_part, self._is_open = None, False, False
         self._reducer.summing = Summing.NO
         self._reducer.gradients.lead_home()
 

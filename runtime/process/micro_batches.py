@@ -90,7 +90,7 @@ class Summing(Protocol):
     def begin_step(self, plan: StepPlan) -> None:
         """A step begins. If the model takes part, what `.grad` holds is dropped then."""
 
-    def begin_micro_batch(self, number: int) -> None:
+    def begin_micro_batch(self) -> None:
         """The forward and backward passes of one micro-batch begin."""
 
     def end_micro_batch(self, number: int) -> None:

@@ -94,10 +94,6 @@ class Gradients:
         self.views: dict[int, torch.Tensor] = {}
         """By number, where a gradient has its place, in the parameter's shape: in its bucket, or in
         the steps of `ctx.steps` in a sum (micro_batch_sums.py)."""
-        self.bases: dict[int, torch.Tensor] = {}
-        """By number, to what gradients are added on the way to their place, if to anything."""
-        self._added: dict[int, tuple[torch.Tensor, int]] = {}
-        """Those that were added: the gradient, and torch's counter of writes to it."""
         self._bucket_of: dict[int, GradientBucket] = {}
         self._bucket_bytes = bucket_bytes
         self._handed_out: list[int] = []
@@ -153,35 +149,6 @@ class Gradients:
         Raises ValueError for a gradient that is not dense.
         """
         parameter, view = self.parameters[number], self.views[number]
-        gradient = self._checked(number)
-        if gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-            parameter.grad = view
-        return self._bucket_of[number]
-
-    def add_to_base(self, number: int) -> None:
-        """Bring the sum of `bases` and a parameter's gradient to the gradient's place. The gradient
-        itself stays as it is: another pass may add to it, and then this is called again."""
-        gradient = self._checked(number)
-        torch.add(self.bases[number], gradient.detach(), out=self.views[number])
-        self._added[number] = gradient, gradient._version
-
-    def end_adding(self) -> None:
-        """Where a gradient was changed since, or did not come, the sum is made now."""
-        for number, base in self.bases.items():
-            gradient = self.parameters[number].grad
-            if gradient is None:
-                torch.add(base, 0.0, out=self.views[number])
-            elif not self._is_added(number, gradient):
-                self.add_to_base(number)
-        self.bases, self._added = {}, {}
-
-    def _is_added(self, number: int, gradient: torch.Tensor) -> bool:
-        added, version = self._added.get(number, (None, 0))
-        return added is gradient and version == gradient._version
-
-    def _checked(self, number: int) -> torch.Tensor:
-        parameter, view = self.parameters[number], self.views[number]
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout is not torch.strided:
@@ -196,7 +163,10 @@ class Gradients:
                 f"{gradient.dtype} now, and was {view.dtype} when the model was wrapped; convert "
                 "the module before DistributedDataParallel gets it"
             )
-        return gradient
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            parameter.grad = view
+        return self._bucket_of[number]
 
     def hand_out(self, numbers: Sequence[int]) -> None:
         """Give these parameters their gradients in memory of their own, in the memory format of the
@@ -217,7 +187,6 @@ class Gradients:
 
     def lead_home(self) -> None:
         """Gradients have their place in the buckets, and in no other sum."""
-        self.bases, self._added = {}, {}
         for bucket in self.buckets:
             self.views.update(bucket.views)
 

@@ -6,8 +6,7 @@ leaves as far as the tree lets it:
     (1) A micro-batch's gradients come to memory in which no sum is kept: the bucket, or more of
         its kind. Its leaf is added to the sibling's sum, that sum to its own sibling's, and so on,
         as with the carries of a binary counter; what finds no sibling here is kept where it is. So
-        a rank of k consecutive micro-batches keeps at most 2 log2(k) sums. The first of these
-        additions is made gradient by gradient, as autograd makes them.
+        a rank of k consecutive micro-batches keeps at most 2 log2(k) sums.
     (2) At the end of the step the owner of a shard receives the shard's part of all kept sums of
         all ranks, and adds them in the order of the tree. The sums themselves stay until the step
         is over: if a rank is lost meanwhile, they are sent again.
@@ -101,18 +100,8 @@ class BucketSums:
         self._made.append(Sum.of(self.bucket, torch.zeros_like(self.bucket.flat)))
         return self._made[-1]
 
-    def base_of(self, number: int, num_leaves: int) -> Sum | None:
-        """To what the tree adds the leaf `number` first, if it is kept here."""
-        node, root = (0, number), root_of(num_leaves)
-        while node != root:
-            sibling = sibling_of(node, num_leaves)
-            if sibling is not None:
-                return self.kept.get(sibling)
-            node = parent_of(node)
-        return None
-
-    def add(self, number: int, num_leaves: int, *, has_base: bool) -> None:
-        """(1) The leaf `number` has come. has_base: what came is its sum with `base_of`."""
+    def add(self, number: int, num_leaves: int) -> None:
+        """(1) The leaf `number` has come."""
         node, carried, root = (0, number), self.coming, root_of(num_leaves)
         while node != root:
             sibling = sibling_of(node, num_leaves)
@@ -120,13 +109,9 @@ class BucketSums:
                 if sibling not in self.kept:
                     break
                 total = self.kept.pop(sibling)
-                if has_base:
-                    has_base = False
-                    self._let_go(total)
-                else:
-                    total.content.add_(carried.content)
-                    self._let_go(carried)
-                    carried = total
+                total.content.add_(carried.content)
+                self._let_go(carried)
+                carried = total
             node = parent_of(node)
         self.kept[node] = carried
 
@@ -257,30 +242,22 @@ class MicroBatchSums:
         if [sums.bucket for sums in self._buckets] != self._gradients.buckets:
             self._buckets = [BucketSums(bucket) for bucket in self._gradients.buckets]
 
-    def begin_micro_batch(self, number: int) -> None:
+    def begin_micro_batch(self) -> None:
         if self._accumulates:
             return
-        plan, gradients = self._plan, self._gradients
-        gradients.drop()
+        self._gradients.drop()
         for sums in self._buckets:
             sums.make_room()
-            gradients.views.update(sums.coming.views)
-            # A leaf that is multiplied first is added at its end.
-            if plan.deterministic and plan.shares[number] == 1:
-                base = sums.base_of(number, plan.num_micro_batches)
-                gradients.bases.update(base.views if base is not None else {})
+            self._gradients.views.update(sums.coming.views)
 
     def end_micro_batch(self, number: int, share: float) -> None:
         """share: the leaf is multiplied by it."""
-        used, has_base = self._gradients.usage(), bool(self._gradients.bases)
-        if has_base:
-            self._gradients.end_adding()
-        else:
-            for parameter, is_used in enumerate(used):
-                if is_used:
-                    self._gradients.bring_home(parameter)  # If the program has put another there.
-                else:
-                    self._gradients.views[parameter].zero_()
+        used = self._gradients.usage()
+        for parameter, is_used in enumerate(used):
+            if is_used:
+                self._gradients.bring_home(parameter)  # If the program has put another one there.
+            else:
+                self._gradients.views[parameter].zero_()
         self.used = [one or other for one, other in zip(self.used, used, strict=True)]
         self._has_begun = True
         for sums in self._buckets:
@@ -289,7 +266,7 @@ class MicroBatchSums:
             if share != 1:
                 sums.coming.content.mul_(share)
             if self._plan.deterministic:
-                sums.add(number, self._plan.num_micro_batches, has_base=has_base)
+                sums.add(number, self._plan.num_micro_batches)
             else:
                 sums.add_in_any_order()
 

@@ -189,9 +189,6 @@ class Reducer(Launcher):
 
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
         """Called when autograd has added to a parameter's gradient."""
-        if self.gradients.bases:
-            self.gradients.add_to_base(number)
-            return
         bucket = self.gradients.bring_home(number)
         if self.summing is not Summing.NO:
             if self.summing is Summing.ENDED:
