@@ -32,6 +32,7 @@ def assert_same(told: list[Told], alone: Told) -> None:
     assert told[0].state == alone.state
 
 
+@pytest.mark.timeout(240)  # The steps wait for a process to start, on a busy machine for minutes.
 @pytest.mark.parametrize("model_name", ["transformer"])
 async def test_a_worker_comes_in_and_the_others_go_on_where_they_are(
     cluster: None, tmp_path: Path, model_name: str
