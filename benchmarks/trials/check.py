@@ -70,7 +70,7 @@ def main() -> None:
     arguments.add_argument(
         "--no-pace", action="store_true", help="no training without faults first, and no goodput"
     )
-    arguments.add_argument("--keep", help="a folder for what the trainings print")
+    arguments.add_argument("--keep", help="a folder for what the trainings print and log")
     args = arguments.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # By way of `finally`.
     size = Size(args.workers, args.samples, args.patience, args.keep)

@@ -33,7 +33,7 @@ _LEFT_S = 10.0
 @dataclass(frozen=True)
 class Size:
     """Of every training of a table. patience_s: without a step, until a training hangs. keep: a
-    folder for what the trainings print."""
+    folder for what the trainings print, and for what their ranks log."""
 
     workers: int = 3
     samples: int = 1200
@@ -256,6 +256,8 @@ def running(system: System, seed: int, size: Size) -> Iterator[Run]:
                 place = Path(size.keep) / f"{system.name}-{seed}-{time.time():.0f}.txt"
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(run.output, place)
+                logged = "".join(json.dumps(line) + "\n" for line in run.look())
+                place.with_suffix(".jsonl").write_text(logged)
 
 
 def play(system: System, seed: int, faults: Sequence[Fault], size: Size) -> Trial:
