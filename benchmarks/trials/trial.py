@@ -20,7 +20,7 @@ import torch
 
 from .enclosure import Enclosure
 from .faults import Fault, draw, is_alive, strike
-from .logged import Line, Spent, seconds_to_new, spent, taken_again
+from .logged import Line, Spent, seconds_to_new, spent, steps_in, taken_again
 from .systems import System
 from .workload import PLANTED, Ending, Workload, judged
 
@@ -137,6 +137,9 @@ class Run:
     # -- As a Target -----------------------------------------------------------------------------
 
     def ranks(self) -> set[int]:
+        return {pid for pid in {pid for _, pid, _ in steps_in(self.look())} if is_alive(pid)}
+
+    def processes(self) -> set[int]:
         return {pid for pid in {line[3] for line in self.look()} if is_alive(pid)}
 
     def coordinators(self) -> set[int]:

@@ -164,14 +164,18 @@ class Sleepers:
 
     def __init__(self, number: int) -> None:
         self.num_workers = number
-        self.processes = [subprocess.Popen(["sleep", "60"]) for _ in range(number)]
+        self.sleeping = [subprocess.Popen(["sleep", "60"]) for _ in range(number)]
+        self.starting: set[int] = set()
         self.planted: list[int] = []
 
     def ranks(self) -> set[int]:
-        return {one.pid for one in self.processes if is_alive(one.pid)}
+        return {one.pid for one in self.sleeping if is_alive(one.pid)} - self.starting
+
+    def processes(self) -> set[int]:
+        return self.ranks() | self.starting
 
     def coordinators(self) -> set[int]:
-        return {self.processes[0].pid}
+        return {self.sleeping[0].pid}
 
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
@@ -185,7 +189,7 @@ class Sleepers:
 def sleepers() -> Iterator[Sleepers]:
     made = Sleepers(3)
     yield made
-    for process in made.processes:
+    for process in made.sleeping:
         process.kill()
         process.wait()
 
@@ -208,7 +212,7 @@ def test_faults_strike_whom_they_name(sleepers: Sleepers) -> None:
     assert sleepers.ranks() == all_of_them
     drained = struck("drain", sleepers)
     assert sleepers.ranks() == all_of_them - set(drained)
-    ends = {one.pid: one.wait() for one in sleepers.processes if one.pid in drained}
+    ends = {one.pid: one.wait() for one in sleepers.sleeping if one.pid in drained}
     assert list(ends.values()) == [-signal.SIGTERM]
 
 
@@ -234,6 +238,18 @@ def test_the_last_of_several_is_not_struck(
     wait_for(1, sleepers)
     assert struck("kill", sleepers) == []
     assert len(sleepers.ranks()) == 1
+
+
+def test_a_process_that_only_starts_is_no_rank_that_could_go_on(
+    sleepers: Sleepers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_NEWCOMER_S", 0.2)
+    sleepers.starting = {one.pid for one in sleepers.sleeping[1:]}
+    assert struck("kill", sleepers) == []
+    sleepers.starting.pop()
+    [pid] = struck("newcomer", sleepers)  # The one that starts has been there before.
+    assert pid not in sleepers.starting
+    wait_for(1, sleepers)
 
 
 def test_of_three_two_are_struck_at_once(sleepers: Sleepers) -> None:
