@@ -30,9 +30,6 @@ NODE_WATCH_S = 1.0
 
 _ANSWER_S = 5.0
 
-_COMING_S = 20.0
-"""Seconds that a seat with room waits for a worker of the reserve that is starting."""
-
 _STOP_S, _LOOK_S = 10.0, 0.1
 """Seconds that a busy worker has to become idle, and between two looks whether it is."""
 
@@ -187,18 +184,11 @@ class Recruiter:
         return spare, True
 
     async def _has_room_first(self, seat: int) -> bool:
-        """Wait for room for a seat, or for a worker in reserve; whether it was the room.
-
-        A worker of the reserve that is starting has begun before one that would start now, and two
-        that start take the cores from each other, and from the ranks.
-        """
+        """Wait for room for a seat, or for a worker in reserve; whether it was the room."""
         room = asyncio.create_task(self._seats.wait_for(seat), name=f"room-{seat}")
-        spare = asyncio.create_task(self._reserve.wait_for_one(seat), name=f"spare-{seat}")
+        spare = asyncio.create_task(self._reserve.wait_for_one(), name=f"spare-{seat}")
         try:
             await asyncio.wait((room, spare), return_when=asyncio.FIRST_COMPLETED)
-            give_up_at = time.monotonic() + _COMING_S
-            while self._reserve.has_one_coming_for(seat) and time.monotonic() < give_up_at:
-                await asyncio.wait((spare,), timeout=_LOOK_S)
             if spare.done():
                 return False
             room.result()

@@ -38,7 +38,6 @@ class Reserve:
         self._workers: dict[int, Actor] = {}
         self._ready: set[int] = set()
         self._is_ready = asyncio.Event()
-        self._waiting: list[int] = []  # seats of lost workers, in the order in which they wait
 
     @property
     def num_ready(self) -> int:
@@ -90,20 +89,11 @@ class Reserve:
         self._ready.discard(seat)
         ray.kill(self._workers.pop(seat))
 
-    async def wait_for_one(self, seat: int) -> None:
-        """Return when a worker is ready for this seat; another seat may take it first."""
-        self._waiting.append(seat)
-        try:
-            while not self._ready:
-                self._is_ready.clear()
-                await self._is_ready.wait()
-        finally:
-            self._waiting.remove(seat)
-
-    def has_one_coming_for(self, seat: int) -> bool:
-        """Whether a worker of the reserve is starting that no seat before this one waits for."""
-        num_coming = len(self._workers) - len(self._ready)
-        return seat in self._waiting[:num_coming]
+    async def wait_for_one(self) -> None:
+        """Return when a worker is ready, which another seat may take first."""
+        while not self._ready:
+            self._is_ready.clear()
+            await self._is_ready.wait()
 
     async def take(self, seat: int) -> Actor | None:
         """A worker that sits in `seat` from now on; None if none is ready."""

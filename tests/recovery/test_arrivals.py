@@ -6,13 +6,38 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import chorusline as cl
-from tests.harness.arrivals import FEW, OpensSlowly, at_full_size, ready, train_until_stopped
+from tests.harness.arrivals import FEW, at_full_size, ready, train_until_stopped
+
+
+class OpensSlowly:
+    """An argument that takes long to unpickle in a worker that comes later: as long as the other
+    rank takes for five steps. striking: the first of these workers is killed while it does."""
+
+    def __init__(self, folder: Path, striking: bool) -> None:
+        self.folder, self.striking = folder, striking
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return opened, (self.folder, self.striking)
+
+
+def opened(folder: Path, striking: bool) -> None:
+    if not (folder / "came_later").exists():
+        return
+    if striking:
+        try:
+            os.close(os.open(folder / "struck", os.O_CREAT | os.O_EXCL))
+            os.kill(os.getpid(), signal.SIGKILL)
+        except FileExistsError:
+            pass
+    (folder / "opening").touch()
+    ready(folder / "has_trained_on")
 
 
 def train(ctx: cl.Context, folder: Path, slow: None) -> tuple[int, int, torch.Tensor]:

@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from actors.calls import answers
 from actors.crew.reserve import Reserve
 from tests.harness.arrivals import (
     FEW,
-    OpensSlowly,
     at_full_size,
     has_ended,
     in_reserve,
@@ -105,45 +104,6 @@ async def test_the_reserve_is_filled_again_also_between_runs_and_leaves_nothing_
         assert time.monotonic() - began_at < 20
         everybody = {*after, *await pids_in_reserve(session)}
     await has_ended(*everybody)
-
-
-def train_when_opened(ctx: cl.Context, folder: Path, slow: None) -> tuple[int, int, torch.Tensor]:
-    return train_until_stopped(ctx, folder)
-
-
-async def test_a_seat_is_taken_by_the_worker_in_reserve_that_is_starting(
-    cluster: None, tmp_path: Path
-) -> None:
-    async with cl.Session((1, 2), spares=1, resources_per_worker=FEW) as session:
-        slow = OpensSlowly(tmp_path, striking=False)
-        run = asyncio.create_task(session.run(train_when_opened, folder=tmp_path, slow=slow))
-        first = await at_full_size(tmp_path, 2, run)
-        await in_reserve(session, 1)
-        (tmp_path / "came_later").touch()
-        for pid in await pids_in_reserve(session):
-            os.kill(pid, signal.SIGKILL)
-        await asyncio.to_thread(ready, tmp_path / "opening")
-        assert session.num_spares == 0
-        starting = await pids_in_reserve(session)
-        os.kill(min(first), signal.SIGKILL)
-        await has_ended(min(first))
-        await asyncio.sleep(1.0)  # As long as a process for that seat would need to be asked for.
-        (tmp_path / "has_trained_on").touch()
-        second = await at_full_size(tmp_path, 2, run)
-        (tmp_path / "stop").touch()
-        await run
-    assert second - first == starting
-
-
-@pytest.mark.parametrize(("num_coming", "seats"), [(0, []), (1, [4]), (2, [4, 1]), (3, [4, 1])])
-def test_a_worker_that_is_starting_is_for_the_seat_that_has_waited_longest(
-    num_coming: int, seats: list[int]
-) -> None:
-    reserve = Reserve(cast(Any, None), cast(Any, None))
-    reserve._workers = {7 + n: cast(Any, n) for n in range(num_coming + 1)}
-    reserve._ready = {7}
-    reserve._waiting = [4, 1]
-    assert [seat for seat in (4, 1, 2) if reserve.has_one_coming_for(seat)] == seats
 
 
 @pytest.mark.parametrize(
