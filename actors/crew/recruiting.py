@@ -178,6 +178,8 @@ class Recruiter:
     async def _newcomer(self, seat: int) -> tuple[Actor, bool]:
         """A worker of the reserve; or, if there is room for the seat before one is ready, a new
         worker. And whether it has opened the program."""
+        # To wait here for a worker of the reserve that is starting was tried: of three workers, one
+        # process fewer was on its way when the next kill came, and the third seat stayed empty.
         while (spare := await self._take(seat)) is None:
             if await self._has_room_first(seat):
                 return self._start(seat), False

@@ -3,6 +3,7 @@
     python benchmarks/trials/check.py [--seed 0] [--trials 2] [--faults 3] [--systems chorusline]
         [--kinds kill,two,...] [--workers 3] [--samples 1200] [--json]
     python benchmarks/trials/check.py --storm-every 15 --minutes 10 [--systems chorusline]
+    python benchmarks/trials/check.py --systems chorusline --no-pace --trials 9 --faults 20
 
 Each system (systems.py) trains the same model, whose parameters are their own ledger (workload.py),
 as a program of its own; the faults (faults.py) come from outside, by pid, when the training has
@@ -20,6 +21,8 @@ come to a step that the seed has drawn. In the table, over all trials of a syste
     hangs         trials that took no step for --patience seconds
     left          processes and files in /dev/shm that stayed
     next, worst   seconds from a fault to the second new step: median, worst
+    still         seconds in which no rank took a step, beyond what a usual step takes
+    fewer         besides these, seconds in steps of fewer ranks than the training began with
     seconds       from the first step to the last, median
     goodput       samples that counted, over those of as many seconds without faults
 
@@ -45,8 +48,9 @@ from benchmarks.trials.faults import KINDS, draw
 from benchmarks.trials.systems import SYSTEMS, System
 from benchmarks.trials.trial import Size, Trial, play, storm
 
-_QUIET_S = 20.0
-"""Of a training that shows how fast a storm's is without kills."""
+_QUIET_S, _QUIET_SAMPLES = 20.0, 1200
+"""Of a training without faults, at most: it shows how fast the others would be, in a storm or not,
+and that it ends well."""
 
 
 def main() -> None:
@@ -63,7 +67,10 @@ def main() -> None:
     arguments.add_argument(
         "--patience", type=float, default=Size.patience_s, help="seconds without a step"
     )
-    arguments.add_argument("--keep", help="a folder for what the trainings print")
+    arguments.add_argument(
+        "--no-pace", action="store_true", help="no training without faults first, and no goodput"
+    )
+    arguments.add_argument("--keep", help="a folder for what the trainings print and log")
     args = arguments.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # By way of `finally`.
     size = Size(args.workers, args.samples, args.patience, args.keep)
@@ -79,37 +86,40 @@ def main() -> None:
         if reason := system.why_not():
             notes.append(f"{name} could not run: {reason}")
             continue
-        trials = tried(system, args, kinds, size)
-        told = summed(trials[1:], trials[0])
+        quiet, trials = None, []
+        if not args.no_pace:
+            quiet = paced(system, args, size)
+            _say(system, quiet)
+            notes += [f"{name}, without faults: {what}" for what in quiet.violations()]
+        for seed in range(args.seed, args.seed + args.trials):
+            trial = tried(system, seed, args, kinds, size)
+            _say(system, trial)
+            notes += [f"{name}: {what}; {_repeat(name, seed, args)}" for what in trial.violations()]
+            trials.append(trial)
+            if args.storm_every:
+                notes.append(f"{name}, seed {seed}: {_where_it_went(trial, quiet)}")
+        told = summed(trials, quiet)
         rows.append([name, *(_cell(value) for value in told.values())])
-        figures[name] = {**told, "trials": [dataclasses.asdict(trial) for trial in trials]}
-        notes += [f"{name}, without faults: {what}" for what in trials[0].violations()]
-        for trial in trials[1:]:
-            notes += [
-                f"{name}: {what}; {_repeat(name, trial.seed, args)}" for what in trial.violations()
-            ]
-    table("trials", ["system", *summed([], Trial(0))], rows)
+        every = [*([quiet] if quiet else []), *trials]
+        figures[name] = {**told, "trials": [dataclasses.asdict(trial) for trial in every]}
+    table("trials", ["system", *summed([], None)], rows)
     for note in notes:
         print(note)
     finish(args, {}, {**figures, "notes": notes})
 
 
-def tried(system: System, args: Any, kinds: Sequence[str], size: Size) -> list[Trial]:
-    """The trials of one system; the first one is without a fault."""
-    seconds = 60 * args.minutes
-    is_storm = args.storm_every > 0
-    if is_storm:
-        trials = [storm(system, args.seed, 0.0, seconds, size, cut_s=_QUIET_S)]
-    else:
-        trials = [play(system, args.seed, (), size)]
-    _say(system, trials[0])
-    for seed in range(args.seed, args.seed + args.trials):
-        if is_storm:
-            trials.append(storm(system, seed, args.storm_every, seconds, size))
-        else:
-            trials.append(play(system, seed, draw(seed, args.faults, kinds), size))
-        _say(system, trials[-1])
-    return trials
+def paced(system: System, args: Any, size: Size) -> Trial:
+    """A training without a fault."""
+    if args.storm_every:
+        return storm(system, args.seed, 0.0, 60 * args.minutes, size, cut_s=_QUIET_S)
+    quiet = dataclasses.replace(size, samples=min(size.samples, _QUIET_SAMPLES))
+    return play(system, args.seed, (), quiet)
+
+
+def tried(system: System, seed: int, args: Any, kinds: Sequence[str], size: Size) -> Trial:
+    if args.storm_every:
+        return storm(system, seed, args.storm_every, 60 * args.minutes, size)
+    return play(system, seed, draw(seed, args.faults, kinds), size)
 
 
 def _say(system: System, trial: Trial) -> None:
@@ -118,12 +128,13 @@ def _say(system: System, trial: Trial) -> None:
     print(f"{system.name}, seed {trial.seed}: {struck}: {what}", file=sys.stderr, flush=True)
 
 
-def summed(trials: Sequence[Trial], quiet: Trial) -> dict[str, Any]:
-    """One row of the table. quiet: the same training without a fault."""
+def summed(trials: Sequence[Trial], quiet: Trial | None) -> dict[str, Any]:
+    """One row of the table. quiet: the same training without a fault, if there was one."""
     endings = [trial.ending for trial in trials if trial.ending is not None]
     waits = [s for trial in trials for s in trial.next_s]
+    spents = [trial.spent for trial in trials if trial.spent is not None]
     ended = [trial for trial in trials if trial.is_over and trial.seconds]
-    goodputs = [goodput(trial, quiet) for trial in ended]
+    goodputs = [goodput(trial, quiet) for trial in ended] if quiet else []
     return {
         "faults": sum(len(trial.struck) for trial in trials),
         "over": f"{sum(trial.is_over for trial in trials)}/{len(trials)}",
@@ -138,6 +149,8 @@ def summed(trials: Sequence[Trial], quiet: Trial) -> dict[str, Any]:
         "left": sum(len(trial.left) for trial in trials),
         "next": statistics.median(waits) if waits else None,
         "worst": max(waits, default=None),
+        "still": sum(spent.still for spent in spents),
+        "fewer": sum(spent.fewer for spent in spents),
         "seconds": statistics.median(trial.seconds for trial in ended) if ended else None,
         "goodput": statistics.median(goodputs) if goodputs else None,
     }
@@ -149,6 +162,22 @@ def goodput(trial: Trial, quiet: Trial) -> float:
     if quiet.ending is None or not quiet.ending.counted:
         return float("nan")
     return trial.ending.counted / trial.seconds / (quiet.ending.counted / quiet.seconds)
+
+
+def _where_it_went(storm: Trial, quiet: Trial | None) -> str:
+    """The time of a storm, in words."""
+    if storm.spent is None or not storm.struck:
+        return "no kill"
+    still, fewer, kills = storm.spent.still, storm.spent.fewer, len(storm.struck)
+    steps = [
+        f"{1000 * trial.spent.step:.1f} ms{how}"
+        for trial, how in ((storm, ""), (quiet, " without kills"))
+        if trial is not None and trial.spent is not None and trial.spent.step is not None
+    ]
+    return (
+        f"of {storm.seconds:.1f} s, {still:.1f} s without a step ({still / kills:.2f} s a kill), "
+        f"{fewer:.1f} s in steps of fewer ranks; a step of all ranks took {', '.join(steps)}"
+    )
 
 
 def _cell(value: Any) -> str:

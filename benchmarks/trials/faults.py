@@ -38,7 +38,11 @@ class Target(Protocol):
     num_workers: int
 
     def ranks(self) -> Collection[int]:
-        """The living ranks, by pid."""
+        """The living ranks, by pid: who has taken a step. What still starts, or rehearses, is none:
+        it has no state that could go on without the others."""
+
+    def processes(self) -> Collection[int]:
+        """All living processes that train, or are about to, by pid."""
 
     def coordinators(self) -> Collection[int]: ...
 
@@ -113,8 +117,9 @@ def _carry_out(fault: Fault, target: Target, pids: list[int]) -> list[int]:
                 _send(second, signal.SIGKILL)
                 return [first, second]
         case "newcomer":
+            before = set(target.processes())
             _send(first, signal.SIGKILL)
-            return [first, *_strike_newcomer(target, set(pids))]
+            return [first, *_strike_newcomer(target, before)]
         case "stop":
             _send(first, signal.SIGSTOP)
             time.sleep(_STOPPED_S)
@@ -154,7 +159,7 @@ def _struck_among(fault: Fault, target: Target) -> list[int]:
 def _strike_newcomer(target: Target, before: set[int]) -> list[int]:
     gives_up_at = time.monotonic() + _NEWCOMER_S
     while time.monotonic() < gives_up_at:
-        if came := sorted(set(target.ranks()) - before):
+        if came := sorted(set(target.processes()) - before):
             _send(came[0], signal.SIGKILL)
             return [came[0]]
         time.sleep(0.01)

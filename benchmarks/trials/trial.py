@@ -20,6 +20,7 @@ import torch
 
 from .enclosure import Enclosure
 from .faults import Fault, draw, is_alive, strike
+from .logged import Line, Spent, seconds_to_new, spent, steps_in, taken_again
 from .systems import System
 from .workload import PLANTED, Ending, Workload, judged
 
@@ -27,14 +28,12 @@ MARK = "TRIAL_OF_TRAINING"
 """An environment variable, by which the processes of a trial are found when it is over."""
 
 _LEFT_S = 10.0
-Line = tuple[float, str, int, int, int]
-"""When, the word, rank, pid, and the number of the step."""
 
 
 @dataclass(frozen=True)
 class Size:
     """Of every training of a table. patience_s: without a step, until a training hangs. keep: a
-    folder for what the trainings print."""
+    folder for what the trainings print, and for what their ranks log."""
 
     workers: int = 3
     samples: int = 1200
@@ -60,6 +59,7 @@ class Trial:
     seconds: float = 0.0
     struck_at: list[float] = field(default_factory=list)
     next_s: list[float] = field(default_factory=list)
+    spent: Spent | None = None
     left: list[str] = field(default_factory=list)
 
     @property
@@ -82,25 +82,6 @@ class Trial:
         if end.differ and not self.is_cut:  # Ranks are cut off a step apart.
             told.append("the ranks ended with different parameters")
         return told
-
-
-def taken_again(lines: Sequence[Line]) -> int:
-    """The number of steps that some rank has logged when the newest one was two or more ahead."""
-    newest, again = 0, set()
-    for _, word, _, _, number in lines:
-        if word == "step":
-            if number <= newest - 2:
-                again.add(number)
-            newest = max(newest, number)
-    return len(again)
-
-
-def seconds_to_new(lines: Sequence[Line], at: float) -> float | None:
-    """From `at` to the second step that nobody had taken before: the first one may have been under
-    way. None if there was none."""
-    steps = [(when, number) for when, word, *_, number in lines if word == "step"]
-    newest = max((number for when, number in steps if when <= at), default=0)
-    return next((when - at for when, number in steps if number >= newest + 2), None)
 
 
 def last_words(output: str) -> str:
@@ -156,6 +137,9 @@ class Run:
     # -- As a Target -----------------------------------------------------------------------------
 
     def ranks(self) -> set[int]:
+        return {pid for pid in {pid for _, pid, _ in steps_in(self.look())} if is_alive(pid)}
+
+    def processes(self) -> set[int]:
         return {pid for pid in {line[3] for line in self.look()} if is_alive(pid)}
 
     def coordinators(self) -> set[int]:
@@ -248,6 +232,7 @@ class Run:
         trial.again = taken_again(self.look())
         waits = [seconds_to_new(self.lines, at) for at in trial.struck_at]
         trial.next_s = [one for one in waits if one is not None]
+        trial.spent = spent(self.lines, self.num_workers)
 
 
 def _marked(mark: str) -> list[tuple[int, str]]:
@@ -274,6 +259,8 @@ def running(system: System, seed: int, size: Size) -> Iterator[Run]:
                 place = Path(size.keep) / f"{system.name}-{seed}-{time.time():.0f}.txt"
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(run.output, place)
+                logged = "".join(json.dumps(line) + "\n" for line in run.look())
+                place.with_suffix(".jsonl").write_text(logged)
 
 
 def play(system: System, seed: int, faults: Sequence[Fault], size: Size) -> Trial:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import ray
 from ray import cloudpickle
 
 from benchmarks.trials import replicated
 from benchmarks.trials import workload as workload_module
-from benchmarks.trials.cluster import connect
+from benchmarks.trials.cluster import fit
 from benchmarks.trials.replicated import LIGHTHOUSE, train_replica
 from benchmarks.trials.workload import Workload
 
@@ -37,23 +35,9 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
     from ray.train.v2.torch.torchft_config import TorchftConfig
 
-    workload = Workload.of(sys.argv[1])
-    number = workload.num_workers
-    connect(number + 2)
-    TorchTrainer(
-        train,
-        train_loop_config=asdict(workload),
-        torch_config=TorchftConfig(LIGHTHOUSE, backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=number, resources_per_worker={"CPU": 0.5}),
-        run_config=RunConfig(
-            storage_path=str(workload.disk), failure_config=FailureConfig(max_failures=-1)
-        ),
-    ).fit()
-    ray.shutdown()
+    fit(train, Workload.of(sys.argv[1]), TorchftConfig(LIGHTHOUSE, backend="gloo"))
 
 
 if __name__ == "__main__":

@@ -17,14 +17,13 @@ os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import ray
 import torch
 from ray import cloudpickle
 
 from benchmarks.trials import checkpointed
 from benchmarks.trials import workload as workload_module
 from benchmarks.trials.checkpointed import train_from
-from benchmarks.trials.cluster import connect
+from benchmarks.trials.cluster import fit
 from benchmarks.trials.workload import Workload
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -55,26 +54,9 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    from dataclasses import asdict
+    from ray.train.torch import TorchConfig
 
-    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    workload = Workload.of(sys.argv[1])
-    number = workload.num_workers
-    connect(number + 2)
-    TorchTrainer(
-        train,
-        train_loop_config=asdict(workload),
-        torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=number, resources_per_worker={"CPU": 0.5}),
-        run_config=RunConfig(
-            storage_path=str(workload.disk),
-            failure_config=FailureConfig(max_failures=-1),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
-        ),
-    ).fit()
-    ray.shutdown()
+    fit(train, Workload.of(sys.argv[1]), TorchConfig(backend="gloo"))
 
 
 if __name__ == "__main__":

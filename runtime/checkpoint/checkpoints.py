@@ -68,6 +68,7 @@ class Checkpoints:
     reader: reads the checkpoint that the run resumes from, or None.
     resumes_at_epoch_end: whether that checkpoint is the one of an epoch's end (epoch_end.py).
     run_id: of the call of `Session.run`, equal on all ranks; empty if it is not known.
+    goes_on: the train function is called again in a run, behind steps that this rank has taken.
     tell_progress: returns this rank's position in its data; the manifest keeps it, by rank.
     """
 
@@ -77,6 +78,7 @@ class Checkpoints:
         self.reader: CheckpointReader | None = None
         self.resumes_at_epoch_end = False
         self.run_id = ""
+        self.goes_on = False
         self.tell_progress: Callable[[], Any] = dict
         self._group = group
         self._storage = open_storage(config.storage_path) if config else None
@@ -96,13 +98,14 @@ class Checkpoints:
         """Check the storage and choose a checkpoint, on all ranks before the train function.
 
         Raises CheckpointPlaceUnusable, CheckpointNotFound, CheckpointCorrupted, each on all ranks.
+        The first is a warning if the run goes on.
         """
         config, storage = self.config, self._storage
         if config is None or storage is None or self._run:
             return  # No storage, or begun already: a coroutine enters twice.
         self._run = broadcast_object(self._group, secrets.token_hex(4))
-        probe(storage, self._group, self._run)
-        unlisted = catalog.sweep(storage) if self._group.rank == 0 else []
+        is_usable = probe(storage, self._group, self._run, goes_on=self.goes_on)
+        unlisted = catalog.sweep(storage) if is_usable and self._group.rank == 0 else []
         if config.resume != NEVER:
             source = storage if config.resume == AUTO else open_storage(config.resume)
             self.reader, corrupted = choose(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import warnings
 
@@ -14,11 +15,17 @@ from .format.errors import CheckpointCorrupted, CheckpointNotFound, CheckpointPl
 from .format.reader import CheckpointReader
 from .format.storage import Storage
 
+logger = logging.getLogger(__name__)
 
-def probe(storage: Storage, group: Group, run: str) -> None:
+
+def probe(storage: Storage, group: Group, run: str, *, goes_on: bool) -> bool:
     """Check that all ranks can write to the storage, and that rank 0 sees what they write.
 
-    run: hex digits in the names of this run's probes. Raises CheckpointPlaceUnusable on all ranks.
+    run: hex digits in the names of this run's probes.
+    goes_on: this rank has trained in this run before. If any has, a storage that cannot be written
+    to, as a disk that is full for a while, is a warning: there may be room at the next checkpoint.
+
+    Returns whether the storage can be used. Raises CheckpointPlaceUnusable on all ranks.
     """
     mine = f"{catalog.PROBE}{run}-{group.rank}"
     trouble = ""
@@ -34,23 +41,29 @@ def probe(storage: Storage, group: Group, run: str) -> None:
     except Exception as error:
         trouble = f"{type(error).__name__}: {error}"
     host = socket.gethostname()
-    probes = all_gather_object(group, (trouble, host))
+    probes = all_gather_object(group, (trouble, host, goes_on))
     unseen: list[int] = []
     if group.rank == 0:
-        there = [] if any(word for word, _ in probes) else storage.children()
+        there = [] if any(word for word, *_ in probes) else storage.children()
         unseen = [
             rank
-            for rank, (word, _) in enumerate(probes)
+            for rank, (word, *_) in enumerate(probes)
             if not word and there and f"{catalog.PROBE}{run}-{rank}" not in there
         ]
     unseen = broadcast_object(group, unseen)  # No rank deletes its probe before rank 0 has looked.
     with contextlib.suppress(OSError):
         storage.delete(mine)
-    for rank, (word, host) in enumerate(probes):
-        if word:
-            raise CheckpointPlaceUnusable(
-                storage.path, f"rank {rank} on {host} cannot write there ({word})"
-            )
+    for rank, (word, host, _) in enumerate(probes):
+        if not word:
+            continue
+        unusable = CheckpointPlaceUnusable(
+            storage.path, f"rank {rank} on {host} cannot write there ({word})"
+        )
+        if not any(has_trained for *_, has_trained in probes):
+            raise unusable
+        if group.rank == 0:
+            logger.warning("Training goes on, but %s", unusable)
+        return False
     if unseen:
         hosts = sorted({probes[rank][1] for rank in unseen})
         raise CheckpointPlaceUnusable(
@@ -58,6 +71,7 @@ def probe(storage: Storage, group: Group, run: str) -> None:
             f"rank 0 on {probes[0][1]} does not see what ranks {unseen} on {', '.join(hosts)} "
             "write there, so the path names a different place for each",
         )
+    return True
 
 
 def choose(

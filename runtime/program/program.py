@@ -167,6 +167,7 @@ class FunctionRun:
         checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
         checkpoints.tell_progress = call.data_state
         checkpoints.run_id = self._program.run_id
+        checkpoints.goes_on = resumption is not None or self._goes_back
         if score is not None:
             assert isinstance(group, RehearsalGroup)
             group.answer_with([*score.outside, *score.body])

@@ -14,19 +14,12 @@ import pytest
 import torch
 
 from benchmarks.trials import enclosure, faults
-from benchmarks.trials.check import goodput
+from benchmarks.trials.check import goodput, summed
 from benchmarks.trials.enclosure import Enclosure
 from benchmarks.trials.faults import KINDS, Fault, draw, is_alive, strike
+from benchmarks.trials.logged import Line, seconds_to_new, spent, taken_again
 from benchmarks.trials.systems import SYSTEMS, System
-from benchmarks.trials.trial import (
-    Size,
-    Trial,
-    last_words,
-    play,
-    seconds_to_new,
-    storm,
-    taken_again,
-)
+from benchmarks.trials.trial import Size, Trial, last_words, play, storm
 from benchmarks.trials.workload import PLANTED, Ledger, Workload, judged
 
 
@@ -92,6 +85,36 @@ def test_steps_that_are_taken_again_are_counted_once_each() -> None:
     assert taken_again([*ahead, *back, *[step(20.0 + n, n) for n in (2, 3, 4)]]) == 3
 
 
+def steps_of(number: int, at: float, *pids: int) -> list[Line]:
+    return [(at + pid / 1000, "step", pid, pid, number) for pid in pids]
+
+
+def test_a_log_says_how_long_a_training_stood_still_or_had_fewer_ranks() -> None:
+    lines = [line for n in range(1, 11) for line in steps_of(n, float(n), 1, 2, 3)]
+    whole = spent(lines, 3)
+    assert whole.step == 1.0 and (whole.still, whole.fewer) == (0.0, 0.0)
+    lines += [line for n in range(11, 15) for line in steps_of(n, n + 9.0, 1, 2)]
+    lines += [line for n in range(15, 20) for line in steps_of(n, n + 9.0, 1, 2, 4)]
+    struck = spent(lines, 3)
+    assert struck.step == 1.0
+    assert struck.still == pytest.approx(9.0, abs=0.01), "10 s until step 11, which takes 1"
+    assert struck.fewer == pytest.approx(4.0), "steps 11 to 14"
+
+
+def test_a_log_with_steps_taken_again_has_the_time_of_these() -> None:
+    lines = [line for n in range(1, 11) for line in steps_of(n, float(n), 1, 2)]
+    lines += [line for n in range(6, 16) for line in steps_of(n, n + 9.0, 3, 4)]
+    told = spent(lines, 2)
+    assert told.step == 1.0 and told.fewer == 0.0
+    assert told.still == pytest.approx(4.0, abs=0.01), "5 s until step 6 is there again"
+
+
+def test_a_log_without_steps_says_nothing_of_time() -> None:
+    assert spent([], 3) == spent(steps_of(1, 1.0, 1, 2), 3)
+    alone = spent([*steps_of(1, 1.0, 1), *steps_of(2, 2.0, 1)], 3)
+    assert alone.step is None and alone.fewer == 1.0
+
+
 def test_a_seed_draws_the_same_faults_again() -> None:
     for seed in range(50):
         drawn = draw(seed, 5, list(KINDS))
@@ -122,6 +145,14 @@ def test_goodput_is_told_in_samples_that_counted(tmp_path: Path) -> None:
     assert goodput(struck, quiet) == 0.25
 
 
+def test_without_a_pace_there_is_no_goodput(tmp_path: Path) -> None:
+    workload = Workload(str(tmp_path), num_workers=1, num_samples=4, batch=2)
+    struck = Trial(0, judged([state(trained([[0, 1]], workload))], workload), seconds=4.0)
+    assert summed([struck], None)["goodput"] is None
+    assert summed([struck], struck)["goodput"] == 1.0
+    assert list(summed([], None)) == list(summed([struck], struck))
+
+
 def test_of_an_output_the_last_error_is_quoted() -> None:
     text = "Traceback:\n  File x\nchorusline.StateLost: ranges 0:5 are gone\nraised by rank 2\n\n"
     assert last_words(text) == "chorusline.StateLost: ranges 0:5 are gone"
@@ -133,14 +164,18 @@ class Sleepers:
 
     def __init__(self, number: int) -> None:
         self.num_workers = number
-        self.processes = [subprocess.Popen(["sleep", "60"]) for _ in range(number)]
+        self.sleeping = [subprocess.Popen(["sleep", "60"]) for _ in range(number)]
+        self.starting: set[int] = set()
         self.planted: list[int] = []
 
     def ranks(self) -> set[int]:
-        return {one.pid for one in self.processes if is_alive(one.pid)}
+        return {one.pid for one in self.sleeping if is_alive(one.pid)} - self.starting
+
+    def processes(self) -> set[int]:
+        return self.ranks() | self.starting
 
     def coordinators(self) -> set[int]:
-        return {self.processes[0].pid}
+        return {self.sleeping[0].pid}
 
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
@@ -154,7 +189,7 @@ class Sleepers:
 def sleepers() -> Iterator[Sleepers]:
     made = Sleepers(3)
     yield made
-    for process in made.processes:
+    for process in made.sleeping:
         process.kill()
         process.wait()
 
@@ -177,7 +212,7 @@ def test_faults_strike_whom_they_name(sleepers: Sleepers) -> None:
     assert sleepers.ranks() == all_of_them
     drained = struck("drain", sleepers)
     assert sleepers.ranks() == all_of_them - set(drained)
-    ends = {one.pid: one.wait() for one in sleepers.processes if one.pid in drained}
+    ends = {one.pid: one.wait() for one in sleepers.sleeping if one.pid in drained}
     assert list(ends.values()) == [-signal.SIGTERM]
 
 
@@ -203,6 +238,18 @@ def test_the_last_of_several_is_not_struck(
     wait_for(1, sleepers)
     assert struck("kill", sleepers) == []
     assert len(sleepers.ranks()) == 1
+
+
+def test_a_process_that_only_starts_is_no_rank_that_could_go_on(
+    sleepers: Sleepers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_NEWCOMER_S", 0.2)
+    sleepers.starting = {one.pid for one in sleepers.sleeping[1:]}
+    assert struck("kill", sleepers) == []
+    sleepers.starting.pop()
+    [pid] = struck("newcomer", sleepers)  # The one that starts has been there before.
+    assert pid not in sleepers.starting
+    wait_for(1, sleepers)
 
 
 def test_of_three_two_are_struck_at_once(sleepers: Sleepers) -> None:

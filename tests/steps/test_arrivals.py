@@ -26,10 +26,25 @@ async def told_alone(tmp_path: Path, **options: Any) -> Told:
     return _ALONE[key]
 
 
+async def told_by_three(
+    folder: Path, victims: tuple[int, ...] = (1,), **options: Any
+) -> list[Told]:
+    """What three workers end with, of which these ranks die, and others come."""
+    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
+        return await session.run(train, folder=folder, full=3, victims=victims, **options)
+
+
 def assert_same(told: list[Told], alone: Told) -> None:
     assert {one.parameters for one in told} == {alone.parameters}
     assert {one.learning_rate for one in told} == {alone.learning_rate}
     assert told[0].state == alone.state
+
+
+def assert_came(told: list[Told], alone: Told) -> None:
+    """One worker of three came, and the others went on where they were."""
+    assert [one.began for one in told] == [1, 1, 1]
+    assert len([one for one in told if one.num_steps < alone.num_steps]) == 1
+    assert_same(told, alone)
 
 
 @pytest.mark.timeout(240)  # The steps wait for a process to start, on a busy machine for minutes.
@@ -38,10 +53,7 @@ async def test_a_worker_comes_in_and_the_others_go_on_where_they_are(
     cluster: None, tmp_path: Path, model_name: str
 ) -> None:
     alone = await told_alone(tmp_path, model_name=model_name)
-    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
-        told = await session.run(
-            train, folder=tmp_path, full=3, victims=(1,), model_name=model_name
-        )
+    told = await told_by_three(tmp_path, model_name=model_name)
     [came] = [one for one in told if one.num_steps < alone.num_steps]
     stayed = [one for one in told if one is not came]
     assert len(stayed) == 2 and [one.began for one in stayed] == [1, 1]
@@ -59,10 +71,7 @@ async def test_a_worker_that_comes_hears_what_the_others_have_heard_at_their_beg
     cluster: None, tmp_path: Path
 ) -> None:
     alone = await told_alone(tmp_path)
-    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
-        told = await session.run(
-            train, folder=tmp_path, full=3, victims=(1,), scenario="asks the others"
-        )
+    told = await told_by_three(tmp_path, scenario="asks the others")
     [came] = [one for one in told if one.num_steps < 2 * STEPS_OF_EPOCH]
     first, second = (one for one in told if one is not came)
     assert first.began == second.began == 1
@@ -78,10 +87,7 @@ async def test_what_nobody_can_give_a_worker_lets_all_run_again(
     cluster: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     alone = await told_alone(tmp_path)
-    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
-        told = await session.run(
-            train, folder=tmp_path, full=3, victims=(1,), scenario="needs a part of its own"
-        )
+    told = await told_by_three(tmp_path, scenario="needs a part of its own")
     assert sorted(one.began for one in told) == [2, 2, 2]  # The newcomer has rehearsed before.
     assert_same(told, alone)
 
@@ -107,8 +113,7 @@ async def test_a_worker_comes_while_checkpoints_are_written(cluster: None, tmp_p
 @pytest.mark.timeout(180)
 async def test_a_worker_comes_where_digests_are_compared(cluster: None, tmp_path: Path) -> None:
     alone = await told_alone(tmp_path, check_every=1)
-    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
-        told = await session.run(train, folder=tmp_path, full=3, victims=(1,), check_every=1)
+    told = await told_by_three(tmp_path, check_every=1)
     assert_came(told, alone)
 
 
@@ -128,28 +133,13 @@ async def test_a_worker_comes_to_the_steps_of_a_stream(cluster: None, tmp_path: 
     assert_came(await run((1, 3), tmp_path / "three", full=3, victims=(1,)), alone)
 
 
-def assert_came(told: list[Told], alone: Told) -> None:
-    """One worker of three came, and the others went on where they were."""
-    assert [one.began for one in told] == [1, 1, 1]
-    assert len([one for one in told if one.num_steps < alone.num_steps]) == 1
-    assert_same(told, alone)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-async def test_the_driver_dies_while_a_worker_rehearses(cluster: None, tmp_path: Path) -> None:
-    alone = await told_alone(tmp_path)
-    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
-        told = await session.run(
-            train, folder=tmp_path, full=3, victims=(1,), scenario="the driver in the rehearsal"
-        )
-    assert noted(tmp_path, "struck") and len(told) == 3
-    stayed = [one for one in told if one.num_steps == 2 * STEPS_OF_EPOCH]
-    assert [one.began for one in stayed] == [1, 1], "it rehearses again, and the others go on"
-    assert_same(told, alone)
-
-
-SCENARIOS = ["in its rehearsal", "at its entry", "a rank at the entry", "a rank behind the vote"]
+SCENARIOS = [
+    "in its rehearsal",
+    "at its entry",
+    "a rank at the entry",
+    "a rank behind the vote",
+    "the driver in the rehearsal",
+]
 
 
 @pytest.mark.slow
@@ -159,8 +149,7 @@ async def test_a_death_while_a_worker_comes_costs_no_step(
     cluster: None, tmp_path: Path, scenario: str
 ) -> None:
     alone = await told_alone(tmp_path)
-    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
-        told = await session.run(train, folder=tmp_path, full=3, victims=(1,), scenario=scenario)
+    told = await told_by_three(tmp_path, scenario=scenario)
     assert noted(tmp_path, "struck")
     assert len(told) == 3
     stayed = [one for one in told if one.num_steps == 2 * STEPS_OF_EPOCH]
@@ -188,8 +177,7 @@ async def test_a_worker_that_hangs_in_its_rehearsal_is_ended_and_the_next_one_co
 @pytest.mark.timeout(180)
 async def test_two_workers_come_at_once(cluster: None, tmp_path: Path) -> None:
     alone = await told_alone(tmp_path)
-    async with cl.Session((1, 3), resources_per_worker=FEW) as session:
-        told = await session.run(train, folder=tmp_path, full=3, victims=(0, 2), replicas=3)
+    told = await told_by_three(tmp_path, (0, 2), replicas=3)
     [stayed] = [one for one in told if one.num_steps == 2 * STEPS_OF_EPOCH]
     assert stayed.began == 1 and stayed.sizes[-1] == 3
     assert_same(told, alone)
