@@ -1,11 +1,13 @@
-"""The table of README.md: ours against the peers, from one run of one command.
+"""The tables of README.md: ours against the peers, from one run of one command.
 
     python benchmarks/compared.py [--json] [--runs 3] [--only step,torch_backend]
 
 Runs the benchmarks that README.md quotes one after another, and all of them `--runs` times. A row
 shows the medians of the runs and, in brackets, the ratio of every run, so that a reader sees how
-far they lie apart; no run is left out. Below the table stand the commit, the versions, and the
-machine's load before each benchmark. Half an hour on two cores, of which recovery takes most.
+far they lie apart; no run is left out. The last column is the file in benchmarks/ that prints it.
+Then come the trials (trials/check.py), with `--runs` trainings of each system: counts of all of
+them, medians of times and of goodput. Below the tables stand the commit, and the machine's load
+before each benchmark. Two hours on two cores: recovery half an hour, the storm of the trials one.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,6 +34,14 @@ COMMANDS = {
     "step": "step.py",
     "torch_backend": "torch_backend.py --sizes 2M",
     "recovery": "recovery.py",
+}
+
+TRIALS = {
+    "storm": "trials/check.py --storm-every 15 --minutes 2",
+    "trials": (
+        "trials/check.py --seed 200 --faults 4 --samples 1800 "
+        "--kinds kill,two,again,newcomer,stop,throttle,drain"
+    ),
 }
 
 Figures: TypeAlias = dict[str, Any]
@@ -94,12 +104,37 @@ ROWS = (
     ),
     Row("SIGKILL of one of 4 workers to the next step (Ray Train)", "recovery", "s", recovery),
 )
+SYSTEMS = {
+    "chorusline zero": "ours",
+    "torchft": "torchft",
+    "ray-train torchft": "Ray Train, torchft",
+    "ray-train checkpoints": "Ray Train",
+    "torchrun checkpoints": "torchrun",
+}
+"""Of trials/systems.py, and what the table calls them."""
+
+
+@dataclass(frozen=True)
+class TrialsRow:
+    """column: of the table that trials/check.py prints."""
+
+    title: str
+    benchmark: str
+    column: str
+
+
+TRIALS_ROWS = (
+    TrialsRow("a rank killed every 15 s: goodput", "storm", "goodput"),
+    TrialsRow("a rank killed every 15 s: seconds to the next step", "storm", "next"),
+    TrialsRow("a rank killed every 15 s: steps taken again", "storm", "again"),
+    TrialsRow("kills and a drain: samples that counted in no step", "trials", "never"),
+)
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "µs": 1e6}
 
 
 def markdown(rows: list[tuple[Row, list[tuple[float, float]]]]) -> str:
     """The table. rows: each with ours and the peer's seconds, by run."""
-    lines = ["| | ours | peer | ours/peer (each run) |", "|---|---|---|---|"]
+    lines = ["| | ours | peer | ours/peer (each run) | by |", "|---|---|---|---|---|"]
     for row, runs in rows:
         factor = _PER_SECOND[row.unit]
         ours, peer = (statistics.median(column) * factor for column in zip(*runs, strict=True))
@@ -107,9 +142,25 @@ def markdown(rows: list[tuple[Row, list[tuple[float, float]]]]) -> str:
         each = ", ".join(f"{ratio:.2g}" for ratio in ratios)
         lines.append(
             f"| {row.title}, {row.unit} | {ours:.3g} | {peer:.3g} | "
-            f"{statistics.median(ratios):.2g} ({each}) |"
+            f"{statistics.median(ratios):.2g} ({each}) | {COMMANDS[row.benchmark].split()[0]} |"
         )
     return "\n".join(lines)
+
+
+def markdown_of_trials(rows: Sequence[tuple[TrialsRow, Figures]]) -> str:
+    """The table. rows: each with what its benchmark has printed, by system."""
+    lines = [f"| | {' | '.join(SYSTEMS.values())} |", f"|---|{'---|' * len(SYSTEMS)}"]
+    for row, figures in rows:
+        cells = [_cell(figures.get(system, {}).get(row.column)) for system in SYSTEMS]
+        lines.append(f"| {row.title} | {' | '.join(cells)} |")
+    commands = {TRIALS[row.benchmark]: row.title.split(":")[0] for row, _ in rows}
+    return "\n".join([*lines, "", *(f"{title}: `{one}`" for one, title in commands.items())])
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def printed_by(command: str) -> dict[str, Any]:
@@ -128,16 +179,21 @@ def printed_by(command: str) -> dict[str, Any]:
 def main() -> None:
     flags = parser(__doc__.splitlines()[0])
     flags.add_argument("--runs", type=int, default=3)
-    flags.add_argument("--only", default=",".join(COMMANDS), help="of " + ", ".join(COMMANDS))
+    every = ",".join([*COMMANDS, *TRIALS])
+    flags.add_argument("--only", default=every, help=f"of {every}")
     args = flags.parse_args()
     chosen = [name for name in COMMANDS if name in args.only.split(",")]
+    of_trials = [name for name in TRIALS if name in args.only.split(",")]
     said: dict[str, list[Figures]] = {name: [] for name in chosen}
-    loads = []
+    loads: list[float] = []
     for run in range(args.runs):
         for name in chosen:
-            loads.append(os.getloadavg()[0])
-            print(f"run {run + 1}: {COMMANDS[name]}, load {loads[-1]:.1f}", file=sys.stderr)
+            _announce(f"run {run + 1}: {COMMANDS[name]}", loads)
             said[name].append(printed_by(COMMANDS[name])["figures"])
+    trials: dict[str, Figures] = {}
+    for name in of_trials:
+        _announce(TRIALS[name], loads)
+        trials[name] = printed_by(f"{TRIALS[name]} --trials {args.runs}")["figures"]
     rows = [
         (row, [row.seconds(figures) for figures in said[row.benchmark]])
         for row in ROWS
@@ -149,7 +205,11 @@ def main() -> None:
         text=True,
         check=False,
     ).stdout.strip()
-    print(markdown(rows))
+    if rows:
+        print(markdown(rows))
+    if trials:
+        shown = [(row, trials[row.benchmark]) for row in TRIALS_ROWS if row.benchmark in trials]
+        print(f"\n{markdown_of_trials(shown)}")
     print(
         f"\ncommit {commit or 'unknown'}; {args.runs} runs of `python benchmarks/compared.py`; "
         f"load before each benchmark {', '.join(f'{load:.1f}' for load in loads)}"
@@ -158,7 +218,14 @@ def main() -> None:
         row.title: statistics.median(ours / peer for ours, peer in runs) for row, runs in rows
     }
     by_run = {row.title: runs for row, runs in rows}
-    finish(args, ratios, {"seconds_by_run": by_run, "commit": commit, "loads": loads})
+    finish(
+        args, ratios, {"seconds_by_run": by_run, "trials": trials, "commit": commit, "loads": loads}
+    )
+
+
+def _announce(what: str, loads: list[float]) -> None:
+    loads.append(os.getloadavg()[0])
+    print(f"{what}, load {loads[-1]:.1f}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import compared
 from benchmarks.trials import enclosure, faults
 from benchmarks.trials.check import goodput, summed
 from benchmarks.trials.enclosure import Enclosure
@@ -21,6 +22,8 @@ from benchmarks.trials.logged import Line, seconds_to_new, spent, taken_again
 from benchmarks.trials.systems import SYSTEMS, System
 from benchmarks.trials.trial import Size, Trial, last_words, play, storm
 from benchmarks.trials.workload import PLANTED, Ledger, Workload, judged
+
+ROOT = Path(__file__).parents[2]
 
 
 def trained(steps: list[list[int]], workload: Workload, forgets_at: int = -1) -> Ledger:
@@ -151,6 +154,37 @@ def test_without_a_pace_there_is_no_goodput(tmp_path: Path) -> None:
     assert summed([struck], None)["goodput"] is None
     assert summed([struck], struck)["goodput"] == 1.0
     assert list(summed([], None)) == list(summed([struck], struck))
+
+
+def test_the_tables_of_the_readme_have_the_rows_that_compared_prints() -> None:
+    section = (ROOT / "README.md").read_text().split("## Compared")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    rows = {
+        cells[1]: cells for cells in ([one.strip() for one in line.split("|")] for line in lines)
+    }
+    by = {f"{row.title}, {row.unit}": compared.COMMANDS[row.benchmark] for row in compared.ROWS}
+    for row in compared.TRIALS_ROWS:
+        assert len(rows[row.title]) == len(compared.SYSTEMS) + 3
+        del rows[row.title]
+    del rows[""]
+    for title, cells in rows.items():
+        printed_by = cells[-2]
+        if title in by:
+            assert printed_by == by[title].split()[0]
+            assert (ROOT / "benchmarks" / printed_by).exists()
+        else:
+            assert printed_by.startswith("tests/") and (ROOT / printed_by).exists(), title
+
+
+def test_the_table_of_trials_names_each_system_and_what_prints_it() -> None:
+    assert set(compared.SYSTEMS) <= set(SYSTEMS)
+    known = summed([], None)
+    assert all(row.column in known for row in compared.TRIALS_ROWS)
+    figures = {"chorusline zero": {"goodput": 0.5, "next": None, "again": 3}, "notes": []}
+    shown = compared.markdown_of_trials([(row, figures) for row in compared.TRIALS_ROWS])
+    assert "| a rank killed every 15 s: goodput | 0.50 | - | - | - | - |" in shown
+    assert "| a rank killed every 15 s: steps taken again | 3 | - | - | - | - |" in shown
+    assert all(command in shown for command in compared.TRIALS.values())
 
 
 def test_of_an_output_the_last_error_is_quoted() -> None:
@@ -308,7 +342,7 @@ workload.finish(0, ledger)
 def alone(tmp_path: Path) -> System:
     """A training of one process, which survives nothing."""
     program = tmp_path / "alone.py"
-    program.write_text(TRAINS.format(root=str(Path(__file__).parents[2])))
+    program.write_text(TRAINS.format(root=str(ROOT)))
 
     def command(workload: Workload) -> list[str]:
         return [sys.executable, str(program), workload.as_json()]
