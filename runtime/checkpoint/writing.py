@@ -112,7 +112,8 @@ class Writing:
         except CheckpointError as error:
             self.saving.end(error)
         except BaseException as error:
-            if trouble is None and ends_a_generation(error):
+            # Whatever its own trouble: rank 0 may have cleared the folder while this rank wrote.
+            if ends_a_generation(error):
                 self.saving.end(self._interrupted(error, (rank,)))
                 return
             detail = trouble or f"{type(error).__name__}: {error}"
