@@ -22,6 +22,7 @@ from collectives.stores.store import (
     Store,
     encoded,
     encoded_keys,
+    key_of_rank,
     paired,
     timed_out,
 )
@@ -32,6 +33,23 @@ STORE_CONCURRENCY = {"store": 10_000}
 """Concurrency group for `ray.remote`. Each suspended waiter takes a place, so there are many."""
 
 _ANSWER_S = 10.0  # A live actor answers in milliseconds; on a machine that swaps, in seconds.
+
+
+class _Gathering:
+    """A `gather` in progress, which all its waiters share: a write costs the same however many
+    there are.
+
+    keys: by rank. missing: those that are not written yet, by rank. values: when all are.
+    """
+
+    def __init__(self, keys: Sequence[bytes], missing: Sequence[bytes]) -> None:
+        self.keys = keys
+        self.missing = dict.fromkeys(missing)
+        self.is_complete = asyncio.Event()
+        if not missing:
+            self.is_complete.set()
+        self.values: list[bytes] = []
+        self.num_waiters = 0
 
 
 class StoreActor:
@@ -46,6 +64,8 @@ class StoreActor:
         self._store = HashStore()
         # By key. An event is set, and forgotten, when its key is written.
         self._written: dict[bytes, asyncio.Event] = {}
+        self._gatherings: dict[tuple[bytes, int], _Gathering] = {}  # by name and size
+        self._gatherings_of: dict[bytes, list[_Gathering]] = {}  # by a key that they miss
 
     @ray.method(concurrency_group="store")
     async def store_set(self, key: Data, value: Data) -> None:
@@ -101,6 +121,43 @@ class StoreActor:
         missing = await self._until_written(encoded_keys(keys), timeout_s)
         return missing, [] if missing else self._store.multi_get(keys, 0)
 
+    @ray.method(concurrency_group="store")
+    async def store_gather(
+        self, name: bytes, rank: int, size: int, value: bytes, timeout_s: float
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Write the value of a rank, and suspend until all have written theirs. Returns the missing
+        keys, and if there are none, the values."""
+        await self.store_set(key_of_rank(name, rank), value)
+        gathering = self._gatherings.get((name, size))
+        if gathering is None:
+            gathering = self._begin_gathering(name, size)
+        gathering.num_waiters += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                await gathering.is_complete.wait()
+        except TimeoutError:
+            pass
+        finally:
+            gathering.num_waiters -= 1
+            if gathering.num_waiters == 0 and self._gatherings.get((name, size)) is gathering:
+                del self._gatherings[name, size]
+                for key in gathering.missing:
+                    self._gatherings_of[key].remove(gathering)
+                    if not self._gatherings_of[key]:
+                        del self._gatherings_of[key]
+        if gathering.missing:
+            return list(gathering.missing), []
+        # All who waited take the same list.
+        gathering.values = gathering.values or self._store.multi_get(gathering.keys, 0)
+        return [], gathering.values
+
+    def _begin_gathering(self, name: bytes, size: int) -> _Gathering:
+        keys = [key_of_rank(name, rank) for rank in range(size)]
+        gathering = self._gatherings[name, size] = _Gathering(keys, self._missing(keys))
+        for key in gathering.missing:
+            self._gatherings_of.setdefault(key, []).append(gathering)
+        return gathering
+
     async def _until_written(self, keys: list[bytes], timeout_s: float) -> list[bytes]:
         try:
             async with asyncio.timeout(timeout_s):
@@ -114,9 +171,14 @@ class StoreActor:
         return [key for key in keys if not self._store.check([key])]
 
     def _wake(self, key: Data) -> None:
-        event = self._written.pop(encoded(key, "key"), None)
+        key = encoded(key, "key")
+        event = self._written.pop(key, None)
         if event is not None:
             event.set()
+        for gathering in self._gatherings_of.pop(key, ()):
+            gathering.missing.pop(key, None)
+            if not gathering.missing:
+                gathering.is_complete.set()
 
 
 class ActorStore(Store):
@@ -204,6 +266,16 @@ class ActorStore(Store):
         waited_s = self._seconds(timeout_s)
         wanted = encoded_keys(keys)
         missing, values = self._call("multi_get", wanted, waited_s, suspended_s=waited_s)
+        if missing:
+            raise timed_out(missing, waited_s)
+        return list(values)
+
+    def gather(
+        self, name: Data, rank: int, size: int, value: Data, timeout_s: float | None = None
+    ) -> list[bytes]:
+        waited_s = self._seconds(timeout_s)
+        own = encoded(name, "name"), rank, size, encoded(value, "value")
+        missing, values = self._call("gather", *own, waited_s, suspended_s=waited_s)
         if missing:
             raise timed_out(missing, waited_s)
         return list(values)

@@ -37,6 +37,13 @@ class WatchedStore(PrefixStore):
     def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
         return self._in_slices(lambda s: super(WatchedStore, self).multi_get(keys, s), timeout_s)
 
+    def gather(
+        self, name: Data, rank: int, size: int, value: Data, timeout_s: float | None = None
+    ) -> list[bytes]:
+        return self._in_slices(
+            lambda s: super(WatchedStore, self).gather(name, rank, size, value, s), timeout_s
+        )
+
     def _in_slices(self, call: Callable[[float], Result], timeout_s: float | None) -> Result:
         limit_s = self._seconds(timeout_s)
         give_up_at = time.monotonic() + limit_s

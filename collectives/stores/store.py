@@ -49,6 +49,11 @@ def encoded_keys(keys: Sequence[Data]) -> list[bytes]:
     return [encoded(key, "key") for key in keys]
 
 
+def key_of_rank(name: bytes, rank: int) -> bytes:
+    """The key that `gather` uses for a rank."""
+    return b"%b/%d" % (name, rank)
+
+
 def as_number(key: bytes, value: bytes) -> int:
     """The number that `add` finds under `key`. Raises ValueError for any other value."""
     try:
@@ -133,6 +138,19 @@ class Store(ABC):
     def get(self, key: Data, timeout_s: float | None = None) -> bytes:
         """Block until the key exists; returns its value. Raises StoreTimeout."""
         return self.multi_get([key], timeout_s)[0]
+
+    def gather(
+        self, name: Data, rank: int, size: int, value: Data, timeout_s: float | None = None
+    ) -> list[bytes]:
+        """Write `value` under the key name/rank, and block until all `size` ranks have written
+        theirs; the values, by rank. A rank that timed out may call it again with the same value.
+
+        A store with a server of its own should do it in one round trip, in which no list of keys
+        travels: of n ranks each would send n keys. Raises StoreTimeout with the missing keys.
+        """
+        start = encoded(name, "name")
+        self.post(key_of_rank(start, rank), value)
+        return self.multi_get([key_of_rank(start, one) for one in range(size)], timeout_s)
 
     def multi_set(self, keys: Sequence[Data], values: Sequence[Data]) -> None:
         """Write several values; not necessarily atomically."""
@@ -327,6 +345,11 @@ class PrefixStore(Store):
 
     def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
         return self.store.multi_get(self._keys(keys), self._seconds(timeout_s))
+
+    def gather(
+        self, name: Data, rank: int, size: int, value: Data, timeout_s: float | None = None
+    ) -> list[bytes]:
+        return self.store.gather(self._key(name), rank, size, value, self._seconds(timeout_s))
 
     def multi_set(self, keys: Sequence[Data], values: Sequence[Data]) -> None:
         self.store.multi_set(self._keys(keys), values)

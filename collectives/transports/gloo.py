@@ -137,8 +137,7 @@ class GlooCommunicator(Communicator):
             self._message_failed,
             self._give,
         )
-        store.set(f"connected/{self.rank}", "1")
-        store.wait([f"connected/{rank}" for rank in range(self.size)])
+        store.gather("connected", self.rank, self.size, "1")
 
     # -- the contract ----------------------------------------------------------------------------
 

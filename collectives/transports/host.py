@@ -58,8 +58,7 @@ def connect(
             raise
         card["descriptor"] = descriptor
     try:
-        store.post(f"card/{rank}", json.dumps(card))
-        cards = [json.loads(c) for c in store.multi_get([f"card/{r}" for r in range(size)])]
+        cards = [json.loads(c) for c in store.gather("card", rank, size, json.dumps(card))]
         if "failed" in cards[0]:
             raise PeerLost("rendezvous", generation, [0], cards[0]["failed"])
         if len({c["host"] for c in cards}) == 1:

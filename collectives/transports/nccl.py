@@ -58,7 +58,7 @@ def connect(
 ) -> Communicator:
     """Meet in `store` and connect. Blocks until all ranks have come.
 
-    1. Every rank writes that it is ready, rank 0 also NCCL's unique id, and waits for all ranks.
+    1. Every rank writes that it is ready, rank 0 NCCL's unique id, and waits for all ranks.
     2. All ranks enter NCCL, which connects them (nccl_connecting.py).
 
     Raises StoreTimeout in (1), naming the keys `.../<rank>` that are missing. In (2) a rank that
@@ -76,11 +76,7 @@ def connect(
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
     # 1. Meet
-    if rank == 0:
-        store.set("unique_id/0", nccl.get_unique_id())
-    store.set(f"ready/{rank}", "1")
-    store.wait([f"ready/{peer}" for peer in range(size)])
-    unique_id = store.get("unique_id/0")
+    unique_id = store.gather("ready", rank, size, b"" if rank else nccl.get_unique_id())[0]
 
     # 2. Connect
     with torch.cuda.device(device):

@@ -113,6 +113,35 @@ class StoreContract:
             store.multi_get(["absent", "here", "missing"], 0)
         assert len(caught.value.keys) == 2
 
+    def test_what_all_ranks_write_comes_to_each_of_them(self, store: Store) -> None:
+        found: dict[int, list[bytes]] = {}
+
+        def gather(rank: int) -> None:
+            found[rank] = store.gather("all", rank, 3, f"value {rank}", 20)
+
+        ranks = [threading.Thread(target=gather, args=(rank,)) for rank in (2, 0)]
+        for rank in ranks:
+            rank.start()
+        with pytest.raises(StoreTimeout) as caught:
+            store.gather("all", 0, 4, "value 0", 0.2)  # Another size is another gathering.
+        assert {"1", "3"} <= {key.rsplit("/", 1)[-1] for key in caught.value.keys}
+        assert not found
+        gather(1)
+        for rank in ranks:
+            rank.join(20)
+        values = [b"value 0", b"value 1", b"value 2"]
+        assert found == dict.fromkeys(range(3), values)
+        assert store.gather("all", 1, 3, "value 1", 0) == values, "again, and too late for the rest"
+
+    def test_a_rank_that_gathers_in_vain_may_do_so_again(self, store: Store) -> None:
+        for _ in range(3):
+            with pytest.raises(StoreTimeout) as caught:
+                store.gather("all", 0, 2, "here", 0.05)
+            (missing,) = caught.value.keys
+            assert missing.endswith("all/1")
+        store.set("all/1", "set by itself")
+        assert store.gather("all", 0, 2, "here", 20) == [b"here", b"set by itself"]
+
     def test_the_timeout_of_the_store_is_that_of_its_calls(self, store: Store) -> None:
         store.set_timeout(0.05)
         with pytest.raises(StoreTimeout, match=r"within 0.05 s"):

@@ -19,7 +19,7 @@ import torch
 import chorusline as cl
 from actors.actor_store import ActorStore
 from actors.crew.reserve import Reserve
-from collectives.stores.store import Data
+from collectives.stores.store import Data, encoded, key_of_rank
 from tests.harness.arrivals import FEW, in_reserve, ready
 
 
@@ -27,11 +27,14 @@ class CancelledBeforeItsCards(ActorStore):
     """The store of a rank that is told that the generation is over when it has shown its card,
     before it reads those of the others, and so before it maps the memory."""
 
-    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+    def gather(
+        self, name: Data, rank: int, size: int, value: Data, timeout_s: float | None = None
+    ) -> list[bytes]:
+        self.set(key_of_rank(encoded(name, "name"), rank), value)
         self.is_there.set()
         self.may_read.wait(30)
         self.cancel(cl.GroupAborted(0, [], "a newcomer has come"))
-        return super().multi_get(keys, timeout_s)
+        return super().gather(name, rank, size, value, timeout_s)
 
 
 def test_a_rank_that_waits_in_the_memory_of_its_host_leaves_it_when_its_store_is_cancelled(
