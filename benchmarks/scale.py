@@ -48,6 +48,7 @@ from actors.driver.instructions import (
 from actors.driver.membership import Membership
 from actors.messages import Frozen, Progress, RunSucceeded, Success, WorkerInfo
 from benchmarks.alternation import finish, parser, table
+from collectives.contract.errors import CollectiveError
 
 _RANKS_PER_NODE = 8
 _OPTIMIZERS = 1
@@ -72,6 +73,18 @@ class Scale:
     memory_bytes: int
 
 
+def simulated_worker(seat: int) -> WorkerInfo:
+    """One of eight on its node."""
+    node = f"node-{seat // _RANKS_PER_NODE}"
+    return WorkerInfo(f"{seat:032x}", seat, node, node, 1000 + seat, "cuda:0", 8.0)
+
+
+def simulated_report(rank: int, generation: int, steps: int, error: CollectiveError) -> Frozen:
+    """Of a rank that waits inside a step, and goes on there."""
+    progress = (Progress(steps, (0.0,) * 32),) * _OPTIMIZERS
+    return Frozen(rank, generation, progress, error, generation)
+
+
 class SimulatedWorkers:
     """Answers the driver's instructions as workers do. messages: sent either way."""
 
@@ -84,9 +97,7 @@ class SimulatedWorkers:
         self.steps = 100  # taken by the time of the change
         self.outcome: Any = None
         for seat in range(count):
-            node = f"node-{seat // _RANKS_PER_NODE}"
-            info = WorkerInfo(f"{seat:032x}", seat, node, node, 1000 + seat, "cuda:0", 8.0)
-            membership.handle(WorkerRegistered(info))
+            membership.handle(WorkerRegistered(simulated_worker(seat)))
 
     def tell(self, event: Any) -> list[Instruction]:
         self.messages += 1
@@ -106,11 +117,9 @@ class SimulatedWorkers:
                     self.generation = assignment.generation
                 case FreezeRank(worker_id, generation, error):
                     self.messages += 1
-                    progress = (Progress(self.steps, (0.0,) * 32),) * _OPTIMIZERS
-                    frozen = Frozen(
-                        self.rank_of[worker_id], generation, progress, error, generation
-                    )
-                    waiting += self.tell(RankFroze(frozen))
+                    rank = self.rank_of[worker_id]
+                    report = simulated_report(rank, generation, self.steps, error)
+                    waiting += self.tell(RankFroze(report))
                 case ResumeRank(worker_id, resumption):
                     self.messages += 1
                     self.rank_of[worker_id] = resumption.assignment.rank

@@ -1,0 +1,383 @@
+"""A change of the generation, simulated: one of many workers dies, and the others go on.
+
+The driver's decisions are those of the real state machine (actors/driver/membership.py). Simulated
+is what carries them, and how long it takes:
+
+1. **Detection.** The ranks of one host look at each other's processes between slices of sleep; and
+   the driver hears of the death from Ray, and tells every rank to freeze.
+2. **Reports.** Every rank ends the generation for itself and tells the driver how far it is.
+3. **Decision.** When all have reported, the driver tells every rank how it goes on, a call each.
+4. **Rendezvous.** Every rank uses the driver's store: it counts its attempt, looks whether that was
+   given up, and posts what the others have to know. Then it waits for what all ranks post.
+5. **Meeting.** The ranks connect, tell each other what they hold, and meet in a barrier.
+6. **A step** of all ranks.
+
+The driver's process is one server: the loop of its events and that of its store hold one lock of
+Python's. So is each worker's. On `cores` that are shared, everything else competes for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from actors.driver.events import RankFroze, RunStarted, WorkerDied, WorkerRegistered
+from actors.driver.instructions import FreezeRank, Instruction, ResumeRank, StartRank
+from actors.driver.membership import Membership
+from benchmarks.scale import simulated_report, simulated_worker
+from benchmarks.simulation.constants import Constants, Cost, Line
+from benchmarks.simulation.events import (
+    Cores,
+    Gate,
+    Meeting,
+    Resume,
+    Server,
+    Simulation,
+    Task,
+    Wait,
+)
+from collectives.contract.errors import PeerLost
+
+SLICES_S = (0.002, 0.005, 0.02)
+"""Of sleep of a rank that waits for others in shared memory; the last one repeats."""
+
+SLICE_S = 0.2
+"""Of a wait in the store (collectives/meeting.py)."""
+
+ROUNDS = 3
+"""Collectives with which ranks meet: lengths, contents, barrier."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it happens.
+
+    cores: that all processes share, as on one machine, beside other programs; infinite if each
+        process has its own.
+    one_host: the ranks watch each other's processes. If not, only the driver's word tells them.
+    waits_for_all: keys of all ranks that each rank reads ("cards", as between CPU ranks), or only
+        waits for ("ready", as with NCCL), or one key that says that all have come ("counted", which
+        is not built).
+    """
+
+    cores: float = math.inf
+    one_host: bool = True
+    step_s: float = 0.02
+    rendezvous: str = "cards"
+
+    def __post_init__(self) -> None:
+        if self.rendezvous not in ("cards", "ready", "counted"):
+            raise ValueError(f"rendezvous is {self.rendezvous!r}; choose cards, ready or counted")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds from the death, as benchmarks/simulation/kills.py measures them. driver_s: of work of
+    the driver's process, its store included; store_s: of that, the store's. slowest_s: the longest
+    that an operation of the store took to be answered, without what it waited for other ranks.
+    """
+
+    survivors: int
+    detected_s: float
+    decided_s: float
+    met_s: float
+    total_s: float
+    driver_s: float
+    store_s: float
+    slowest_s: float
+    messages: int
+
+
+class Store:
+    """The store in the driver's process, as actors/actor_store.py has it: whoever waits for keys is
+    woken by the first one that is missing, looks for all of them again, and asks anew after a
+    slice."""
+
+    def __init__(self, simulation: Simulation, server: Server, constants: Constants) -> None:
+        self._simulation = simulation
+        self._server = server
+        self._constants = constants
+        self._wanted = 0
+        self._look_s = 0.0
+        self._posted: list[bool] = []
+        self._first_missing = 0
+        self._waiters: dict[Gate, None] = {}
+        self._is_waking = False
+        self.busy_s = 0.0
+
+    def expect(self, count: int, look_s: float) -> None:
+        """All wait for the keys of so many ranks. look_s: of one look for what is missing."""
+        self._wanted = count
+        self._look_s = look_s
+        self._posted = [False] * count
+
+    @property
+    def is_complete(self) -> bool:
+        return self._first_missing == self._wanted
+
+    def operate(self) -> Wait:
+        """An operation with one key."""
+        self.busy_s += self._constants.store_server.serial_s
+        return self._server.serve(self._constants.store_server.serial_s)
+
+    def post(self, rank: int) -> Task:
+        yield self.operate()
+        self._posted[rank] = True
+        while self._first_missing < self._wanted and self._posted[self._first_missing]:
+            self._first_missing += 1
+            self._wake()
+
+    def _wake(self) -> None:
+        # Many keys may be written before those who were woken have their turn.
+        if self._waiters and not self._is_waking:
+            self._is_waking = True
+            self._server.serve(self._look_again)(_nothing)
+
+    def _look_again(self) -> float:
+        """The cost, for all who wait, of looking for all their keys."""
+        self._is_waking = False
+        self._waiters = {gate: None for gate in self._waiters if not gate.is_open}
+        cost = len(self._waiters) * self._look_s
+        self.busy_s += cost
+        if self.is_complete:
+            for gate in self._waiters:
+                gate.open()
+        return cost
+
+    def await_all(self, cost: Line) -> Iterator[Wait]:
+        """One request that waits for all keys, for a slice at most. cost: of a request that finds
+        them, in the server."""
+        seconds = cost.at(self._wanted)
+        self.busy_s += seconds
+        yield self._server.serve(seconds / 2)
+        if not self.is_complete:
+            gate = Gate()
+            self._waiters[gate] = None
+            self._simulation.after(SLICE_S, gate.open)
+            yield gate.passed()
+        yield self._server.serve(seconds / 2)
+
+
+class Cluster:
+    """Workers and their driver. Rank 0 of the next generation is the first survivor."""
+
+    def __init__(self, constants: Constants, workers: int, place: Place, seed: int = 0) -> None:
+        self._constants = constants
+        self._place = place
+        self._draw = random.Random(seed)
+        self._simulation = Simulation()
+        self._cores = Cores(self._simulation, place.cores, constants.idle * (workers + 1))
+        self._driver = Server(self._simulation, self._cores)
+        self._store = Store(self._simulation, self._driver, constants)
+        self._servers = {
+            simulated_worker(seat).worker_id: Server(self._simulation, self._cores)
+            for seat in range(workers)
+        }
+        self._rank_of: dict[str, int] = {}
+        self._membership = Membership()
+        for seat in range(workers):
+            self._membership.handle(WorkerRegistered(simulated_worker(seat)))
+        for one in self._membership.handle(RunStarted(0, 1, None)):
+            assert isinstance(one, StartRank)
+            self._rank_of[one.worker_id] = one.assignment.rank
+        self._gates: dict[str, Gate] = {}
+        self._messages = self._num_done = 0
+        self._is_dead = False
+        self._frozen_s = math.inf
+        self._decided_s = self._met_s = self._total_s = self._slowest_s = 0.0
+        trip = constants.call_trip_s - _total(constants.call_out) - _total(constants.call_in)
+        self._wire_s = max(0.0, trip / 2)
+        trip = constants.store_trip_s - _total(constants.store_client)
+        self._store_wire_s = max(0.0, (trip - _total(constants.store_server)) / 2)
+
+    def lose_one(self) -> Predicted:
+        """Kill one rank in the middle of a step, and run until all others have taken the next."""
+        victim = self._draw.choice(sorted(self._rank_of))
+        left = [worker_id for worker_id in self._rank_of if worker_id != victim]
+        self._count = len(left)
+        scanned = 1 if self._place.rendezvous == "counted" else self._count
+        self._store.expect(self._count, scanned * self._constants.scan_s)
+        self._meetings = [Meeting(self._count) for _ in range(ROUNDS + 2)]
+        self._is_told = {worker_id: Gate() for worker_id in left}
+        self._new_rank: dict[str, int] = {}
+        for worker_id in left:
+            self._simulation.start(self._rank(worker_id))
+        self._simulation.start(self._detection())
+        self._simulation.start(self._hears_of(victim))
+        self._simulation.run()
+        assert self._num_done == self._count, "all must have gone on"
+        return Predicted(
+            self._count,
+            self._frozen_s,
+            self._decided_s,
+            self._met_s,
+            self._total_s,
+            self._driver.busy_s,
+            self._store.busy_s,
+            self._slowest_s,
+            self._messages,
+        )
+
+    # -- the driver --------------------------------------------------------------------------------
+
+    def _hears_of(self, victim: str) -> Task:
+        yield self._cores.work(self._constants.exit_s)
+        self._is_dead = True
+        yield self._simulation.sleep(self._constants.death_s)
+        self._beside(self._constants.death_cpu_s)
+        yield from self._event(WorkerDied(victim, "SIGKILL"), self._constants.report_in)
+
+    def _event(self, event: object, cost: Cost) -> Task:
+        """The driver takes an event in, decides, and sends what follows from it on its way."""
+        self._messages += 1
+        yield self._driver.serve(cost.serial_s + self._constants.decide_s)
+        for one in self._membership.handle(event):
+            self._carry_out(one)
+
+    def _carry_out(self, one: Instruction) -> None:
+        match one:
+            case FreezeRank(worker_id) if worker_id in self._gates:
+                self._simulation.start(self._call(worker_id, self._gates[worker_id].open))
+            case ResumeRank(worker_id, resumption):
+                self._new_rank[worker_id] = resumption.assignment.rank
+                told = self._is_told[worker_id]
+                self._simulation.start(self._call(worker_id, told.open))
+
+    def _call(self, worker_id: str, arrived: Resume) -> Task:
+        """A call of the driver, each a task of its own; its answer comes back to it."""
+        self._messages += 1
+        out, into = self._constants.call_out, self._constants.call_in
+        yield self._driver.serve(out.serial_s / 2)
+        yield self._cores.work((out.beside_s + into.beside_s) / 2)
+        yield self._simulation.sleep(self._wire_s)
+        yield self._servers[worker_id].serve(into.serial_s)
+        arrived()
+        yield self._cores.work((out.beside_s + into.beside_s) / 2)
+        yield self._simulation.sleep(self._wire_s)
+        yield self._driver.serve(out.serial_s / 2)
+
+    def _beside(self, seconds: float) -> None:
+        """Work of a process that nothing waits for."""
+
+        def work() -> Task:
+            yield self._cores.work(seconds)
+
+        self._simulation.start(work())
+
+    # -- a rank ------------------------------------------------------------------------------------
+
+    def _detection(self) -> Task:
+        """Ranks that wait look for the dead between slices; the first to see one tells all."""
+        if not self._place.one_host:
+            return
+        yield self._simulation.sleep(self._draw.random() * self._place.step_s)
+        yield self._cores.work(self._constants.step_s.at(self._count))
+        asleep_s = self._simulation.now
+        slices = itertools.chain(SLICES_S, itertools.repeat(SLICES_S[-1]))
+        while not self._is_dead or self._simulation.now == asleep_s:
+            yield self._simulation.sleep(next(slices))
+        for gate in self._gates.values():
+            gate.open()
+
+    def _rank(self, worker_id: str) -> Task:
+        constants, count = self._constants, self._count
+        server = self._servers[worker_id]
+        gate = self._gates[worker_id] = Gate()
+        yield gate.passed()
+        self._frozen_s = min(self._frozen_s, self._simulation.now)
+        self._beside(constants.rest_s.at(count))
+        yield server.serve(constants.freeze_s.at(count))
+        yield from self._report(worker_id)
+        yield self._is_told[worker_id].passed()
+        self._decided_s = max(self._decided_s, self._simulation.now)
+        yield from self._rendezvous(worker_id, server)
+        for meeting in self._meetings[:-1]:
+            yield server.serve(constants.meet_s.at(count) / (ROUNDS + 1))
+            yield meeting.come()
+        self._met_s = max(self._met_s, self._simulation.now)
+        yield self._simulation.sleep(self._place.step_s)
+        yield server.serve(constants.step_s.at(count))
+        yield self._meetings[-1].come()
+        self._total_s = max(self._total_s, self._simulation.now)
+        self._num_done += 1
+
+    def _report(self, worker_id: str) -> Task:
+        out, into = self._constants.report_out, self._constants.report_in
+        yield self._servers[worker_id].serve(out.serial_s)
+        yield self._cores.work(out.beside_s + into.beside_s)
+        yield self._simulation.sleep(self._wire_s)
+        report = simulated_report(self._rank_of[worker_id], 0, 100, _ERROR)
+        yield from self._event(RankFroze(report), into)
+
+    def _rendezvous(self, worker_id: str, server: Server) -> Task:
+        """The operations of collectives/meeting.py and of the transport, in their order."""
+        constants, store, rank = self._constants, self._store, self._new_rank[worker_id]
+        kind = self._place.rendezvous
+        client = constants.store_client
+        num_operations = 4 if kind == "cards" else 5
+        own_s = constants.connect_s.at(self._count) - num_operations * client.serial_s
+        yield server.serve(max(0.0, own_s))
+        yield from self._operation(server, store.operate())  # Its attempt is counted.
+        yield from self._operation(server, store.operate())  # Is that given up?
+        self._simulation.start(self._operation(server, store.operate()))  # Its backend.
+        self._simulation.start(self._posted(server, rank))
+        if kind == "counted":
+            of_client, of_server = (
+                Line(_total(client), 0.0),
+                Line(constants.store_server.serial_s, 0),
+            )
+        elif kind == "ready":
+            of_client, of_server = constants.waits_client, constants.waits_server
+        else:
+            of_client, of_server = constants.cards_client, constants.cards_server
+        while True:
+            self._messages += 1
+            yield server.serve(of_client.at(self._count) / 2)
+            yield self._simulation.sleep(self._store_wire_s)
+            asked_s = self._simulation.now
+            yield from store.await_all(of_server)
+            self._answered(asked_s + SLICE_S)
+            yield self._simulation.sleep(self._store_wire_s)
+            yield server.serve(of_client.at(self._count) / 2)
+            if store.is_complete:
+                break
+            yield from self._operation(server, store.operate())  # Given up meanwhile?
+        if kind != "cards":
+            yield from self._operation(server, store.operate())  # NCCL's number.
+
+    def _operation(self, server: Server, served: Wait) -> Task:
+        self._messages += 1
+        client, of_server = self._constants.store_client, self._constants.store_server
+        yield server.serve(client.serial_s)
+        yield self._cores.work(client.beside_s + of_server.beside_s)
+        yield self._simulation.sleep(self._store_wire_s)
+        asked_s = self._simulation.now
+        yield served
+        self._answered(asked_s)
+        yield self._simulation.sleep(self._store_wire_s)
+
+    def _answered(self, asked_s: float) -> None:
+        self._slowest_s = max(self._slowest_s, self._simulation.now - asked_s)
+
+    def _posted(self, server: Server, rank: int) -> Task:
+        """What the others have to know of this rank, which does not wait until it is there."""
+        self._messages += 1
+        client, of_server = self._constants.store_client, self._constants.store_server
+        yield server.serve(client.serial_s)
+        yield self._cores.work(client.beside_s + of_server.beside_s)
+        yield self._simulation.sleep(self._store_wire_s)
+        yield from self._store.post(rank)
+
+
+_ERROR = PeerLost("all_reduce", 0, [0], "it died")
+
+
+def _nothing() -> None:
+    """What follows a request that nothing waits for."""
+
+
+def _total(cost: Cost) -> float:
+    return cost.serial_s + cost.beside_s
