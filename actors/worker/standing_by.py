@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import ray
 from ..messages import WorkerInfo
 from ..meter import Publisher
 from ..parcels.parcel import Parcel
+from .memory import spare_modules
 
 _LOADED_LATE = "torch._dynamo"
 """torch loads it, and sympy with it, when the first optimizer is made: 2 to 4 s (torch 2.13)."""
@@ -36,6 +38,8 @@ class StandingBy:
         with contextlib.suppress(Exception):
             await asyncio.to_thread(program.opened)
             await asyncio.to_thread(importlib.import_module, _LOADED_LATE)
+        gc.collect()  # The program that was opened, if it knows itself.
+        spare_modules()
 
     @ray.method(concurrency_group="control")
     async def stand_by(self) -> None:

@@ -56,7 +56,7 @@ from ..whereabouts import Whereabouts
 from .gpu import own_gpu
 from .leaving import SIGTERM_EXIT, leave
 from .lifeline import Lifeline
-from .memory import Leftovers, device_memory_bytes, resident_bytes
+from .memory import Leftovers, device_memory_bytes, resident_bytes, spare_modules
 from .run_here import Program, RunHere, meet_again
 from .sigterm import hear_sigterm
 from .taking_in import TakingIn, rehearsal_group
@@ -377,6 +377,8 @@ class Worker(TakingIn):
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         set_debug_level(max(run.request.debug_level, get_debug_level()))
+        if self._ended is None:
+            spare_modules()
         program: Program = parcel.opened()
         lifeline = Lifeline(
             *(run.request, run.driver, run.assignment),

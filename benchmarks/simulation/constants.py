@@ -56,9 +56,8 @@ class Constants:
     call_trip_s: of such a call and its answer, between idle processes.
     report_out, report_in: a call of a worker to the driver that is not awaited.
     store_client, store_server, store_trip_s: an operation of the store with one key.
-    cards_client, cards_server: reading so many keys at once, of the length of a rank's card.
-    waits_client, waits_server: waiting for so many keys.
-    scan_s: of one key, where a waiter looks which of its keys are missing.
+    gather_client, gather_server: a gathering of so many ranks, with values of the length of a
+        rank's card: in the busiest thread.
     decide_s: of the driver's decisions, for each message of a change.
     exit_s: of the kernel's work to end the process of a worker, from SIGKILL on.
     death_s: from then on, until the driver has heard of it from Ray.
@@ -78,11 +77,8 @@ class Constants:
     store_client: Cost
     store_server: Cost
     store_trip_s: float
-    cards_client: Line
-    cards_server: Line
-    waits_client: Line
-    waits_server: Line
-    scan_s: float
+    gather_client: Line
+    gather_server: Line
     decide_s: float
     exit_s: float
     death_s: float

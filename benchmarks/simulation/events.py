@@ -125,18 +125,16 @@ class Server:
     def __init__(self, simulation: Simulation, cores: Cores) -> None:
         self._simulation = simulation
         self._cores = cores
-        self._waiting: deque[tuple[Callable[[], float], Resume]] = deque()
+        self._waiting: deque[tuple[float, Resume]] = deque()
         self._is_busy = False
         self.busy_s = 0.0
         self.served = 0
 
-    def serve(self, seconds: float | Callable[[], float]) -> Wait:
-        """Wait until the request was served. seconds: of work; or a function that says so when its
-        turn has come."""
-        cost = seconds if callable(seconds) else lambda: seconds
+    def serve(self, seconds: float) -> Wait:
+        """Wait until the request was served. seconds: of work."""
 
         def wait(resume: Resume) -> None:
-            self._waiting.append((cost, resume))
+            self._waiting.append((seconds, resume))
             if not self._is_busy:
                 self._next()
 
@@ -147,8 +145,7 @@ class Server:
             self._is_busy = False
             return
         self._is_busy = True
-        cost, resume = self._waiting.popleft()
-        seconds = cost()
+        seconds, resume = self._waiting.popleft()
         self.busy_s += seconds
         self.served += 1
 

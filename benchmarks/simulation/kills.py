@@ -44,6 +44,8 @@ PAUSE_S = 0.3
 """Between two kills."""
 SETTLE_S = 1.0
 """In which a change of a few ranks is over, on a machine that has time for it."""
+STEADY_S = 0.5
+"""In which the ranks take steps before each kill, to learn what these cost."""
 PATIENCE_S = 60.0
 BALLOT = 32
 """Numbers in the ballot of a step."""
@@ -58,6 +60,7 @@ class Change:
     survivors: ranks of the next generation.
     cpu_s: of the survivors' processes, the driver's, and Ray's own, in a window from the kill on.
     steps: that a rank has taken in that window.
+    per_step_s: CPU time of the process of a rank for each step, just before.
     cores: that the run could have had just before, beside other programs.
     thread_s: CPU time of the training thread of a rank, on average, by phase.
     """
@@ -71,6 +74,7 @@ class Change:
     cpu_s: dict[str, float]
     window_s: float
     steps: float
+    per_step_s: float
     cores: float
     thread_s: dict[str, float]
 
@@ -308,7 +312,9 @@ def _kill_one(
     left = [pid for pid in living if pid != victim]
     watched = Processes({"ranks": left, "driver": [driver_pid], "Ray": processes_of_ray()})
     cores = spinners.cores_left(watched)
-    time.sleep(draw.random() * 5 * STEP_S)
+    steady_at, steady = time.monotonic(), watched.used_s()["ranks"]
+    time.sleep(STEADY_S + draw.random() * 5 * STEP_S)
+    steady_until, steady = time.monotonic(), watched.used_s()["ranks"] - steady
     before = watched.used_s()
     killed_at = time.monotonic()
     os.kill(victim, signal.SIGKILL)
@@ -317,7 +323,11 @@ def _kill_one(
     after = watched.used_s()
     window_s = time.monotonic() - killed_at
     until(lambda: _count(logs, f"step-of-{size - 1}", killed_at) >= size - 1)
-    told = [one for one in Log.read(str(logs)) if one[1] > killed_at]
+    logged = list(Log.read(str(logs)))
+    told = [one for one in logged if one[1] > killed_at]
+    steady_steps = sum(
+        word == "us-step" and steady_at < at < steady_until for _, at, word, _ in logged
+    )
 
     def last(word: str, choose: Callable[..., float] = max) -> float:
         times: dict[str, float] = {}
@@ -348,6 +358,8 @@ def _kill_one(
         cpu_s={kind: after[kind] - before[kind] for kind in after},
         window_s=window_s,
         steps=steps / (size - 1),
+        # The victim takes as many steps as the others, but is not among those that are watched.
+        per_step_s=steady / max(1.0, steady_steps * (size - 1) / size),
         cores=cores,
         thread_s={phase: mean(phase) for phase in ("freeze", "connect", "meet", "step")},
     )

@@ -36,7 +36,9 @@ from benchmarks.simulation.kills import (
 from collectives.contract.errors import PeerLost
 
 _CALLS, _ROUNDS = 400, 3
-_KEYS = (16, 1000, 4000)
+_SESSIONS = 3
+_SIZES = (16, 1000, 4000)
+"""Of the gatherings that are measured."""
 _CARD = b"x" * 120
 """As long as what a rank tells the others of itself: its host, its pid."""
 
@@ -123,15 +125,13 @@ class Node:
         self, store: ActorStore, operation: str, keys: int, calls: int
     ) -> list[float]:
         """Operations of a training thread; the seconds of each."""
-        names, times = [f"card/{n}" for n in range(keys)], []
+        times = []
 
         def use() -> None:
             for _ in range(calls):
                 began_at = time.monotonic()
-                if operation == "multi_get":
-                    store.multi_get(names)
-                elif operation == "wait":
-                    store.wait(names)
+                if operation == "gather":
+                    store.gather("card", 0, keys, _CARD)
                 else:
                     store.add("counter", 1)
                 times.append(time.monotonic() - began_at)
@@ -170,6 +170,11 @@ class MeteredStore(StoreActor):
     async def stop(self) -> tuple[float, float]:
         return self._meter.stop()
 
+    async def gather_all(self, size: int) -> None:
+        """So many ranks have come, and one still waits for its answer."""
+        self._store.multi_set([f"card/{rank}" for rank in range(size)], [_CARD] * size)
+        self._begin_gathering(b"card", size).num_waiters = 1
+
 
 def _get(call: Any, timeout_s: float = 60.0) -> Any:
     return ray.get(call, timeout=timeout_s)
@@ -194,19 +199,6 @@ def _spent(nodes: list[Any], work: Any, calls: int) -> list[Cost]:
 
 def _less(whole: Cost, idle: Cost) -> Cost:
     return Cost(max(whole.serial_s - idle.serial_s, 1e-6), max(whole.beside_s - idle.beside_s, 0.0))
-
-
-def scan_s() -> float:
-    """Of one key, where a waiter of the store looks which of its keys are missing."""
-    keys = [f"card/{n}".encode() for n in range(10_000)]
-    store = StoreActor()
-    store._store.multi_set(keys, [_CARD] * len(keys))
-    times = []
-    for _ in range(10):
-        began_s = time.thread_time()
-        assert not store._missing(keys)
-        times.append(time.thread_time() - began_s)
-    return statistics.median(times) / len(keys)
 
 
 def decide_s() -> float:
@@ -239,7 +231,6 @@ def measured(most: int, seed: int) -> Constants:
         MeteredStore, concurrency_groups=STORE_CONCURRENCY, **options
     ).remote()
     store = ActorStore(store_actor)
-    store.multi_set([f"card/{n}" for n in range(max(_KEYS))], [_CARD] * max(_KEYS))
     client, server = _spent(
         [nodes[0], store_actor],
         lambda: nodes[0].use_store.remote(store, "add", 0, _CALLS // 2),
@@ -247,21 +238,18 @@ def measured(most: int, seed: int) -> Constants:
     )
     store_trip = statistics.median(_get(nodes[0].use_store.remote(store, "add", 0, 100)))
 
-    def by_keys(operation: str) -> tuple[Line, Line]:
-        """The CPU time of the client and of the server of one operation, by the number of keys."""
-        points: list[list[tuple[float, float]]] = [[], []]
-        for keys in _KEYS:
-            calls = max(4, 4000 // keys)
-            spent = _spent(
-                [nodes[0], store_actor],
-                lambda: nodes[0].use_store.remote(store, operation, keys, calls),  # noqa: B023
-                calls,
-            )
-            for at, cost in zip(points, spent, strict=True):
-                at.append((keys, cost.serial_s + cost.beside_s))
-        return Line.through(points[0]), Line.through(points[1])
-
-    cards, waits = by_keys("multi_get"), by_keys("wait")
+    points: list[list[tuple[float, float]]] = [[], []]
+    for size in _SIZES:
+        calls = max(20, 20_000 // size)
+        _get(store_actor.gather_all.remote(size))
+        spent = _spent(
+            [nodes[0], store_actor],
+            lambda: nodes[0].use_store.remote(store, "gather", size, calls),  # noqa: B023
+            calls,
+        )
+        for at, cost in zip(points, spent, strict=True):
+            at.append((size, cost.serial_s))
+    gathers = [Line.through(one) for one in points]
     deaths, ray_s = [], []
     for node in nodes:
         noticed = driver.notices_death.remote(node)
@@ -278,7 +266,7 @@ def measured(most: int, seed: int) -> Constants:
     for actor in (driver, store_actor):
         ray.kill(actor)
 
-    runs = list(changes(most, seed))
+    runs = [one for session in range(_SESSIONS) for one in changes(most, seed + session)]
     by_phase = {
         phase: Line.through([(one.survivors, one.thread_s[phase]) for one in runs])
         for phase in ("freeze", "connect", "meet", "step")
@@ -289,7 +277,7 @@ def measured(most: int, seed: int) -> Constants:
         """What the process of a rank computes in a change, without what is known of it: its
         training thread, two calls of the driver, its report, four operations of the store."""
         known = sum(one.thread_s[phase] for phase in ("freeze", "connect", "meet"))
-        known += one.steps * one.thread_s["step"] + idle * one.window_s
+        known += one.steps * one.per_step_s
         known += 2 * told + reporter.beside_s + 4 * client.beside_s
         return one.cpu_s["ranks"] / one.survivors - known
 
@@ -302,11 +290,8 @@ def measured(most: int, seed: int) -> Constants:
         store_client=client,
         store_server=server,
         store_trip_s=store_trip,
-        cards_client=cards[0],
-        cards_server=cards[1],
-        waits_client=waits[0],
-        waits_server=waits[1],
-        scan_s=scan_s(),
+        gather_client=gathers[0],
+        gather_server=gathers[1],
         decide_s=decide_s(),
         exit_s=statistics.median(one.exited_s for one in runs),
         death_s=max(0.0, statistics.median(deaths)),  # Ray may see the process's end before us.

@@ -8,7 +8,7 @@ is what carries them, and how long it takes:
 2. **Reports.** Every rank ends the generation for itself and tells the driver how far it is.
 3. **Decision.** When all have reported, the driver tells every rank how it goes on, a call each.
 4. **Rendezvous.** Every rank uses the driver's store: it counts its attempt, looks whether that was
-   given up, and posts what the others have to know. Then it waits for what all ranks post.
+   given up, posts the name of its backend, and gathers what the others have to know.
 5. **Meeting.** The ranks connect, tell each other what they hold, and meet in a barrier.
 6. **A step** of all ranks.
 
@@ -28,7 +28,7 @@ from actors.driver.events import RankFroze, RunStarted, WorkerDied, WorkerRegist
 from actors.driver.instructions import FreezeRank, Instruction, ResumeRank, StartRank
 from actors.driver.membership import Membership
 from benchmarks.scale import simulated_report, simulated_worker
-from benchmarks.simulation.constants import Constants, Cost, Line
+from benchmarks.simulation.constants import Constants, Cost
 from benchmarks.simulation.events import (
     Cores,
     Gate,
@@ -58,19 +58,11 @@ class Place:
     cores: that all processes share, as on one machine, beside other programs; infinite if each
         process has its own.
     one_host: the ranks watch each other's processes. If not, only the driver's word tells them.
-    waits_for_all: keys of all ranks that each rank reads ("cards", as between CPU ranks), or only
-        waits for ("ready", as with NCCL), or one key that says that all have come ("counted", which
-        is not built).
     """
 
     cores: float = math.inf
     one_host: bool = True
     step_s: float = 0.02
-    rendezvous: str = "cards"
-
-    def __post_init__(self) -> None:
-        if self.rendezvous not in ("cards", "ready", "counted"):
-            raise ValueError(f"rendezvous is {self.rendezvous!r}; choose cards, ready or counted")
 
 
 @dataclass(frozen=True)
@@ -92,73 +84,49 @@ class Predicted:
 
 
 class Store:
-    """The store in the driver's process, as actors/actor_store.py has it: whoever waits for keys is
-    woken by the first one that is missing, looks for all of them again, and asks anew after a
-    slice."""
+    """The store in the driver's process, as actors/actor_store.py has it. All who gather wait for
+    one event; after a slice a waiter asks anew."""
 
     def __init__(self, simulation: Simulation, server: Server, constants: Constants) -> None:
         self._simulation = simulation
         self._server = server
         self._constants = constants
-        self._wanted = 0
-        self._look_s = 0.0
-        self._posted: list[bool] = []
-        self._first_missing = 0
-        self._waiters: dict[Gate, None] = {}
-        self._is_waking = False
+        self._missing = 0
+        self._gates: list[Gate] = []
         self.busy_s = 0.0
 
-    def expect(self, count: int, look_s: float) -> None:
-        """All wait for the keys of so many ranks. look_s: of one look for what is missing."""
-        self._wanted = count
-        self._look_s = look_s
-        self._posted = [False] * count
+    def expect(self, count: int) -> None:
+        """So many ranks will gather."""
+        self._missing = count
 
     @property
     def is_complete(self) -> bool:
-        return self._first_missing == self._wanted
+        return self._missing == 0
 
     def operate(self) -> Wait:
         """An operation with one key."""
-        self.busy_s += self._constants.store_server.serial_s
-        return self._server.serve(self._constants.store_server.serial_s)
+        return self._serve(self._constants.store_server.serial_s)
 
-    def post(self, rank: int) -> Task:
-        yield self.operate()
-        self._posted[rank] = True
-        while self._first_missing < self._wanted and self._posted[self._first_missing]:
-            self._first_missing += 1
-            self._wake()
-
-    def _wake(self) -> None:
-        # Many keys may be written before those who were woken have their turn.
-        if self._waiters and not self._is_waking:
-            self._is_waking = True
-            self._server.serve(self._look_again)(_nothing)
-
-    def _look_again(self) -> float:
-        """The cost, for all who wait, of looking for all their keys."""
-        self._is_waking = False
-        self._waiters = {gate: None for gate in self._waiters if not gate.is_open}
-        cost = len(self._waiters) * self._look_s
-        self.busy_s += cost
-        if self.is_complete:
-            for gate in self._waiters:
-                gate.open()
-        return cost
-
-    def await_all(self, cost: Line) -> Iterator[Wait]:
-        """One request that waits for all keys, for a slice at most. cost: of a request that finds
-        them, in the server."""
-        seconds = cost.at(self._wanted)
-        self.busy_s += seconds
-        yield self._server.serve(seconds / 2)
+    def gather(self, count: int, is_first: bool) -> Iterator[Wait]:
+        """One request, which waits for all ranks, for a slice at most. is_first: of its rank."""
+        line = self._constants.gather_server
+        yield self._serve(line.fixed / 2)
+        if is_first:
+            self._missing -= 1
+            if self.is_complete:
+                for gate in self._gates:
+                    gate.open()
         if not self.is_complete:
             gate = Gate()
-            self._waiters[gate] = None
+            self._gates.append(gate)
             self._simulation.after(SLICE_S, gate.open)
             yield gate.passed()
-        yield self._server.serve(seconds / 2)
+        values = count if self.is_complete else 0
+        yield self._serve(line.fixed / 2 + line.each * values)
+
+    def _serve(self, seconds: float) -> Wait:
+        self.busy_s += seconds
+        return self._server.serve(seconds)
 
 
 class Cluster:
@@ -198,11 +166,9 @@ class Cluster:
         victim = self._draw.choice(sorted(self._rank_of))
         left = [worker_id for worker_id in self._rank_of if worker_id != victim]
         self._count = len(left)
-        scanned = 1 if self._place.rendezvous == "counted" else self._count
-        self._store.expect(self._count, scanned * self._constants.scan_s)
+        self._store.expect(self._count)
         self._meetings = [Meeting(self._count) for _ in range(ROUNDS + 2)]
         self._is_told = {worker_id: Gate() for worker_id in left}
-        self._new_rank: dict[str, int] = {}
         for worker_id in left:
             self._simulation.start(self._rank(worker_id))
         self._simulation.start(self._detection())
@@ -241,8 +207,7 @@ class Cluster:
         match one:
             case FreezeRank(worker_id) if worker_id in self._gates:
                 self._simulation.start(self._call(worker_id, self._gates[worker_id].open))
-            case ResumeRank(worker_id, resumption):
-                self._new_rank[worker_id] = resumption.assignment.rank
+            case ResumeRank(worker_id, _):
                 told = self._is_told[worker_id]
                 self._simulation.start(self._call(worker_id, told.open))
 
@@ -314,39 +279,30 @@ class Cluster:
 
     def _rendezvous(self, worker_id: str, server: Server) -> Task:
         """The operations of collectives/meeting.py and of the transport, in their order."""
-        constants, store, rank = self._constants, self._store, self._new_rank[worker_id]
-        kind = self._place.rendezvous
-        client = constants.store_client
-        num_operations = 4 if kind == "cards" else 5
-        own_s = constants.connect_s.at(self._count) - num_operations * client.serial_s
+        constants, store, count = self._constants, self._store, self._count
+        client = constants.gather_client
+        own_s = constants.connect_s.at(count) - 3 * constants.store_client.serial_s - client.fixed
         yield server.serve(max(0.0, own_s))
         yield from self._operation(server, store.operate())  # Its attempt is counted.
         yield from self._operation(server, store.operate())  # Is that given up?
         self._simulation.start(self._operation(server, store.operate()))  # Its backend.
-        self._simulation.start(self._posted(server, rank))
-        if kind == "counted":
-            of_client, of_server = (
-                Line(_total(client), 0.0),
-                Line(constants.store_server.serial_s, 0),
-            )
-        elif kind == "ready":
-            of_client, of_server = constants.waits_client, constants.waits_server
-        else:
-            of_client, of_server = constants.cards_client, constants.cards_server
+        beside_s = constants.store_client.beside_s + constants.store_server.beside_s
+        is_first = True
         while True:
             self._messages += 1
-            yield server.serve(of_client.at(self._count) / 2)
+            yield server.serve(client.fixed / 2)
+            yield self._cores.work(beside_s)
             yield self._simulation.sleep(self._store_wire_s)
             asked_s = self._simulation.now
-            yield from store.await_all(of_server)
+            yield from store.gather(count, is_first)
+            is_first = False
             self._answered(asked_s + SLICE_S)
             yield self._simulation.sleep(self._store_wire_s)
-            yield server.serve(of_client.at(self._count) / 2)
+            values = count if store.is_complete else 0
+            yield server.serve(client.fixed / 2 + client.each * values)
             if store.is_complete:
-                break
+                return
             yield from self._operation(server, store.operate())  # Given up meanwhile?
-        if kind != "cards":
-            yield from self._operation(server, store.operate())  # NCCL's number.
 
     def _operation(self, server: Server, served: Wait) -> Task:
         self._messages += 1
@@ -362,21 +318,8 @@ class Cluster:
     def _answered(self, asked_s: float) -> None:
         self._slowest_s = max(self._slowest_s, self._simulation.now - asked_s)
 
-    def _posted(self, server: Server, rank: int) -> Task:
-        """What the others have to know of this rank, which does not wait until it is there."""
-        self._messages += 1
-        client, of_server = self._constants.store_client, self._constants.store_server
-        yield server.serve(client.serial_s)
-        yield self._cores.work(client.beside_s + of_server.beside_s)
-        yield self._simulation.sleep(self._store_wire_s)
-        yield from self._store.post(rank)
-
 
 _ERROR = PeerLost("all_reduce", 0, [0], "it died")
-
-
-def _nothing() -> None:
-    """What follows a request that nothing waits for."""
 
 
 def _total(cost: Cost) -> float:

@@ -1,14 +1,13 @@
-"""What the simulation says of 1,000 to 100,000 workers: how long a change takes, in three ways; the
+"""What the simulation says of 1,000 to 100,000 workers: how long a change takes, in two ways; the
 goodput; the memory of the driver.
 
-Here every worker has its own cores, and the driver too. The three ways of a change:
+Here every worker has its own cores, and the driver too. The two ways of a change:
 
-- *today*: the driver calls each worker; each worker waits in the store for the keys of all.
-- *one key*: the same calls; the store counts who has come, and all wait for one key.
+- *calls*: the driver calls each worker, and each makes four requests of the driver's store.
 - *tree*: what the driver says goes down a tree of workers, and reports come up it, each node adding
   up what its children report; the cards of all ranks go up and down it as well.
 
-Only the first is built.
+Only the first one is built.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ RESTART_S = {"a restart of 10 min": 600.0, "a restart of 2 min": 120.0}
 class Outlook:
     """Of one number of workers.
 
-    change_s: by way, without detection and without connecting. decided_s: of today's, until every
+    change_s: by way, without detection and without connecting. decided_s: by calls, until every
         rank knows how it goes on.
-    slowest_s: by way, until an operation of the store is answered. A rank gives it up after 10 s
+    slowest_s: by calls, until an operation of the store is answered. A rank gives it up after 10 s
         (actors/actor_store.py).
     fan_out: the best one of the tree. memory_bytes: of the driver's state.
     goodput: by cluster whose failure rate it is, and by way.
@@ -59,7 +58,7 @@ class Outlook:
     decided_s: float
     fan_out: int
     memory_bytes: int
-    slowest_s: dict[str, float]
+    slowest_s: float
     goodput: dict[str, dict[str, float]]
 
 
@@ -82,20 +81,17 @@ def tree_s(constants: Constants, workers: int) -> tuple[float, int]:
 
 
 def outlook(constants: Constants, workers: int) -> Outlook:
-    told = {}
-    for way, rendezvous in (("today", "ready"), ("one key", "counted")):
-        place = Place(one_host=False, rendezvous=rendezvous, step_s=0.0)
-        told[way] = Cluster(constants, workers + 1, place).lose_one()
+    told = Cluster(constants, workers + 1, Place(one_host=False, step_s=0.0)).lose_one()
     heard_s = constants.exit_s + constants.death_s
-    change_s = {way: one.met_s - heard_s for way, one in told.items()}
-    change_s["tree"], fan_out = tree_s(constants, workers)
+    of_tree_s, fan_out = tree_s(constants, workers)
+    change_s = {"calls": told.met_s - heard_s, "tree": of_tree_s}
     return Outlook(
         workers,
         change_s,
-        told["today"].decided_s - heard_s,
+        told.decided_s - heard_s,
         fan_out,
         scale_of(workers).memory_bytes,
-        {way: one.slowest_s for way, one in told.items()},
+        told.slowest_s,
         {name: goodputs(change_s, workers, name) for name in ("Llama 3", "RSC-2")},
     )
 

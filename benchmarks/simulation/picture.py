@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.simulation.checking import Compared
 from benchmarks.simulation.outlook import Outlook
 
-_WAYS = {"today": ("o", "C3"), "one key": ("s", "C1"), "tree": ("^", "C2")}
+_WAYS = {"calls": ("o", "C3"), "tree": ("^", "C2")}
 _CLUSTER = "Llama 3"
 
 
@@ -43,7 +43,7 @@ def draw(rows: Sequence[Compared], outlooks: Sequence[Outlook], path: Path) -> N
     )
     counts = [one.workers for one in outlooks]
     for way, (marker, color) in _WAYS.items():
-        built = "" if way == "today" else " (not built)"
+        built = "" if way == "calls" else " (not built)"
         seconds = [one.change_s[way] for one in outlooks]
         changes.loglog(counts, seconds, marker=marker, color=color, label=way + built)
     changes.axhline(60, color="grey", linestyle=":", label="timeout_s of a session")

@@ -118,8 +118,7 @@ def show_outlook(outlooks: list[Outlook]) -> None:
         (
             "workers",
             "all know",
-            "today",
-            "one key",
+            "calls",
             "tree",
             "fan-out",
             "slowest answer",
@@ -129,9 +128,9 @@ def show_outlook(outlooks: list[Outlook]) -> None:
             (
                 f"{one.workers}",
                 f"{one.decided_s:.2f} s",
-                *(f"{one.change_s[way]:.2f} s" for way in ("today", "one key", "tree")),
+                *(f"{one.change_s[way]:.2f} s" for way in ("calls", "tree")),
                 f"{one.fan_out}",
-                f"{one.slowest_s['today']:.1f} s",
+                f"{one.slowest_s:.1f} s",
                 f"{one.memory_bytes / (1 << 20):.1f}",
             )
             for one in outlooks

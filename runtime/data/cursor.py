@@ -22,6 +22,7 @@ from actors.errors import StreamLost
 
 from .dealer import Dealt
 from .dealing import Hands, left_of
+from .number_set import as_text, numbers_of
 
 Run = tuple[int, tuple[int, ...]]
 """A world size, and by rank how many samples of its hand the rank was given in that run."""
@@ -109,10 +110,10 @@ class Passage:
     name: str | None = None
 
     def state(self, used: Used, by_id: bool) -> dict[str, Any]:
-        """As plain data. by_id: list the sample numbers, since hands were dealt again when ranks
+        """As plain data. by_id: tell the sample numbers, since hands were dealt again when ranks
         were lost, and a count does not identify samples."""
         shard, is_over, given, num_ids = self.shard, self.is_over, 0, 0
-        ids = sorted(self.rest.given or ())
+        ids = list(self.rest.given or ())
         needs_ids = by_id or bool(ids)
         if shard is not None:
             given = shard.agreed if used is Used.AGREED else shard.taken
@@ -129,7 +130,7 @@ class Passage:
         return {
             "runs": self.rest.runs,
             "given": given,
-            "ids": ids if needs_ids else None,
+            "ids": as_text(ids) if needs_ids else None,
             "is_over": is_over or self.rest.given is None,
             "num_ids": num_ids,
         }
@@ -272,7 +273,7 @@ def _rest(parts: Sequence[dict[str, Any] | None]) -> Rest:
     if all(part["is_over"] for part in begun):
         return Rest(runs, None)
     if any(part["ids"] is not None for part in begun):  # Counts identify no samples.
-        given = frozenset(n for part in begun for n in part["ids"] or ())
+        given = frozenset(n for part in begun for n in numbers_of(part["ids"]))
         missing = max(part.get("num_ids", 0) for part in begun) - len(given)
         if missing > 0:
             raise StreamLost(

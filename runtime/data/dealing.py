@@ -84,14 +84,37 @@ def redeal(
     counts as left to do, so a rank that is one step ahead of the others takes as many as they do.
     """
     new_hands = [list(hands[old][: taken[old]]) if old >= 0 else [] for old in former_ranks]
-    lots: dict[Hashable, list[int]] = {}
-    for number in left_of(hands, taken):
-        lots.setdefault(keep_together[number] if keep_together else number, []).append(number)
-    begun: dict[Hashable, int] = {}
-    if keep_together:
-        begun = {keep_together[n]: rank for rank, hand in enumerate(new_hands) for n in hand}
+    left = left_of(hands, taken)
     to_do = [busy[old] if busy and old >= 0 else 0 for old in former_ranks]
-    # All survivors wait for this, hence a heap. Its counts may be out of date; see the inner loop.
+    if keep_together:
+        _deal_lots(left, keep_together, new_hands, to_do)
+    else:
+        _deal_evenly(left, new_hands, to_do)
+    return new_hands
+
+
+def _deal_evenly(left: Sequence[int], hands: Hands, to_do: list[int]) -> None:
+    """Deal samples to the hands, each to the rank that has least left to do; of several to the
+    first one. All survivors wait for this, so what is even is dealt by slices."""
+    first = 0
+    while min(to_do) < max(to_do) and first < len(left):
+        rank = to_do.index(min(to_do))
+        hands[rank].append(left[first])
+        to_do[rank] += 1
+        first += 1
+    for rank, hand in enumerate(hands):
+        hand += left[first + rank :: len(hands)]
+
+
+def _deal_lots(
+    left: Sequence[int], keys: Sequence[Hashable], hands: Hands, to_do: list[int]
+) -> None:
+    """The same with samples of one key in one hand, that which has some of them already."""
+    begun = {keys[number]: rank for rank, hand in enumerate(hands) for number in hand}
+    lots: dict[Hashable, list[int]] = {}
+    for number in left:
+        lots.setdefault(keys[number], []).append(number)
+    # Its counts may be out of date; see the inner loop.
     least = [(count, rank) for rank, count in enumerate(to_do)]
     heapq.heapify(least)
     for key, lot in lots.items():
@@ -99,16 +122,24 @@ def redeal(
             rank = least[0][1]
             heapq.heapreplace(least, (to_do[rank], rank))
         rank = begun.get(key, least[0][1])
-        new_hands[rank] += lot
+        hands[rank] += lot
         to_do[rank] += len(lot)
-    return new_hands
 
 
 def left_of(hands: Sequence[Sequence[int]], taken: Sequence[int]) -> list[int]:
     """The rest of all hands, in the epoch's order: by the place in the hand, then by rank."""
-    places = (
-        itertools.chain(itertools.repeat(None, count), hand[count:])
-        for hand, count in zip(hands, taken, strict=True)
-    )
-    rounds = itertools.zip_longest(*places)
-    return [number for round_ in rounds for number in round_ if number is not None]
+    # Between two of these places it is the same hands that have samples, so these are interleaved
+    # by slices.
+    edges = sorted({*taken, *map(len, hands)})
+    left: list[int] = []
+    for start, stop in itertools.pairwise(edges):
+        some = [
+            hand[start:stop]
+            for hand, count in zip(hands, taken, strict=True)
+            if count <= start and stop <= len(hand)
+        ]
+        between = [0] * (len(some) * (stop - start))
+        for place, part in enumerate(some):
+            between[place :: len(some)] = part
+        left += between
+    return left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from runtime.data.dataset_batches import Shard
 from runtime.data.dealer import Dealer, Left
 from runtime.data.dealing import redeal
+from runtime.data.number_set import as_text, numbers_of
 
 NUM_SAMPLES = 24
 
@@ -122,6 +124,44 @@ def test_an_evaluation_in_the_middle_does_not_end_the_iteration_around_it() -> N
 def test_busy_ranks_get_less(busy: tuple[int, ...], hands: list[list[int]]) -> None:
     lost = [0, 1, 2, 3] if not busy else [0, 1]
     assert redeal([[], [], lost], [0, 0, 0], (0, 1), busy=(*busy, 0) if busy else ()) == hands
+
+
+def one_by_one(
+    hands: list[list[int]], taken: list[int], former: list[int], busy: list[int]
+) -> list[list[int]]:
+    """What `redeal` does, a sample at a time."""
+    places = sorted(
+        (place, rank) for rank, hand in enumerate(hands) for place in range(taken[rank], len(hand))
+    )
+    new = [hands[old][: taken[old]] if old >= 0 else [] for old in former]
+    to_do = [busy[old] if old >= 0 else 0 for old in former]
+    for place, old in places:
+        rank = to_do.index(min(to_do))
+        new[rank].append(hands[old][place])
+        to_do[rank] += 1
+    return new
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_dealt_by_slices_is_what_is_dealt_one_by_one(seed: int) -> None:
+    draw = random.Random(seed)
+    numbers = iter(range(10_000))
+    hands = [[next(numbers) for _ in range(draw.randrange(30))] for _ in range(draw.randint(1, 5))]
+    for _ in range(4):  # One loss or arrival after the other.
+        taken = [draw.randint(0, len(hand)) for hand in hands]
+        busy = [draw.randint(0, min(4, count)) for count in taken]
+        former = [rank for rank in range(len(hands)) if draw.random() < 0.7] or [0]
+        former += [-1] * draw.randrange(3)
+        again = redeal(hands, taken, former, busy=busy)
+        assert again == one_by_one(hands, taken, former, busy)
+        hands = again
+
+
+@pytest.mark.parametrize("numbers", [[], [0], [7, 8, 3], [1_000_003], list(range(5000))[::-3]])
+def test_a_set_of_numbers_survives_as_text(numbers: list[int]) -> None:
+    assert list(numbers_of(as_text(numbers))) == sorted(numbers)
+    assert list(numbers_of(numbers)) == numbers, "as checkpoints had them before"
+    assert list(numbers_of(None)) == []
 
 
 def test_shards_side_by_side_are_both_dealt_again() -> None:
