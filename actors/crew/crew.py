@@ -97,7 +97,7 @@ class Crew(Asking):
         self._workers: dict[int, Actor] = {}  # by seat
         self._starting: set[int] = set()
         """Seats whose workers have not answered yet: a run may end while some are starting."""
-        self._reserve = Reserve(seats, self._made)
+        self._reserve = Reserve(seats, lambda seat: self._made(seat, in_reserve=True))
         self.listener = Listener(self._workers, self._starting)
         """Hears what the workers report and print."""
         self._driver: Actor | None = None
@@ -466,12 +466,12 @@ class Crew(Asking):
         self._starting.add(seat)
         return worker
 
-    def _made(self, seat: int) -> Actor:
+    def _made(self, seat: int, in_reserve: bool = False) -> Actor:
         options = {**self._seats.options(seat), **self._workers_environment}
         if self._lasting:
             options |= self._lasting.options_of_worker(seat, uuid.uuid4().hex[:8])
         made = self._worker_class.options(**options)
-        return made.remote(seat, self._use_gpu, self.name, self._lasting is not None)
+        return made.remote(seat, self._use_gpu, self.name, self._lasting is not None, in_reserve)
 
     async def _take_from_reserve(self, seat: int) -> Actor | None:
         """Seat a worker of the reserve in the place of the one that was there; None if there is

@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import ray
@@ -17,6 +20,20 @@ from .memory import spare_modules
 
 _LOADED_LATE = "torch._dynamo"
 """torch loads it, and sympy with it, when the first optimizer is made: 2 to 4 s (torch 2.13)."""
+
+
+_LOWEST = 19  # of the priorities that every process may take: the ranks' cores come first
+
+
+def patient() -> ThreadPoolExecutor:
+    """A thread for what may take its time: it gives way to whatever else wants a core. Linux has a
+    priority for each thread, so that of the process stays, which could not be raised again."""
+
+    def give_way() -> None:
+        with contextlib.suppress(OSError):  # A sandbox without the call.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+
+    return ThreadPoolExecutor(1, "patient", give_way)
 
 
 class StandingBy:
@@ -35,9 +52,10 @@ class StandingBy:
     async def prepare(self, program: Parcel) -> None:
         """Import what the program needs: open it once, and drop it."""
         # A program that cannot be opened fails where it is called, with the reason.
-        with contextlib.suppress(Exception):
-            await asyncio.to_thread(program.opened)
-            await asyncio.to_thread(importlib.import_module, _LOADED_LATE)
+        loop = asyncio.get_running_loop()
+        with patient() as thread, contextlib.suppress(Exception):
+            await loop.run_in_executor(thread, program.opened)
+            await loop.run_in_executor(thread, importlib.import_module, _LOADED_LATE)
         gc.collect()  # The program that was opened, if it knows itself.
         spare_modules()
 

@@ -13,6 +13,7 @@ lock, which no thread holds while it blocks.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import socket
 import threading
@@ -59,6 +60,7 @@ from .lifeline import Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes, spare_modules
 from .run_here import Program, RunHere, meet_again
 from .sigterm import hear_sigterm
+from .standing_by import patient
 from .taking_in import TakingIn, rehearsal_group
 from .training_thread import TrainingThread
 
@@ -77,8 +79,16 @@ class Worker(TakingIn):
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
     def __init__(
-        self, seat: int, use_gpu: bool, session: str = "", is_lasting: bool = False
+        self,
+        seat: int,
+        use_gpu: bool,
+        session: str = "",
+        is_lasting: bool = False,
+        in_reserve: bool = False,
     ) -> None:
+        if in_reserve:
+            with patient() as thread:
+                thread.submit(importlib.import_module, "torch").result()
         # Not at the top: Ray imports this file wherever the handle of a worker is, so also the
         # driver, which starts with 0.7 s of CPU time without torch, not 1.8.
         import torch
