@@ -157,13 +157,10 @@ class Processes:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of CPU time of the threads of a process; 0 for one that is gone."""
+    """Seconds of CPU time of a process, threads that have ended included; 0 if it is gone."""
     try:
-        return sum(
-            int((task / "schedstat").read_text().split()[0]) * 1e-9
-            for task in Path(f"/proc/{pid}/task").iterdir()
-        )
-    except (FileNotFoundError, ProcessLookupError):
+        return time.clock_gettime((~pid << 3) | 2)  # As clock_getcpuclockid(3) makes the number.
+    except OSError:
         return 0.0
 
 
