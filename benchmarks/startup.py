@@ -26,8 +26,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(_ROOT)
 
 from benchmarks.alternation import finish, parser, table
-from benchmarks.trials.trial import Run
 from benchmarks.trials.systems import SYSTEMS
+from benchmarks.trials.trial import Run
 from benchmarks.trials.workload import Workload
 
 ALONE = ("chorusline zero", "torchrun checkpoints", "ray-train checkpoints")
