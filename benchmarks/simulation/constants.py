@@ -87,7 +87,7 @@ class Constants:
     connect_s: Line
     meet_s: Line
     step_s: Line
-    rest_s: Line
+    rest_s: float
     idle: float
 
     @classmethod

@@ -300,7 +300,7 @@ def measured(most: int, seed: int) -> Constants:
         connect_s=by_phase["connect"],
         meet_s=by_phase["meet"],
         step_s=by_phase["step"],
-        rest_s=Line.through([(one.survivors, max(0.0, rest_s(one))) for one in runs]),
+        rest_s=statistics.median(max(0.0, rest_s(one)) for one in runs),
         idle=idle,
     )
 

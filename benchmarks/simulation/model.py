@@ -253,7 +253,7 @@ class Cluster:
         gate = self._gates[worker_id] = Gate()
         yield gate.passed()
         self._frozen_s = min(self._frozen_s, self._simulation.now)
-        self._beside(constants.rest_s.at(count))
+        self._beside(constants.rest_s)
         yield server.serve(constants.freeze_s.at(count))
         yield from self._report(worker_id)
         yield self._is_told[worker_id].passed()
