@@ -127,7 +127,9 @@ class StoreActor:
     ) -> tuple[list[bytes], list[bytes]]:
         """Write the value of a rank, and suspend until all have written theirs. Returns the missing
         keys, and if there are none, the values."""
-        await self.store_set(key_of_rank(name, rank), value)
+        own = key_of_rank(name, rank)
+        self._store.set(own, value)
+        self._wake(own)
         gathering = self._gatherings.get((name, size))
         if gathering is None:
             gathering = self._begin_gathering(name, size)

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-_BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+def _bits() -> torch.Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
 def as_text(numbers: Sequence[int]) -> str:
@@ -21,7 +22,7 @@ def as_text(numbers: Sequence[int]) -> str:
     chosen = torch.frombuffer(array("q", numbers), dtype=torch.int64)
     mask = torch.zeros(-(-(int(chosen.max()) + 1) // 8) * 8, dtype=torch.uint8)
     mask[chosen] = 1
-    packed = (mask.view(-1, 8) * _BITS).sum(1, dtype=torch.uint8)
+    packed = (mask.view(-1, 8) * _bits()).sum(1, dtype=torch.uint8)
     return base64.b64encode(zlib.compress(bytes(packed.tolist()), 1)).decode()
 
 
@@ -30,7 +31,7 @@ def from_text(text: str) -> list[int]:
     if not text:
         return []
     packed = torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
-    return (packed.view(-1, 1) & _BITS).view(-1).nonzero().view(-1).tolist()
+    return (packed.view(-1, 1) & _bits()).view(-1).nonzero().view(-1).tolist()
 
 
 def numbers_of(told: str | Iterable[int] | None) -> Iterable[int]:
