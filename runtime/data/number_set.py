@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+
 def _bits() -> torch.Tensor:
     return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 

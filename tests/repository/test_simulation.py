@@ -160,21 +160,6 @@ def test_the_wait_of_random_arrivals_is_that_of_the_closed_form(load: float) -> 
     assert sum(waited) / len(waited) == pytest.approx(load / (2 * (1 - load)), rel=0.1)
 
 
-def test_a_servers_cost_may_be_known_only_at_its_turn() -> None:
-    simulation = Simulation()
-    server = Server(simulation, Cores(simulation))
-    costs, ended = iter((1.0, 2.0)), []
-
-    def task() -> Task:
-        yield server.serve(lambda: next(costs))
-        ended.append(simulation.now)
-
-    simulation.start(task())
-    simulation.start(task())
-    simulation.run()
-    assert ended == [1.0, 3.0]
-
-
 # ── Trees ────────────────────────────────────────────────────────────────────────────────────────
 
 
