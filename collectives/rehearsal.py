@@ -22,6 +22,7 @@ from .group import Group
 from .kept_results import KeptResult, name_of, signature_of
 from .objects.channel import ObjectChannel
 from .objects.messages import ObjectMessages
+from .shared_memory.symmetric_memory import empty_symmetric
 from .stores.store import Store
 
 
@@ -113,6 +114,12 @@ class _Rehearsing(Communicator):
         self._generation = generation
         self._failure: CollectiveError | None = None
         self._lock = threading.Lock()
+
+    def empty_symmetric(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        # It belongs to no group: the ranks among which this one comes can read it.
+        if self.device.type == "cpu":
+            return empty_symmetric(numel, dtype)
+        return super().empty_symmetric(numel, dtype)
 
     def refuse(self, why: str) -> NoReturn:
         self.refusal = self.refusal or why

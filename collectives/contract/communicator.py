@@ -86,6 +86,11 @@ class Communicator(ABC):
     def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
         """tensor: (n,), from operation.peer with operation.tag. ANY_RANK becomes the sender."""
 
+    def empty_symmetric(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor, (numel,), not initialised, that the other ranks can read where it lies, if the
+        transport has such memory; otherwise an ordinary one."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
     def begin_together(self) -> None:
         """Operations issued from here on may wait for `end_together`, to be one launch."""
 

@@ -8,6 +8,7 @@ that makes this safe; lane.py waits. Every rank adds in rank order, so all get t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from ..contract.errors import CollectiveError, GroupClosed, PeerLost
 from ..contract.operation import Operation, ReduceOp
 from ..contract.work import Work
 from ..diagnosis.signature import pair_mismatch
+from .in_place import InPlace, Sharing, Through
 from .lane import Body, Lane, LaneWork
 from .messages import Messages
 from .segment import SharedSegment
+from .symmetric_memory import empty_symmetric
 
 SLOT_BYTES = 2 << 20
 """Each rank has two slots of this size. Pages that no operation has touched take no memory."""
@@ -51,6 +54,7 @@ class SharedMemoryCommunicator(Communicator):
             segment.leave()
             raise
         self._lane = Lane(segment)
+        self._sharing = Sharing(segment)
         self._messages = Messages(segment)
         self._closed = False
 
@@ -61,29 +65,68 @@ class SharedMemoryCommunicator(Communicator):
             return self._issue(operation, 1, self._all_reduce_directly, tensor, op)
         part = self._chunk_elements(tensor, self._segment.slot_bytes // 2 // self.size)
         chunks = -(-tensor.numel() // (part * self.size))
-        return self._issue(operation, chunks + 1, self._all_reduce_in_parts, tensor, op, part)
+        return self._share(
+            operation,
+            chunks + 1,
+            tensor,
+            lambda tick: self._all_reduce_in_parts(tick, tensor, op, part),
+            partial(self._sharing.all_reduce, op, self._even_part(tensor)),
+        )
 
     def reduce_scatter(
         self, operation: Operation, output: torch.Tensor, input: torch.Tensor, op: ReduceOp
     ) -> Work:
         chunk = self._chunk_elements(input, self._segment.slot_bytes // self.size)
         chunks = max(1, -(-output.numel() // chunk))
-        return self._issue(operation, chunks, self._reduce_scatter, output, input, op, chunk)
+        if input.nbytes <= DIRECT_BYTES:
+            return self._issue(operation, chunks, self._reduce_scatter, output, input, op, chunk)
+        return self._share(
+            operation,
+            chunks,
+            input,
+            lambda tick: self._reduce_scatter(tick, output, input, op, chunk),
+            partial(self._sharing.reduce_scatter, output, op),
+        )
 
     def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
         chunk = self._chunk_elements(input, self._segment.slot_bytes)
         chunks = max(1, -(-input.numel() // chunk))
-        return self._issue(operation, chunks, self._all_gather, output, input, chunk)
+        if output.nbytes <= DIRECT_BYTES:
+            return self._issue(operation, chunks, self._all_gather, output, input, chunk)
+        return self._share(
+            operation,
+            chunks,
+            input,
+            lambda tick: self._all_gather(tick, output, input, chunk),
+            partial(self._sharing.all_gather, output),
+        )
 
     def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
         chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
         chunks = max(1, -(-tensor.numel() // chunk))
-        return self._issue(operation, chunks, self._broadcast, tensor, root, chunk)
+        if tensor.nbytes <= DIRECT_BYTES:
+            return self._issue(operation, chunks, self._broadcast, tensor, root, chunk)
+        return self._share(
+            operation,
+            chunks,
+            tensor,
+            lambda tick: self._broadcast(tick, tensor, root, chunk),
+            partial(self._sharing.broadcast, root),
+            root,
+        )
 
     def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
         chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
         chunks = max(1, -(-tensor.numel() // chunk))
-        return self._issue(operation, chunks, self._reduce, tensor, root, op, chunk)
+        if tensor.nbytes <= DIRECT_BYTES:
+            return self._issue(operation, chunks, self._reduce, tensor, root, op, chunk)
+        return self._share(
+            operation,
+            chunks,
+            tensor,
+            lambda tick: self._reduce(tick, tensor, root, op, chunk),
+            partial(self._sharing.reduce, root, op),
+        )
 
     def exchange(
         self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
@@ -98,6 +141,9 @@ class SharedMemoryCommunicator(Communicator):
 
     def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
         return self._messages.recv(operation, tensor)
+
+    def empty_symmetric(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return empty_symmetric(numel, dtype)
 
     def abort(self, error: CollectiveError) -> None:
         if not self._closed:
@@ -306,6 +352,25 @@ class SharedMemoryCommunicator(Communicator):
         work = LaneWork(self._lane, operation, body, args, num_ticks)
         self._lane.submit(work)
         return work
+
+    def _share(
+        self,
+        operation: Operation,
+        num_ticks: int,
+        tensor: torch.Tensor,
+        through: Through,
+        in_place: InPlace,
+        root: int | None = None,
+    ) -> Work:
+        """Issue an operation on tensors that may be symmetric. num_ticks: of `through`."""
+        choose = self._sharing.choose
+        more = num_ticks + 2  # Those in which the ranks tell what they have.
+        return self._issue(operation, more, choose, tensor, through, in_place, root)
+
+    def _even_part(self, tensor: torch.Tensor) -> int:
+        """Elements of the part that each rank reduces."""
+        lines = -(-tensor.numel() // _ALIGNMENT)
+        return -(-lines // self.size) * _ALIGNMENT
 
     def _chunk_elements(self, tensor: torch.Tensor, nbytes: int) -> int:
         """Elements that fit into `nbytes`, rounded down to whole cache lines."""

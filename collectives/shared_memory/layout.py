@@ -1,7 +1,8 @@
 """The layout of the memory that the ranks of one host share, and how it is made and opened.
 
     header     magic, and the abort word
-    ranks      one block each: tick, the rank it sleeps on, state, signatures (two), bell
+    ranks      one block each: tick, the rank it sleeps on, state, signatures (two), bell, and where
+               the tensor of its operation lies (two)
     channels   one per ordered pair of ranks, for messages: words of the sender, of the receiver
     sites      the users' lines that issued the signed operations, as text (two per rank)
     record     the error that ended the generation, as JSON
@@ -21,7 +22,7 @@ from ..contract.call_site import SITE_BYTES
 MAGIC = 0x43484F5255534C31  # "CHORUSL1"
 HEADER_WORDS = 8
 ABORT_WORD = 1
-BLOCK_WORDS = 48  # 384 bytes: words that different ranks write never share a cache line
+BLOCK_WORDS = 56  # 448 bytes: words that different ranks write never share a cache line
 TICK, SLEEPS_ON, STATE, RESTS, SIGNATURE = (
     0,
     8,
@@ -30,6 +31,7 @@ TICK, SLEEPS_ON, STATE, RESTS, SIGNATURE = (
     24,
 )  # words from the start of a rank's block
 BELL, ASLEEP = 32, 40
+SHOWN = 48  # three words for each parity of a tick
 CHANNEL_WORDS = 16
 HEAD, SENDER_WAITS, ELSEWHERE = 0, 1, 2  # words of a channel that the sender writes
 TAIL, RECEIVER_WAITS = 8, 9  # words of a channel that the receiver writes

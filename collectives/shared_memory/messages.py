@@ -301,7 +301,7 @@ class Messages(DrivenQueue):
                     how = "; ".join(sorted({gone[peer] for peer in peers}))
                     error = PeerLost(str(o), o.generation, sorted(peers), how)
                 elif now >= o.issued_at + o.timeout_s:
-                    waits_for = self.segment.waits_for(o.timeout_s)
+                    waits_for = self.segment.waits.of_all(o.timeout_s)
                     blamed = to_blame(peers, waits_for, [self.segment.rank])
                     shown = sorted(peers.union(blamed))
                     where = "; ".join(self.segment.whereabouts(rank) for rank in shown)
@@ -323,9 +323,9 @@ class Messages(DrivenQueue):
             channel = self._channel_from(o.peer) if o.receives else self._channel_to(o.peer)
             if channel.waits_at not in self._shown:
                 self._shown.add(channel.waits_at)
-                self.segment.show_wait(channel.waits_at, o.issued_at)
+                self.segment.waits.show(channel.waits_at, o.issued_at)
 
     def _hide_waits(self) -> None:
         for at in self._shown:
-            self.segment.hide_wait(at)
+            self.segment.waits.hide(at)
         self._shown.clear()

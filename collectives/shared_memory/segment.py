@@ -52,11 +52,9 @@ from .layout import (
     ABORT_WORD,
     ASLEEP,
     BELL,
-    ELSEWHERE,
-    RECEIVER_WAITS,
     RESTS,
     RING_BYTES,
-    SENDER_WAITS,
+    SHOWN,
     SIGNATURE,
     SLEEPS_ON,
     STATE,
@@ -69,6 +67,7 @@ from .layout import (
     sites_start,
     slots_start,
 )
+from .waits import Waits
 
 _ABSENT, _OPEN, _CLOSED = 0, 1, 2
 
@@ -95,11 +94,12 @@ class SharedSegment:
         self.size = len(pids)
         self.generation = generation
         self.slot_bytes = slot_bytes
-        self._pids = pids
+        self.pids = pids
         self._map = mmap.mmap(descriptor, bytes_needed(self.size, slot_bytes))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._sites_at = sites_start(self.size)
         self._words = memoryview(self._map)[: self._sites_at].cast("Q")
+        self.waits = Waits(self._words, rank, self.size)
         self._record = EndRecord(self._map, self._words, record_start(self.size), descriptor)
         self._slots_at = slots_start(self.size)
         self._rings_at = rings_start(self.size, slot_bytes)
@@ -136,7 +136,7 @@ class SharedSegment:
             raise
 
     def _watch_peers(self) -> None:
-        for peer, pid in enumerate(self._pids):
+        for peer, pid in enumerate(self.pids):
             if peer == self.rank or pid == os.getpid():
                 continue
             try:
@@ -175,6 +175,16 @@ class SharedSegment:
         """The numbers that `rank` wrote with `write_numbers`."""
         at = self._slots_at + (2 * rank + (tick & 1)) * self.slot_bytes
         return struct.unpack_from(f"={count}q", self._map, at)
+
+    def show(self, tick: int, *words: int) -> None:
+        """Show three numbers to the other ranks, as data of `tick`."""
+        at = self._block + SHOWN + 3 * (tick & 1)
+        self._words[at], self._words[at + 1], self._words[at + 2] = words
+
+    def shown(self, tick: int, rank: int) -> tuple[int, int, int]:
+        """The numbers that `rank` shows in `tick`."""
+        at = self._blocks[rank] + SHOWN + 3 * (tick & 1)
+        return self._words[at], self._words[at + 1], self._words[at + 2]
 
     # -- ticks ---------------------------------------------------------------------------------
 
@@ -267,7 +277,7 @@ class SharedSegment:
             return late
         dead = [rank for rank in self._dead_ranks() if rank in late]
         if dead:
-            pids = ", ".join(f"process {self._pids[rank]} ended" for rank in dead)
+            pids = ", ".join(f"process {self.pids[rank]} ended" for rank in dead)
             raise self.abort(PeerLost(str(operation), self.generation, dead, pids))
         closed = [r for r in late if self._words[self._blocks[r] + STATE] == _CLOSED]
         if closed:
@@ -282,7 +292,7 @@ class SharedSegment:
             timeout_s = self._meet_timeout_s
             if isinstance(operation, Operation):
                 timeout_s = operation.timeout_s
-            waits_for = self.waits_for(timeout_s)
+            waits_for = self.waits.of_all(timeout_s)
             here = [rank for rank in range(self.size) if rank not in late]
             raise self.abort(
                 CollectiveTimeout(
@@ -335,34 +345,9 @@ class SharedSegment:
         finally:
             words[self._block + ASLEEP] = 0
 
-    def waits_for(self, timeout_s: float) -> dict[int, list[int]]:
-        """The ranks that each rank waits for in messages and in subgroups, apart from the ticks.
-
-        timeout_s: of the caller's operation; waits that began in its second half are left out.
-        """
-        until = _milliseconds(time.monotonic() - timeout_s / 2)
-        found: dict[int, list[int]] = {}
-        for rank in range(self.size):
-            for other in range(self.size):
-                out = channel_at(self.size, rank, other)
-                back = channel_at(self.size, other, rank)
-                for at in (out + SENDER_WAITS, out + ELSEWHERE, back + RECEIVER_WAITS):
-                    if 0 < self._words[at] <= until and other not in found.get(rank, ()):
-                        found.setdefault(rank, []).append(other)
-        return found
-
-    def show_wait(self, at: int, since: float) -> None:
-        """Write to word `at` of a channel since when this rank waits for the other rank."""
-        self._words[at] = _milliseconds(since)
-
-    def hide_wait(self, at: int) -> None:
-        self._words[at] = 0
-
     def show_waits_elsewhere(self, ranks: Sequence[int], since: float) -> None:
         """Show that this rank waits for `ranks` in a subgroup; empty `ranks` end that."""
-        for other, _ in self._peers:
-            at = channel_at(self.size, self.rank, other) + ELSEWHERE
-            self._words[at] = _milliseconds(since) if other in ranks else 0
+        self.waits.show_elsewhere(ranks, since)
         if self.on_wait is not None:
             self.on_wait(ranks, since)
 
@@ -374,7 +359,7 @@ class SharedSegment:
             if self._words[self._blocks[rank] + STATE] == _CLOSED
         }
         for rank in self._dead_ranks():
-            how[rank] = f"process {self._pids[rank]} ended"
+            how[rank] = f"process {self.pids[rank]} ended"
         return how
 
     # -- signatures and positions --------------------------------------------------------------
@@ -488,8 +473,3 @@ class SharedSegment:
                 os.close(pidfd)
             self._rank_of_pidfd.clear()
         self._record.close()
-
-
-def _milliseconds(monotonic_s: float) -> int:
-    """Whole milliseconds, at least 1, since 0 means no wait. A host has one monotonic clock."""
-    return max(1, int(monotonic_s * 1000))

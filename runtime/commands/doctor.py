@@ -25,6 +25,7 @@ import torch
 
 from actors.worker.devices import VISIBLE
 from collectives.shared_memory.layout import make_memory
+from collectives.shared_memory.symmetric_memory import make_symmetric
 from collectives.transports.interfaces import GLOO_VARIABLE, NCCL_VARIABLE, check_gloo_interfaces
 from collectives.transports.nccl import SHARES_GPUS, load_nccl
 
@@ -252,6 +253,7 @@ def _shared_memory() -> Iterator[Finding]:
         )
     else:
         yield Finding("shared memory", Verdict.FINE, "ranks of this host can share memory (memfd)")
+        yield from _symmetric_memory()
     size = shutil.disk_usage("/dev/shm")
     says = f"{size.total / (1 << 30):.1f} GiB, {size.free / (1 << 30):.1f} free (Ray's objects)"
     if size.free < _LEAST_SHM_BYTES:
@@ -263,6 +265,20 @@ def _shared_memory() -> Iterator[Finding]:
         )
     else:
         yield Finding("/dev/shm", Verdict.FINE, says)
+
+
+def _symmetric_memory() -> Iterator[Finding]:
+    """Make a tensor as large as that of a model; no page of it takes memory."""
+    try:
+        make_symmetric(1 << 30, torch.uint8)
+    except OSError as error:
+        yield Finding(
+            "symmetric memory",
+            Verdict.POOR,
+            f"a tensor of 1 GiB that ranks read in place cannot be made: {error}; such tensors are "
+            "ordinary then, and their bytes copied once more",
+            "see `ulimit -f`, `ulimit -n` and `ulimit -v`",
+        )
 
 
 def _links(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -1,0 +1,187 @@
+"""Collectives on symmetric memory: each rank reads the others' tensors where they lie.
+
+The bodies are those of lane.py. Every operation on large tensors begins with one tick in which the
+ranks show where their tensors lie; so all of them choose the same way, also where the tensors of
+some ranks are ordinary. Ranks that all have ordinary tensors lose nothing: that tick is then the
+first one of the way through the slots (algorithms.py).
+
+A rank reads others' tensors after the tick in which they are ready and before it publishes the last
+one, and its operation ends when all have published that. So nobody writes to a tensor that is still
+read, but where the operation has failed: who fails may use its tensor again at once, and write to
+it. Then the failure stands in the segment before that, and who still reads finds it (`_end`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+import torch
+
+from ..contract.arithmetic import reduce_into
+from ..contract.operation import ReduceOp
+from .lane import Body
+from .segment import SharedSegment
+from .symmetric_memory import NOWHERE, Place, mapped, place_of
+
+_TILE_BYTES = 256 << 10
+"""More than two tensors are added by pieces of this size, which stay in the processor's cache."""
+
+_MOST_KNOWN = 256
+"""Sets of tensors whose mapping a communicator keeps."""
+
+Files = list[torch.Tensor]
+"""By rank, the whole file of its tensor, (nbytes,) uint8. Empty for this rank, which needs none,
+and for those whose tensors nobody reads."""
+
+Through = Callable[[int], Body]
+"""Makes the body through the slots, from its first tick."""
+
+InPlace = Callable[[int, list[torch.Tensor]], Body]
+"""Makes the body in place, from its first tick and the tensors by rank."""
+
+
+class Sharing:
+    """How the ranks of one segment come to read each other's tensors."""
+
+    def __init__(self, segment: SharedSegment) -> None:
+        self._segment = segment
+        self._rank = segment.rank
+        # All ranks see the same places, so they agree on what is known, and on what cannot be
+        # mapped by some rank (None).
+        self._known: dict[tuple[int, ...], Files | None] = {}
+
+    # -- the choice ----------------------------------------------------------------------------
+
+    def choose(
+        self,
+        tick: int,
+        tensor: torch.Tensor,
+        through: Through,
+        in_place: InPlace,
+        root: int | None = None,
+    ) -> Body:
+        """`in_place` if the others can map the tensors of all ranks, or of `root` alone if there is
+        one; otherwise `through`. tensor: this rank's, which others would read."""
+        segment = self._segment
+        is_read = root is None or root == self._rank
+        place = place_of(tensor) if is_read else NOWHERE
+        segment.show(tick, *place)
+        if place.inode:
+            segment.publish(tick)
+            yield tick
+            body = None
+        else:
+            body = through(tick)
+            yield next(body)
+        places = [Place(*segment.shown(tick, r)) for r in range(segment.size)]
+        needed = places if root is None else [places[root]]
+        if body is not None and not any(p.inode for p in needed):
+            yield from body
+            return
+        tick += 1
+        files: Files | None = None
+        if all(p.inode for p in needed):
+            tick, files = yield from self._files(tick, places)
+        if files is None:
+            yield from through(tick)
+            return
+        nbytes, dtype = tensor.nbytes, tensor.dtype
+        tensors = [
+            tensor if r == self._rank else file[place.offset : place.offset + nbytes].view(dtype)
+            for r, (file, place) in enumerate(zip(files, places, strict=True))
+        ]
+        yield from in_place(tick, tensors)
+
+    def _files(
+        self, tick: int, places: Sequence[Place]
+    ) -> Generator[int, None, tuple[int, Files | None]]:
+        """The next tick, and the files of all ranks; None if a rank cannot map them, which costs
+        the tick in which they tell."""
+        key = tuple(place.inode for place in places)
+        if key in self._known:
+            return tick, self._known[key]
+        segment = self._segment
+        files: Files | None
+        try:
+            files = [
+                mapped(segment.pids[r], place)
+                if place.inode and r != self._rank
+                else torch.empty(0, dtype=torch.uint8)
+                for r, place in enumerate(places)
+            ]
+        except (OSError, RuntimeError):
+            files = None  # A limit of this process, say on open files or on its address space.
+        segment.show(tick, int(files is not None), 0, 0)
+        segment.publish(tick)
+        yield tick
+        if not all(segment.shown(tick, r)[0] for r in range(segment.size)):
+            files = None
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = files
+        return tick + 1, files
+
+    # -- the algorithms ------------------------------------------------------------------------
+
+    def all_reduce(self, op: ReduceOp, part: int, tick: int, tensors: list[torch.Tensor]) -> Body:
+        """Each rank reduces one part of all tensors into its own, then copies the others' parts.
+        part: elements."""
+        mine = tensors[self._rank]
+        parts = [tensor.split(part) for tensor in tensors]  # by rank, then by part
+        if self._rank < len(parts[0]):
+            self._reduce(mine.split(part)[self._rank], [of[self._rank] for of in parts], op)
+        self._segment.publish(tick)
+        yield tick
+        for r, piece in enumerate(mine.split(part)):
+            if r != self._rank:
+                piece.copy_(parts[r][r])
+        yield from self._end(tick + 1)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, op: ReduceOp, tick: int, tensors: list[torch.Tensor]
+    ) -> Body:
+        """tensors: (size * n,) each. output: (n,)."""
+        n = output.numel()
+        self._reduce(output, [tensor.narrow(0, self._rank * n, n) for tensor in tensors], op)
+        yield from self._end(tick)
+
+    def all_gather(self, output: torch.Tensor, tick: int, tensors: list[torch.Tensor]) -> Body:
+        """tensors: (n,) each. output: (size * n,)."""
+        n = tensors[0].numel()
+        for r, tensor in enumerate(tensors):
+            piece = output.narrow(0, r * n, n)
+            if piece.data_ptr() != tensor.data_ptr():
+                piece.copy_(tensor)
+        yield from self._end(tick)
+
+    def broadcast(self, root: int, tick: int, tensors: list[torch.Tensor]) -> Body:
+        if self._rank != root:
+            tensors[self._rank].copy_(tensors[root])
+        yield from self._end(tick)
+
+    def reduce(self, root: int, op: ReduceOp, tick: int, tensors: list[torch.Tensor]) -> Body:
+        if self._rank == root:
+            self._reduce(tensors[root], tensors, op)
+        yield from self._end(tick)
+
+    def _reduce(self, output: torch.Tensor, parts: list[torch.Tensor], op: ReduceOp) -> None:
+        """As `reduce_into`; `output` may be one of the parts."""
+        if len(parts) <= 2:  # Element by element, without a part that is needed later.
+            reduce_into(output, parts, op)
+            return
+        tile = _TILE_BYTES // output.element_size()
+        summed = torch.empty(min(tile, output.numel()), dtype=output.dtype)
+        for start in range(0, output.numel(), tile):
+            width = min(tile, output.numel() - start)
+            here = summed[:width]
+            reduce_into(here, [piece.narrow(0, start, width) for piece in parts], op)
+            output.narrow(0, start, width).copy_(here)
+
+    def _end(self, tick: int) -> Body:
+        """The last tick: this rank has read all that it needs, and what it has read was right."""
+        self._segment.fence()
+        failure = self._segment.failure()
+        if failure is not None:
+            raise failure
+        self._segment.publish(tick)
+        yield tick

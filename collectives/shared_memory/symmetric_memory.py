@@ -1,0 +1,115 @@
+"""Tensors whose memory the other ranks of the host can map, so that they read it in place.
+
+Each has a nameless file of its own (memfd). Its descriptor, and a second one of Python's mapping,
+stay open as long as the tensor's memory is in use; the others open it through /proc, and map it
+when they first read from it. So such a tensor belongs to no group and to no generation: it outlives
+the groups that have moved it.
+
+What is known of the memory hangs on torch's storage, which all views of the tensor share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from typing import NamedTuple
+
+import torch
+
+_ON_STORAGE = "_chorusline_symmetric_memory"
+_libc = ctypes.CDLL(None, use_errno=True)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
+
+
+class Place(NamedTuple):
+    """Where a tensor lies, as one rank shows it to the others. inode 0: where none can map it.
+
+    descriptor: of the file, in the process of the rank. inode: of the file, since numbers of
+    descriptors come again. offset: of the tensor's first byte.
+    """
+
+    descriptor: int
+    inode: int
+    offset: int
+
+
+NOWHERE = Place(0, 0, 0)
+
+
+class SymmetricMemory:
+    """The file behind a tensor's storage. It goes with the storage, its pages at once."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self._pid = os.getpid()
+        self._descriptor = descriptor
+        self._nbytes = nbytes
+        self._inode = os.fstat(descriptor).st_ino
+
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        if os.getpid() != self._pid:
+            return NOWHERE  # A fork: the descriptor's number is another file's, or will be.
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        return Place(self._descriptor, self._inode, offset)
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid:  # In a fork the memory is its parent's.
+            # Peers that have mapped the file would keep its pages until they end their group. None
+            # reads them any more: an operation is over when all have read, and one that fails
+            # discards what it has read since.
+            _libc.fallocate(
+                self._descriptor,
+                _KEEP_SIZE | _PUNCH_HOLE,
+                ctypes.c_long(0),
+                ctypes.c_long(self._nbytes),
+            )
+        os.close(self._descriptor)
+
+
+def empty_symmetric(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor, (numel,), on the CPU, that other processes of this host can map; an ordinary one
+    where the limits of this process allow no such memory, which `doctor` tells."""
+    try:
+        return make_symmetric(numel, dtype)
+    except OSError:
+        return torch.empty(numel, dtype=dtype)
+
+
+def make_symmetric(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same without a way out. Raises OSError."""
+    nbytes = numel * dtype.itemsize
+    if nbytes <= 0:
+        return torch.empty(numel, dtype=dtype)
+    descriptor = os.memfd_create("chorusline-tensor", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, nbytes)
+        mapped = mmap.mmap(descriptor, nbytes)
+        memory = SymmetricMemory(os.dup(descriptor), nbytes)
+    finally:
+        os.close(descriptor)
+    tensor = torch.frombuffer(mapped, dtype=dtype)
+    setattr(tensor.untyped_storage(), _ON_STORAGE, memory)
+    return tensor
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Where `tensor`, contiguous, lies; NOWHERE if its memory is ordinary."""
+    memory = getattr(tensor.untyped_storage(), _ON_STORAGE, None)
+    return memory.place_of(tensor) if memory is not None else NOWHERE
+
+
+def mapped(pid: int, place: Place) -> torch.Tensor:
+    """The whole file of a tensor in process `pid`, as (nbytes,) uint8; without a descriptor of its
+    own. Raises OSError or RuntimeError."""
+    descriptor = os.open(f"/proc/{pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_ino != place.inode:
+            raise OSError(errno.ESTALE, f"descriptor {place.descriptor} is another file now")
+        path = f"/proc/self/fd/{descriptor}"
+        storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=found.st_size)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+    finally:
+        os.close(descriptor)
