@@ -14,6 +14,7 @@ holds (4 B: 1024 tensors). The medians are those of all calls behind the warm-up
 they are largest; beside them stand the quartiles. "memcpy" is a copy of a tensor of that size,
 which all ranks make at once, in the same turns; "copies" is what our algorithm moves on a rank,
 counted in such copies (`copies_moved`). A case in which ours is slower is marked and listed.
+"symmetric" is ours on tensors of `group.empty_symmetric`, which the ranks read in place.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _OPERATIONS = (
     "barrier",
     "awaited",
 )
+_IN_PLACE = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 _AWAITS = 20  # in one run of the loop, which itself takes longer than a small operation
 _RAY_START_S = 120.0
 _ROTATED_BYTES = 64 << 20  # of each buffer's kind; twice the L3 cache of the project's machine
@@ -57,14 +59,19 @@ _MOST_SETS = 1024
 
 
 class Buffers:
-    """The tensors of one call. nbytes: of the larger buffer."""
+    """The tensors of one call. nbytes: of the larger buffer. make: a tensor of (n,)."""
 
-    def __init__(self, nbytes: int, num_ranks: int) -> None:
-        self.tensor = torch.ones(nbytes // 4)
-        self.part = torch.ones(max(1, nbytes // 4 // num_ranks))
-        self.whole = torch.ones(num_ranks * len(self.part))
+    def __init__(self, nbytes: int, num_ranks: int, make: Callable[[int], torch.Tensor]) -> None:
+        self.tensor = make(nbytes // 4)
+        self.part = make(max(1, nbytes // 4 // num_ranks))
+        self.whole = make(num_ranks * len(self.part))
         self.received = torch.zeros_like(self.whole)
         self.parts = list(self.whole.view(num_ranks, -1))
+        self.fill()
+
+    def fill(self) -> None:
+        for tensor in (self.tensor, self.part, self.whole):
+            tensor.fill_(1)
 
 
 Call = Callable[[Buffers], Any]
@@ -92,6 +99,18 @@ def copies_moved(operation: str, nbytes: int, num_ranks: int) -> float | None:
     return None
 
 
+def copies_in_place(operation: str, num_ranks: int) -> float:
+    """The same for symmetric tensors (shared_memory/in_place.py)."""
+    n, others = num_ranks, num_ranks - 1
+    additions = 3 / 2 * others + (n > 2)  # More than two go through a buffer in the cache.
+    match operation:
+        case "all_reduce":
+            return (additions + others) / n
+        case "reduce_scatter":
+            return additions / n
+    return 1.0
+
+
 def measure(
     rank: int,
     num_ranks: int,
@@ -116,9 +135,10 @@ def measure(
         collective.init_collective_group(num_ranks, rank, "gloo", "default")
     found: Quartiles = {}
     sets: list[Buffers] = []
+    symmetric_sets: list[Buffers] = []
 
-    def turning(call: Call) -> Callable[[], object]:
-        turns = itertools.cycle(sets)
+    def turning(call: Call, buffers: list[Buffers]) -> Callable[[], object]:
+        turns = itertools.cycle(buffers)
         return lambda: call(next(turns))
 
     def case(name: str, nbytes: int, ours: Call, theirs: Call, rays: Call | None) -> None:
@@ -127,7 +147,12 @@ def measure(
         ways = {"ours": ours, "gloo": theirs, "memcpy": lambda b: b.received.copy_(b.whole)}
         if with_ray and rays is not None:
             ways["ray"] = rays
-        times = timed({w: turning(call) for w, call in ways.items()}, rounds=rounds, calls=calls)
+        turns = {way: turning(call, sets) for way, call in ways.items()}
+        if name.split("/")[0] in _IN_PLACE and nbytes > DIRECT_BYTES:
+            turns["symmetric"] = turning(ours, symmetric_sets)
+            for buffers in symmetric_sets:
+                ours(buffers)  # Others map a tensor when it comes to them for the first time.
+        times = timed(turns, rounds=rounds, calls=calls)
         found[name] = {way: quartiles(seconds) for way, seconds in times.items()}
 
     def awaited(name: str, nbytes: int, ours: Call, ours_awaited: Call, theirs: Call) -> None:
@@ -154,7 +179,11 @@ def measure(
     for size in sizes:
         nbytes = _SIZES[size]
         num_sets = min(_MOST_SETS, max(2, -(-_ROTATED_BYTES // nbytes)))
-        sets = [Buffers(nbytes, num_ranks) for _ in range(num_sets)]
+        sets = [Buffers(nbytes, num_ranks, torch.empty) for _ in range(num_sets)]
+        symmetric_sets = [
+            Buffers(nbytes, num_ranks, group.empty_symmetric)
+            for _ in range(num_sets if nbytes > DIRECT_BYTES else 0)
+        ]
         for operation in operations:
             name = f"{operation}/{num_ranks}/{size}"
             match operation:
@@ -206,12 +235,10 @@ def measure(
                         lambda b: group.all_reduce(b.tensor),
                         lambda b: _gloo_future(loop, gloo.allreduce([b.tensor])),
                     )
-            for buffers in sets:
-                # Sums grow, and arithmetic on infinities takes another time.
-                buffers.tensor.fill_(1)
-                buffers.whole.fill_(1)
+            for buffers in (*sets, *symmetric_sets):
+                buffers.fill()  # Sums grow, and arithmetic on infinities takes another time.
     if "barrier" in operations:
-        sets = [Buffers(4, num_ranks)]
+        sets = [Buffers(4, num_ranks, torch.empty)]
         case(
             f"barrier/{num_ranks}/0B",
             4,
@@ -341,6 +368,27 @@ def main() -> None:
         [row(name, m) for name, m in medians.items()],
     )
     print(f"slower than a peer: {', '.join(lost) or 'none'}")
+    symmetric = {name: m["symmetric"] for name, m in medians.items() if "symmetric" in m}
+    if symmetric:
+        table(
+            "symmetric tensors, median microseconds",
+            *(("case", "symmetric", "quartiles", "/gloo", "/ours", "/memcpy", "copies"),),
+            [
+                (
+                    *(name, f"{seconds * 1e6:.1f}"),
+                    "({:.1f}, {:.1f})".format(*(1e6 * s for s in spreads[name]["symmetric"][::2])),
+                    *(
+                        f"{seconds / medians[name][peer]:.3f}"
+                        for peer in ("gloo", "ours", "memcpy")
+                    ),
+                    f"{copies_in_place(name.split('/')[0], int(name.split('/')[1])):.2f}",
+                )
+                for name, seconds in symmetric.items()
+            ],
+        )
+    for name, seconds in symmetric.items():
+        if name.startswith("all_reduce/2/"):
+            ratios[f"memcpy/{name.split('/')[-1]}"] = seconds / medians[name]["memcpy"]
     if overhead_s:
         table(
             "what awaiting adds to one all_reduce, microseconds",

@@ -29,9 +29,9 @@ _TILE_BYTES = 256 << 10
 _MOST_KNOWN = 256
 """Sets of tensors whose mapping a communicator keeps."""
 
-Files = list[torch.Tensor]
-"""By rank, the whole file of its tensor, (nbytes,) uint8. Empty for this rank, which needs none,
-and for those whose tensors nobody reads."""
+Files = list[torch.Tensor | None]
+"""By rank, the whole file of its tensor, (nbytes,) uint8; None for this rank, which needs none, and
+for those whose tensors nobody reads."""
 
 Through = Callable[[int], Body]
 """Makes the body through the slots, from its first tick."""
@@ -47,8 +47,9 @@ class Sharing:
         self._segment = segment
         self._rank = segment.rank
         # All ranks see the same places, so they agree on what is known, and on what cannot be
-        # mapped by some rank (None).
-        self._known: dict[tuple[int, ...], Files | None] = {}
+        # mapped by some rank.
+        self._known: dict[tuple[int, ...], bool] = {}
+        self._mapped: dict[tuple[int, int], torch.Tensor] = {}  # by rank and inode
 
     # -- the choice ----------------------------------------------------------------------------
 
@@ -87,8 +88,8 @@ class Sharing:
             return
         nbytes, dtype = tensor.nbytes, tensor.dtype
         tensors = [
-            tensor if r == self._rank else file[place.offset : place.offset + nbytes].view(dtype)
-            for r, (file, place) in enumerate(zip(files, places, strict=True))
+            tensor if file is None else file[there.offset : there.offset + nbytes].view(dtype)
+            for file, there in zip(files, places, strict=True)
         ]
         yield from in_place(tick, tensors)
 
@@ -98,28 +99,31 @@ class Sharing:
         """The next tick, and the files of all ranks; None if a rank cannot map them, which costs
         the tick in which they tell."""
         key = tuple(place.inode for place in places)
-        if key in self._known:
-            return tick, self._known[key]
-        segment = self._segment
-        files: Files | None
-        try:
-            files = [
-                mapped(segment.pids[r], place)
-                if place.inode and r != self._rank
-                else torch.empty(0, dtype=torch.uint8)
-                for r, place in enumerate(places)
-            ]
-        except (OSError, RuntimeError):
-            files = None  # A limit of this process, say on open files or on its address space.
-        segment.show(tick, int(files is not None), 0, 0)
-        segment.publish(tick)
-        yield tick
-        if not all(segment.shown(tick, r)[0] for r in range(segment.size)):
-            files = None
+        if key not in self._known:
+            segment = self._segment
+            segment.show(tick, self._can_map(places), 0, 0)
+            segment.publish(tick)
+            yield tick
+            can_all = all(segment.shown(tick, r)[0] for r in range(segment.size))
+            self._known[key] = can_all
+            tick += 1
+        if not self._known[key]:
+            return tick, None
+        return tick, [self._mapped.get((r, inode)) for r, inode in enumerate(key)]
+
+    def _can_map(self, places: Sequence[Place]) -> bool:
+        """Map the files of the other ranks that are not mapped yet."""
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        self._known[key] = files
-        return tick + 1, files
+            self._mapped.clear()
+        try:
+            for rank, place in enumerate(places):
+                if place.inode and rank != self._rank and (rank, place.inode) not in self._mapped:
+                    file = mapped(self._segment.pids[rank], place)
+                    self._mapped[rank, place.inode] = file
+        except (OSError, RuntimeError):
+            return False  # A limit of this process, say on open files or on its address space.
+        return True
 
     # -- the algorithms ------------------------------------------------------------------------
 

@@ -193,7 +193,7 @@ def allowed_no_memory(rank: Rank) -> list[bool]:
         if rank.rank == 1:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         known = group._communicator._sharing._known.values()  # type: ignore[attr-defined]
-        return [was_symmetric, list(known) == [None]]
+        return [was_symmetric, list(known) == [False]]
 
 
 def test_ranks_go_through_the_slots_where_one_may_not_share(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks.alternation import quartiles
-from benchmarks.collectives import copies_moved
+from benchmarks.collectives import copies_in_place, copies_moved
 from tests import ROOT
 
 
@@ -29,6 +29,19 @@ def test_copies_are_counted_as_the_algorithms_make_them(
     operation: str, nbytes: int, num_ranks: int, copies: float | None
 ) -> None:
     assert copies_moved(operation, nbytes, num_ranks) == copies
+
+
+@pytest.mark.parametrize(
+    ("operation", "num_ranks", "copies"),
+    [
+        ("all_reduce", 2, 1.25),  # half of it added, and half of it copied
+        ("all_reduce", 4, 2.125),
+        ("reduce_scatter", 2, 0.75),
+        ("all_gather", 4, 1.0),
+    ],
+)
+def test_copies_of_symmetric_tensors(operation: str, num_ranks: int, copies: float) -> None:
+    assert copies_in_place(operation, num_ranks) == copies
 
 
 def test_quartiles_are_of_all_times() -> None:

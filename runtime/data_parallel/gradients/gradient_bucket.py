@@ -38,7 +38,8 @@ class GradientBucket:
         self.plan = plan
         self.padded = padded_numel(plan.content, group.size)
         room = max(room_for(plan.content, group.size), plan.content + vote_numel)
-        self.flat = torch.zeros(room, dtype=first.dtype, device=first.device)
+        self._group = group
+        self.flat = self._zeros(room, first)
         self._parameters = parameters
         self.views = self.views_of(self.flat)
         self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
@@ -48,6 +49,15 @@ class GradientBucket:
         self.work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
         """The future that a communication hook returned for this bucket."""
+
+    def another_flat(self) -> torch.Tensor:
+        """Zeros, as long as `flat`, for gradients that travel in its place."""
+        return self._zeros(self.flat.numel(), self.flat)
+
+    def _zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        if like.device == self._group.device:  # The other ranks read them in place, if they can.
+            return self._group.empty_symmetric(numel, like.dtype).zero_()
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
     def views_of(self, flat: torch.Tensor) -> dict[int, torch.Tensor]:
         """By number, the place of each gradient in `flat`, which is as long as this bucket's."""
@@ -70,6 +80,7 @@ class GradientBucket:
 
     def change_group(self, group: Group) -> None:
         """Undo the launch, for another number of ranks; the local gradients stay."""
+        self._group = group
         self.work = None
         self.padded = padded_numel(self.plan.content, group.size)
         assert self.padded <= self.flat.numel()

@@ -97,7 +97,7 @@ class BucketSums:
             self.coming = self._free.pop() if self._free else self._one_more()
 
     def _one_more(self) -> Sum:
-        self._made.append(Sum.of(self.bucket, torch.zeros_like(self.bucket.flat)))
+        self._made.append(Sum.of(self.bucket, self.bucket.another_flat()))
         return self._made[-1]
 
     def add(self, number: int, num_leaves: int) -> None:
