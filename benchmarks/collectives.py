@@ -14,7 +14,8 @@ holds (4 B: 1024 tensors). The medians are those of all calls behind the warm-up
 they are largest; beside them stand the quartiles. "memcpy" is a copy of a tensor of that size,
 which all ranks make at once, in the same turns; "copies" is what our algorithm moves on a rank,
 counted in such copies (`copies_moved`). A case in which ours is slower is marked and listed.
-"symmetric" is ours on tensors of `group.empty_symmetric`, which the ranks read in place.
+"symmetric" is ours on tensors of `group.empty_symmetric`, which the ranks read in place where there
+is a core for each.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ sys.path[0] = str(_ROOT)
 from benchmarks.alternation import finish, parser, quartiles, spawn, table, timed
 from collectives import FileStore, Group
 from collectives.shared_memory.algorithms import DIRECT_BYTES
+from collectives.shared_memory.in_place import IN_PLACE_BYTES
 
 _SIZES = {"4B": 4, "64KiB": 64 << 10, "1MiB": 1 << 20, "16MiB": 16 << 20}
 _OPERATIONS = (
@@ -51,7 +53,7 @@ _OPERATIONS = (
     "barrier",
     "awaited",
 )
-_IN_PLACE = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+_IN_PLACE = ("all_reduce", "reduce_scatter", "all_gather")
 _AWAITS = 20  # in one run of the loop, which itself takes longer than a small operation
 _RAY_START_S = 120.0
 _ROTATED_BYTES = 64 << 20  # of each buffer's kind; twice the L3 cache of the project's machine
@@ -148,7 +150,7 @@ def measure(
         if with_ray and rays is not None:
             ways["ray"] = rays
         turns = {way: turning(call, sets) for way, call in ways.items()}
-        if name.split("/")[0] in _IN_PLACE and nbytes > DIRECT_BYTES:
+        if name.split("/")[0] in _IN_PLACE and nbytes > IN_PLACE_BYTES:
             turns["symmetric"] = turning(ours, symmetric_sets)
             for buffers in symmetric_sets:
                 ours(buffers)  # Others map a tensor when it comes to them for the first time.
@@ -182,7 +184,7 @@ def measure(
         sets = [Buffers(nbytes, num_ranks, torch.empty) for _ in range(num_sets)]
         symmetric_sets = [
             Buffers(nbytes, num_ranks, group.empty_symmetric)
-            for _ in range(num_sets if nbytes > DIRECT_BYTES else 0)
+            for _ in range(num_sets if nbytes > IN_PLACE_BYTES else 0)
         ]
         for operation in operations:
             name = f"{operation}/{num_ranks}/{size}"

@@ -226,13 +226,14 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         """A tensor, (numel,), not initialised, whose memory the other ranks read where it lies.
 
         Where all ranks of one host pass such tensors, or views of them, an `all_reduce`,
-        `reduce_scatter`, `all_gather` or `reduce` of more than 512 KiB copies nothing into memory
-        between them; so does a `broadcast` if its root passes one. The results are the same, bit
-        for bit. It is this rank's alone to write, needs no other rank to make it, and may be used
-        with any group, also one of a later generation. Between hosts, on GPUs, and where the
-        limits of the process allow no such memory (`chorusline doctor`), it is an ordinary tensor
-        on the group's device. A forked process shares its memory. Raises RuntimeError for a
-        negative `numel`. torch has the same word for tensors on GPUs.
+        `reduce_scatter` or `all_gather` of more than 4 MiB copies nothing into memory between them,
+        if there is a core for each rank. The results are the same, bit for bit.
+
+        It is this rank's alone to write, needs no other rank to make it, and may be used with any
+        group, also one of a later generation. Between hosts, on GPUs, and where the limits of the
+        process allow no such memory (`chorusline doctor`), it is an ordinary tensor on the group's
+        device. A forked process shares its memory. Raises RuntimeError for a negative `numel`.
+        torch has the same word for tensors on GPUs.
         """
         return self._communicator.empty_symmetric(numel, dtype)
 

@@ -19,7 +19,7 @@ from ..contract.errors import CollectiveError, GroupClosed, PeerLost
 from ..contract.operation import Operation, ReduceOp
 from ..contract.work import Work
 from ..diagnosis.signature import pair_mismatch
-from .in_place import InPlace, Sharing, Through
+from .in_place import IN_PLACE_BYTES, InPlace, Sharing, Through
 from .lane import Body, Lane, LaneWork
 from .messages import Messages
 from .segment import SharedSegment
@@ -65,6 +65,8 @@ class SharedMemoryCommunicator(Communicator):
             return self._issue(operation, 1, self._all_reduce_directly, tensor, op)
         part = self._chunk_elements(tensor, self._segment.slot_bytes // 2 // self.size)
         chunks = -(-tensor.numel() // (part * self.size))
+        if tensor.nbytes <= IN_PLACE_BYTES:
+            return self._issue(operation, chunks + 1, self._all_reduce_in_parts, tensor, op, part)
         return self._share(
             operation,
             chunks + 1,
@@ -78,7 +80,7 @@ class SharedMemoryCommunicator(Communicator):
     ) -> Work:
         chunk = self._chunk_elements(input, self._segment.slot_bytes // self.size)
         chunks = max(1, -(-output.numel() // chunk))
-        if input.nbytes <= DIRECT_BYTES:
+        if input.nbytes <= IN_PLACE_BYTES:
             return self._issue(operation, chunks, self._reduce_scatter, output, input, op, chunk)
         return self._share(
             operation,
@@ -91,7 +93,7 @@ class SharedMemoryCommunicator(Communicator):
     def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
         chunk = self._chunk_elements(input, self._segment.slot_bytes)
         chunks = max(1, -(-input.numel() // chunk))
-        if output.nbytes <= DIRECT_BYTES:
+        if output.nbytes <= IN_PLACE_BYTES:
             return self._issue(operation, chunks, self._all_gather, output, input, chunk)
         return self._share(
             operation,
@@ -104,29 +106,12 @@ class SharedMemoryCommunicator(Communicator):
     def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
         chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
         chunks = max(1, -(-tensor.numel() // chunk))
-        if tensor.nbytes <= DIRECT_BYTES:
-            return self._issue(operation, chunks, self._broadcast, tensor, root, chunk)
-        return self._share(
-            operation,
-            chunks,
-            tensor,
-            lambda tick: self._broadcast(tick, tensor, root, chunk),
-            partial(self._sharing.broadcast, root),
-            root,
-        )
+        return self._issue(operation, chunks, self._broadcast, tensor, root, chunk)
 
     def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
         chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
         chunks = max(1, -(-tensor.numel() // chunk))
-        if tensor.nbytes <= DIRECT_BYTES:
-            return self._issue(operation, chunks, self._reduce, tensor, root, op, chunk)
-        return self._share(
-            operation,
-            chunks,
-            tensor,
-            lambda tick: self._reduce(tick, tensor, root, op, chunk),
-            partial(self._sharing.reduce, root, op),
-        )
+        return self._issue(operation, chunks, self._reduce, tensor, root, op, chunk)
 
     def exchange(
         self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
@@ -360,12 +345,11 @@ class SharedMemoryCommunicator(Communicator):
         tensor: torch.Tensor,
         through: Through,
         in_place: InPlace,
-        root: int | None = None,
     ) -> Work:
         """Issue an operation on tensors that may be symmetric. num_ticks: of `through`."""
         choose = self._sharing.choose
         more = num_ticks + 2  # Those in which the ranks tell what they have.
-        return self._issue(operation, more, choose, tensor, through, in_place, root)
+        return self._issue(operation, more, choose, tensor, through, in_place)
 
     def _even_part(self, tensor: torch.Tensor) -> int:
         """Elements of the part that each rank reduces."""

@@ -1,18 +1,22 @@
 """Collectives on symmetric memory: each rank reads the others' tensors where they lie.
 
-The bodies are those of lane.py. Every operation on large tensors begins with one tick in which the
-ranks show where their tensors lie; so all of them choose the same way, also where the tensors of
-some ranks are ordinary. Ranks that all have ordinary tensors lose nothing: that tick is then the
-first one of the way through the slots (algorithms.py).
+The bodies are those of lane.py. An operation begins with one tick in which the ranks show where
+their tensors lie; so all of them choose the same way, also where the tensors of some ranks are
+ordinary. Ranks that all have ordinary tensors lose nothing: that tick is then the first one of the
+way through the slots (algorithms.py).
 
 A rank reads others' tensors after the tick in which they are ready and before it publishes the last
 one, and its operation ends when all have published that. So nobody writes to a tensor that is still
 read, but where the operation has failed: who fails may use its tensor again at once, and write to
 it. Then the failure stands in the segment before that, and who still reads finds it (`_end`).
+
+A broadcast has no way in place: while the root copies a piece into its slot, the others copy the
+piece before, so that two cores share the work of one copy.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Sequence
 
 import torch
@@ -26,12 +30,14 @@ from .symmetric_memory import NOWHERE, Place, mapped, place_of
 _TILE_BYTES = 256 << 10
 """More than two tensors are added by pieces of this size, which stay in the processor's cache."""
 
+IN_PLACE_BYTES = 4 << 20
+"""Up to here the slots are quicker: they stay in the processor's cache, and take a tick less."""
+
 _MOST_KNOWN = 256
 """Sets of tensors whose mapping a communicator keeps."""
 
 Files = list[torch.Tensor | None]
-"""By rank, the whole file of its tensor, (nbytes,) uint8; None for this rank, which needs none, and
-for those whose tensors nobody reads."""
+"""By rank, the whole file of its tensor, (nbytes,) uint8; None for this rank, which needs none."""
 
 Through = Callable[[int], Body]
 """Makes the body through the slots, from its first tick."""
@@ -46,6 +52,9 @@ class Sharing:
     def __init__(self, segment: SharedSegment) -> None:
         self._segment = segment
         self._rank = segment.rank
+        self.pays = segment.size <= (os.cpu_count() or 1)
+        """Whether reading in place is quicker. Where ranks share cores, what several of them read
+        comes from the slots out of the processor's cache, and in place from memory each time."""
         # All ranks see the same places, so they agree on what is known, and on what cannot be
         # mapped by some rank.
         self._known: dict[tuple[int, ...], bool] = {}
@@ -59,13 +68,11 @@ class Sharing:
         tensor: torch.Tensor,
         through: Through,
         in_place: InPlace,
-        root: int | None = None,
     ) -> Body:
-        """`in_place` if the others can map the tensors of all ranks, or of `root` alone if there is
-        one; otherwise `through`. tensor: this rank's, which others would read."""
+        """`in_place` if all ranks can map each other's tensors; otherwise `through`. tensor: this
+        rank's, which the others would read."""
         segment = self._segment
-        is_read = root is None or root == self._rank
-        place = place_of(tensor) if is_read else NOWHERE
+        place = place_of(tensor) if self.pays else NOWHERE
         segment.show(tick, *place)
         if place.inode:
             segment.publish(tick)
@@ -75,13 +82,12 @@ class Sharing:
             body = through(tick)
             yield next(body)
         places = [Place(*segment.shown(tick, r)) for r in range(segment.size)]
-        needed = places if root is None else [places[root]]
-        if body is not None and not any(p.inode for p in needed):
+        if body is not None and not any(p.inode for p in places):
             yield from body
             return
         tick += 1
         files: Files | None = None
-        if all(p.inode for p in needed):
+        if all(p.inode for p in places):
             tick, files = yield from self._files(tick, places)
         if files is None:
             yield from through(tick)
@@ -118,7 +124,7 @@ class Sharing:
             self._mapped.clear()
         try:
             for rank, place in enumerate(places):
-                if place.inode and rank != self._rank and (rank, place.inode) not in self._mapped:
+                if rank != self._rank and (rank, place.inode) not in self._mapped:
                     file = mapped(self._segment.pids[rank], place)
                     self._mapped[rank, place.inode] = file
         except (OSError, RuntimeError):
@@ -156,16 +162,6 @@ class Sharing:
             piece = output.narrow(0, r * n, n)
             if piece.data_ptr() != tensor.data_ptr():
                 piece.copy_(tensor)
-        yield from self._end(tick)
-
-    def broadcast(self, root: int, tick: int, tensors: list[torch.Tensor]) -> Body:
-        if self._rank != root:
-            tensors[self._rank].copy_(tensors[root])
-        yield from self._end(tick)
-
-    def reduce(self, root: int, op: ReduceOp, tick: int, tensors: list[torch.Tensor]) -> Body:
-        if self._rank == root:
-            self._reduce(tensors[root], tensors, op)
         yield from self._end(tick)
 
     def _reduce(self, output: torch.Tensor, parts: list[torch.Tensor], op: ReduceOp) -> None:
