@@ -41,7 +41,9 @@ NOWHERE = Place(0, 0, 0)
 class SymmetricMemory:
     """The file behind a tensor's storage. It goes with the storage, its pages at once."""
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, nbytes: int, address: int) -> None:
+        """address: where this process has mapped the file."""
+        self._address = address
         self._pid = os.getpid()
         self._descriptor = descriptor
         self._nbytes = nbytes
@@ -50,6 +52,8 @@ class SymmetricMemory:
     def place_of(self, tensor: torch.Tensor) -> Place:
         if os.getpid() != self._pid:
             return NOWHERE  # A fork: the descriptor's number is another file's, or will be.
+        if tensor.untyped_storage().data_ptr() != self._address:
+            return NOWHERE  # The storage has moved, as by `share_memory_`.
         offset = int(tensor.storage_offset()) * tensor.element_size()
         return Place(self._descriptor, self._inode, offset)
 
@@ -86,10 +90,10 @@ def make_symmetric(numel: int, dtype: torch.dtype) -> torch.Tensor:
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, nbytes)
         mapped = mmap.mmap(descriptor, nbytes)
-        memory = SymmetricMemory(os.dup(descriptor), nbytes)
+        tensor = torch.frombuffer(mapped, dtype=dtype)
+        memory = SymmetricMemory(os.dup(descriptor), nbytes, tensor.data_ptr())
     finally:
         os.close(descriptor)
-    tensor = torch.frombuffer(mapped, dtype=dtype)
     setattr(tensor.untyped_storage(), _ON_STORAGE, memory)
     return tensor
 

@@ -163,6 +163,13 @@ def test_a_tensor_of_symmetric_memory_is_a_tensor_like_others() -> None:
     assert make_symmetric(0, torch.float32).numel() == 0
 
 
+def test_memory_that_has_moved_is_not_read_where_it_was() -> None:
+    tensor = make_symmetric(1000, torch.float32).fill_(3)
+    tensor.share_memory_()  # As torch.multiprocessing does with each tensor that it sends.
+    assert place_of(tensor) == NOWHERE
+    assert tensor.eq(3).all()
+
+
 def test_a_fork_does_not_take_the_memory_away() -> None:
     tensor = make_symmetric(1000, torch.float32).fill_(7)
     child = os.fork()
