@@ -74,20 +74,24 @@ class Meter:
         return spent[-1], sum(spent[:-1])
 
 
-class Node:
-    """Makes calls and takes them, as the driver and a worker do."""
+class Metered:
+    """An actor that can say what CPU time it took."""
 
-    def __init__(self) -> None:
-        self._meter = Meter()
+    _meter: Meter
 
     async def pid(self) -> int:
         return os.getpid()
 
     async def start(self) -> None:
+        self._meter = Meter()
         self._meter.start()
 
     async def stop(self) -> tuple[float, float]:
         return self._meter.stop()
+
+
+class Node(Metered):
+    """Makes calls and takes them, as the driver and a worker do."""
 
     async def tell(self, what: object) -> None:
         """A call as those that the driver makes."""
@@ -154,21 +158,8 @@ class Node:
         await asyncio.Event().wait()
 
 
-class MeteredStore(StoreActor):
-    """The store in an actor that can say what CPU time it took."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._meter = Meter()
-
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def start(self) -> None:
-        self._meter.start()
-
-    async def stop(self) -> tuple[float, float]:
-        return self._meter.stop()
+class MeteredStore(Metered, StoreActor):
+    """The store in an actor of its own, as a session has it."""
 
     async def gather_all(self, size: int) -> None:
         """So many ranks have come, and one still waits for its answer."""
