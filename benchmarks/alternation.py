@@ -40,12 +40,19 @@ def alternate(
 
 
 def timed(
-    ways: dict[str, Callable[[], object]], *, rounds: int, calls: int, warm_up: int = 2
+    ways: dict[str, Callable[[], object]],
+    *,
+    rounds: int,
+    calls: int,
+    warm_up: int = 2,
+    meet: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """The seconds of every call of each way behind the `warm_up` turns, none left out."""
+    """The seconds of every call of each way behind the `warm_up` turns, none left out. meet: has the
+    ranks begin each way's calls together."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_up + rounds):
         for name, way in ways.items():
+            meet()
             for _ in range(calls):
                 start = time.perf_counter()
                 way()

@@ -10,7 +10,7 @@ all_reduce in a coroutine: ours awaited, Gloo's future calling back into the loo
 that nor all_to_all, and the table says so.
 
 Each call takes other buffers than the one before, out of more memory than a processor's cache
-holds (4 B: 1024 tensors). The medians are those of all calls behind the warm-up, on the rank where
+holds (4 B: 1024 tensors). Ranks meet before each turn of a way. The medians are those of all calls behind the warm-up, on the rank where
 they are largest; beside them stand the quartiles. "memcpy" is a copy of a tensor of that size,
 which all ranks make at once, in the same turns; "copies" is what our algorithm moves on a rank,
 counted in such copies (`copies_moved`). A case in which ours is slower is marked and listed.
@@ -139,6 +139,9 @@ def measure(
     sets: list[Buffers] = []
     symmetric_sets: list[Buffers] = []
 
+    def meet() -> None:
+        group.barrier().wait()
+
     def turning(call: Call, buffers: list[Buffers]) -> Callable[[], object]:
         turns = itertools.cycle(buffers)
         return lambda: call(next(turns))
@@ -154,7 +157,7 @@ def measure(
             turns["symmetric"] = turning(ours, symmetric_sets)
             for buffers in symmetric_sets:
                 ours(buffers)  # Others map a tensor when it comes to them for the first time.
-        times = timed(turns, rounds=rounds, calls=calls)
+        times = timed(turns, rounds=rounds, calls=calls, meet=meet)
         found[name] = {way: quartiles(seconds) for way, seconds in times.items()}
 
     def awaited(name: str, nbytes: int, ours: Call, ours_awaited: Call, theirs: Call) -> None:
@@ -174,7 +177,7 @@ def measure(
             return lambda: loop.run_until_complete(several())
 
         ways = {"ours": in_loop(ours_awaited), "gloo": in_loop(theirs), "ours, waited for": sync}
-        for way, seconds in timed(ways, rounds=15, calls=calls).items():
+        for way, seconds in timed(ways, rounds=15, calls=calls, meet=meet).items():
             first, median, third = quartiles(seconds)
             found.setdefault(name, {})[way] = (first / times, median / times, third / times)
 
