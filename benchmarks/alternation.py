@@ -47,8 +47,8 @@ def timed(
     warm_up: int = 2,
     meet: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """The seconds of every call of each way behind the `warm_up` turns, none left out. meet: has the
-    ranks begin each way's calls together."""
+    """The seconds of every call of each way behind the `warm_up` turns, none left out. meet: has
+    the ranks begin each way's calls together."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_up + rounds):
         for name, way in ways.items():
