@@ -101,69 +101,125 @@ from collectives import (  # noqa: E402
 from collectives.contract.torch_words import (  # noqa: E402
     instead_of_function as _instead_of_function,
 )
-from runtime.averaging.model_averaging import (  # noqa: E402
-    HierarchicalModelAverager,
-    ModelAverager,
-    PeriodicModelAverager,
-)
-from runtime.averaging.post_local_sgd import (  # noqa: E402
-    PostLocalSGDOptimizer,
-    PostLocalSGDState,
-    post_localSGD_hook,
-)
-from runtime.checkpoint import (  # noqa: E402
-    CheckpointConfig,
-    CheckpointCorrupted,
-    CheckpointError,
-    CheckpointMismatch,
-    CheckpointNotFound,
-    CheckpointPlaceUnusable,
-    CheckpointUntrusted,
-    CheckpointWriteFailed,
-    Saving,
-    SavingTimes,
-)
-from runtime.data.dataset_batches import Shard  # noqa: E402
-from runtime.data.dealing import deal  # noqa: E402
-from runtime.data.steps import Step, Steps  # noqa: E402
-from runtime.data.streaming import Stream  # noqa: E402
-from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel  # noqa: E402
-from runtime.data_parallel.gradients.comm_hooks import GradBucket  # noqa: E402
-from runtime.data_parallel.pure_distributed_data_parallel import (  # noqa: E402
-    PureDistributedDataParallel,
-)
-from runtime.data_parallel.sync_batch_norm import SyncBatchNorm  # noqa: E402
-from runtime.join.join import Join, Joinable  # noqa: E402
-from runtime.join.join_hook import JoinHook  # noqa: E402
-from runtime.notebook import load_ipython_extension, unload_ipython_extension  # noqa: E402, F401
-from runtime.process.random_state import RandomState  # noqa: E402
-from runtime.program.context import Context  # noqa: E402
-from runtime.session.attaching import attach  # noqa: E402
-from runtime.session.one_run import run  # noqa: E402
-from runtime.session.session import Session, SessionSnapshot  # noqa: E402
-from runtime.session.showing.progress import Progress  # noqa: E402
-from runtime.tracking.json_lines import JSONLinesTracker  # noqa: E402
-from runtime.tracking.mlflow import MLflowTracker  # noqa: E402
-from runtime.tracking.opentelemetry import OpenTelemetryTracker  # noqa: E402
-from runtime.tracking.tensorboard import TensorBoardTracker  # noqa: E402
-from runtime.tracking.tracker import TrackedEvent, TrackedRun, Tracker  # noqa: E402
-from runtime.tracking.wandb import WandbTracker  # noqa: E402
-from runtime.zero.grad_scaler import GradScaler  # noqa: E402
-from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer  # noqa: E402
 
 if _typing.TYPE_CHECKING:
+    from runtime.averaging.model_averaging import (
+        HierarchicalModelAverager,
+        ModelAverager,
+        PeriodicModelAverager,
+    )
+    from runtime.averaging.post_local_sgd import (
+        PostLocalSGDOptimizer,
+        PostLocalSGDState,
+        post_localSGD_hook,
+    )
+    from runtime.checkpoint import (
+        CheckpointConfig,
+        CheckpointCorrupted,
+        CheckpointError,
+        CheckpointMismatch,
+        CheckpointNotFound,
+        CheckpointPlaceUnusable,
+        CheckpointUntrusted,
+        CheckpointWriteFailed,
+        Saving,
+        SavingTimes,
+    )
+    from runtime.data.dataset_batches import Shard
+    from runtime.data.dealing import deal
+    from runtime.data.steps import Step, Steps
+    from runtime.data.streaming import Stream
+    from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+    from runtime.data_parallel.gradients.comm_hooks import GradBucket
+    from runtime.data_parallel.pure_distributed_data_parallel import (
+        PureDistributedDataParallel,
+    )
+    from runtime.data_parallel.sync_batch_norm import SyncBatchNorm
+    from runtime.join.join import Join, Joinable
+    from runtime.join.join_hook import JoinHook
     from runtime.lightning.strategy import ChoruslineStrategy  # noqa: F401
+    from runtime.notebook import load_ipython_extension, unload_ipython_extension  # noqa: F401
+    from runtime.process.random_state import RandomState
+    from runtime.program.context import Context
+    from runtime.session.attaching import attach
+    from runtime.session.one_run import run
+    from runtime.session.session import Session, SessionSnapshot
+    from runtime.session.showing.progress import Progress
+    from runtime.tracking.json_lines import JSONLinesTracker
+    from runtime.tracking.mlflow import MLflowTracker
+    from runtime.tracking.opentelemetry import OpenTelemetryTracker
+    from runtime.tracking.tensorboard import TensorBoardTracker
+    from runtime.tracking.tracker import TrackedEvent, TrackedRun, Tracker
+    from runtime.tracking.wandb import WandbTracker
+    from runtime.zero.grad_scaler import GradScaler
+    from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+_WHEN_USED = {
+    "HierarchicalModelAverager": "runtime.averaging.model_averaging",
+    "ModelAverager": "runtime.averaging.model_averaging",
+    "PeriodicModelAverager": "runtime.averaging.model_averaging",
+    "PostLocalSGDOptimizer": "runtime.averaging.post_local_sgd",
+    "PostLocalSGDState": "runtime.averaging.post_local_sgd",
+    "post_localSGD_hook": "runtime.averaging.post_local_sgd",
+    "CheckpointConfig": "runtime.checkpoint",
+    "CheckpointCorrupted": "runtime.checkpoint",
+    "CheckpointError": "runtime.checkpoint",
+    "CheckpointMismatch": "runtime.checkpoint",
+    "CheckpointNotFound": "runtime.checkpoint",
+    "CheckpointPlaceUnusable": "runtime.checkpoint",
+    "CheckpointUntrusted": "runtime.checkpoint",
+    "CheckpointWriteFailed": "runtime.checkpoint",
+    "Saving": "runtime.checkpoint",
+    "SavingTimes": "runtime.checkpoint",
+    "Shard": "runtime.data.dataset_batches",
+    "deal": "runtime.data.dealing",
+    "Step": "runtime.data.steps",
+    "Steps": "runtime.data.steps",
+    "Stream": "runtime.data.streaming",
+    "DistributedDataParallel": "runtime.data_parallel.distributed_data_parallel",
+    "GradBucket": "runtime.data_parallel.gradients.comm_hooks",
+    "PureDistributedDataParallel": "runtime.data_parallel.pure_distributed_data_parallel",
+    "SyncBatchNorm": "runtime.data_parallel.sync_batch_norm",
+    "Join": "runtime.join.join",
+    "Joinable": "runtime.join.join",
+    "JoinHook": "runtime.join.join_hook",
+    "load_ipython_extension": "runtime.notebook",
+    "unload_ipython_extension": "runtime.notebook",
+    "RandomState": "runtime.process.random_state",
+    "Context": "runtime.program.context",
+    "attach": "runtime.session.attaching",
+    "run": "runtime.session.one_run",
+    "Session": "runtime.session.session",
+    "SessionSnapshot": "runtime.session.session",
+    "Progress": "runtime.session.showing.progress",
+    "JSONLinesTracker": "runtime.tracking.json_lines",
+    "MLflowTracker": "runtime.tracking.mlflow",
+    "OpenTelemetryTracker": "runtime.tracking.opentelemetry",
+    "TensorBoardTracker": "runtime.tracking.tensorboard",
+    "TrackedEvent": "runtime.tracking.tracker",
+    "TrackedRun": "runtime.tracking.tracker",
+    "Tracker": "runtime.tracking.tracker",
+    "WandbTracker": "runtime.tracking.wandb",
+    "GradScaler": "runtime.zero.grad_scaler",
+    "ZeroRedundancyOptimizer": "runtime.zero.zero_redundancy_optimizer",
+    "ChoruslineStrategy": "runtime.lightning.strategy",
+}
+"""Names that are imported when they are used first: all of them take 0.5 s of CPU time, and a
+program and its workers need other parts of it."""
 
 
 def __getattr__(name: str) -> object:
-    # Of the extra `lightning`, and seconds to import.
-    if name == "ChoruslineStrategy":
-        from runtime.lightning.strategy import ChoruslineStrategy
-
-        return ChoruslineStrategy
+    if name in _WHEN_USED:
+        found = getattr(_importlib.import_module(_WHEN_USED[name]), name)
+        globals()[name] = found
+        return found
     is_method = not name.startswith("_") and name in dir(Group)
     instead = _instead_of_function(name, is_method)
     raise AttributeError(f"module 'chorusline' has no attribute {name!r}{instead}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHEN_USED} - {"ChoruslineStrategy"})
 
 
 __version__ = "0.1.0"

@@ -1,13 +1,14 @@
 """Our collectives against Gloo, and Ray's, in alternation: medians in microseconds, and the ratio.
 
     python benchmarks/collectives.py [--json] [--ranks 2,4] [--sizes 4B,64KiB,1MiB,16MiB]
-                                     [--no-ray] [--operations all_reduce,awaited,...]
+                                     [--no-ray] [--mpi] [--operations all_reduce,awaited,...]
 
 The peers are torch.distributed.ProcessGroupGloo made directly, its fastest form, and
 ray.util.collective (its Gloo backend), for which the ranks are Ray actors; with --no-ray they are
-plain processes. One thread a rank. A size is that of the larger of the two buffers. "awaited" is
-all_reduce in a coroutine: ours awaited, Gloo's future calling back into the loop. Ray has neither
-that nor all_to_all, and the table says so.
+plain processes; with --mpi mpiexec starts them, and the peer besides Gloo is MPI, by mpi4py on
+prepared numpy arrays. One thread a rank. A size is that of the larger of the two buffers. "awaited"
+is all_reduce in a coroutine: ours awaited, Gloo's future calling back into the loop. Ray has
+neither that nor all_to_all, and the table says so.
 
 Each call takes other buffers than the one before, out of more memory than a processor's cache
 holds (4 B: 1024 tensors), and the ranks meet before each turn of a way. The medians are those of
@@ -30,6 +31,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(_ROOT)
 
 from benchmarks.alternation import finish, parser, quartiles, spawn, table, timed
+from benchmarks.collectives_mpi import calls_of, spawn_by_mpiexec
 from collectives import FileStore, Group
 from collectives.shared_memory.algorithms import DIRECT_BYTES
 from collectives.shared_memory.in_place import IN_PLACE_BYTES
@@ -70,6 +73,9 @@ class Buffers:
         self.whole = make(num_ranks * len(self.part))
         self.received = torch.zeros_like(self.whole)
         self.parts = list(self.whole.view(num_ranks, -1))
+        self.arrays = SimpleNamespace(
+            **{k: v.numpy() for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        )
         self.fill()
 
     def fill(self) -> None:
@@ -121,8 +127,12 @@ def measure(
     sizes: list[str],
     operations: list[str],
     with_ray: bool = False,
+    comm: Any = None,
 ) -> Quartiles:
-    """Quartiles in seconds: {"all_reduce/2/4B": {"ours": ..., "gloo": ..., "ray": ...}}"""
+    """Quartiles in seconds: {"all_reduce/2/4B": {"ours": ..., "gloo": ..., "ray": ...}}.
+
+    comm: MPI's communicator, if MPI is compared with.
+    """
     torch.set_num_threads(1)
     group = Group.create(FileStore(store_path), rank, num_ranks)
     gloo = dist.ProcessGroupGloo(
@@ -136,6 +146,7 @@ def measure(
         from ray.util import collective
 
         collective.init_collective_group(num_ranks, rank, "gloo", "default")
+    by_mpi = {} if comm is None else calls_of(comm)
     found: Quartiles = {}
     sets: list[Buffers] = []
     symmetric_sets: list[Buffers] = []
@@ -153,6 +164,8 @@ def measure(
         ways = {"ours": ours, "gloo": theirs, "memcpy": lambda b: b.received.copy_(b.whole)}
         if with_ray and rays is not None:
             ways["ray"] = rays
+        if name.split("/")[0] in by_mpi:
+            ways["mpi"] = by_mpi[name.split("/")[0]]
         turns = {way: turning(call, sets) for way, call in ways.items()}
         if name.split("/")[0] in _IN_PLACE and nbytes > IN_PLACE_BYTES:
             turns["symmetric"] = turning(ours, symmetric_sets)
@@ -314,6 +327,7 @@ def main() -> None:
         default=True,
         help="compare with ray.util.collective, too",
     )
+    flags.add_argument("--mpi", action="store_true", help="compare with MPI, and not with Ray")
     args = flags.parse_args()
     operations = args.operations.split(",")
     unknown = sorted(set(operations) - set(_OPERATIONS))
@@ -322,7 +336,9 @@ def main() -> None:
     spreads: Quartiles = {}
     for num_ranks in map(int, args.ranks.split(",")):
         arguments = (args.sizes.split(","), operations)
-        if args.ray:
+        if args.mpi:
+            by_rank = spawn_by_mpiexec(num_ranks, *arguments)
+        elif args.ray:
             by_rank = spawn_actors(num_ranks, *arguments)
         else:
             by_rank = spawn(measure, num_ranks, *arguments)
@@ -336,10 +352,11 @@ def main() -> None:
         name: {way: quarters[1] for way, quarters in ways.items()} for name, ways in spreads.items()
     }
     ratios = {name: m["ours"] / m["gloo"] for name, m in medians.items()}
-    to_ray = {name: m["ours"] / m["ray"] for name, m in medians.items() if "ray" in m}
+    peer = "mpi" if args.mpi else "ray" if args.ray else ""  # besides Gloo
+    to_peer = {name: m["ours"] / m[peer] for name, m in medians.items() if peer in m}
     to_memcpy = {name: m["ours"] / m["memcpy"] for name, m in medians.items() if "memcpy" in m}
     moved = {name: _copies_of(name) for name in medians}
-    lost = [name for name in medians if max(ratios[name], to_ray.get(name, 0.0)) > 1]
+    lost = [name for name in medians if max(ratios[name], to_peer.get(name, 0.0)) > 1]
     overhead_s = {
         name: m["ours"] - m["ours, waited for"]
         for name, m in medians.items()
@@ -354,9 +371,9 @@ def main() -> None:
         mark = " lost" if name in lost else ""
         copies = moved[name]
         cells = [name, *timing("ours"), *timing("gloo"), f"{ratios[name]:.3f}{mark}"]
-        if args.ray:
+        if peer:
             cells += (
-                [f"{m['ray'] * 1e6:.1f}", f"{to_ray[name]:.3f}"] if "ray" in m else ["lacks it", ""]
+                [f"{m[peer] * 1e6:.1f}", f"{to_peer[name]:.3f}"] if peer in m else ["lacks it", ""]
             )
         cells += (
             [f"{m['memcpy'] * 1e6:.1f}", f"{to_memcpy[name]:.2f}"] if "memcpy" in m else ["", ""]
@@ -365,7 +382,7 @@ def main() -> None:
 
     header = (
         *("case", "ours", "quartiles", "gloo", "quartiles", "ours/gloo"),
-        *(("ray", "ours/ray") if args.ray else ()),
+        *((peer, f"ours/{peer}") if peer else ()),
         *("memcpy", "ours/memcpy", "copies"),
     )
     table(
@@ -383,10 +400,7 @@ def main() -> None:
                 (
                     *(name, f"{seconds * 1e6:.1f}"),
                     "({:.1f}, {:.1f})".format(*(1e6 * s for s in spreads[name]["symmetric"][::2])),
-                    *(
-                        f"{seconds / medians[name][peer]:.3f}"
-                        for peer in ("gloo", "ours", "memcpy")
-                    ),
+                    *(f"{seconds / medians[name][way]:.3f}" for way in ("gloo", "ours", "memcpy")),
                     f"{copies_in_place(name.split('/')[0], int(name.split('/')[1])):.2f}",
                 )
                 for name, seconds in symmetric.items()
@@ -407,7 +421,7 @@ def main() -> None:
         "lost": lost,
         "ratios_to_memcpy": to_memcpy,
         "copies_moved": moved,
-        "ratios_to_ray": to_ray,
+        "ratios_to_peer": to_peer,
         "await_overhead_s": overhead_s,
         "torch": torch.__version__,
     }

@@ -26,30 +26,30 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(_ROOT)
 
 from benchmarks.alternation import finish, parser, table
-from benchmarks.trials.systems import SYSTEMS
+from benchmarks.trials.systems import SYSTEMS, WITHOUT_SPARES, System
 from benchmarks.trials.trial import Run
 from benchmarks.trials.workload import Workload
 
-ALONE = ("chorusline zero", "torchrun checkpoints", "ray-train checkpoints")
-ON_CLUSTER = ("chorusline zero", "ray-train checkpoints")
+ALONE = (WITHOUT_SPARES, SYSTEMS["torchrun checkpoints"], SYSTEMS["ray-train checkpoints"])
+ON_CLUSTER = (WITHOUT_SPARES, SYSTEMS["ray-train checkpoints"])
 IMPORTS = ("import chorusline", "import torch, ray")
 _PATIENCE_S = 120.0
 
 
-def first_step(name: str, num_workers: int) -> float:
+def first_step(system: System, num_workers: int) -> float:
     """Seconds until every rank has taken a step."""
     with tempfile.TemporaryDirectory() as folder:
         workload = Workload(folder, num_workers, 4 * num_workers * 2, batch_s=0.0)
         began_at = time.time()
-        run = Run(SYSTEMS[name], workload, _PATIENCE_S)
+        run = Run(system, workload, _PATIENCE_S)
         if run.process.wait(_PATIENCE_S):
-            raise RuntimeError(f"{name}: {(Path(folder) / 'output').read_text()[-2000:]}")
+            raise RuntimeError(f"{system.name}: {(Path(folder) / 'output').read_text()[-2000:]}")
         firsts: dict[int, float] = {}
         for at, word, _, pid, _ in run.look():
             if word == "step":
                 firsts.setdefault(pid, at)
         if len(firsts) != num_workers:
-            raise RuntimeError(f"{name}: {len(firsts)} of {num_workers} ranks took a step")
+            raise RuntimeError(f"{system.name}: {len(firsts)} of {num_workers} ranks took a step")
         return max(firsts.values()) - began_at
 
 
@@ -102,16 +102,16 @@ def main() -> None:
         seconds[case].setdefault(name, []).append(value)
 
     for _ in range(args.rounds):
-        for name in ALONE:
-            note("alone", name, first_step(name, args.workers))
+        for system in ALONE:
+            note("alone", system.name, first_step(system, args.workers))
         for name in IMPORTS:
             note("import", name, imported(name))
     with cluster(args.workers + 2):
-        for name in ON_CLUSTER:
-            first_step(name, args.workers)
+        for system in ON_CLUSTER:
+            first_step(system, args.workers)
         for _ in range(args.rounds):
-            for name in ON_CLUSTER:
-                note("cluster", name, first_step(name, args.workers))
+            for system in ON_CLUSTER:
+                note("cluster", system.name, first_step(system, args.workers))
 
     rows, ratios, figures = [], {}, {}
     for case, by_name in seconds.items():

@@ -39,9 +39,9 @@ class System:
         return f"`import {self.needs}` ends with {tried.stderr.strip().splitlines()[-1]}"
 
 
-def _ours(way: str) -> Callable[[Workload], list[str]]:
+def _ours(way: str, spares: int = 1) -> Callable[[Workload], list[str]]:
     program = str(_HERE / "with_chorusline.py")
-    return lambda workload: [sys.executable, program, way, workload.as_json()]
+    return lambda workload: [sys.executable, program, way, str(spares), workload.as_json()]
 
 
 def _torchrun(workload: Workload) -> list[str]:
@@ -66,6 +66,9 @@ def _is_driver(command: str, is_root: bool) -> bool:
 def _is_controller(command: str, is_root: bool) -> bool:
     return command.startswith("ray::TrainController")
 
+
+WITHOUT_SPARES = System("chorusline", _ours("zero", spares=0), _is_driver)
+"""As a session is by default."""
 
 SYSTEMS = {
     one.name: one

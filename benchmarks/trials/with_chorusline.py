@@ -1,4 +1,4 @@
-"""Chorusline's own ranks: `python with_chorusline.py zero|plain|steps WORKLOAD`, as a program."""
+"""Chorusline's own ranks: `python with_chorusline.py zero|plain|steps SPARES WORKLOAD`."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def _steps(ctx: cl.Context, workload: Workload, model: Any, optim: Any, epoch: i
 
 
 async def main() -> None:
-    way, workload = sys.argv[1], Workload.of(sys.argv[2])
+    way, spares, workload = sys.argv[1], int(sys.argv[2]), Workload.of(sys.argv[3])
     number = workload.num_workers
     connect(number + 2)
     kept = cl.CheckpointConfig(workload.disk, num_to_keep=2, every_n_steps=workload.save_every)
     async with cl.Session(
         (1, number),
-        spares=1,
+        spares=spares,
         max_failures=None,
         resources_per_worker={"CPU": 0.5},
         timeout_s=10.0,

@@ -1,7 +1,9 @@
 """What `import chorusline` gives, and what it says when somebody else's package is in its way."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,29 @@ import chorusline
 def test_every_public_name_is_there():
     for name in chorusline.__all__:
         assert getattr(chorusline, name) is not None
+
+
+def test_what_a_type_checker_is_told_is_what_is_imported_when_it_is_used():
+    tree = ast.parse(Path(chorusline.__file__).read_text())
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    told = {a.name: i.module for b in blocks for i in b.body for a in i.names}
+    assert told == chorusline._WHEN_USED
+    assert set(told) <= {*dir(chorusline), "ChoruslineStrategy"}
+
+
+def test_an_import_waits_for_nothing_that_is_not_used():
+    program = (
+        "import sys, chorusline as cl\n"
+        "loaded = [name for name in sys.modules if name.partition('.')[0] == 'runtime']\n"
+        "assert not loaded, loaded\n"
+        "import torch.distributed as dist\n"
+        "assert 'chorusline' in dist.Backend.backend_list\n"
+        "assert cl.Join is cl.Join and 'runtime.session.session' not in sys.modules\n"
+        "from chorusline import *\n"
+        "assert Session is cl.Session\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert not ran.returncode, ran.stderr
 
 
 CONTEXT = [
