@@ -69,8 +69,9 @@ def write_part(
             (buffer,) = ranged.parts
             pieces = items_of(ranged.shape, ranged.start, ranged.stop, ranged.dtype.itemsize)
             for start, stop, (_, lengths) in pieces:
-                # A clone, because torch.save writes the whole storage of a view.
-                piece = buffer[start - ranged.start : stop - ranged.start].clone()
+                piece = buffer[start - ranged.start : stop - ranged.start]
+                if piece.nbytes != buffer.untyped_storage().nbytes():
+                    piece = piece.clone()  # torch.save writes the whole storage of a view.
                 entry.items.append(item(piece.view(lengths), start, stop))
             entries.append(entry)
         for path, data in leaves.items():
