@@ -10,6 +10,7 @@ seconds of `import chorusline` beside `import torch, ray`, in a new process each
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import statistics
@@ -18,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +42,19 @@ def first_step(system: System, num_workers: int) -> float:
         workload = Workload(folder, num_workers, 4 * num_workers * 2, batch_s=0.0)
         began_at = time.time()
         run = Run(system, workload, _PATIENCE_S)
-        if run.process.wait(_PATIENCE_S):
-            raise RuntimeError(f"{system.name}: {(Path(folder) / 'output').read_text()[-2000:]}")
-        firsts: dict[int, float] = {}
-        for at, word, _, pid, _ in run.look():
-            if word == "step":
-                firsts.setdefault(pid, at)
+        with contextlib.closing(run):
+            if run.process.wait(_PATIENCE_S):
+                raise RuntimeError(f"{system.name}: {run.output.read_text()[-2000:]}")
+            firsts: dict[int, float] = {}
+            for at, word, _, pid, _ in run.look():
+                if word == "step":
+                    firsts.setdefault(pid, at)
         if len(firsts) != num_workers:
             raise RuntimeError(f"{system.name}: {len(firsts)} of {num_workers} ranks took a step")
         return max(firsts.values()) - began_at
 
 
-@contextmanager
+@contextlib.contextmanager
 def cluster(num_cpus: int) -> Iterator[None]:
     """A Ray cluster of its own process, which programs find by RAY_ADDRESS."""
     program = (
