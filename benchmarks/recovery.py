@@ -1,18 +1,18 @@
 """Seconds from a SIGKILL to the next step, beside Ray Train's restart from a checkpoint.
 
     python benchmarks/recovery.py [--json] [--trials 20] [--full-trials 5] [--peer-trials 20]
-        [--seed 0]
+        [--seed 0] [--also 2,8]
 
 Four workers train the same model on the same samples. In each trial one of them, drawn by the seed,
 is killed at an instant that the seed draws, too; before the next trial there are four again.
 
-Ours: the time until a survivor has taken a step in the generation without the victim. And, for a
-function that can run again, the time until a step is taken by four ranks again: without and with a
-worker in reserve (`Session(spares=1)`), in steps of a rank's own batch, where all functions run
-again, and of a fixed global batch (`ctx.steps`), where the others go on where they are. The three
-that are left take steps meanwhile. What the arrival of the fourth costs them is the longest time
-between two steps, from their first one of three to the first one of four; where it came before the
-three had taken a step, there is no such time. Ray Train
+Ours: the time until a survivor has taken a step in the generation without the victim, also with
+other numbers of workers (--also). And, for a function that can run again, the time until a step is
+taken by four ranks again: without and with a worker in reserve (`Session(spares=1)`), in steps of a
+rank's own batch, where all functions run again, and of a fixed global batch (`ctx.steps`), where
+the others go on where they are. The three that are left take steps meanwhile. What the arrival of
+the fourth costs them is the longest time between two steps, from their first one of three to the
+first one of four; where it came before the three had taken a step, there is no such time. Ray Train
 (v2, torch's DistributedDataParallel over Gloo, a checkpoint every --every steps): the time until
 any step has been taken again, which is one that it had taken before; and until it is where it was.
 Steps are lost where they have to be taken again, and their samples are seen twice.
@@ -122,7 +122,9 @@ async def until(condition: Callable[[], Any], task: asyncio.Task[Any]) -> Any:
     return found
 
 
-async def our_trial(session: cl.Session, draw: random.Random, folder: Path) -> dict[str, float]:
+async def our_trial(
+    session: cl.Session, draw: random.Random, folder: Path, size: int
+) -> dict[str, float]:
     logs = folder / "logs"
     logs.mkdir(parents=True)
     run = asyncio.create_task(session.run(train, folder=str(logs)))
@@ -130,23 +132,23 @@ async def our_trial(session: cl.Session, draw: random.Random, folder: Path) -> d
     def steps(word: str) -> list[tuple[float, int, str]]:
         return [(at, n, name) for name, at, said, n in Log.read(str(logs)) if said == word]
 
-    await until(lambda: len(steps(f"step-of-{NUM_WORKERS}")) >= 5 * NUM_WORKERS, run)
+    await until(lambda: len(steps(f"step-of-{size}")) >= 5 * size, run)
     pids = {name: n for name, _, word, n in Log.read(str(logs)) if word == "pid"}
     victim = draw.choice(sorted(pids))
     await asyncio.sleep(draw.random() * 0.5)
     killed_at = time.monotonic()
     os.kill(pids[victim], signal.SIGKILL)
-    await until(lambda: steps(f"step-of-{NUM_WORKERS - 1}"), run)
+    await until(lambda: steps(f"step-of-{size - 1}"), run)
     (folder / "stop").touch()
     num_steps = await run
     entries = list(Log.read(str(logs)))
-    at, first, name = min(steps(f"step-of-{NUM_WORKERS - 1}"))
+    at, first, name = min(steps(f"step-of-{size - 1}"))
 
     def when(word: str) -> float:
         return next((t for n, t, said, _ in entries if n == name and said == word), killed_at)
 
     # A step is lost where a survivor has one fewer than it was told to have.
-    last_before = max(n for t, n, _ in steps(f"step-of-{NUM_WORKERS}"))
+    last_before = max(n for t, n, _ in steps(f"step-of-{size}"))
     moments = [killed_at, *map(when, ("begins-recover", "begins-regenerate", "ends-regenerate"))]
     moments += [when("begins-connect"), when("ends-connect"), when("ends-recover"), at]
     names = ("detection", "", "decision", "", "rendezvous", "reshard", "step")
@@ -163,14 +165,14 @@ async def our_trial(session: cl.Session, draw: random.Random, folder: Path) -> d
     }
 
 
-async def ours(trials: int, seed: int) -> list[dict[str, float]]:
+async def ours(trials: int, seed: int, size: int = NUM_WORKERS) -> list[dict[str, float]]:
     draw, results = random.Random(seed), []
     with tempfile.TemporaryDirectory() as folder:
-        async with cl.Session((1, NUM_WORKERS), resources_per_worker={"CPU": 0.1}) as session:
+        async with cl.Session((1, size), resources_per_worker={"CPU": 0.1}) as session:
             for trial in range(trials):
                 await session.run(lambda ctx: None)  # There are as many as at first again.
-                results.append(await our_trial(session, draw, Path(folder) / str(trial)))
-                print(f"ours {trial}: {results[-1]['seconds']:.3f} s", flush=True)
+                results.append(await our_trial(session, draw, Path(folder) / str(trial), size))
+                print(f"ours of {size}, {trial}: {results[-1]['seconds']:.3f} s", flush=True)
     return results
 
 
@@ -323,10 +325,15 @@ def main() -> None:
     flags.add_argument("--peer-trials", type=int, default=20, help="0: without Ray Train")
     flags.add_argument("--every", type=int, default=10, help="steps between its checkpoints")
     flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--also", default="", help="other numbers of workers: 2,8")
     args = flags.parse_args()
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         our_results = asyncio.run(ours(args.trials, args.seed))
+        others = {
+            f"ours, {size} workers": asyncio.run(ours(args.trials, args.seed, size))
+            for size in map(int, filter(None, args.also.split(",")))
+        }
         full = [
             asyncio.run(ours_at_full_size(args.full_trials, args.seed, spares, function))
             for spares, function in FULL_SIZE.values()
@@ -339,7 +346,7 @@ def main() -> None:
     samples = NUM_WORKERS * BATCH
     rows, ratios = [], {}
     figures = {"ours": our_results, "Ray Train": peer_results}
-    figures |= dict(zip(FULL_SIZE, full, strict=False))
+    figures |= dict(zip(FULL_SIZE, full, strict=False)) | others
     for name, results in figures.items():
         if not results:
             continue
@@ -355,7 +362,7 @@ def main() -> None:
             )
         )
     header = ("", "trials", "median s", "worst s", "steps taken again", "samples seen twice")
-    table("from SIGKILL to the next step, 4 workers", header, rows)
+    table(f"from SIGKILL to the next step, {NUM_WORKERS} workers", header, rows)
     arrivals = {name: [r for r in figures[name] if "arrival_s" in r] for name in list(figures)[2:]}
     table(
         "an arrival: the longest time between two steps of the others",
