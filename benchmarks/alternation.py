@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import multiprocessing
 import statistics
@@ -11,6 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def as_installed() -> None:
+    """Compile what is measured, as pip does with a package that it installs. Where an environment
+    keeps Python from that (PYTHONDONTWRITEBYTECODE), each process would compile all of it, 0.4 s,
+    and none of what its peers import."""
+    for package in ("actors", "collectives", "runtime", "benchmarks"):
+        compileall.compile_dir(_ROOT / package, quiet=1)
+    compileall.compile_file(_ROOT / "chorusline.py", quiet=1)
 
 
 def parser(description: str) -> argparse.ArgumentParser:

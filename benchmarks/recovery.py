@@ -46,7 +46,7 @@ from ray import cloudpickle
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
-from benchmarks.alternation import finish, parser, table
+from benchmarks.alternation import as_installed, finish, parser, table
 from benchmarks.recovery_peer import peer
 from benchmarks.recovery_training import (
     BATCH,
@@ -327,6 +327,7 @@ def main() -> None:
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--also", default="", help="other numbers of workers: 2,8")
     args = flags.parse_args()
+    as_installed()
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         our_results = asyncio.run(ours(args.trials, args.seed))

@@ -25,7 +25,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(_ROOT)
 
-from benchmarks.alternation import finish, parser, table
+from benchmarks.alternation import as_installed, finish, parser, table
 from benchmarks.trials.systems import SYSTEMS, WITHOUT_SPARES, System
 from benchmarks.trials.trial import Run
 from benchmarks.trials.workload import Workload
@@ -97,6 +97,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--workers", type=int, default=2)
     args = arguments.parse_args()
+    as_installed()
     seconds: dict[str, dict[str, list[float]]] = {"alone": {}, "cluster": {}, "import": {}}
 
     def note(case: str, name: str, value: float) -> None:

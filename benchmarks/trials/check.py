@@ -42,7 +42,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmarks.alternation import finish, parser, table
+from benchmarks.alternation import as_installed, finish, parser, table
 from benchmarks.trials import enclosure
 from benchmarks.trials.faults import KINDS, draw
 from benchmarks.trials.systems import SYSTEMS, System
@@ -72,6 +72,7 @@ def main() -> None:
     )
     arguments.add_argument("--keep", help="a folder for what the trainings print and log")
     args = arguments.parse_args()
+    as_installed()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # By way of `finally`.
     size = Size(args.workers, args.samples, args.patience, args.keep)
     rows, notes = [], []
