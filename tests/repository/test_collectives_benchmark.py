@@ -69,3 +69,22 @@ def test_every_case_has_its_quartiles_and_a_lost_one_is_listed() -> None:
     assert "slower than a peer: " + (", ".join(figures["lost"]) or "none") in run.stdout
     assert figures["copies_moved"]["broadcast/2/4B"] == 1
     assert "memcpy" not in figures["medians_s"]["barrier/2/0B"]
+
+
+def test_mpi_takes_its_turns_among_ranks_that_mpiexec_has_started() -> None:
+    pytest.importorskip("mpi4py", reason="MPI needs the extra bench")
+    command = "benchmarks/collectives.py --mpi --ranks 2 --sizes 4B --json"
+    run = subprocess.run(
+        [sys.executable, *command.split(), "--operations", "all_reduce,barrier"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    figures = json.loads(run.stdout.splitlines()[-1])["figures"]
+    assert set(figures["ratios_to_peer"]) == {"all_reduce/2/4B", "barrier/2/0B"}
+    for name, ratio in figures["ratios_to_peer"].items():
+        ways = figures["medians_s"][name]
+        assert ratio == ways["ours"] / ways["mpi"]
+        assert (name in figures["lost"]) == (max(ratio, ways["ours"] / ways["gloo"]) > 1)
