@@ -27,7 +27,8 @@ class Readiness(enum.Enum):
     """It cannot run again, and waits in its next step of a sharded optimizer."""
 
     NOT_YET = "not yet"
-    """It could not go on: it has not registered what has to survive, perhaps not yet."""
+    """It could not go on: it has not registered what has to survive, perhaps not yet; or, if that
+    will not be, no step of a sharded optimizer may come any more."""
 
 
 @dataclass(frozen=True, slots=True)

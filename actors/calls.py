@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Hashable, Mapping
+from collections.abc import Awaitable, Hashable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import ray
@@ -122,6 +122,16 @@ async def answers(
             key: tasks.create_task(settle(call), name=f"call-{key}") for key, call in calls.items()
         }
     return {key: task.result() for key, task in settled.items()}
+
+
+async def first_answer(calls: Iterable[Awaitable[Any]], timeout_s: float) -> None:
+    """Return when one of these calls has ended, or none has in time."""
+    tasks = [asyncio.ensure_future(answer(call, timeout_s)) for call in calls]
+    if tasks:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def why_gone(error: RayError) -> str:

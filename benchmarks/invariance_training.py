@@ -214,7 +214,7 @@ class Told:
 
 
 Entry = tuple[int, int, int, list[int]]
-"""Of a diary: the generation in which the function began, epoch, step, samples of a micro-batch."""
+"""Of a diary: the generation in which functions began, epoch, step, samples of a micro-batch."""
 
 MicroBatch = tuple[int, int, tuple[int, ...]]
 """Epoch, step, samples of a micro-batch."""
@@ -243,7 +243,9 @@ _world_sizes: dict[str, list[int]] = {}
 
 def train(ctx: cl.Context, plan: Plan, folder: str, is_resumed: bool = False) -> Told:
     torch.set_num_threads(1)
-    seat, training, attempt = seat_here(), plan.training, ctx.generation
+    seat, training = seat_here(), plan.training
+    # As the ranks began: a worker that comes between two steps has a later generation than they.
+    attempt = ctx.broadcast(ctx.generation)
     diary = Path(folder) / f"{seat}-{os.getpid()}.diary"
     append(Path(folder) / "pids", (seat, os.getpid()))
     world_sizes = _world_sizes.setdefault(folder, [])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,14 @@ from ..calls import (
     answer,
     answers,
     end_with_parent,
+    first_answer,
 )
 from ..lasting import end_without
 from ..messages import RunFailed, RunRequest, RunSucceeded
 from ..meter import DriverCounters
 from ..versions import difference
 from . import events, instructions
+from .departures import MAX_ATTEMPTS
 from .events import Event
 from .instructions import Instruction
 from .membership import Membership
@@ -43,8 +46,9 @@ from .membership import Membership
 GRACE_S = 5.0
 """Seconds that ranks have to stop after they were told to; a rank that still runs then is stuck."""
 
-_ANSWER_S = 2.0
-"""Seconds for a control loop to answer; one that is silent for longer counts as stopped."""
+_ANSWER_S, _STEP_S = 2.0, 1.0
+"""Seconds for a control loop to answer; one that is silent for longer counts as stopped. And for a
+rank to come to its next step."""
 
 _AGAIN_S, _AGAIN_AT_MOST_S = 0.5, 10.0
 """Seconds between two questions whether ranks are ready for a newcomer: at first, and at most. It
@@ -85,6 +89,7 @@ class Driver(StoreActor):
         self._lost: list[tuple[int, str]] = []  # of the run in progress
         self._has_lost = asyncio.Event()
         self._num_ready = 0  # workers in reserve
+        self._holds: Counter[str] = Counter()  # of ranks that leave, by the notice's node or worker
 
     async def adopt(
         self, workers: Mapping[int, Actor], timeout_s: float, versions: dict[str, str]
@@ -166,6 +171,7 @@ class Driver(StoreActor):
         begun = self._membership.handle(event)
         self._run, self._events = request.run, asyncio.Queue()
         self._lost = []
+        self._holds.clear()
         self._run_is_over.clear()
         if request.run in self._early_cancels:
             self._early_cancels.discard(request.run)
@@ -231,12 +237,18 @@ class Driver(StoreActor):
         if self._run != run:
             return
         # The notice comes again: if the ranks could not go on now, perhaps they can then.
-        ranks = [
-            info.worker_id
-            for info, state in self._membership.snapshot(0).members
-            if state is messages.MemberState.RUNNING
-        ]
-        said = await self.readiness(run, ranks)
+        members = self._membership.snapshot(0).members
+        running = [one for one, state in members if state is messages.MemberState.RUNNING]
+        ids = [one.worker_id for one in running if one.worker_id in self._workers]
+        said = await self.readiness(run, ids)
+        is_sure = Readiness.PARKS not in said or Readiness.NOT_YET in said
+        if not is_sure and self._holds[who] < MAX_ATTEMPTS:
+            # Behind its last step no rank parks. One that waits before a step holds all of them.
+            self._holds[who] += 1
+            leave = {one.worker_id for one in running if who in (one.worker_id, one.node_id)}
+            held = [self._workers[one].hold.remote(run) for one in ids if one in leave]
+            await first_answer(held, _STEP_S)
+            said = await self.readiness(run, ids)
         can_end = Readiness.NOT_YET not in said
         self._report(run, events.Leaving(who, why, can_end, self._num_ready))
 

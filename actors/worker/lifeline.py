@@ -30,6 +30,9 @@ from .passages import Passages
 if TYPE_CHECKING:
     from collectives.group import Group
 
+_HELD_S = 0.3
+"""The most seconds that a rank waits before a step for the end of its generation."""
+
 
 class Arrivals(Protocol):
     """What the control loop asks of a rank to which a worker comes (recovery/arrivals.py)."""
@@ -83,6 +86,7 @@ class Lifeline:
         self.readiness: Callable[[], Readiness] = _not_yet
         """Set by the run's program, as is `arrivals`. For any thread."""
         self.arrivals: Arrivals | None = None
+        self._held: concurrent.futures.Future[None] | None = None  # done when it waits
         self._unanswered: Callable[[Actor], object] | None = None
         """The call to the driver that this rank waits for the answer to."""
 
@@ -166,6 +170,18 @@ class Lifeline:
             status.passages = (*status.passages, passage)[-MOST_PASSAGES:]
         status.generation = self.generation
 
+    def before_step(self) -> None:
+        """The function is behind a step, and another one comes. If the driver is about to end the
+        generation, wait here for that: then no rank passes the coming step, behind which may be
+        code that cannot be repeated."""
+        if self._held is None:
+            return
+        with self._changed:
+            held, self._held = self._held, None
+            if held is not None and not held.done():
+                held.set_result(None)
+                self._changed.wait_for(lambda: self._freeze_error or self._stop_error, _HELD_S)
+
     def connect(self) -> Group:
         self.faults.reach(Instant.MEET)
         self.group = self._connect()
@@ -201,6 +217,12 @@ class Lifeline:
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 
+    def hold(self) -> concurrent.futures.Future[None]:
+        """Have the training thread wait in `before_step`; done when it does."""
+        with self._changed:
+            self._held = self._held or concurrent.futures.Future()
+            return self._held
+
     def freeze(self, generation: int, error: CollectiveError) -> None:
         with self._changed:
             if generation == self.generation:
@@ -232,6 +254,10 @@ class Lifeline:
     def let_go(self) -> None:
         """The function is over: refer to nothing of it any more. The worker keeps its last run."""
         self.readiness, self.arrivals = _not_yet, None
+        with self._changed:
+            self._held = self._held or concurrent.futures.Future()
+            if not self._held.done():
+                self._held.set_result(None)
 
     def _as_collective_error(self, error: BaseException) -> CollectiveError:
         if isinstance(error, CollectiveError):

@@ -43,6 +43,13 @@ class TakingIn(Outliving):
             return Readiness.NOT_YET
 
     @ray.method(concurrency_group="control")
+    async def hold(self, run: int) -> None:
+        """Return when this rank waits before its next step, as its generation is about to end."""
+        here = self._in_run(run)
+        if here is not None and here.lifeline is not None:
+            await asyncio.wrap_future(here.lifeline.hold())
+
+    @ray.method(concurrency_group="control")
     async def score(self, run: int) -> Score:
         """What a worker needs that is to rehearse the function; when this rank is between two of
         its steps."""

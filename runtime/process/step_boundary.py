@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import torch
+
 from actors.errors import Interrupted
 from actors.run_status import RunStatus
 from actors.worker.memory import device_memory_bytes
@@ -69,6 +71,7 @@ class Boundary:
         """Whether all ranks do so, at the coming boundary (recovery/arrivals.py)."""
         self._stop_is_agreed = False
         self._looked_at = 0.0  # at the GPU's memory, in time.monotonic() seconds
+        self._has_trained = False
         self._iterations: list[Iteration] = []
         """The iterations in progress, in the order of their beginning. They may be nested, or side
         by side as in a zip, which ends the first one first."""
@@ -127,6 +130,11 @@ class Boundary:
         """The size of the innermost iteration's dataset; 0 if unknown or without an iteration."""
         return self._iterations[-1].num_samples if self._iterations else 0
 
+    @property
+    def is_behind_loop(self) -> bool:
+        """Whether the function has left a loop over its data, with gradients, and is in none."""
+        return self._has_trained and not self._iterations
+
     @contextlib.contextmanager
     def iterating(self, iteration: Iteration) -> Iterator[None]:
         """The scope of one iteration over a shard."""
@@ -134,6 +142,7 @@ class Boundary:
         steps = self.steps
         before = steps.batches_taken, steps.batches_left, steps.epoch
         self._iterations.append(iteration)
+        self._has_trained = self._has_trained or torch.is_grad_enabled()
         self.steps.epoch = iteration.epoch
         try:
             yield

@@ -291,6 +291,8 @@ class FunctionCall:
             self.recovery.pass_boundary()
         if self.checkpoints is not None:
             self.checkpoints.save_if_due(self.step)
+        if self.recovery is not None and boundary().steps.batches_left:
+            self.recovery.before_step()
 
     def without_reader(self, error: Exception) -> Exception:
         """The error to raise when the reader of a Stream is gone: one that makes all ranks run

@@ -20,6 +20,7 @@ from ..data.dealer import Dealer
 from ..data_parallel.engine import ModelEngine
 from ..join import active
 from ..process.registry import Registry
+from ..process.step_boundary import boundary
 from ..zero.engine import OptimizerEngine
 from .plain_optimizer_steps import OnTaken, PlainSteps
 from .rank_state import Facts
@@ -115,6 +116,7 @@ class LiveObjects:
             min((one.shard.replicas - 1 for one in optimizers.values()), default=None),
             self._call.group.size - 1 if self.plain.is_watching else 0,
             active.follows_groups(),
+            boundary().is_behind_loop,
             checkpoints is not None and checkpoints.config is not None,
         )
 

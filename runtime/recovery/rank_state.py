@@ -78,6 +78,7 @@ class Facts:
     spare: ranks that may be lost at once without loss of sharded state; None: nothing is sharded.
     copies: number of other ranks that have a copy of all that the plain optimizers step.
     follows_groups: the function is inside a Join that follows groups.
+    is_behind_loop: it has left a loop over its data, and is in none.
     keeps_checkpoints: the session has a place for checkpoints.
     """
 
@@ -88,6 +89,7 @@ class Facts:
     spare: int | None = None
     copies: int = 0
     follows_groups: bool = False
+    is_behind_loop: bool = False
     keeps_checkpoints: bool = False
 
     @property
@@ -166,7 +168,8 @@ class RankState:
         if self.has_kept or not facts.missing:
             return Readiness.RUNS_AGAIN
         is_sharded = facts.spare is not None and not facts.has_plain_steps
-        if self.stage is Stage.RUNNING and is_sharded and not facts.follows_groups:
+        has_steps = is_sharded and not facts.follows_groups and not facts.is_behind_loop
+        if self.stage is Stage.RUNNING and has_steps:
             return Readiness.PARKS
         return Readiness.NOT_YET
 

@@ -167,6 +167,10 @@ class Recovery:
         if self._state.is_leaving:
             raise FunctionLeft
 
+    def before_step(self) -> None:
+        """Called between two steps: wait here if a rank is about to leave (Lifeline)."""
+        self._lifeline.before_step()
+
     @property
     def can_begin_again(self) -> bool:
         """Whether the function would run again from the top if it were left now, as far as this

@@ -114,6 +114,34 @@ async def test_a_worker_that_dies_before_it_has_handed_over_takes_its_shard_alon
         )
 
 
+def told_late(ctx: cl.Context, told_at: int, num_steps: int) -> tuple[int, int]:
+    """It registers nothing, and ends with a collective of its own, which cannot be repeated."""
+    model = cl.DistributedDataParallel(torch.nn.Linear(1, 1))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.01, replicas=2)
+    rows = torch.ones(6 * num_steps, 1)
+    for step in ctx.steps(rows, 6, 1, epoch=0):
+        if (ctx.rank, step.number, ctx.world_size) == (1, told_at, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        for batch in step:
+            model(batch).sum().backward()
+        optim.step()
+        optim.zero_grad()
+    time.sleep(0.5)  # By then the notice is heard.
+    optim.consolidate_state_dict(0)
+    return optim.num_steps, ctx.world_size
+
+
+@pytest.mark.parametrize(
+    ("told_at", "num_steps", "world_size"),
+    [pytest.param(7, 8, 3, id="in the last step"), pytest.param(3, 2000, 2, id="in quick steps")],
+)
+async def test_a_worker_that_is_told_to_end_leaves_before_a_step_and_not_behind_the_last(
+    session: cl.Session, told_at: int, num_steps: int, world_size: int
+) -> None:
+    told = await session.run(told_late, told_at=told_at, num_steps=num_steps)
+    assert told == [(num_steps, world_size)] * world_size
+
+
 HEARING = """
 import os, signal, sys, threading
 from actors.worker.sigterm import hear_sigterm

@@ -361,6 +361,8 @@ def test_a_rank_is_ready_for_the_end_of_its_generation_when_it_could_go_on() -> 
     assert state.readiness(facts(0, missing="the model")) is Readiness.NOT_YET
     state.step_counts()
     assert state.readiness(facts(missing="the model")) is Readiness.PARKS
+    behind = facts(missing="the model", is_behind_loop=True)
+    assert state.readiness(behind) is Readiness.NOT_YET, "what comes there cannot be repeated"
     plain = facts(missing="the model", has_plain_steps=True)
     assert state.readiness(plain) is Readiness.NOT_YET
     assert again(5).readiness(nothing) is Readiness.RUNS_AGAIN, "all that it needs is kept"
