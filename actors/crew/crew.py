@@ -167,7 +167,10 @@ class Crew(Asking):
         async def look() -> bool:
             while True:
                 await asyncio.sleep(_LOOK_AFTER_S)
-                await asyncio.to_thread(self._seats.placed)
+                placed = await asyncio.to_thread(self._seats.placed)
+                for seat in self._starting.difference(placed):
+                    # Ray may leave a worker pending whose node died as it was asked for (2.60).
+                    ray.kill(self._workers[seat])
 
         looking = asyncio.create_task(persist(look, "dead nodes are not noticed"), name="seats")
         try:
