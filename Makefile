@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Where PYTHONDONTWRITEBYTECODE is set, each worker would compile all of it: 0.4 s.
-COMPILED := $(BIN)/python -m compileall -q actors collectives runtime chorusline.py tests
+COMPILED := $(BIN)/python -m compileall -q actors collectives runtime chorusline tests
 INSTALLED := .venv/installed
 DIST ?= dist
 

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from collectives.contract.errors import CollectiveError, StoreLost, fresh_copy
-from collectives.stores.store import (
+from chorusline.collectives.contract.errors import CollectiveError, StoreLost, fresh_copy
+from chorusline.collectives.stores.store import (
     Data,
     HashStore,
     Store,

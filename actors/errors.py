@@ -13,12 +13,13 @@
     └── StateLost              owner and replicas of a shard are gone; no rank has its state
 
 An ordinary exception of the user's function is none of these: it reaches the caller as itself.
-Fields are positional, and the text is made in `__str__`, as in `collectives.contract.errors`.
+Fields are positional, and the text is made in `__str__`, as in
+`chorusline.collectives.contract.errors`.
 """
 
 from __future__ import annotations
 
-from collectives.contract.errors import (
+from chorusline.collectives.contract.errors import (
     ChoruslineError,
     CollectiveTimeout,
     GroupAborted,

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from collectives.contract.errors import CollectiveError
-from collectives.diagnosis.debug import DebugLevel
+from chorusline.collectives.contract.errors import CollectiveError
+from chorusline.collectives.diagnosis.debug import DebugLevel
 
 from .arrivals import Readiness as Readiness
 from .fault_plan import Order

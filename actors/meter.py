@@ -18,7 +18,7 @@ from ray.util.metrics import Counter, Gauge
 from .run_status import RunStatus
 
 if TYPE_CHECKING:
-    from collectives.group import Group
+    from chorusline.collectives.group import Group
 
 SAMPLE_S = 0.5
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ray import cloudpickle
 
-from collectives.contract.errors import (
+from chorusline.collectives.contract.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from collectives.contract.call_site import is_users_file
-from collectives.contract.operation import State
-from collectives.diagnosis.flight_recorder import FlightRecording, tell_positions
+from chorusline.collectives.contract.call_site import is_users_file
+from chorusline.collectives.contract.operation import State
+from chorusline.collectives.diagnosis.flight_recorder import FlightRecording, tell_positions
 
 GroupId = tuple[str, tuple[int, ...]]
 """The name, and the ranks as the session counts them: groups that one `split` has made may share a

@@ -23,7 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
 from benchmarks.alternation import alternate, finish, parser, spawn, table
-from runtime.data_parallel.distributed_data_parallel import engine_of
+from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
 
 
 class Backwards(torch.nn.Module):

@@ -25,9 +25,9 @@ from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
 import chorusline as cl
-from actors.fault_plan import Instant
-from runtime.program.context import call_of
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.actors.fault_plan import Instant
+from chorusline.runtime.program.context import call_of
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 
 NUM_SAMPLES, BATCH, EPOCHS = 157, 4, 3
 

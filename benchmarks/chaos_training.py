@@ -25,9 +25,9 @@ import torch
 from ray import cloudpickle
 
 import chorusline as cl
-from runtime.program.context import call_of
-from runtime.recovery.recovery import FunctionLeft
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.runtime.program.context import call_of
+from chorusline.runtime.recovery.recovery import FunctionLeft
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 
 from .chaos_faults import BATCH, EPOCHS, NUM_SAMPLES, Plan, append, entries_of, strike
 

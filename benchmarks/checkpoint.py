@@ -31,12 +31,12 @@ import torch.distributed.checkpoint as dcp
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
-from actors.journal import Journal
-from actors.messages import Assignment, RunRequest
-from actors.run_status import RunStatus
-from actors.worker.lifeline import Lifeline
 from benchmarks.alternation import finish, parser, spawn, table
-from runtime.program.program import Program
+from chorusline.actors.journal import Journal
+from chorusline.actors.messages import Assignment, RunRequest
+from chorusline.actors.run_status import RunStatus
+from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.runtime.program.program import Program
 
 _WARM_UP = 2
 _WIDTH = 1024

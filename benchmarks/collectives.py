@@ -43,9 +43,9 @@ sys.path[0] = str(_ROOT)
 
 from benchmarks.alternation import finish, parser, quartiles, spawn, table, timed
 from benchmarks.collectives_mpi import calls_of, spawn_by_mpiexec
-from collectives import FileStore, Group
-from collectives.shared_memory.algorithms import DIRECT_BYTES
-from collectives.shared_memory.in_place import IN_PLACE_BYTES
+from chorusline.collectives import FileStore, Group
+from chorusline.collectives.shared_memory.algorithms import DIRECT_BYTES
+from chorusline.collectives.shared_memory.in_place import IN_PLACE_BYTES
 
 _SIZES = {"4B": 4, "64KiB": 64 << 10, "1MiB": 1 << 20, "16MiB": 16 << 20}
 _OPERATIONS = (

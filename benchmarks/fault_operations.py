@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from collectives import Group, Work
+from chorusline.collectives import Group, Work
 
 
 @dataclass(frozen=True)

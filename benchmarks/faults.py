@@ -39,7 +39,7 @@ import torch
 
 from benchmarks.alternation import finish, parser, table
 from benchmarks.fault_operations import OPERATIONS, Step
-from collectives import (
+from chorusline.collectives import (
     CollectiveError,
     CollectiveTimeout,
     FileStore,
@@ -49,11 +49,15 @@ from collectives import (
     StoreTimeout,
     Work,
 )
-from collectives.contract.errors import fresh_copy
+from chorusline.collectives.contract.errors import fresh_copy
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["torch", "collectives.transports.gloo", "collectives.shared_memory.algorithms"]
+    [
+        "torch",
+        "chorusline.collectives.transports.gloo",
+        "chorusline.collectives.shared_memory.algorithms",
+    ]
 )
 
 FAULTS = ("kill", "stop", "raise", "cancel", "abort", "none")

@@ -30,7 +30,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import chorusline as cl
 from benchmarks.alternation import alternate, finish, parser, spawn, table
 from benchmarks.step import _WIDTHS, make_model, steps_of
-from runtime.zero.zero_redundancy_optimizer import OptimizerEngine, optimizer_engine_of
+from chorusline.runtime.zero.zero_redundancy_optimizer import OptimizerEngine, optimizer_engine_of
 
 KINDS = ("exp_avg", "exp_avg_sq", "step", "master", "reduced gradient", "parameters")
 

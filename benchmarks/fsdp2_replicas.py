@@ -42,8 +42,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import chorusline as cl
-from collectives.objects.blocking import all_gather_object
-from collectives.torch_backend import NAME, Options
+from chorusline.collectives.objects.blocking import all_gather_object
+from chorusline.collectives.torch_backend.options import Options
+from chorusline.collectives.torch_backend.registration import NAME
 
 RANKS_PER_REPLICA = 2
 BATCH = 16  # samples of a step, of all ranks together

@@ -25,7 +25,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(_ROOT)
 
-from collectives.transports.nccl import SHARES_GPUS, load_nccl
+from chorusline.collectives.transports.nccl import SHARES_GPUS, load_nccl
 
 NO_GPU = 3
 """The exit status where there is no GPU to run on."""

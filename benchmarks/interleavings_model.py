@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from actors.driver.regeneration import Regeneration, what_counts
-from actors.messages import Frozen, Progress
-from collectives.contract.errors import PeerLost
+from chorusline.actors.driver.regeneration import Regeneration, what_counts
+from chorusline.actors.messages import Frozen, Progress
+from chorusline.collectives.contract.errors import PeerLost
 
 _ERROR = PeerLost("all_reduce #1", 0, [0], "gone")
 

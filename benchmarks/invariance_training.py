@@ -26,8 +26,8 @@ from torch import nn
 import chorusline as cl
 from benchmarks.chaos_faults import FAULTS, PHASES, Fault, append, entries_of
 from benchmarks.chaos_training import seat_here
-from runtime.program.context import call_of
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.runtime.program.context import call_of
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 
 NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH, EPOCHS = 53, 16, 3, 3
 STEPS_OF_EPOCH = -(-NUM_SAMPLES // GLOBAL_BATCH)

@@ -20,10 +20,10 @@ import torch
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.alternation import alternate, finish, parser, spawn, table
-from collectives import DebugLevel, FileStore, Group, set_debug_level
-from collectives.contract.call_site import padded_site
-from collectives.contract.operation import Kind, Operation
-from collectives.diagnosis.flight_recorder import FlightRecorder
+from chorusline.collectives import DebugLevel, FileStore, Group, set_debug_level
+from chorusline.collectives.contract.call_site import padded_site
+from chorusline.collectives.contract.operation import Kind, Operation
+from chorusline.collectives.diagnosis.flight_recorder import FlightRecorder
 
 
 class _NoRecorder(FlightRecorder):

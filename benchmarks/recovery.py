@@ -58,8 +58,8 @@ from benchmarks.recovery_training import (
     batch_of,
     make_model,
 )
-from runtime.process.step_boundary import boundary
-from runtime.program.context import call_of
+from chorusline.runtime.process.step_boundary import boundary
+from chorusline.runtime.program.context import call_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -29,7 +29,8 @@ sys.path[0] = str(_ROOT)
 
 from ray import cloudpickle
 
-from actors.driver.events import (
+from benchmarks.alternation import finish, parser, table
+from chorusline.actors.driver.events import (
     RankEnded,
     RankFinished,
     RankFroze,
@@ -37,7 +38,7 @@ from actors.driver.events import (
     WorkerDied,
     WorkerRegistered,
 )
-from actors.driver.instructions import (
+from chorusline.actors.driver.instructions import (
     EndRun,
     FreezeRank,
     Instruction,
@@ -45,10 +46,9 @@ from actors.driver.instructions import (
     ResumeRank,
     StartRank,
 )
-from actors.driver.membership import Membership
-from actors.messages import Frozen, Progress, RunSucceeded, Success, WorkerInfo
-from benchmarks.alternation import finish, parser, table
-from collectives.contract.errors import CollectiveError
+from chorusline.actors.driver.membership import Membership
+from chorusline.actors.messages import Frozen, Progress, RunSucceeded, Success, WorkerInfo
+from chorusline.collectives.contract.errors import CollectiveError
 
 _RANKS_PER_NODE = 8
 _OPTIMIZERS = 1

@@ -27,7 +27,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
 from benchmarks.alternation import finish, parser, quartiles, spawn, table, timed
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 
 _WIDTHS = {"2M": (512, 8), "25M": (1024, 24)}  # width and number of square layers
 _BATCH = 16

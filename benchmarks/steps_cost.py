@@ -37,12 +37,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import chorusline as cl
 from benchmarks.alternation import finish, parser, spawn, table
 from benchmarks.step import make_model
-from runtime.data.dataset_batches import Shard
-from runtime.data.dealer import Dealer
-from runtime.data.fetching.options import FetchOptions
-from runtime.data.step_rows import DatasetRows
-from runtime.data.steps import Steps
-from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from chorusline.runtime.data.dataset_batches import Shard
+from chorusline.runtime.data.dealer import Dealer
+from chorusline.runtime.data.fetching.options import FetchOptions
+from chorusline.runtime.data.step_rows import DatasetRows
+from chorusline.runtime.data.steps import Steps
+from chorusline.runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 WIDTH, BATCH = 512, 16
 NUM_STEPS = 50

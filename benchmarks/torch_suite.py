@@ -44,9 +44,9 @@ def put_ours_in_the_place_of_gloo() -> None:
     from torch.distributed import distributed_c10d
     from torch.distributed.constants import default_pg_timeout
 
-    from collectives.group import Group
-    from collectives.stores.torch_store import StoreFromTorch
-    from collectives.torch_backend.process_group import ChoruslineProcessGroup
+    from chorusline.collectives.group import Group
+    from chorusline.collectives.stores.torch_store import StoreFromTorch
+    from chorusline.collectives.torch_backend.process_group import ChoruslineProcessGroup
 
     gloos: Any = distributed_c10d.ProcessGroupGloo
 

@@ -1,4 +1,4 @@
-"""Groups of ranks that move tensors together, without Ray.
+"""Groups of ranks that move tensors together, without Ray: `chorusline.collectives`.
 
 Names that need torch are imported on first access: the driver's process only passes errors on and
 keeps a store, and importing torch would delay its start, or its replacement, by 1.5 s.
@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
+
+if __name__ != "chorusline.collectives":  # A second copy would have classes of its own.
+    raise ImportError(
+        f"import chorusline.collectives, not {__name__}: it is a package of chorusline"
+    )
 
 from .contract.errors import (
     ChoruslineError,
@@ -55,9 +60,6 @@ def __getattr__(name: str) -> object:
     if name not in _WITH_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)
-    if name == "Group":
-        # A process that uses groups also gets the backend "chorusline" of torch.distributed.
-        importlib.import_module(".torch_backend", __name__).register()
     globals()[name] = found
     return found
 

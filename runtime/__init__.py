@@ -2,3 +2,6 @@
 
 It imports nothing, so that `chorusline --help` does not wait for torch. `chorusline` is the door.
 """
+
+if __name__ != "chorusline.runtime":  # A second copy would have classes of its own.
+    raise ImportError(f"import chorusline.runtime, not {__name__}, from that folder")

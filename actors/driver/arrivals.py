@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from collectives.contract.errors import GroupAborted
+from chorusline.collectives.contract.errors import GroupAborted
 
 from ..arrivals import Invitation, Ticket
 from ..messages import Assignment, Frozen, MemberState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from collectives.contract.errors import CollectiveError
+from chorusline.collectives.contract.errors import CollectiveError
 
 from ..arrivals import Invitation
 from ..messages import Assignment, Resumption, RunFailed, RunSucceeded

@@ -72,7 +72,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from collectives.contract.errors import CollectiveError, GroupAborted
+from chorusline.collectives.contract.errors import CollectiveError, GroupAborted
 
 from .. import messages, whereabouts
 from ..messages import Cancellation, Failure, Loss, MemberState

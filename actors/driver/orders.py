@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from collectives.contract.errors import CollectiveError, CollectiveTimeout, GroupAborted
+from chorusline.collectives.contract.errors import CollectiveError, CollectiveTimeout, GroupAborted
 
 from .. import messages
 from ..messages import Failure, Loss

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from collectives.contract.errors import CollectiveError, GroupAborted, PeerLost
+from chorusline.collectives.contract.errors import CollectiveError, GroupAborted, PeerLost
 
 from .. import messages, outcomes
 from ..messages import Cancellation, Failure, Loss

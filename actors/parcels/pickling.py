@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 from ray import cloudpickle
 
-from collectives.objects.storages import SharedStorages
+from chorusline.collectives.objects.storages import SharedStorages
 
 from .parcel import Parcel
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import ray
 
-from collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
+from chorusline.collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
 
 from ..arrivals import Invitation, Score, Ticket
 from ..calls import Actor
@@ -28,7 +28,7 @@ from ..run_status import MOST_PASSAGES, RunStatus
 from .passages import Passages
 
 if TYPE_CHECKING:
-    from collectives.group import Group
+    from chorusline.collectives.group import Group
 
 _HELD_S = 0.3
 """The most seconds that a rank waits before a step for the end of its generation."""

@@ -6,7 +6,7 @@ import concurrent.futures
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from collectives.contract.errors import CollectiveError, fresh_copy
+from chorusline.collectives.contract.errors import CollectiveError, fresh_copy
 
 from ..actor_store import ActorStore
 from ..calls import Actor
@@ -18,7 +18,7 @@ from .lifeline import Lifeline
 from .training_thread import TrainingThread
 
 if TYPE_CHECKING:
-    from collectives.group import Group
+    from chorusline.collectives.group import Group
 
 
 class Program(Protocol):

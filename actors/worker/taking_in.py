@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from collectives.contract.errors import CollectiveError, GroupAborted
+from chorusline.collectives.contract.errors import CollectiveError, GroupAborted
 
 from ..arrivals import Invitation, Readiness, Score
 from ..messages import Stand, WorkerInfo, WorkerState
@@ -19,7 +19,7 @@ from .run_here import RunHere
 if TYPE_CHECKING:
     import torch
 
-    from collectives.group import Group
+    from chorusline.collectives.group import Group
 
 
 class TakingIn(Outliving):
@@ -90,7 +90,7 @@ class TakingIn(Outliving):
 
 def rehearsal_group(run: RunHere, device: torch.device, before: Group | None) -> Group:
     """The group of a worker that rehearses. before: of an earlier generation, which it closes."""
-    from collectives.rehearsal import RehearsalGroup
+    from chorusline.collectives.rehearsal import RehearsalGroup
 
     if before is not None:
         before.close()

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-import collectives
-from collectives.contract.errors import (
+from chorusline import collectives
+from chorusline.collectives.contract.errors import (
     CollectiveError,
     CollectiveTimeout,
     GroupAborted,
     StoreLost,
     fresh_copy,
 )
-from collectives.diagnosis.debug import get_debug_level, set_debug_level
+from chorusline.collectives.diagnosis.debug import get_debug_level, set_debug_level
 
 from .. import outcomes
 from ..actor_store import ActorStore
@@ -65,7 +65,7 @@ from .taking_in import TakingIn, rehearsal_group
 from .training_thread import TrainingThread
 
 if TYPE_CHECKING:
-    from collectives.group import Group
+    from chorusline.collectives.group import Group
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
 

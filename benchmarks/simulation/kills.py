@@ -26,15 +26,15 @@ import ray
 import torch
 from ray import cloudpickle
 
-from actors.calls import Actor
-from actors.driver.driver import driver_class
-from actors.errors import ends_a_generation
-from actors.messages import Progress, RunRequest, RunSucceeded
-from actors.parcels.parcel import Parcel
-from actors.versions import versions_here
-from actors.worker.worker import worker_class
 from benchmarks.recovery_training import Log
-from collectives.objects.blocking import all_gather_object
+from chorusline.actors.calls import Actor
+from chorusline.actors.driver.driver import driver_class
+from chorusline.actors.errors import ends_a_generation
+from chorusline.actors.messages import Progress, RunRequest, RunSucceeded
+from chorusline.actors.parcels.parcel import Parcel
+from chorusline.actors.versions import versions_here
+from chorusline.actors.worker.worker import worker_class
+from chorusline.collectives.objects.blocking import all_gather_object
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

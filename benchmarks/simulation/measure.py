@@ -20,9 +20,6 @@ from typing import Any
 
 import ray
 
-from actors.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
-from actors.calls import ActorGone, actor_class, answer
-from actors.messages import Assignment, FormerRanks, Frozen, Progress, Resumption
 from benchmarks.scale import fastest
 from benchmarks.simulation.constants import Constants, Cost, Line
 from benchmarks.simulation.kills import (
@@ -33,7 +30,10 @@ from benchmarks.simulation.kills import (
     processes_of_ray,
     until_exit,
 )
-from collectives.contract.errors import PeerLost
+from chorusline.actors.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
+from chorusline.actors.calls import ActorGone, actor_class, answer
+from chorusline.actors.messages import Assignment, FormerRanks, Frozen, Progress, Resumption
+from chorusline.collectives.contract.errors import PeerLost
 
 _CALLS, _ROUNDS = 400, 3
 _SESSIONS = 3

@@ -24,9 +24,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from actors.driver.events import RankFroze, RunStarted, WorkerDied, WorkerRegistered
-from actors.driver.instructions import FreezeRank, Instruction, ResumeRank, StartRank
-from actors.driver.membership import Membership
 from benchmarks.scale import simulated_report, simulated_worker
 from benchmarks.simulation.constants import Constants, Cost
 from benchmarks.simulation.events import (
@@ -39,7 +36,10 @@ from benchmarks.simulation.events import (
     Task,
     Wait,
 )
-from collectives.contract.errors import PeerLost
+from chorusline.actors.driver.events import RankFroze, RunStarted, WorkerDied, WorkerRegistered
+from chorusline.actors.driver.instructions import FreezeRank, Instruction, ResumeRank, StartRank
+from chorusline.actors.driver.membership import Membership
+from chorusline.collectives.contract.errors import PeerLost
 
 SLICES_S = (0.002, 0.005, 0.02)
 """Of sleep of a rank that waits for others in shared memory; the last one repeats."""

@@ -22,13 +22,7 @@ def _folders(package: str) -> list[str]:
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _PASSED_OVER = (
-    # Full paths, because a user of groups alone may have other packages named actors and runtime.
-    *(
-        str(Path(folder).parent / package) + os.sep
-        for folder in _folders(__name__.partition(".")[0])
-        for package in ("collectives", "actors", "runtime")
-    ),
-    *(folder + os.sep for folder in _folders("torch")),
+    *(folder + os.sep for package in ("chorusline", "torch") for folder in _folders(package)),
     "<frozen ",
 )
 

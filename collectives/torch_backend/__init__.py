@@ -1,7 +1,8 @@
 """A backend of torch.distributed over `Group`: `dist.init_process_group("chorusline", ...)`.
 
-    options.py            the backend's name and options
-    process_group.py      registration; a process group: its identity, how it is made and ended
+    registration.py       the backend's name, and its registration with torch
+    options.py            the options of a process group
+    process_group.py      a process group: its identity, how it is made and ended
     torch_operations.py   the operations, as torch calls them
     dispatcher.py         which calls go through torch's own binding, to wrappers and modes
     translation.py        torch's arguments, converted to those of `Group`
@@ -18,8 +19,3 @@ third, and so on: `depth` 0 is the program, 1 its callbacks. Within a depth one 
 callbacks of all process groups, in the order in which they were added, which is the same on all
 ranks. No transfer depends on that thread, so a callback may block in it.
 """
-
-from .options import NAME, Options
-from .process_group import register
-
-__all__ = ["NAME", "Options", "register"]

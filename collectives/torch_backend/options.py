@@ -1,12 +1,10 @@
-"""The backend's name `chorusline` in torch, and the options of a process group."""
+"""The options of a process group of the backend `chorusline`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..group import Group
-
-NAME = "chorusline"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A process group of torch.distributed over `Group`: registered, made, and ended.
+"""A process group of torch.distributed over `Group`: made and ended.
 
 The class also has parts of `Backend`'s interface, because torch calls `_get_backend(device)` for
 them, which returns the process group itself.
@@ -19,17 +19,12 @@ from ..group import Group
 from ..stores.torch_store import StoreFromTorch
 from .depths import Depths
 from .dispatcher import hand_on_functional_operators
-from .options import NAME, Options
+from .options import Options
+from .registration import NAME
 from .torch_operations import TorchOperations
 
 
-def register() -> None:
-    """Register the backend with torch. It may be called again."""
-    # If a script names no backend, torch still chooses Gloo and NCCL.
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _create(arguments: Any, options: Options | None) -> ChoruslineProcessGroup:
+def create(arguments: Any, options: Options | None) -> ChoruslineProcessGroup:
     """Make a process group; torch calls it on every rank. Blocks until all ranks have come.
 
     arguments: torch's _DistributedBackendOptions.

@@ -32,7 +32,7 @@ from . import several, sparse
 from .depths import Depths
 from .dispatcher import formerly, operation
 from .monitored_barrier import monitored_barrier
-from .options import NAME
+from .registration import NAME
 from .several import only, some
 from .torch_work import TorchWork, in_turn
 from .translation import all_moved, moved, reduction, seconds

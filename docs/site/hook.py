@@ -134,7 +134,7 @@ def _undocumented_methods(owner: griffe.Class) -> Iterator[griffe.Object]:
 
 
 def _is_outside(base: griffe.Expr) -> bool:
-    return not base.canonical_path.startswith(("collectives.", "actors.", "runtime."))
+    return not base.canonical_path.startswith("chorusline.")
 
 
 def _overview(public: dict[str, griffe.Object]) -> str:

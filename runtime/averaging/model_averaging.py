@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from collectives import Group, ReduceOp
+from chorusline.collectives import Group, ReduceOp
 
 from ..join.active import active_join
 from ..process.running import current_group

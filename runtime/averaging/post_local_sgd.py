@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from collectives import Group, ReduceOp
-from collectives.objects.blocking import all_gather_object
-from collectives.transports.host import host_identity
+from chorusline.collectives import Group, ReduceOp
+from chorusline.collectives.objects.blocking import all_gather_object
+from chorusline.collectives.transports.host import host_identity
 
 from ..data_parallel.gradients.comm_hooks import GradBucket
 from ..process.running import current_group

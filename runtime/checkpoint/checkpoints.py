@@ -22,11 +22,11 @@ from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Self
 
-from collectives import CollectiveError, Group, StoreLost
-from collectives.contract.call_site import is_users_file, short_site, users_frame
-from collectives.diagnosis.debug import logger
-from collectives.objects.blocking import broadcast_object
-from collectives.stores.store import PrefixStore
+from chorusline.collectives import CollectiveError, Group, StoreLost
+from chorusline.collectives.contract.call_site import is_users_file, short_site, users_frame
+from chorusline.collectives.diagnosis.debug import logger
+from chorusline.collectives.objects.blocking import broadcast_object
+from chorusline.collectives.stores.store import PrefixStore
 
 from ..join.active import active_join
 from ..process.between_runs import between_runs

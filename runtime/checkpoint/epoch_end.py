@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from collectives import ChoruslineError, StoreTimeout
-from collectives.stores.store import PrefixStore
+from chorusline.collectives import ChoruslineError, StoreTimeout
+from chorusline.collectives.stores.store import PrefixStore
 
 from .format.epoch_end import write_note
 from .format.pieces import Contents, Path, TensorRange

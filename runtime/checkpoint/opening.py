@@ -7,8 +7,8 @@ import logging
 import socket
 import warnings
 
-from collectives import Group
-from collectives.objects.blocking import all_gather_object, broadcast_object
+from chorusline.collectives import Group
+from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
 
 from .format import catalog
 from .format.errors import CheckpointCorrupted, CheckpointNotFound, CheckpointPlaceUnusable

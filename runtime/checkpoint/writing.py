@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.errors import ends_a_generation
-from collectives import ChoruslineError, Group, PeerLost, StoreLost, StoreTimeout
-from collectives.stores.store import PrefixStore
+from chorusline.actors.errors import ends_a_generation
+from chorusline.collectives import ChoruslineError, Group, PeerLost, StoreLost, StoreTimeout
+from chorusline.collectives.stores.store import PrefixStore
 
 from .alike import Numbers, why_unlike
 from .config import CheckpointConfig

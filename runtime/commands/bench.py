@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from collectives import FileStore, Group, Work
+from chorusline.collectives import FileStore, Group, Work
 
 OPERATIONS = (
     "all_reduce",

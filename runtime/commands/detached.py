@@ -14,8 +14,8 @@ from typing import Any
 
 import ray
 
-from actors.errors import NoCluster
-from collectives.contract.errors import ChoruslineError
+from chorusline.actors.errors import NoCluster
+from chorusline.collectives.contract.errors import ChoruslineError
 
 from ..session import connecting
 from ..session.attaching import attach

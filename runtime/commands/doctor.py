@@ -23,11 +23,15 @@ from pathlib import Path
 
 import torch
 
-from actors.worker.devices import VISIBLE
-from collectives.shared_memory.layout import make_memory
-from collectives.shared_memory.symmetric_memory import make_symmetric
-from collectives.transports.interfaces import GLOO_VARIABLE, NCCL_VARIABLE, check_gloo_interfaces
-from collectives.transports.nccl import SHARES_GPUS, load_nccl
+from chorusline.actors.worker.devices import VISIBLE
+from chorusline.collectives.shared_memory.layout import make_memory
+from chorusline.collectives.shared_memory.symmetric_memory import make_symmetric
+from chorusline.collectives.transports.interfaces import (
+    GLOO_VARIABLE,
+    NCCL_VARIABLE,
+    check_gloo_interfaces,
+)
+from chorusline.collectives.transports.nccl import SHARES_GPUS, load_nccl
 
 from .visible_gpus import traps
 

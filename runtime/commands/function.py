@@ -13,8 +13,8 @@ from typing import Any
 
 from ray import cloudpickle
 
-from collectives.contract.articles import with_article
-from collectives.contract.errors import ChoruslineError
+from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.contract.errors import ChoruslineError
 
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
 from ..session.session import Session

@@ -46,7 +46,7 @@ def on_ranks(act: Callable[[], int]) -> int:
 def print_error(error: BaseException, trace: TracebackType | None = None) -> None:
     """Print the error and its causes; a NoCluster in one line. trace: the frames of the user's
     code, if there are any."""
-    from actors.errors import NoCluster  # Not above: `--help` answers without Ray.
+    from chorusline.actors.errors import NoCluster  # Not above: `--help` answers without Ray.
 
     if isinstance(error, NoCluster):
         print(error, file=sys.stderr)

@@ -19,10 +19,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from actors.calls import ActorGone, NoAnswer, answers
-from actors.lasting import INCARNATION, KEEPER, NAMESPACE, Lasting, names_of
-from actors.messages import DriverSnapshot, MemberState, Report, Survey, WorkerSnapshot
-from collectives.contract.errors import ChoruslineError
+from chorusline.actors.calls import ActorGone, NoAnswer, answers
+from chorusline.actors.lasting import INCARNATION, KEEPER, NAMESPACE, Lasting, names_of
+from chorusline.actors.messages import DriverSnapshot, MemberState, Report, Survey, WorkerSnapshot
+from chorusline.collectives.contract.errors import ChoruslineError
 
 from ..data.stragglers import FAR
 from ..session import connecting

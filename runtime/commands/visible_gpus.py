@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from actors.worker.devices import VISIBLE
+from chorusline.actors.worker.devices import VISIBLE
 
 _SHOW_ALL = f"unset {VISIBLE} before `ray start`, and in runtime environments"
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from actors.errors import StreamLost
+from chorusline.actors.errors import StreamLost
 
 from .dealer import Dealt
 from .dealing import Hands, left_of

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from collectives.contract.articles import with_article
+from chorusline.collectives.contract.articles import with_article
 
 from .batches import Batches
 from .cursor import Cursor, Rest

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives import CollectiveMismatch, Group
-from collectives.operations.host_reads import device_numbers
+from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..process.micro_batches import StepPlan, Summing
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from collectives import Group
-from collectives.diagnosis.debug import logger
-from collectives.objects.blocking import all_gather_object
+from chorusline.collectives import Group
+from chorusline.collectives.diagnosis.debug import logger
+from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..process.between_runs import between_runs
 from ..process.micro_batches import StepPlan, Summing, in_common

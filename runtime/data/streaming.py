@@ -29,8 +29,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from actors.calls import GONE, Actor, nodes_leaving, why_gone
-from actors.errors import StreamLost
+from chorusline.actors.calls import GONE, Actor, nodes_leaving, why_gone
+from chorusline.actors.errors import StreamLost
 
 from .batches import Batches
 from .cursor import Cursor

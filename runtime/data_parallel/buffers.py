@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from collectives import CollectiveError, CollectiveMismatch, Group, Work
+from chorusline.collectives import CollectiveError, CollectiveMismatch, Group, Work
 
 from .same_model import broadcast_tensors
 

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from actors.errors import ends_a_generation
-from collectives import CollectiveMismatch, Group
-from collectives.contract.torch_words import TOO_MANY, says
-from collectives.diagnosis.debug import is_informing
+from chorusline.actors.errors import ends_a_generation
+from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.contract.torch_words import TOO_MANY, says
+from chorusline.collectives.diagnosis.debug import is_informing
 
 from ..join.join import GroupJoinable, Join, Joinable
 from ..join.join_hook import JoinHook

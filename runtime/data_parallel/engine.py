@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives import Group
+from chorusline.collectives import Group
 
 from ..join.join import Join, Joinable
 from ..join.pass_pattern import PassPattern

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from collectives.operations.host_reads import device_numbers
+from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..partition.shards import padded_numel, shard_numel
 from ..process.micro_batches import StepPlan

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from collectives import Group, ReduceOp
-from collectives.contract.torch_words import says
+from chorusline.collectives import Group, ReduceOp
+from chorusline.collectives.contract.torch_words import says
 
 from ..process.running import current_group
 from .same_model import broadcast_tensors, check_devices, check_same_model, check_wrapping

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from collectives import Group, Work
-from collectives.contract.dtypes import DTYPES
-from collectives.diagnosis.blame import check_like_rank_0
-from collectives.objects.blocking import all_gather_row
+from chorusline.collectives import Group, Work
+from chorusline.collectives.contract.dtypes import DTYPES
+from chorusline.collectives.diagnosis.blame import check_like_rank_0
+from chorusline.collectives.objects.blocking import all_gather_row
 
 
 def check_wrapping(module: object, group: object) -> None:

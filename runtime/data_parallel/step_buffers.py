@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives import Group
+from chorusline.collectives import Group
 
 from .same_model import broadcast_tensors
 

@@ -18,8 +18,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from collectives import Group
-from collectives.contract.torch_words import says
+from chorusline.collectives import Group
+from chorusline.collectives.contract.torch_words import says
 
 from ..process.between_runs import between_runs
 from ..process.running import current_group

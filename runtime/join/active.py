@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from collectives import Group
+from chorusline.collectives import Group
 
 from ..process.step_boundary import boundary
 from .join import Join

@@ -26,10 +26,10 @@ from functools import partial
 
 import torch
 
-from collectives import Group
-from collectives.contract.operation import Kind, describe
-from collectives.neutral import take_part, why_not_without
-from collectives.operations.host_reads import device_numbers
+from chorusline.collectives import Group
+from chorusline.collectives.contract.operation import Kind, describe
+from chorusline.collectives.neutral import take_part, why_not_without
+from chorusline.collectives.operations.host_reads import device_numbers
 
 from .ledger import JoinLedger
 

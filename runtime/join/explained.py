@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from collectives import CollectiveMismatch, CollectiveTimeout
-from collectives.contract.call_site import users_level
-from collectives.contract.errors import ALL_ARRIVE, SAME_ORDER
+from chorusline.collectives import CollectiveMismatch, CollectiveTimeout
+from chorusline.collectives.contract.call_site import users_level
+from chorusline.collectives.contract.errors import ALL_ARRIVE, SAME_ORDER
 
 
 def explain(error: BaseException, absent: Sequence[int], *, follows: bool) -> None:

@@ -25,9 +25,9 @@ from typing import Any, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from actors.errors import Interrupted
-from collectives import Group, Work
-from collectives.operations.host_reads import device_numbers
+from chorusline.actors.errors import Interrupted
+from chorusline.collectives import Group, Work
+from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..process.agreement import Agreement, Note
 from ..process.running import Survival

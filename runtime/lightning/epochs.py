@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
 
-from collectives.objects.blocking import all_gather_object
+from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..join.join import Join

@@ -29,8 +29,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler
 
-from collectives import Group, ReduceOp
-from collectives.objects.blocking import all_gather_object
+from chorusline.collectives import Group, ReduceOp
+from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..data_parallel.same_model import broadcast_tensors

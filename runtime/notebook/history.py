@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from statistics import median
 
-from actors.messages import Report, numbers_of
+from chorusline.actors.messages import Report, numbers_of
 
 _MOST_POINTS = 2000  # of one rank; with more, every other point is dropped
 _MOST_BINS = 512

@@ -30,6 +30,6 @@ def _as_the_rank_saw_it(error: BaseException) -> str | None:
     notes = getattr(error, "__notes__", [])
     if there is not None:
         return "\n".join([str(there).rstrip("\n"), *notes])
-    if type(error).__module__.startswith(("actors.", "collectives.")):
+    if type(error).__module__.startswith(("chorusline.actors.", "chorusline.collectives.")):
         return "".join(traceback.format_exception_only(error))  # with the error's notes
     return None

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from html import escape
 from typing import Any
 
-from actors.messages import Report, WorkerSnapshot
+from chorusline.actors.messages import Report, WorkerSnapshot
 
 from .history import History
 from .plots import COLORS, Line, chart

@@ -15,7 +15,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from collectives import Group
+from chorusline.collectives import Group
 
 MAX_ITERATIONS = 4
 """The most iterations over shards that a rank can be in at once: the vote of a step whose samples

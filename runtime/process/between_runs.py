@@ -30,7 +30,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collectives import Group, TorchStore
+from chorusline.collectives import Group, TorchStore
 
 
 class OfGroup:

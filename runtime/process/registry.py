@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from collectives.contract.articles import with_article
+from chorusline.collectives.contract.articles import with_article
 
 from .random_state import RandomState
 

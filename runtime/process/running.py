@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from actors.fault_plan import Faults
-from collectives.group import Group
+from chorusline.actors.fault_plan import Faults
+from chorusline.collectives.group import Group
 
 T = TypeVar("T")
 

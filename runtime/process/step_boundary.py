@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 import torch
 
-from actors.errors import Interrupted
-from actors.run_status import RunStatus
-from actors.worker.memory import device_memory_bytes
-from collectives import Group
+from chorusline.actors.errors import Interrupted
+from chorusline.actors.run_status import RunStatus
+from chorusline.actors.worker.memory import device_memory_bytes
+from chorusline.collectives import Group
 
 from .agreement import Agreement, Note
 from .between_runs import between_runs

@@ -24,9 +24,10 @@ import torch.distributed as dist
 import torch.distributed.device_mesh
 from ray.util import get_node_ip_address
 
-from collectives import Group, TorchStore
-from collectives.objects.blocking import broadcast_object
-from collectives.torch_backend import NAME, Options
+from chorusline.collectives import Group, TorchStore
+from chorusline.collectives.objects.blocking import broadcast_object
+from chorusline.collectives.torch_backend.options import Options
+from chorusline.collectives.torch_backend.registration import NAME
 
 from .between_runs import World, between_runs
 

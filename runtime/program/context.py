@@ -9,9 +9,9 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.utils.data import DataLoader
 
-from collectives.contract.torch_words import TOO_FEW, TOO_MANY, says
-from collectives.group import Group
-from collectives.objects.blocking import all_gather_object, all_gather_row
+from chorusline.collectives.contract.torch_words import TOO_FEW, TOO_MANY, says
+from chorusline.collectives.group import Group
+from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ..checkpoint.saving import Saving
 from ..data.batches import Batches

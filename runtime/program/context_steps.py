@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from collectives.contract.torch_words import says
+from chorusline.collectives.contract.torch_words import says
 
 from ..data.dataset_batches import MapStyleDataset, check_dataset
 from ..data.fetching.options import FetchOptions

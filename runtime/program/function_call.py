@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from actors.journal import Journal
-from actors.messages import Assignment, Report
-from actors.parcels.pickling import pickled
-from collectives.contract.call_site import users_level
-from collectives.contract.errors import GroupAborted, fresh_copy
-from collectives.diagnosis.debug import logger
-from collectives.group import Group
-from collectives.objects.blocking import broadcast_object
+from chorusline.actors.journal import Journal
+from chorusline.actors.messages import Assignment, Report
+from chorusline.actors.parcels.pickling import pickled
+from chorusline.collectives.contract.call_site import users_level
+from chorusline.collectives.contract.errors import GroupAborted, fresh_copy
+from chorusline.collectives.diagnosis.debug import logger
+from chorusline.collectives.group import Group
+from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.saving import Saving

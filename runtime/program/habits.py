@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from collectives.contract.torch_words import TOO_FEW
+from chorusline.collectives.contract.torch_words import TOO_FEW
 
 _VARIABLES = {
     "RANK": "ctx.rank",

@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from actors.errors import Interrupted, StateLost, ends_a_generation
-from actors.journal import Journal
-from actors.messages import NOWHERE, Assignment, Resumption
-from actors.run_status import RunStatus
-from actors.worker.lifeline import Lifeline
-from collectives.group import Group
-from collectives.rehearsal import CannotRehearse, RehearsalGroup
+from chorusline.actors.errors import Interrupted, StateLost, ends_a_generation
+from chorusline.actors.journal import Journal
+from chorusline.actors.messages import NOWHERE, Assignment, Resumption
+from chorusline.actors.run_status import RunStatus
+from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.collectives.group import Group
+from chorusline.collectives.rehearsal import CannotRehearse, RehearsalGroup
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
@@ -35,7 +35,7 @@ LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (acto
 
 
 class Program:
-    """A train function and its arguments: what `actors.worker.run_here.Program` asks for."""
+    """A train function and its arguments, as `actors/worker/run_here.py` asks for them."""
 
     def __init__(
         self,

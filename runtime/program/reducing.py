@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from collectives.contract.operation import ReduceOp
-from collectives.group import Group
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 
 _OPS = {
     "mean": ReduceOp.AVG,

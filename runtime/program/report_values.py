@@ -8,8 +8,8 @@ from typing import Any
 import numpy
 import torch
 
-from actors.messages import ReportValue
-from collectives.contract.articles import with_article
+from chorusline.actors.messages import ReportValue
+from chorusline.collectives.contract.articles import with_article
 
 MOST_NUMBERS = 1024
 """In one value of a report. Reports travel in the order in which they come, so a large one would

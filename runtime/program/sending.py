@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from actors.parcels.parcel import Parcel
-from actors.parcels.pickling import packed
+from chorusline.actors.parcels.parcel import Parcel
+from chorusline.actors.parcels.pickling import packed
 
 from ..checkpoint.config import CheckpointConfig
 from ..data.fetching.of_loader import refuse_sharded

@@ -29,15 +29,15 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from actors.arrivals import Invitation, Ticket
-from actors.arrivals import Score as GivenScore
-from actors.errors import ends_a_generation
-from actors.messages import Resumption
-from actors.worker.lifeline import Lifeline
-from collectives import CollectiveError, GroupAborted
-from collectives.diagnosis.debug import logger
-from collectives.kept_results import KeptResults
-from collectives.rehearsal import CannotRehearse, RehearsalGroup
+from chorusline.actors.arrivals import Invitation, Ticket
+from chorusline.actors.arrivals import Score as GivenScore
+from chorusline.actors.errors import ends_a_generation
+from chorusline.actors.messages import Resumption
+from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.collectives import CollectiveError, GroupAborted
+from chorusline.collectives.diagnosis.debug import logger
+from chorusline.collectives.kept_results import KeptResults
+from chorusline.collectives.rehearsal import CannotRehearse, RehearsalGroup
 
 from ..data.step_door import StepsUnderWay
 from ..process.registry import Registered

@@ -18,11 +18,11 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from actors.errors import StateLost, ends_a_generation
-from actors.run_status import RunStatus
-from actors.worker.lifeline import Lifeline
-from collectives import ChoruslineError, CollectiveError, Group, GroupAborted
-from collectives.objects.blocking import all_gather_object
+from chorusline.actors.errors import StateLost, ends_a_generation
+from chorusline.actors.run_status import RunStatus
+from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.collectives import ChoruslineError, CollectiveError, Group, GroupAborted
+from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..checkpoint.config import CheckpointConfig
 from ..process.registry import Registered

@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from actors.fault_plan import Instant
-from actors.messages import Assignment, Resumption
-from actors.worker.lifeline import Lifeline
-from collectives import Group
-from collectives.objects.blocking import all_gather_object
+from chorusline.actors.fault_plan import Instant
+from chorusline.actors.messages import Assignment, Resumption
+from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.collectives import Group
+from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data.dealer import DataPosition
 from ..data.step_door import StepsUnderWay

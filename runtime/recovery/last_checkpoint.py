@@ -20,9 +20,9 @@ from typing import Any, Self
 
 import torch
 
-from actors.errors import StateLost
-from collectives import Group
-from collectives.objects.blocking import all_gather_object
+from chorusline.actors.errors import StateLost
+from chorusline.collectives import Group
+from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import NEVER, CheckpointConfig

@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from actors.messages import DROPPED, Assignment, Progress
-from collectives import Group
-from collectives.contract.operation import State
+from chorusline.actors.messages import DROPPED, Assignment, Progress
+from chorusline.collectives import Group
+from chorusline.collectives.contract.operation import State
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..data.dealer import Dealer

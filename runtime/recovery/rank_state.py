@@ -18,7 +18,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.messages import DROPPED, NOWHERE, Frozen, Progress, Readiness, Resumption
+from chorusline.actors.messages import DROPPED, NOWHERE, Frozen, Progress, Readiness, Resumption
 
 
 class Stage(enum.Enum):

@@ -23,11 +23,11 @@ or collective, and is left there.
 
 from __future__ import annotations
 
-from actors.errors import ends_a_generation
-from actors.fault_plan import Instant
-from actors.messages import NOWHERE, Resumption
-from actors.worker.lifeline import Lifeline
-from collectives import Group, GroupAborted, GroupClosed
+from chorusline.actors.errors import ends_a_generation
+from chorusline.actors.fault_plan import Instant
+from chorusline.actors.messages import NOWHERE, Resumption
+from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.collectives import Group, GroupAborted, GroupClosed
 
 from ..data_parallel.engine import ModelEngine
 from ..process.registry import Registered

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from actors.messages import Progress
-from collectives import Group
-from collectives.objects.blocking import broadcast_object
+from chorusline.actors.messages import Progress
+from chorusline.collectives import Group
+from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..data_parallel.same_model import broadcast_tensors

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from collectives import Group
-from collectives.objects.blocking import all_gather_object, broadcast_object
+from chorusline.collectives import Group
+from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..partition.resharding import Range, plan_transfers

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from actors.messages import Progress
-from collectives import Group
-from collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
-from collectives.objects.blocking import broadcast_object
+from chorusline.actors.messages import Progress
+from chorusline.collectives import Group
+from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
+from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..data.step_door import StepsPlace, StepsUnderWay
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from actors.messages import Report
+from chorusline.actors.messages import Report
 
 from .session import Session
 from .showing.progress import Progress

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from actors.errors import NoCluster, StartupError
+from chorusline.actors.errors import NoCluster, StartupError
 
 from ..notebook import in_kernel
 from ..process.running import is_running

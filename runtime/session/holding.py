@@ -7,16 +7,16 @@ from typing import Any
 
 import ray
 
-from actors.calls import HEAD_ANSWER_S, head_stays_gone
-from actors.crew.crew import Crew
-from actors.crew.listening import News
-from actors.errors import DriverLost
-from actors.fault_plan import Order
-from actors.lasting import Lasting
-from actors.messages import RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
-from actors.parcels.parcel import Parcel
-from actors.whereabouts import Whereabouts
-from collectives.diagnosis.debug import get_debug_level
+from chorusline.actors.calls import HEAD_ANSWER_S, head_stays_gone
+from chorusline.actors.crew.crew import Crew
+from chorusline.actors.crew.listening import News
+from chorusline.actors.errors import DriverLost
+from chorusline.actors.fault_plan import Order
+from chorusline.actors.lasting import Lasting
+from chorusline.actors.messages import RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from chorusline.actors.parcels.parcel import Parcel
+from chorusline.actors.whereabouts import Whereabouts
+from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from ..checkpoint.config import CheckpointConfig
 from .holders import telling_who_holds

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from actors.errors import NoCluster
+from chorusline.actors.errors import NoCluster
 
 
 def show_in_one_line() -> None:

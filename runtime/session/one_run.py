@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actors.messages import Report
+from chorusline.actors.messages import Report
 
 from ..checkpoint.config import CheckpointConfig
 from ..program.sending import check_not_own

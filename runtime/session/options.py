@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.runtime_env import RuntimeEnv
 
-from actors.worker.devices import narrowed_by
+from chorusline.actors.worker.devices import narrowed_by
 
 from ..checkpoint.config import CheckpointConfig
 from ..process.random_state import check_seed

@@ -13,10 +13,10 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from actors import fault_plan
-from actors.messages import Report, RunFailed, RunSucceeded, WorkerSnapshot
-from actors.outcomes import raise_failure
-from actors.parcels.parcel import Parcel
+from chorusline.actors import fault_plan
+from chorusline.actors.messages import Report, RunFailed, RunSucceeded, WorkerSnapshot
+from chorusline.actors.outcomes import raise_failure
+from chorusline.actors.parcels.parcel import Parcel
 
 from .. import notebook
 from ..checkpoint.config import CheckpointConfig

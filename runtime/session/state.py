@@ -6,9 +6,9 @@ import asyncio
 import enum
 from dataclasses import dataclass
 
-from actors.crew.crew import STEP_S
-from actors.driver.driver import GRACE_S
-from actors.messages import DriverSnapshot, WorkerSnapshot
+from chorusline.actors.crew.crew import STEP_S
+from chorusline.actors.driver.driver import GRACE_S
+from chorusline.actors.messages import DriverSnapshot, WorkerSnapshot
 
 
 class SessionState(enum.Enum):

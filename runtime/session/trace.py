@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actors.messages import WorkerSnapshot
-from actors.whereabouts import Whereabouts
-from collectives import FlightRecording, RecordedCollective
-from collectives.contract.operation import State
+from chorusline.actors.messages import WorkerSnapshot
+from chorusline.actors.whereabouts import Whereabouts
+from chorusline.collectives import FlightRecording, RecordedCollective
+from chorusline.collectives.contract.operation import State
 
 _FEWEST_ENDS = 3  # fewer shared collectives do not show the difference of two clocks
 _SYNCHRONIZING = ("barrier", "all_reduce", "all_gather")

@@ -8,8 +8,8 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-from actors.crew.crew import Crew
-from actors.messages import WorkerSnapshot
+from chorusline.actors.crew.crew import Crew
+from chorusline.actors.messages import WorkerSnapshot
 
 TOLD_AFTER_S = 8.0
 """Longer than a start on an idle machine takes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from actors.run_status import Passage, RunStatus
+from chorusline.actors.run_status import Passage, RunStatus
 
 from .tracker import TrackedEvent
 

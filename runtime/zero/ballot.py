@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from collectives import CollectiveMismatch, Group
-from collectives.operations.host_reads import device_numbers
+from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..process.agreement import (
     MAX_ITERATIONS,

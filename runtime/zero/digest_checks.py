@@ -34,8 +34,8 @@ from typing import Any, Protocol
 
 import torch
 
-from collectives import CollectiveMismatch, Group
-from collectives.objects.blocking import all_gather_object
+from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data_parallel.engine import names_of
 from ..data_parallel.gradients.reducer import Reducer

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from collectives.operations.host_reads import Reading, device_numbers
+from chorusline.collectives.operations.host_reads import Reading, device_numbers
 
 from ..data_parallel.gradients.reducer import Reducer
 from ..process.agreement import Agreement, check_votes, read_agreement, vote_of

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from actors.errors import ends_a_generation
-from actors.fault_plan import Faults, Instant
-from actors.messages import Progress
-from collectives import CollectiveError, Group
+from chorusline.actors.errors import ends_a_generation
+from chorusline.actors.fault_plan import Faults, Instant
+from chorusline.actors.messages import Progress
+from chorusline.collectives import CollectiveError, Group
 
 from ..data_parallel.engine import ModelEngine
 from ..data_parallel.gradients.gradient_bucket import GradientBucket

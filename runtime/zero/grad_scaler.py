@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from collectives import Group
+from chorusline.collectives import Group
 
 from ..join.join import GroupJoinable, Joinable
 from ..join.join_hook import JoinHook

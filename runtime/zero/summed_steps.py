@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from actors.fault_plan import Faults, Instant
-from actors.messages import Progress
-from collectives import CollectiveError
+from chorusline.actors.fault_plan import Faults, Instant
+from chorusline.actors.messages import Progress
+from chorusline.collectives import CollectiveError
 
 from ..data_parallel.engine import ModelEngine
 from ..data_parallel.gradients.reducer import Reducer

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from collectives import CollectiveMismatch, Group
+from chorusline.collectives import CollectiveMismatch, Group
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..data_parallel.engine import names_of, owner_of

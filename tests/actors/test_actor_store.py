@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import ray
 
-from actors import errors
-from actors.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
-from actors.calls import actor_class
-from collectives import Group
-from collectives.contract.errors import (
+from chorusline.actors import errors
+from chorusline.actors.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
+from chorusline.actors.calls import actor_class
+from chorusline.collectives import Group
+from chorusline.collectives.contract.errors import (
     ChoruslineError,
     GroupAborted,
     PeerLost,
     StoreLost,
     StoreTimeout,
 )
-from collectives.stores.store import HashStore, PrefixStore, Store
+from chorusline.collectives.stores.store import HashStore, PrefixStore, Store
 from tests.contracts.store import StoreContract
 
 

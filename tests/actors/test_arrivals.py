@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from actors.arrivals import Ticket
-from actors.driver import events, instructions
-from actors.driver.arrivals import MOST_ATTEMPTS
-from actors.driver.events import Event
-from actors.driver.instructions import Instruction
-from actors.driver.membership import Membership
-from actors.driver.run_state import Phase
-from actors.messages import Failure, Frozen, MemberState, Progress, RunSucceeded, Success
+from chorusline.actors.arrivals import Ticket
+from chorusline.actors.driver import events, instructions
+from chorusline.actors.driver.arrivals import MOST_ATTEMPTS
+from chorusline.actors.driver.events import Event
+from chorusline.actors.driver.instructions import Instruction
+from chorusline.actors.driver.membership import Membership
+from chorusline.actors.driver.run_state import Phase
+from chorusline.actors.messages import Failure, Frozen, MemberState, Progress, RunSucceeded, Success
 from tests.references.driver_events import GONE, death, resumptions, worker
 
 HERE = Ticket("0/0/steps#0", "objects")

@@ -22,7 +22,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from actors.calls import ActorGone, NoAnswer, answer, answers, refuses, stays_refused
+from chorusline.actors.calls import ActorGone, NoAnswer, answer, answers, refuses, stays_refused
 
 KILLED = """1 worker(s) were killed due to the node running low on memory.
 Memory on the node was 27.2GB / 28.8GB (0.95), which exceeds the memory usage threshold of 0.95.
@@ -79,7 +79,7 @@ def test_silence_is_no_death():
 
 CHILD = """
 import os, sys, time
-from actors.calls import end_with_parent
+from chorusline.actors.calls import end_with_parent
 
 if os.fork():
     time.sleep(60)
@@ -115,7 +115,7 @@ async def test_one_refused_connection_does_not_say_that_the_head_is_gone() -> No
 
 def test_without_a_cluster_the_head_is_gone_and_none_is_started() -> None:
     program = (
-        "import ray\nfrom actors.calls import head_is_gone\n"
+        "import ray\nfrom chorusline.actors.calls import head_is_gone\n"
         "assert head_is_gone(1.0)\nassert not ray.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from actors.worker.devices import (
+from chorusline.actors.worker.devices import (
     RAY_HIDES_NONE,
     SHARED_GPUS,
     VISIBLE,
@@ -137,8 +137,8 @@ WITH_RAY = """
 import asyncio, os, sys
 import ray
 import chorusline as cl
-from actors.worker.devices import NoGpu, choose_gpu, environment_of_workers
-from actors.worker.gpu import own_gpu
+from chorusline.actors.worker.devices import NoGpu, choose_gpu, environment_of_workers
+from chorusline.actors.worker.gpu import own_gpu
 
 ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.fault_plan import VARIABLE, Faults, Instant, Order, What, drawn, parsed
+from chorusline.actors.fault_plan import VARIABLE, Faults, Instant, Order, What, drawn, parsed
 
 
 def test_orders_are_read_as_they_are_written() -> None:

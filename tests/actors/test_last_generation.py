@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.driver.events import (
+from chorusline.actors.driver.events import (
     Event,
     LastSaveEnded,
     Leaving,
@@ -19,7 +19,7 @@ from actors.driver.events import (
     RunTakenOver,
     WorkerRegistered,
 )
-from actors.driver.instructions import (
+from chorusline.actors.driver.instructions import (
     AbortRank,
     AttachRank,
     EndRun,
@@ -29,9 +29,9 @@ from actors.driver.instructions import (
     StartPause,
     StartRank,
 )
-from actors.driver.membership import Membership
-from actors.driver.situation import MAX_VAIN
-from actors.messages import (
+from chorusline.actors.driver.membership import Membership
+from chorusline.actors.driver.situation import MAX_VAIN
+from chorusline.actors.messages import (
     NOWHERE,
     Cancellation,
     Failure,
@@ -42,7 +42,7 @@ from actors.messages import (
     Stand,
     Success,
 )
-from collectives.contract.errors import GroupAborted
+from chorusline.collectives.contract.errors import GroupAborted
 from tests.references.driver_events import GONE, death, resumptions, worker
 
 SAVED = GroupAborted(1, [], "it is saved")

@@ -3,9 +3,9 @@
 import threading
 from typing import Any
 
-from actors.messages import Assignment, RunRequest
-from actors.worker.lifeline import Lifeline
-from collectives.contract.errors import GroupAborted
+from chorusline.actors.messages import Assignment, RunRequest
+from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.collectives.contract.errors import GroupAborted
 
 
 def lifeline() -> Lifeline:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from actors.driver.events import (
+from chorusline.actors.driver.events import (
     Event,
     GraceEnded,
     RankEnded,
@@ -17,9 +17,15 @@ from actors.driver.events import (
     WorkerDied,
     WorkerRegistered,
 )
-from actors.driver.instructions import AbortRank, EndRun, Instruction, StartGrace, StartRank
-from actors.driver.membership import Membership
-from actors.messages import (
+from chorusline.actors.driver.instructions import (
+    AbortRank,
+    EndRun,
+    Instruction,
+    StartGrace,
+    StartRank,
+)
+from chorusline.actors.driver.membership import Membership
+from chorusline.actors.messages import (
     Assignment,
     Cancellation,
     Failure,
@@ -31,7 +37,7 @@ from actors.messages import (
     Success,
     WorkerInfo,
 )
-from collectives.contract.errors import GroupAborted, PeerLost
+from chorusline.collectives.contract.errors import GroupAborted, PeerLost
 from tests.references.driver_events import death, worker
 
 

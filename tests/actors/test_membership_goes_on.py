@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.driver.departures import MAX_ATTEMPTS
-from actors.driver.events import (
+from chorusline.actors.driver.departures import MAX_ATTEMPTS
+from chorusline.actors.driver.events import (
     Event,
     Leaving,
     PatienceEnded,
@@ -23,7 +23,7 @@ from actors.driver.events import (
     WorkerDied,
     WorkerRegistered,
 )
-from actors.driver.instructions import (
+from chorusline.actors.driver.instructions import (
     AbortRank,
     AttachRank,
     AwaitReadiness,
@@ -36,9 +36,9 @@ from actors.driver.instructions import (
     StartPause,
     StartRank,
 )
-from actors.driver.membership import Membership
-from actors.driver.situation import MAX_VAIN
-from actors.messages import (
+from chorusline.actors.driver.membership import Membership
+from chorusline.actors.driver.situation import MAX_VAIN
+from chorusline.actors.messages import (
     Assignment,
     FormerRanks,
     Frozen,
@@ -51,7 +51,7 @@ from actors.messages import (
     Success,
     WorkerInfo,
 )
-from collectives.contract.errors import CollectiveTimeout, GroupAborted
+from chorusline.collectives.contract.errors import CollectiveTimeout, GroupAborted
 from tests.references.driver_events import GONE, death, resumptions, worker
 
 

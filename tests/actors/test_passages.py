@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from actors.messages import Assignment, FormerRanks, Resumption
-from actors.run_status import Passage
-from actors.worker.passages import Passages
+from chorusline.actors.messages import Assignment, FormerRanks, Resumption
+from chorusline.actors.run_status import Passage
+from chorusline.actors.worker.passages import Passages
 
 
 def assignment(generation: int, size: int, rank: int = 0) -> Assignment:

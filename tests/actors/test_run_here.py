@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.actor_store import ActorStore
-from actors.journal import Journal
-from actors.messages import Assignment, RunRequest
-from actors.worker.run_here import RunHere
-from collectives import GroupAborted
+from chorusline.actors.actor_store import ActorStore
+from chorusline.actors.journal import Journal
+from chorusline.actors.messages import Assignment, RunRequest
+from chorusline.actors.worker.run_here import RunHere
+from chorusline.collectives import GroupAborted
 
 THIRD = Assignment(3, 0, 2, 0, 2, 0)
 

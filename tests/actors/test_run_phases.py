@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from actors.driver import events, instructions
-from actors.driver.events import Event
-from actors.driver.instructions import Instruction
-from actors.driver.membership import Membership
-from actors.driver.run_state import Phase, RunState
-from actors.driver.situation import Situation, assess
-from actors.messages import (
+from chorusline.actors.driver import events, instructions
+from chorusline.actors.driver.events import Event
+from chorusline.actors.driver.instructions import Instruction
+from chorusline.actors.driver.membership import Membership
+from chorusline.actors.driver.run_state import Phase, RunState
+from chorusline.actors.driver.situation import Situation, assess
+from chorusline.actors.messages import (
     Assignment,
     Failure,
     Frozen,
@@ -210,7 +210,9 @@ def test_what_is_decided_follows_from_phase_and_situation(
     assert seen.situation is Situation.READY
     run.phase = phase
     outlook = replace(seen, situation=situation, why="no more losses")
-    monkeypatch.setattr("actors.driver.membership.assess", lambda run, known, arrivals: outlook)
+    monkeypatch.setattr(
+        "chorusline.actors.driver.membership.assess", lambda run, known, arrivals: outlook
+    )
     kinds = {type(one) for one in membership._decide(run)}
     hopeless = (Phase.SAVING_LAST, {instructions.ResumeRank, instructions.StartLastSave})
     stop = (Phase.STOPPING, {instructions.AbortRank, instructions.StartGrace})

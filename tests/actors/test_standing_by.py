@@ -6,8 +6,8 @@ import gc
 import os
 import threading
 
-from actors.worker.memory import spare_modules
-from actors.worker.standing_by import patient
+from chorusline.actors.worker.memory import spare_modules
+from chorusline.actors.worker.standing_by import patient
 
 
 def priority() -> int:

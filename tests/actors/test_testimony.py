@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from actors.driver.events import RankEnded, RanksAnswered, RunStarted, WorkerRegistered
-from actors.driver.instructions import AbortRank, AskRanks, EndRun, StartGrace
-from actors.driver.membership import Membership
-from actors.messages import Failure, RunFailed, WorkerInfo
-from actors.whereabouts import Whereabouts, tell
-from collectives import (
+from chorusline.actors.driver.events import RankEnded, RanksAnswered, RunStarted, WorkerRegistered
+from chorusline.actors.driver.instructions import AbortRank, AskRanks, EndRun, StartGrace
+from chorusline.actors.driver.membership import Membership
+from chorusline.actors.messages import Failure, RunFailed, WorkerInfo
+from chorusline.actors.whereabouts import Whereabouts, tell
+from chorusline.collectives import (
     CollectiveMismatch,
     CollectiveTimeout,
     DebugLevel,
@@ -27,10 +27,10 @@ from collectives import (
     get_debug_level,
     set_debug_level,
 )
-from collectives.contract.operation import State
-from collectives.group import Group
-from runtime.program.context import Context
-from runtime.session.session import Session
+from chorusline.collectives.contract.operation import State
+from chorusline.collectives.group import Group
+from chorusline.runtime.program.context import Context
+from chorusline.runtime.session.session import Session
 
 DONE, FAILED, STARTED = State.DONE, State.FAILED, State.STARTED
 

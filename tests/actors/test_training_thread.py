@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.worker.training_thread import TrainingThread
+from chorusline.actors.worker.training_thread import TrainingThread
 
 
 def thread_of(function, conclude=lambda value, error: (value, error)):

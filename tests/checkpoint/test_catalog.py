@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.checkpoint.checkpoints import Checkpoints
-from runtime.checkpoint.contents import STATE, whole_of
-from runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
-from runtime.checkpoint.format.reader import CheckpointReader
-from runtime.checkpoint.format.shard_file import write_part
-from runtime.checkpoint.format.storage import open_storage
-from runtime.commands.command_line import main
-from runtime.process.registry import Registry
+from chorusline.runtime.checkpoint.checkpoints import Checkpoints
+from chorusline.runtime.checkpoint.contents import STATE, whole_of
+from chorusline.runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
+from chorusline.runtime.checkpoint.format.reader import CheckpointReader
+from chorusline.runtime.checkpoint.format.shard_file import write_part
+from chorusline.runtime.checkpoint.format.storage import open_storage
+from chorusline.runtime.commands.command_line import main
+from chorusline.runtime.process.registry import Registry
 from tests.references.checkpoint_places import (
     DAMAGES,
     folder_of,
@@ -92,7 +92,7 @@ def _save_while_another_run_begins(group: cl.Group, place: Path) -> str:
     registry.add("model", torch.nn.Linear(3, 3))
     config = cl.CheckpointConfig(place)
     with pytest.MonkeyPatch.context() as patch, Checkpoints(group, registry, config) as checkpoints:
-        patch.setattr("runtime.checkpoint.checkpoints.write_part", write_and_wait)
+        patch.setattr("chorusline.runtime.checkpoint.checkpoints.write_part", write_and_wait)
         saving = checkpoints.save(None, 1, [0])
         assert has_written.wait(20)
         with Checkpoints(group, Registry(), config):

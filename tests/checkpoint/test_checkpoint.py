@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chorusline as cl
-from runtime.checkpoint.contents import STATE, whole_of
-from runtime.checkpoint.format.boxes import boxes_of, split_evenly
-from runtime.checkpoint.format.catalog import newest_whole
-from runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
-from runtime.checkpoint.format.reader import CheckpointReader
-from runtime.checkpoint.format.shard_file import write_part
-from runtime.checkpoint.format.storage import Folder, open_storage
-from runtime.commands.command_line import main
-from runtime.program.context import call_of
+from chorusline.runtime.checkpoint.contents import STATE, whole_of
+from chorusline.runtime.checkpoint.format.boxes import boxes_of, split_evenly
+from chorusline.runtime.checkpoint.format.catalog import newest_whole
+from chorusline.runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
+from chorusline.runtime.checkpoint.format.reader import CheckpointReader
+from chorusline.runtime.checkpoint.format.shard_file import write_part
+from chorusline.runtime.checkpoint.format.storage import Folder, open_storage
+from chorusline.runtime.commands.command_line import main
+from chorusline.runtime.program.context import call_of
 from tests.harness.gpus import gpus_of
 from tests.harness.ranks import Rank
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train, same

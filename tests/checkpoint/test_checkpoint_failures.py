@@ -17,12 +17,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import chorusline as cl
-from runtime.checkpoint.checkpoints import Checkpoints
-from runtime.checkpoint.format.catalog import newest_whole
-from runtime.checkpoint.format.reader import CheckpointReader
-from runtime.checkpoint.format.shard_file import write_part
-from runtime.checkpoint.format.storage import open_storage
-from runtime.process.registry import Registry
+from chorusline.runtime.checkpoint.checkpoints import Checkpoints
+from chorusline.runtime.checkpoint.format.catalog import newest_whole
+from chorusline.runtime.checkpoint.format.reader import CheckpointReader
+from chorusline.runtime.checkpoint.format.shard_file import write_part
+from chorusline.runtime.checkpoint.format.storage import open_storage
+from chorusline.runtime.process.registry import Registry
 from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, run_ranks
 from tests.references.checkpoint_places import (
     DAMAGES,
@@ -65,7 +65,7 @@ def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
     registry.add("model", model)
     checkpoints = Checkpoints(group, registry, cl.CheckpointConfig(place))
     with pytest.MonkeyPatch.context() as patch, checkpoints:
-        patch.setattr("runtime.checkpoint.checkpoints.write_part", write_late)
+        patch.setattr("chorusline.runtime.checkpoint.checkpoints.write_part", write_late)
         savings = []
         for step in (1, 2):
             torch.nn.init.constant_(model.weight, step)
@@ -363,7 +363,7 @@ def _write_slowly(rank: Rank, place: str) -> int:
     def body(ctx: cl.Context) -> int:
         Parts(ctx)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("runtime.checkpoint.checkpoints.write_part", write_late)
+            patch.setattr("chorusline.runtime.checkpoint.checkpoints.write_part", write_late)
             ctx.save().wait()
         return ctx.step
 

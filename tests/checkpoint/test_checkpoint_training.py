@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.checkpoint.format.manifest import MANIFEST
-from runtime.data.cursor import Cursor, Rest, Used
-from runtime.data.dataset_batches import Shard
-from runtime.data.dealer import Dealt
-from runtime.data.dealing import deal
+from chorusline.runtime.checkpoint.format.manifest import MANIFEST
+from chorusline.runtime.data.cursor import Cursor, Rest, Used
+from chorusline.runtime.data.dataset_batches import Shard
+from chorusline.runtime.data.dealer import Dealt
+from chorusline.runtime.data.dealing import deal
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train, same
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.checkpoint.format.epoch_end import NOTE
-from runtime.checkpoint.format.manifest import MANIFEST
+from chorusline.runtime.checkpoint.format.epoch_end import NOTE
+from chorusline.runtime.checkpoint.format.manifest import MANIFEST
 from tests.harness.standing_ranks import StandingRanks
 from tests.references.checkpoint_runs import in_run, make_model, same
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import chorusline as cl
-from runtime.checkpoint.checkpoints import Checkpoints
-from runtime.process.registry import Registry
+from chorusline.runtime.checkpoint.checkpoints import Checkpoints
+from chorusline.runtime.process.registry import Registry
 from tests.harness.arrivals import FEW, at_full_size, has_ended, train_until_stopped
 
 

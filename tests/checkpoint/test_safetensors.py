@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.checkpoint.export import export
-from runtime.commands.command_line import main
+from chorusline.runtime.checkpoint.export import export
+from chorusline.runtime.commands.command_line import main
 from tests.references.checkpoint_runs import in_run
 
 

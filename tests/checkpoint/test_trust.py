@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.commands.command_line import main
+from chorusline.runtime.commands.command_line import main
 from tests.references.checkpoint_runs import in_run
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import (
+from chorusline.collectives import (
     CollectiveTimeout,
     Group,
     HashStore,
@@ -21,7 +21,7 @@ from collectives import (
     UnsupportedOperation,
     register_backend,
 )
-from collectives.objects.messages import Script, ScriptedWork
+from chorusline.collectives.objects.messages import Script, ScriptedWork
 from tests.contracts.group import HOST_CONTRACT, name_of
 from tests.contracts.handle import check_objects_between_two
 from tests.contracts.operations import check_barrier

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from collectives import (
+from chorusline.collectives import (
     DebugLevel,
     Group,
     ReduceOp,
     set_debug_level,
 )
-from collectives.contract.errors import (
+from chorusline.collectives.contract.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     StoreTimeout,

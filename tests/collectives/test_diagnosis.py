@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import (
+from chorusline.collectives import (
     DebugLevel,
     get_debug_level,
     set_debug_level,
     set_debug_level_from_env,
 )
-from collectives.diagnosis.debug import inform
+from chorusline.collectives.diagnosis.debug import inform
 from tests.harness.ranks import Rank, run_ranks, transports
 
 
@@ -59,7 +59,7 @@ def test_a_level_that_does_not_exist_is_refused_with_the_choices(
 
 
 def test_what_is_told_at_info_is_seen_where_nobody_set_up_logging() -> None:
-    program = "from collectives.diagnosis.debug import inform; inform('%d buckets', 3)"
+    program = "from chorusline.collectives.diagnosis.debug import inform; inform('%d buckets', 3)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.stderr == "3 buckets\n"
 

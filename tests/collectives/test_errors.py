@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from collectives.contract.errors import (
+from chorusline.collectives.contract.errors import (
     ChoruslineError,
     CollectiveError,
     CollectiveMismatch,
@@ -23,8 +23,8 @@ from collectives.contract.errors import (
     error_to_json,
     fresh_copy,
 )
-from collectives.group import Group
-from collectives.stores.store import HashStore
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.store import HashStore
 
 COLLECTIVE_ERRORS: list[CollectiveError] = [
     CollectiveTimeout("all_reduce #118 (4 float32)", 3, [2], 30.0, "rank 2 is at barrier #7"),
@@ -71,7 +71,9 @@ def test_every_error_is_there_to_be_tested() -> None:
         return found.union(*map(kinds, found)) if found else found
 
     ours = {
-        kind for kind in kinds(ChoruslineError) if kind.__module__ == "collectives.contract.errors"
+        kind
+        for kind in kinds(ChoruslineError)
+        if kind.__module__ == "chorusline.collectives.contract.errors"
     }
     assert ours - {type(error) for error in ERRORS} == {CollectiveError}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from collectives.contract.errors import StaleStore, StoreLost, StoreTimeout
-from collectives.stores.file_store import _TURN, FileStore, _lock, _turn
+from chorusline.collectives.contract.errors import StaleStore, StoreLost, StoreTimeout
+from chorusline.collectives.stores.file_store import _TURN, FileStore, _lock, _turn
 from tests.harness.ranks import FORKS, Rank, Ranks, run_ranks
 
 

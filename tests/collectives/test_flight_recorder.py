@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import (
+from chorusline.collectives import (
     Group,
     ReduceOp,
 )
-from collectives.contract.errors import (
+from chorusline.collectives.contract.errors import (
     CollectiveTimeout,
 )
-from collectives.contract.operation import State
-from collectives.diagnosis.flight_recorder import CAPACITY, tell_positions
-from collectives.transports.liveness import StorePosition, culprits
+from chorusline.collectives.contract.operation import State
+from chorusline.collectives.diagnosis.flight_recorder import CAPACITY, tell_positions
+from chorusline.collectives.transports.liveness import StorePosition, culprits
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, error_of, run_ranks, transports
 
 
@@ -73,7 +73,7 @@ def test_a_hook_that_torch_calls_is_recorded_at_the_line_of_backward(alone: Grou
     parameter.sum().backward()
     # The hook itself is the user's code here, so it counts.
     assert alone.flight_recorder.collectives[0].line == hook_of.__code__.co_firstlineno + 2
-    from runtime.data_parallel.same_model import broadcast_tensors
+    from chorusline.runtime.data_parallel.same_model import broadcast_tensors
 
     here = line() + 1
     broadcast_tensors([torch.ones(2)], 0, alone)

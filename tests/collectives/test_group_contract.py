@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.group import Group
-from collectives.stores.store import HashStore
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.store import HashStore
 from tests.contracts.group import CONTRACT, HOST_CONTRACT, name_of
 from tests.contracts.operations import check_all_reduce, check_barrier, check_bits
 from tests.harness.ranks import GLOO, NCCL, SHARED_MEMORY, Rank, on_gpus, run_ranks

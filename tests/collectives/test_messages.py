@@ -17,8 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectives import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupClosed, PeerLost
-from collectives.group import Group
+from chorusline.collectives import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    GroupClosed,
+    PeerLost,
+)
+from chorusline.collectives.group import Group
 from tests.harness.ranks import GLOO, Body, Rank, Ranks, run_ranks, transports
 
 

@@ -13,21 +13,26 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.contract.dtypes import DTYPES
-from collectives.contract.errors import (
+from chorusline.collectives.contract.dtypes import DTYPES
+from chorusline.collectives.contract.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
 )
-from collectives.contract.operation import ReduceOp
-from collectives.contract.work import Work
-from collectives.diagnosis.debug import DebugLevel, set_debug_level
-from collectives.group import Group
-from collectives.operations.arguments import travelling_dtype
-from collectives.stores.store import HashStore
-from collectives.transports.nccl import connect, load_nccl
-from collectives.transports.nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
+from chorusline.collectives.group import Group
+from chorusline.collectives.operations.arguments import travelling_dtype
+from chorusline.collectives.stores.store import HashStore
+from chorusline.collectives.transports.nccl import connect, load_nccl
+from chorusline.collectives.transports.nccl_codes import (
+    DTYPE_CODES,
+    REDUCE_OP_CODES,
+    as_moved,
+    lacks,
+)
 from tests.contracts.handle import finish
 from tests.contracts.numbers import assert_equal
 from tests.harness.gpus import Gpus, gpus_of

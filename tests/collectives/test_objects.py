@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.contract.errors import (
+from chorusline.collectives.contract.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
     PayloadUnreadable,
     PeerLost,
 )
-from collectives.group import Group
-from collectives.objects.blocking import all_gather_object
+from chorusline.collectives.group import Group
+from chorusline.collectives.objects.blocking import all_gather_object
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, error_of, run_ranks, transports
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collectives.operations.arguments import share_memory
+from chorusline.collectives.operations.arguments import share_memory
 
 
 def test_ranges_of_one_storage_share_memory_where_they_meet() -> None:

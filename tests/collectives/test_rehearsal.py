@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import Group, GroupAborted, HashStore
-from collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
-from collectives.rehearsal import CannotRehearse, RehearsalGroup
+from chorusline.collectives import Group, GroupAborted, HashStore
+from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
+from chorusline.collectives.rehearsal import CannotRehearse, RehearsalGroup
 
 
 def begins(group: Any, rank: int) -> list[Any]:

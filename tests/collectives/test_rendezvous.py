@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import Group, StaleStore, StoreLost, StoreTimeout, store_from_url
-from collectives.stores.file_store import FileStore
+from chorusline.collectives import Group, StaleStore, StoreLost, StoreTimeout, store_from_url
+from chorusline.collectives.stores.file_store import FileStore
 from tests.harness.programs import output_of
 from tests.harness.ranks import FORKS
 
@@ -231,7 +231,7 @@ def test_what_the_environment_lacks_is_named(monkeypatch: pytest.MonkeyPatch) ->
 PROGRAM = r"""
 import os, sys
 import torch
-from collectives import Group, store_from_url
+from chorusline.collectives import Group, store_from_url
 
 store, rank, size = store_from_url("env://", timeout_s=30)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

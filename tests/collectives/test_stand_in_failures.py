@@ -18,14 +18,14 @@ import pytest
 import torch
 
 import chorusline as cl
-from collectives.contract.errors import (
+from chorusline.collectives.contract.errors import (
     CollectiveTimeout,
     GroupAborted,
     PeerLost,
     UnsupportedOperation,
 )
-from runtime.process.agreement import check_votes, vote_numel, vote_of
-from runtime.zero.ballot import Ballot, Vote
+from chorusline.runtime.process.agreement import check_votes, vote_numel, vote_of
+from chorusline.runtime.zero.ballot import Ballot, Vote
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from collectives.group import Group
+from chorusline.collectives.group import Group
 from tests.contracts.group import CONTRACT, name_of
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in, seeds
 

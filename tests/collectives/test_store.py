@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from collectives.contract.errors import StaleStore, StoreLost
-from collectives.stores.file_store import FileStore
-from collectives.stores.store import HashStore, PrefixStore, Store
-from collectives.stores.torch_store import StoreFromTorch, TorchStore
+from chorusline.collectives.contract.errors import StaleStore, StoreLost
+from chorusline.collectives.stores.file_store import FileStore
+from chorusline.collectives.stores.store import HashStore, PrefixStore, Store
+from chorusline.collectives.stores.torch_store import StoreFromTorch, TorchStore
 from tests.contracts.store import StoreContract
 from tests.harness.torch_groups import tcp_store
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.contract.errors import (
+from chorusline.collectives.contract.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
     GroupClosed,
     PeerLost,
 )
-from collectives.group import Group
+from chorusline.collectives.group import Group
 from tests.harness.ranks import Rank, Ranks, error_of, run_ranks, transports
 
 # -- ends ----------------------------------------------------------------------------------------

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectives import Group, ReduceOp
-from collectives.contract.errors import CollectiveTimeout, PeerLost
-from collectives.shared_memory.algorithms import SLOT_BYTES
-from collectives.shared_memory.in_place import IN_PLACE_BYTES, Sharing
-from collectives.shared_memory.lane import Body
-from collectives.shared_memory.layout import make_memory
-from collectives.shared_memory.segment import SharedSegment
-from collectives.shared_memory.symmetric_memory import NOWHERE, make_symmetric, place_of
+from chorusline.collectives import Group, ReduceOp
+from chorusline.collectives.contract.errors import CollectiveTimeout, PeerLost
+from chorusline.collectives.shared_memory.algorithms import SLOT_BYTES
+from chorusline.collectives.shared_memory.in_place import IN_PLACE_BYTES, Sharing
+from chorusline.collectives.shared_memory.lane import Body
+from chorusline.collectives.shared_memory.layout import make_memory
+from chorusline.collectives.shared_memory.segment import SharedSegment
+from chorusline.collectives.shared_memory.symmetric_memory import NOWHERE, make_symmetric, place_of
 from tests.harness.ranks import GLOO, Rank, Ranks, error_of, run_ranks
 from tests.harness.standing_ranks import StandingRanks
 

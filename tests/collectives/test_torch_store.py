@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives.contract.errors import StoreLost
-from collectives.stores.store import HashStore
-from collectives.stores.torch_store import Caller, NoAnswer, StoreFromTorch, TorchStore
+from chorusline.collectives.contract.errors import StoreLost
+from chorusline.collectives.stores.store import HashStore
+from chorusline.collectives.stores.torch_store import Caller, NoAnswer, StoreFromTorch, TorchStore
 from tests.harness.ranks import FORKS, Rank, run_ranks
 from tests.harness.torch_groups import tcp_store
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.contract.errors import CollectiveTimeout, GroupAborted, GroupClosed
-from collectives.group import Group
+from chorusline.collectives.contract.errors import CollectiveTimeout, GroupAborted, GroupClosed
+from chorusline.collectives.group import Group
 from tests.harness.ranks import GLOO, Rank, error_of, run_ranks, transports
 
 

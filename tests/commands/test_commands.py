@@ -21,18 +21,18 @@ from ray.job_submission import JobSubmissionClient
 from rich.console import Console
 
 import chorusline as cl
-from actors.lasting import INCARNATION, NAMESPACE
-from actors.worker.devices import VISIBLE
-from runtime.commands.arguments import keywords, script_and_function, workers
-from runtime.commands.bench import Row, bus_factor, nbytes, table
-from runtime.commands.bench import WrongUsage as WrongCase
-from runtime.commands.command_line import main
-from runtime.commands.status import _show, survey
-from runtime.commands.visible_gpus import traps
+from chorusline.actors.lasting import INCARNATION, NAMESPACE
+from chorusline.actors.worker.devices import VISIBLE
+from chorusline.runtime.commands.arguments import keywords, script_and_function, workers
+from chorusline.runtime.commands.bench import Row, bus_factor, nbytes, table
+from chorusline.runtime.commands.bench import WrongUsage as WrongCase
+from chorusline.runtime.commands.command_line import main
+from chorusline.runtime.commands.status import _show, survey
+from chorusline.runtime.commands.visible_gpus import traps
 from tests import ROOT
 from tests.harness.head_node import free_ports, head_node, wait_until
 
-CHORUSLINE = [sys.executable, "-m", "runtime.commands.command_line"]
+CHORUSLINE = [sys.executable, "-m", "chorusline.runtime.commands.command_line"]
 SCRIPT = """
 import sys, time
 from typing import NoReturn
@@ -325,7 +325,7 @@ def test_a_cluster_of_another_version_is_told_with_the_mend(cluster: None) -> No
     """Ray compares what a process says of itself with what the cluster was started with."""
     program = (
         "import sys, ray; ray.__version__ = '1.0.0'\n"
-        "from runtime.commands.command_line import main\n"
+        "from chorusline.runtime.commands.command_line import main\n"
         f"sys.exit(main(['status', '--address', {address()!r}]))"
     )
     done = subprocess.run(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import chorusline as cl
-from actors.lasting import KEEPER, names_of
-from runtime.commands.command_line import main
+from chorusline.actors.lasting import KEEPER, names_of
+from chorusline.runtime.commands.command_line import main
 from tests.harness.programs import completed
 
 SCRIPT = """
@@ -31,7 +31,12 @@ async def test_a_detached_run_prints_its_name_and_goes_on_for_one_who_attaches(
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("NUMBER = 40\n")
     begun = completed(
-        *("-m", "runtime.commands.command_line", "run", f"{tmp_path / 'train.py'}:train"),
+        *(
+            "-m",
+            "chorusline.runtime.commands.command_line",
+            "run",
+            f"{tmp_path / 'train.py'}:train",
+        ),
         *("--workers", "2", "--detach", "--", "--steps", "50", "--pause-s", "0.05"),
         timeout_s=120,
         environment=on_cluster,
@@ -69,7 +74,7 @@ async def test_a_detached_script_that_torchrun_could_start_goes_on_for_one_who_a
 ) -> None:
     (tmp_path / "plain.py").write_text(TORCHRUNS_SCRIPT)
     begun = completed(
-        *("-m", "runtime.commands.command_line", "run", "--workers", "2", "--detach"),
+        *("-m", "chorusline.runtime.commands.command_line", "run", "--workers", "2", "--detach"),
         *("--name", "plain-night", tmp_path / "plain.py", "60"),
         timeout_s=120,
         environment=on_cluster,
@@ -92,7 +97,7 @@ def test_a_run_that_cannot_begin_leaves_no_session(
     script.write_text("import threading\nlock = threading.Lock()\n\ndef train(ctx):\n    lock\n")
     with pytest.raises(AssertionError, match="cannot be sent to the workers"):
         completed(
-            *("-m", "runtime.commands.command_line", "run", f"{script}:train"),
+            *("-m", "chorusline.runtime.commands.command_line", "run", f"{script}:train"),
             *("-d", "--name", "unsendable"),
             timeout_s=120,
             environment=on_cluster,

@@ -9,14 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from runtime.session.connecting import no_cluster
+from chorusline.runtime.session.connecting import no_cluster
 
 COMMANDS = {
-    "run --detach": ("-m", "runtime.commands.command_line", "run", "train.py:train", "--detach"),
-    "attach": ("-m", "runtime.commands.command_line", "attach", "night"),
-    "status": ("-m", "runtime.commands.command_line", "status"),
-    "stop": ("-m", "runtime.commands.command_line", "stop", "night"),
-    "run script.py": ("-m", "runtime.commands.command_line", "run", "script.py", "attach"),
+    "run --detach": (
+        "-m",
+        "chorusline.runtime.commands.command_line",
+        "run",
+        "train.py:train",
+        "--detach",
+    ),
+    "attach": ("-m", "chorusline.runtime.commands.command_line", "attach", "night"),
+    "status": ("-m", "chorusline.runtime.commands.command_line", "status"),
+    "stop": ("-m", "chorusline.runtime.commands.command_line", "stop", "night"),
+    "run script.py": (
+        "-m",
+        "chorusline.runtime.commands.command_line",
+        "run",
+        "script.py",
+        "attach",
+    ),
     "cl.attach": ("script.py", "attach"),
     "detached=True": ("script.py", "session"),
 }

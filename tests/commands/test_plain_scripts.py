@@ -13,14 +13,14 @@ import pytest
 import ray
 
 import chorusline as cl
-from runtime.commands.command_line import main
-from runtime.process.torch_distributed import is_stock
-from runtime.program.plain_script import PlainScript, run_plain_script
+from chorusline.runtime.commands.command_line import main
+from chorusline.runtime.process.torch_distributed import is_stock
+from chorusline.runtime.program.plain_script import PlainScript, run_plain_script
 from tests import ROOT
 
 SCRIPTS = ROOT / "tests/commands/plain_scripts"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-OURS = ["-m", "runtime.commands.command_line", "run", "--workers", "2"]
+OURS = ["-m", "chorusline.runtime.commands.command_line", "run", "--workers", "2"]
 ON_CPU = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from collectives.contract.operation import Kind
-from collectives.contract.work import Work
-from collectives.group import Group
+from chorusline.collectives.contract.operation import Kind
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
 
 
 def check_results_and_futures(group: Group) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.contract.operation import ReduceOp
-from collectives.group import Group
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 from tests.contracts.handle import awaited, finish
 from tests.contracts.numbers import assert_equal
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from collectives.contract.dtypes import DTYPES
-from collectives.contract.operation import ReduceOp
-from collectives.group import Group
+from chorusline.collectives.contract.dtypes import DTYPES
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 from tests.references.reductions import UFUNCS
 
 SMALL_SIZES = (0, 1, 10)

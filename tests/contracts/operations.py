@@ -7,9 +7,9 @@ import time
 import numpy as np
 import torch
 
-from collectives.contract.dtypes import DTYPES
-from collectives.contract.operation import ReduceOp
-from collectives.group import Group
+from chorusline.collectives.contract.dtypes import DTYPES
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 from tests.contracts.handle import settle
 from tests.contracts.numbers import (
     BITWISE,

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from collectives.contract.errors import StoreTimeout
-from collectives.stores.store import Store
-from collectives.stores.torch_store import TorchStore
+from chorusline.collectives.contract.errors import StoreTimeout
+from chorusline.collectives.stores.store import Store
+from chorusline.collectives.stores.torch_store import TorchStore
 
 
 class StoreContract:

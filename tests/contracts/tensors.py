@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.contract.errors import UnsupportedOperation
-from collectives.contract.operation import ReduceOp
-from collectives.group import Group
+from chorusline.collectives.contract.errors import UnsupportedOperation
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 from tests.contracts.handle import settle
 from tests.contracts.numbers import assert_equal
 

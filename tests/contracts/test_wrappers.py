@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from collectives import Group
+from chorusline.collectives import Group
 
 
 class Plain(torch.Tensor):

@@ -81,7 +81,7 @@ def test_after_a_resume_the_number_is_the_same_and_what_is_left_is_told_beside_i
 
 
 def test_the_number_of_steps_of_a_stream_is_not_known() -> None:
-    from runtime.data.streaming import StreamShard
+    from chorusline.runtime.data.streaming import StreamShard
 
     shard = object.__new__(StreamShard)
     with pytest.raises(TypeError, match=r"not known before its end\. Count them in one epoch"):

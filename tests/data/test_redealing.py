@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from runtime.data.dataset_batches import Shard
-from runtime.data.dealer import Dealer, Left
-from runtime.data.dealing import redeal
-from runtime.data.number_set import as_text, numbers_of
+from chorusline.runtime.data.dataset_batches import Shard
+from chorusline.runtime.data.dealer import Dealer, Left
+from chorusline.runtime.data.dealing import redeal
+from chorusline.runtime.data.number_set import as_text, numbers_of
 
 NUM_SAMPLES = 24
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime.data.row_reader import ReaderDied, ReadingKey, RowReader
+from chorusline.runtime.data.row_reader import ReaderDied, ReadingKey, RowReader
 
 FIRST: ReadingKey = ("run", 3, 1)
 NUM_ROWS = 23

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from runtime.data.dataset_batches import Shard
-from runtime.data.dealing import deal
+from chorusline.runtime.data.dataset_batches import Shard
+from chorusline.runtime.data.dealing import deal
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

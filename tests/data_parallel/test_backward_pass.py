@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import chorusline as cl
-from runtime.data_parallel.distributed_data_parallel import engine_of
+from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.data_parallel.distributed_data_parallel import engine_of
+from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.harness.ranks import error_of
 from tests.references.training import batches_of
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import chorusline as cl
-from runtime.data_parallel.distributed_data_parallel import engine_of
+from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
 
 _OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),

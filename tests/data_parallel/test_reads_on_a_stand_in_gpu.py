@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import chorusline as cl
-from collectives.contract.work import Work
-from collectives.objects import blocking
-from runtime.commands import bench
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.objects import blocking
+from chorusline.runtime.commands import bench
 from tests import ROOT
 from tests.harness.ranks import Rank
 from tests.harness.stand_in_gpu import streams
@@ -60,12 +60,12 @@ def measure(group: cl.Group) -> None:
 
 
 def gather_in_lightning(group: cl.Group) -> None:
-    strategy = importlib.import_module("runtime.lightning.strategy")
+    strategy = importlib.import_module("chorusline.runtime.lightning.strategy")
     strategy._gathered(torch.ones(3), group)
 
 
 def reduce_in_lightning(group: cl.Group) -> None:
-    strategy = importlib.import_module("runtime.lightning.strategy").ChoruslineStrategy
+    strategy = importlib.import_module("chorusline.runtime.lightning.strategy").ChoruslineStrategy
     at_once = strategy.__new__(strategy)  # Lightning's trainer would give it its parts.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strategy, "root_device", group.device)

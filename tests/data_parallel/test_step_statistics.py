@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import DebugLevel, Group, HashStore, set_debug_level
-from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+from chorusline.collectives import DebugLevel, Group, HashStore, set_debug_level
+from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
 from tests.harness.standing_ranks import StandingRanks
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.data_parallel.distributed_data_parallel import engine_of
+from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.harness.gpus import gpus_of
 from tests.harness.ranks import error_of
 from tests.harness.standing_ranks import another_group

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from collectives.objects.blocking import (
+from chorusline.collectives.objects.blocking import (
     all_gather_object,
     all_gather_row,
     broadcast_object,

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import chorusline as cl
-from collectives.contract.work import Work
-from runtime.zero.ballot import Ballot
-from runtime.zero.shards.parameter_shard import ParameterShard
+from chorusline.collectives.contract.work import Work
+from chorusline.runtime.zero.ballot import Ballot
+from chorusline.runtime.zero.shards.parameter_shard import ParameterShard
 from tests.harness.ranks import Rank
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in

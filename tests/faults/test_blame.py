@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.contract.errors import CollectiveError, CollectiveTimeout
-from collectives.diagnosis.blame import tell_issued, tell_waits, to_blame, usual_and_blamed
-from collectives.group import Group
+from chorusline.collectives.contract.errors import CollectiveError, CollectiveTimeout
+from chorusline.collectives.diagnosis.blame import (
+    tell_issued,
+    tell_waits,
+    to_blame,
+    usual_and_blamed,
+)
+from chorusline.collectives.group import Group
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
 
 MORE_THAN_A_RING = 1_000_000

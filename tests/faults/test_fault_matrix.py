@@ -24,9 +24,14 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.contract.errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost
-from collectives.contract.work import Work
-from collectives.group import Group
+from chorusline.collectives.contract.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    GroupAborted,
+    PeerLost,
+)
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, run_ranks
 
 VICTIM = 1
@@ -318,7 +323,7 @@ def test_ctrl_c_in_an_awaiting_program_frees_the_others_and_all_go_on(tmp_path: 
 
 FULL = """
     import os, sys, torch
-    from collectives import FileStore, Group
+    from chorusline.collectives import FileStore, Group
     blocker = os.open("/dev/shm/full", os.O_CREAT | os.O_WRONLY)
     try:
         while os.write(blocker, bytes(1 << 16)):

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from collectives.contract.work import Work
+from chorusline.collectives.contract.work import Work
 from tests.harness.ranks import Rank
 from tests.harness.stand_in_gpu import memory, nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in, seeds

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.contract.errors import (
+from chorusline.collectives.contract.errors import (
     CollectiveError,
     GroupAborted,
     GroupClosed,

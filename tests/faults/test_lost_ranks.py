@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.contract.errors import (
+from chorusline.collectives.contract.errors import (
     CollectiveError,
     CollectiveTimeout,
     PeerLost,
     StoreTimeout,
 )
-from collectives.contract.work import Work
-from collectives.group import Group
-from collectives.stores.store import HashStore
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.store import HashStore
 from tests.contracts.handle import finish
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, error_of, run_ranks, transports
 

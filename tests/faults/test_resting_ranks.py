@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from collectives.contract.errors import CollectiveError, CollectiveMismatch
+from chorusline.collectives.contract.errors import CollectiveError, CollectiveMismatch
 from tests.harness.ranks import Rank, error_of, run_ranks, transports
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.contract.errors import (
+from chorusline.collectives.contract.errors import (
     CollectiveMismatch,
     UnsupportedOperation,
 )
-from collectives.contract.operation import ReduceOp
-from collectives.contract.work import Work
-from collectives.group import Group
-from collectives.stores.store import HashStore
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.store import HashStore
 from tests.harness.ranks import Rank, error_of, run_ranks, transports
 
 # -- a disagreement ------------------------------------------------------------------------------

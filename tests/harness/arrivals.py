@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import chorusline as cl
-from actors.calls import answers
-from actors.messages import WorkerSnapshot
+from chorusline.actors.calls import answers
+from chorusline.actors.messages import WorkerSnapshot
 
 FEW = {"CPU": 0.1}
 

@@ -14,19 +14,24 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.contract.arithmetic import reduce_into
-from collectives.contract.communicator import Communicator
-from collectives.contract.errors import (
+from chorusline.collectives.contract.arithmetic import reduce_into
+from chorusline.collectives.contract.communicator import Communicator
+from chorusline.collectives.contract.errors import (
     CollectiveError,
     CollectiveTimeout,
     GroupClosed,
     PeerLost,
 )
-from collectives.contract.in_flight import InFlight, PendingWork
-from collectives.contract.operation import ANY_RANK, Operation, ReduceOp
-from collectives.contract.work import Work
-from collectives.diagnosis.signature import Signature, message_mismatch, mismatch, pair_mismatch
-from collectives.stores.store import Store
+from chorusline.collectives.contract.in_flight import InFlight, PendingWork
+from chorusline.collectives.contract.operation import ANY_RANK, Operation, ReduceOp
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.diagnosis.signature import (
+    Signature,
+    message_mismatch,
+    mismatch,
+    pair_mismatch,
+)
+from chorusline.collectives.stores.store import Store
 
 IN_PROCESS = "in-process"
 

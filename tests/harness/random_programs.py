@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from collectives import Group, ReduceOp
+from chorusline.collectives import Group, ReduceOp
 from tests.harness.random_steps import DTYPES, FORMS, Numbers, issue
 
 COLLECTIVES = (

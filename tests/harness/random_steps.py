@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives import Group, ReduceOp
+from chorusline.collectives import Group, ReduceOp
 from tests.references.reductions import UFUNCS
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.contract.errors import CollectiveError
-from collectives.group import Group
-from collectives.stores.file_store import FileStore
-from collectives.transports.nccl import SHARES_GPUS, load_nccl
+from chorusline.collectives.contract.errors import CollectiveError
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.file_store import FileStore
+from chorusline.collectives.transports.nccl import SHARES_GPUS, load_nccl
 
 SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
 
@@ -38,8 +38,8 @@ FORKS.set_forkserver_preload(
         "torch.distributed.checkpoint",  # A second or more, paid once instead of by each rank.
         "numpy",
         "pytest",
-        "collectives.transports.gloo",
-        "collectives.shared_memory.algorithms",
+        "chorusline.collectives.transports.gloo",
+        "chorusline.collectives.shared_memory.algorithms",
     ]
 )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from runtime.program.context import Context
-from runtime.session.session import Session
+from chorusline.runtime.program.context import Context
+from chorusline.runtime.session.session import Session
 
 WITHIN_S = 4.0  # "Within seconds": well below every deadline that a blocked rank would wait for.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from collectives import FileStore, Group
+from chorusline.collectives import FileStore, Group
 from tests.harness.ranks import FORKS, GLOO, SHARED_MEMORY
 
 _PATIENCE_S = 60.0

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from collectives import Group
-from collectives.objects.blocking import broadcast_object
+from chorusline.collectives import Group
+from chorusline.collectives.objects.blocking import broadcast_object
 
 
 @contextlib.contextmanager

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import chorusline as cl
-from collectives.contract.dtypes import DTYPES
-from collectives.contract.operation import Kind
-from collectives.neutral import neutral_element, take_part, why_not_without
-from runtime.data_parallel.distributed_data_parallel import engine_of
+from chorusline.collectives.contract.dtypes import DTYPES
+from chorusline.collectives.contract.operation import Kind
+from chorusline.collectives.neutral import neutral_element, take_part, why_not_without
+from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.harness.standing_ranks import another_group
 from tests.references.joinables import CountingJoinable
 from tests.references.training import batches_of, loss_of, make_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.join.ledger import JoinLedger
-from runtime.process.agreement import Agreement
+from chorusline.runtime.join.ledger import JoinLedger
+from chorusline.runtime.process.agreement import Agreement
 from tests.harness.standing_ranks import another_group
 from tests.references.joinables import CountingJoinable
 from tests.references.training import (

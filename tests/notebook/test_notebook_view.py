@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from actors.messages import Report, WorkerInfo, WorkerSnapshot, WorkerState
-from actors.run_status import RunStatus
-from runtime.notebook.history import History
-from runtime.notebook.plots import Line, chart, ticks
-from runtime.notebook.view import ranks_as_html, run_as_html
+from chorusline.actors.messages import Report, WorkerInfo, WorkerSnapshot, WorkerState
+from chorusline.actors.run_status import RunStatus
+from chorusline.runtime.notebook.history import History
+from chorusline.runtime.notebook.plots import Line, chart, ticks
+from chorusline.runtime.notebook.view import ranks_as_html, run_as_html
 
 
 def report(rank: int, taken: int, at: float, **values: float) -> Report:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from runtime.partition.summation_tree import (
+from chorusline.runtime.partition.summation_tree import (
     Node,
     children_of,
     first_leaf,

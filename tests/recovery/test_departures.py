@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.errors import StateLost
-from runtime.program.context import call_of
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.actors.errors import StateLost
+from chorusline.runtime.program.context import call_of
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import Kind, assert_as_if_nothing_was, die, train, wrap
 
 
@@ -144,7 +144,7 @@ async def test_a_worker_that_is_told_to_end_leaves_before_a_step_and_not_behind_
 
 HEARING = """
 import os, signal, sys, threading
-from actors.worker.sigterm import hear_sigterm
+from chorusline.actors.worker.sigterm import hear_sigterm
 heard = threading.Event()
 hear_sigterm(heard.set)
 read, write = os.pipe()

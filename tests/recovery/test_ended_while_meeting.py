@@ -17,9 +17,9 @@ import ray
 import torch
 
 import chorusline as cl
-from actors.actor_store import ActorStore
-from actors.crew.reserve import Reserve
-from collectives.stores.store import Data, encoded, key_of_rank
+from chorusline.actors.actor_store import ActorStore
+from chorusline.actors.crew.reserve import Reserve
+from chorusline.collectives.stores.store import Data, encoded, key_of_rank
 from tests.harness.arrivals import FEW, in_reserve, ready
 
 

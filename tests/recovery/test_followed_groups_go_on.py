@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import one_thread, wrap
 from tests.references.training_to_kill import BATCH_SIZE, NUM_SAMPLES, Samples, die
 

@@ -7,11 +7,17 @@ import itertools
 import pytest
 import torch
 
-from runtime.data.dealer import Cut, Dealer, Dealt, Left
-from runtime.process.agreement import MAX_ITERATIONS, Note, read_agreement, vote_numel, vote_of
-from runtime.process.registry import Registered
-from runtime.recovery.plain_optimizer_steps import PlainSteps
-from runtime.recovery.restart import Summary, leader_of, up_to_date
+from chorusline.runtime.data.dealer import Cut, Dealer, Dealt, Left
+from chorusline.runtime.process.agreement import (
+    MAX_ITERATIONS,
+    Note,
+    read_agreement,
+    vote_numel,
+    vote_of,
+)
+from chorusline.runtime.process.registry import Registered
+from chorusline.runtime.recovery.plain_optimizer_steps import PlainSteps
+from chorusline.runtime.recovery.restart import Summary, leader_of, up_to_date
 
 PLACES = [(0, 0), (1, 0), (1, 1), (2, 1), (2, 2)]
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.errors import WorkerLost
 from benchmarks.chaos_training import loss_of, network, take_step
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.actors.errors import WorkerLost
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import wrap
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.fault_plan import Instant
-from collectives import GroupAborted
-from runtime.data_parallel.distributed_data_parallel import engine_of
-from runtime.partition.resharding import Range, Transfer
-from runtime.zero.shards.shard_state import MASTER, ShardState, exchange
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.actors.fault_plan import Instant
+from chorusline.collectives import GroupAborted
+from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
+from chorusline.runtime.partition.resharding import Range, Transfer
+from chorusline.runtime.zero.shards.shard_state import MASTER, ShardState, exchange
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.harness.ranks import Rank
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
 from tests.harness.stand_in_gpu.runs import Driver, in_run

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.errors import WorkerLost
-from runtime.program.context import call_of
+from chorusline.actors.errors import WorkerLost
+from chorusline.runtime.program.context import call_of
 from tests.references.killed_runs import Lines
 from tests.references.plain_runs import (
     MOMENTS,

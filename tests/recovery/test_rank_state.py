@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import pytest
 
-from actors.driver.events import (
+from chorusline.actors.driver.events import (
     Event,
     RankFroze,
     RunStarted,
     WorkerDied,
     WorkerRegistered,
 )
-from actors.driver.instructions import EndRun, ResumeRank
-from actors.driver.membership import Membership
-from actors.messages import (
+from chorusline.actors.driver.instructions import EndRun, ResumeRank
+from chorusline.actors.driver.membership import Membership
+from chorusline.actors.messages import (
     NOWHERE,
     Assignment,
     FormerRanks,
@@ -29,8 +29,8 @@ from actors.messages import (
     Resumption,
     WorkerInfo,
 )
-from collectives.contract.errors import PeerLost
-from runtime.recovery.rank_state import Facts, RankState, Stage, Where
+from chorusline.collectives.contract.errors import PeerLost
+from chorusline.runtime.recovery.rank_state import Facts, RankState, Stage, Where
 from tests import ROOT
 from tests.references.driver_events import resumptions
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.program.context import call_of
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.runtime.program.context import call_of
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import (
     NUM_SAMPLES,
     Kind,

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.arrivals import Score, Ticket
-from actors.journal import Journal
-from actors.messages import Assignment, RunRequest
-from actors.run_status import RunStatus
-from actors.worker.lifeline import Lifeline
-from collectives import GroupAborted, HashStore
-from collectives.kept_results import KeepingCommunicator
-from collectives.rehearsal import CannotRehearse, RehearsalGroup
-from runtime.program.context import call_of
-from runtime.program.program import Program
-from runtime.recovery.welcome import digest_of
+from chorusline.actors.arrivals import Score, Ticket
+from chorusline.actors.journal import Journal
+from chorusline.actors.messages import Assignment, RunRequest
+from chorusline.actors.run_status import RunStatus
+from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.collectives import GroupAborted, HashStore
+from chorusline.collectives.kept_results import KeepingCommunicator
+from chorusline.collectives.rehearsal import CannotRehearse, RehearsalGroup
+from chorusline.runtime.program.context import call_of
+from chorusline.runtime.program.program import Program
+from chorusline.runtime.recovery.welcome import digest_of
 from tests.harness.stand_in_gpu.runs import Driver, _Call, in_run
 
 HEARD: list[Any] = []

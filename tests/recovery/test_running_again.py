@@ -19,11 +19,11 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.errors import WorkerLost
-from actors.messages import Report
 from benchmarks.chaos_training import loss_of, network
-from runtime.program.context import call_of
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.actors.errors import WorkerLost
+from chorusline.actors.messages import Report
+from chorusline.runtime.program.context import call_of
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import Diary
 from tests.references.scheduled import SCHEDULES, train_scheduled
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die

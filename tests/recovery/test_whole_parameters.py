@@ -17,9 +17,9 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 import chorusline as cl
-from actors.messages import MemberState
-from runtime.program.context import call_of
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.actors.messages import MemberState
+from chorusline.runtime.program.context import call_of
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import look_in_vain, one_thread
 from tests.references.training_to_kill import NUM_SAMPLES, Samples, die
 
@@ -220,7 +220,7 @@ async def test_an_average_is_whole_while_another_rank_is_in_a_collective_of_its_
 
 
 def dies_when_they_meet(ctx: cl.Context, optim: Any) -> None:
-    from runtime.recovery import waiting_steps
+    from chorusline.runtime.recovery import waiting_steps
 
     waiting_steps.complete = lambda *arguments: die()
 

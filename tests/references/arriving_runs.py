@@ -13,8 +13,8 @@ import torch
 
 import chorusline as cl
 from benchmarks.invariance_training import digest
-from runtime.process.step_boundary import boundary
-from runtime.program.context import call_of
+from chorusline.runtime.process.step_boundary import boundary
+from chorusline.runtime.program.context import call_of
 from tests.references.stepped_training import MODELS, OPTIMIZERS
 from tests.references.training_to_kill import die
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 import chorusline as cl
-from actors.journal import Journal
-from actors.messages import Assignment, RunRequest
-from actors.run_status import RunStatus
-from actors.worker.lifeline import Lifeline
-from runtime.program.program import Program
+from chorusline.actors.journal import Journal
+from chorusline.actors.messages import Assignment, RunRequest
+from chorusline.actors.run_status import RunStatus
+from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.runtime.program.program import Program
 
 GLOBAL_BATCH = 12  # samples of a step, over all ranks; 1, 2, 3 and 4 divide it
 

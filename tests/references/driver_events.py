@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from actors.driver.events import WorkerDied
-from actors.driver.instructions import Instruction, ResumeRank
-from actors.messages import Resumption, WorkerInfo
-from collectives.contract.errors import PeerLost
+from chorusline.actors.driver.events import WorkerDied
+from chorusline.actors.driver.instructions import Instruction, ResumeRank
+from chorusline.actors.messages import Resumption, WorkerInfo
+from chorusline.collectives.contract.errors import PeerLost
 
 GONE = PeerLost("all_reduce #7", 0, [1], "gone")
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.fault_plan import Instant
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.actors.fault_plan import Instant
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.training_to_kill import BATCH_SIZE, NUM_SAMPLES, Samples, die
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import chorusline as cl
-from runtime.data_parallel.distributed_data_parallel import engine_of
-from runtime.program.context import call_of
+from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
+from chorusline.runtime.program.context import call_of
 from tests.references.killed_runs import Diary, Kind, assert_same_parameters, reference, wrap
 from tests.references.training_to_kill import BATCH_SIZE, Samples, die
 
@@ -236,7 +236,7 @@ def train_plain(
 
 
 def steps_of_run() -> int:
-    from runtime.process.step_boundary import boundary
+    from chorusline.runtime.process.step_boundary import boundary
 
     return boundary().steps.taken
 

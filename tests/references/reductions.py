@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives import ReduceOp
+from chorusline.collectives import ReduceOp
 
 UFUNCS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: np.add,

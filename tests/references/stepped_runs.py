@@ -10,7 +10,7 @@ import torch
 
 import chorusline as cl
 from benchmarks.invariance_training import digest
-from runtime.program.context import call_of
+from chorusline.runtime.program.context import call_of
 from tests.references.killed_runs import PHASES
 from tests.references.stepped_training import MODELS, OPTIMIZERS
 from tests.references.training_to_kill import die

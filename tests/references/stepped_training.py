@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from benchmarks.invariance_training import digest
-from collectives import Group
-from runtime.data.dealer import Dealer
-from runtime.data.step_rows import DatasetRows
-from runtime.data.steps import Steps
-from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
-from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from chorusline.collectives import Group
+from chorusline.runtime.data.dealer import Dealer
+from chorusline.runtime.data.step_rows import DatasetRows
+from chorusline.runtime.data.steps import Steps
+from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+from chorusline.runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
 class Tied(torch.nn.Module):

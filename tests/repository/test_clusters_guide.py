@@ -11,7 +11,7 @@ import ray
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from runtime.commands.arguments import names_function, workers
+from chorusline.runtime.commands.arguments import names_function, workers
 from tests import ROOT
 
 FOLDER = ROOT / "docs/clusters"

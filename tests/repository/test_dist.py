@@ -54,11 +54,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_wheel_and_an_sdist_have_all_files_of_the_packages(built: tuple[Path, Path]) -> None:
     wheel, sdist = built
     ours = {
-        str(path.relative_to(ROOT))
+        f"chorusline/{path.relative_to(ROOT)}"
         for package in PACKAGES
-        for pattern in ("*.py", "py.typed")
-        for path in (ROOT / package).rglob(pattern)
-    } | {"chorusline.py"}
+        for path in (ROOT / package).rglob("*.py")
+    } | {f"chorusline/{name}" for name in ("__init__.py", "__init__.pyi", "py.typed")}
     in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert in_wheel == ours
     with tarfile.open(sdist) as archive:
@@ -78,7 +77,7 @@ def test_the_ten_lines_run_in_a_clean_environment_from_either_file(
     of_versions = ("-c", ROOT / "constraints.txt")
     for file, how in zip(built, ((), ("--no-deps", "--force-reinstall")), strict=True):
         _run(*pip, *of_versions, *how, file, cwd=tmp_path, timeout_s=800)
-        where = "import runtime, chorusline; print(runtime.__file__, chorusline.__file__)"
+        where = "import chorusline.runtime as r, chorusline; print(r.__file__, chorusline.__file__)"
         places = _run(python, "-c", where, cwd=tmp_path, timeout_s=60).split()
         assert all(place.startswith(str(tmp_path / "env")) for place in places)
         said = _run(python, "ten_lines.py", cwd=tmp_path, timeout_s=300)

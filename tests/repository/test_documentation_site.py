@@ -122,20 +122,20 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_broken_link_and_an_undocumented_name_fail_the_site(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    for name in ("collectives", "actors", "runtime", "docs", "notebooks"):
+    for name in ("collectives", "actors", "runtime", "chorusline", "docs", "notebooks"):
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    for name in ("chorusline.py", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)
     with (tmp_path / "docs/zero.md").open("a") as page:
         page.write("\n[nowhere](nowhere.md), [no such heading](training.md#nothing)\n")
     with (tmp_path / "runtime/silent.py").open("w") as file:
         file.write("def silent() -> None:\n    pass\n")
-    door = (tmp_path / "chorusline.py").read_text()
-    door = door.replace(
-        "from actors.messages", "from runtime.silent import silent\nfrom actors.messages"
-    )
-    (tmp_path / "chorusline.py").write_text(door.replace('"Session",', '"Session",\n    "silent",'))
+    names = tmp_path / "chorusline/__init__.pyi"
+    door = names.read_text()
+    silent = "from .runtime.silent import silent as silent\n"
+    door = door.replace("from .actors.messages", f"{silent}from .actors.messages")
+    names.write_text(door.replace('"Session",', '"Session",\n    "silent",'))
     ran = built(tmp_path, tmp_path / "site")
     assert ran.returncode != 0
     assert "chorusline.silent has no docstring" in ran.stderr

@@ -12,7 +12,7 @@ import ray
 import torch
 from matplotlib.image import imread
 
-from actors.messages import Report
+from chorusline.actors.messages import Report
 from tests import ROOT
 
 EXAMPLE = ROOT / "examples" / "stdlib_gpt.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.faults import Outcome, Plan, Report, draw, judge
-from collectives.contract.errors import CollectiveTimeout, GroupAborted, PeerLost
+from chorusline.collectives.contract.errors import CollectiveTimeout, GroupAborted, PeerLost
 from tests.harness.programs import figures_of
 
 

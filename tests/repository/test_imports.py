@@ -80,20 +80,23 @@ def imports(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
                 yield alias.name, node.lineno
         elif isinstance(node, ast.ImportFrom):
             # A relative import stays inside the package: no folder here climbs out of it.
-            yield (package if node.level else node.module or ""), node.lineno
+            module = package if node.level else node.module or ""
+            for alias in node.names:
+                yield (alias.name if module == "chorusline" else module), node.lineno
 
 
 def files() -> Iterator[tuple[str, Path]]:
     for layer in LAYERS[:-1]:
         for path in sorted((ROOT / layer).rglob("*.py")):
             yield layer, path
-    yield "chorusline", ROOT / "chorusline.py"
+    yield "chorusline", ROOT / "chorusline/__init__.py"
 
 
 def offences(layer: str, path: Path, text: str) -> list[str]:
     above = set(LAYERS[LAYERS.index(layer) + 1 :])
     found = []
     for module, line in imports(ast.parse(text), layer):
+        module = module.removeprefix("chorusline.")
         top = module.split(".")[0]
         where = f"{path.name}:{line} imports {module}"
         if top in above:
@@ -111,14 +114,18 @@ def test_every_file_imports_downward_only(layer: str, path: Path) -> None:
 
 
 def test_an_upward_import_is_found_wherever_it_hides() -> None:
-    text = "def f():\n    from actors.worker.worker import Worker\n    import cupy, ray.util\n"
+    text = (
+        "def f():\n    from chorusline.actors.worker.worker import Worker\n"
+        "    import cupy, ray.util\n"
+    )
     assert offences("collectives", Path("work.py"), text) == [
         "work.py:2 imports actors.worker.worker, which stands above collectives",
         "work.py:3 imports cupy: only collectives/transports/nccl.py knows CuPy",
         "work.py:3 imports ray.util: collectives know no Ray",
     ]
     assert offences("runtime", Path("join.py"), "from .session import Session\n") == []
-    assert len(offences("actors", Path("crew.py"), "import runtime\nimport chorusline\n")) == 2
+    text = "from chorusline import runtime\nimport chorusline\n"
+    assert len(offences("actors", Path("crew.py"), text)) == 2
 
 
 # -- inside a package ------------------------------------------------------------------------------
@@ -141,10 +148,11 @@ def edges(texts: Mapping[str, str]) -> Iterator[tuple[str, int, str]]:
         parents = PurePosixPath(path).parent.parts
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
+                modules = [alias.name.removeprefix("chorusline.") for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 above = parents[: len(parents) - node.level + 1] if node.level else ()
                 module = ".".join([*above, *([node.module] if node.module else [])])
+                module = module.removeprefix("chorusline.")
                 full = [f"{module}.{alias.name}" for alias in node.names]
                 modules = [name if name in paths else module for name in full]
             else:
@@ -212,7 +220,7 @@ def test_circles_and_upward_imports_are_found_wherever_they_hide() -> None:
     assert upward(texts) == [f"{work}:2 imports {group}, which stands above it"]
     assert circle(texts) in ([work, group, work], [group, work, group])
 
-    texts[group] = "from collectives.torch_backend import NAME, options\n"
+    texts[group] = "from chorusline.collectives.torch_backend import NAME, options\n"
     options, face = "collectives/torch_backend/options.py", "collectives/torch_backend/__init__.py"
     texts |= {options: "", face: "from ..group import Group\nfrom .options import NAME\n"}
     assert circle(texts) == []
@@ -223,7 +231,7 @@ def test_circles_and_upward_imports_are_found_wherever_they_hide() -> None:
 
     pieces, manifest = "runtime/checkpoint/format/pieces.py", "runtime/checkpoint/manifest.py"
     texts = {
-        pieces: "import runtime.checkpoint.manifest\n",
+        pieces: "import chorusline.runtime.checkpoint.manifest\n",
         manifest: "from .format import pieces\n",
     }
     assert upward(texts) == [f"{pieces}:1 imports {manifest}, which stands above it"]
@@ -234,6 +242,7 @@ def test_circles_and_upward_imports_are_found_wherever_they_hide() -> None:
 
 def test_the_drivers_process_and_a_readers_do_without_torch() -> None:
     """Ray imports the worker's file there, too, as the driver has handles of workers."""
-    modules = "actors.driver.driver, actors.worker.worker, runtime.data.row_reader"
+    places = "actors.driver.driver", "actors.worker.worker", "runtime.data.row_reader"
+    modules = ", ".join(f"chorusline.{place}" for place in places)
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""What `import chorusline` gives, and what it says when somebody else's package is in its way."""
+"""What `import chorusline` gives."""
 
 import ast
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import chorusline
+from tests import ROOT
 
 
 def test_every_public_name_is_there():
@@ -15,22 +16,28 @@ def test_every_public_name_is_there():
         assert getattr(chorusline, name) is not None
 
 
-def test_what_a_type_checker_is_told_is_what_is_imported_when_it_is_used():
-    tree = ast.parse(Path(chorusline.__file__).read_text())
-    blocks = [node for node in tree.body if isinstance(node, ast.If)]
-    told = {a.name: i.module for b in blocks for i in b.body for a in i.names}
-    assert told == chorusline._WHEN_USED
-    assert set(told) <= {*dir(chorusline), "ChoruslineStrategy"}
+LISTED = ast.parse(Path(chorusline.__file__).with_suffix(".pyi").read_text())
+
+
+def test_the_stub_imports_what_it_lists():
+    imported = [a.name for n in LISTED.body if isinstance(n, ast.ImportFrom) for a in n.names]
+    assert all(
+        a.asname == a.name for n in LISTED.body if isinstance(n, ast.ImportFrom) for a in n.names
+    ), "a type checker takes `import x as x` alone for a name that is handed on"
+    (listed,) = (n.value for n in LISTED.body if isinstance(n, ast.Assign))
+    assert sorted(ast.literal_eval(listed)) == chorusline.__all__
+    unlisted = {"ChoruslineStrategy", "load_ipython_extension", "unload_ipython_extension"}
+    assert set(imported) == {*chorusline.__all__, *unlisted}
 
 
 def test_an_import_waits_for_nothing_that_is_not_used():
     program = (
         "import sys, chorusline as cl\n"
-        "loaded = [name for name in sys.modules if name.partition('.')[0] == 'runtime']\n"
-        "assert not loaded, loaded\n"
+        "few = {'ray', 'torch', 'chorusline.collectives', 'chorusline.runtime'}\n"
+        "assert not few & {*sys.modules}, few & {*sys.modules}\n"
         "import torch.distributed as dist\n"
         "assert 'chorusline' in dist.Backend.backend_list\n"
-        "assert cl.Join is cl.Join and 'runtime.session.session' not in sys.modules\n"
+        "assert cl.Join is cl.Join and 'chorusline.runtime.session.session' not in sys.modules\n"
         "from chorusline import *\n"
         "assert Session is cl.Session\n"
     )
@@ -73,35 +80,40 @@ def test_a_context_shows_the_names_that_users_type_and_no_others():
     assert all(getattr(chorusline.Context, name).__doc__ for name in shown)
 
 
-@pytest.mark.parametrize("name", ["runtime", "actors", "collectives"])
-@pytest.mark.parametrize("kind", ["package", "module", "namespace"])
-def test_a_stranger_of_the_same_name_is_named_with_the_mend(tmp_path, name, kind):
-    if kind == "module":
-        stranger = tmp_path / f"{name}.py"
-        stranger.write_text("")
-    else:
-        (tmp_path / name).mkdir()
-        stranger = tmp_path / name / "__init__.py"
-        if kind == "package":
-            stranger.write_text("")
-        else:
-            # A folder without __init__.py loses against a package that stands anywhere on the
-            # path, so it is in the way only of somebody who has imported it before.
-            stranger = tmp_path / name
-            (stranger / "x.py").write_text("")
-    program = "import chorusline"
-    if kind == "namespace":
-        program = (
-            "import sys; path = sys.path[:]; sys.path[:] = [sys.argv[1]]; "
-            f"import {name}; sys.path[:] = path; import chorusline"
-        )
+FOLDERS = ["actors", "collectives", "runtime"]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_second_copy_of_a_package_is_refused(name):
+    """From the root of a checkout a folder could be imported without `chorusline.`."""
     ran = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True
     )
     assert ran.returncode == 1
-    assert f"import {name!r} finds {stranger}" in ran.stderr
-    assert "Rename that package" in ran.stderr
+    assert f"import chorusline.{name}, not {name}" in ran.stderr
+
+
+def test_a_program_beside_packages_of_the_same_names_trains(tmp_path, on_cluster):
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"WHOSE = 'the program, {name}'\n")
+    (tmp_path / "train.py").write_text(
+        "import actors, collectives, runtime, torch\n"
+        "import chorusline as cl\n"
+        "def train(ctx):\n"
+        "    model = cl.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    return [each.WHOSE for each in (actors, collectives, runtime)]\n"
+        "if __name__ == '__main__':\n"
+        "    print(cl.run(train, num_workers=1))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=on_cluster,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert str([f"the program, {name}" for name in FOLDERS]) in ran.stdout

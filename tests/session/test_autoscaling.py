@@ -15,7 +15,13 @@ from ray.core.generated.autoscaler_pb2 import (
 )
 from ray.core.generated.autoscaler_pb2_grpc import AutoscalerStateServiceStub
 
-from runtime.session.placing.autoscaling import Outlook, of_maximum, of_state, of_status, prospect
+from chorusline.runtime.session.placing.autoscaling import (
+    Outlook,
+    of_maximum,
+    of_state,
+    of_status,
+    prospect,
+)
 
 GROUP = "6e16b5c42aab3676fddc1da7abe901000000"
 

@@ -20,9 +20,9 @@ import pytest
 import ray
 
 import chorusline as cl
-from actors.errors import StartupError
-from actors.lasting import Lasting
-from runtime.session.detached.face import Face
+from chorusline.actors.errors import StartupError
+from chorusline.actors.lasting import Lasting
+from chorusline.runtime.session.detached.face import Face
 from tests.harness.programs import output_of
 
 WITHIN_S = 2.0
@@ -261,7 +261,7 @@ async def test_the_command_line_lists_shows_and_stops_a_detached_session(
     name: str, on_cluster: dict[str, str], tmp_path: Path
 ) -> None:
     def command(*words: str) -> str:
-        arguments = ("-m", "runtime.commands.command_line", *words)
+        arguments = ("-m", "chorusline.runtime.commands.command_line", *words)
         return output_of(*arguments, timeout_s=120, environment=on_cluster)
 
     given = {"num_workers": 2, "name": name}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from actors.crew.listening import News
-from actors.messages import Report
-from actors.output import OUT, Piece, Position, Printed
-from runtime.session.detached import feed as module
-from runtime.session.detached.feed import Feed, Place
+from chorusline.actors.crew.listening import News
+from chorusline.actors.messages import Report
+from chorusline.actors.output import OUT, Piece, Position, Printed
+from chorusline.runtime.session.detached import feed as module
+from chorusline.runtime.session.detached.feed import Feed, Place
 
 
 def report(rank: int, step: int) -> Report:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.messages import WorkerSnapshot
-from runtime.process.between_runs import BetweenRuns
+from chorusline.actors.messages import WorkerSnapshot
+from chorusline.runtime.process.between_runs import BetweenRuns
 from tests.references.interrupted_runs import (
     SIZES,
     assert_same,

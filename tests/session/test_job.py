@@ -69,7 +69,8 @@ def test_a_job_that_is_stopped_ends_by_itself_and_leaves_no_worker(
     environment = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "30"}
     client = JobSubmissionClient(dashboard)
     job = client.submit_job(
-        entrypoint=f"{sys.executable} -m runtime.commands.command_line run endless.py:train"
+        entrypoint=f"{sys.executable} -m chorusline.runtime.commands.command_line"
+        " run endless.py:train"
         " --workers 2",
         runtime_env={"working_dir": str(tmp_path), "env_vars": environment},
     )

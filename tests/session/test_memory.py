@@ -15,9 +15,9 @@ import ray
 import torch
 
 import chorusline as cl
-from actors.parcels.pickling import packed, pickled
-from collectives.objects.payloads import loads
-from collectives.objects.payloads import pickled as pickled_for_ranks
+from chorusline.actors.parcels.pickling import packed, pickled
+from chorusline.collectives.objects.payloads import loads
+from chorusline.collectives.objects.payloads import pickled as pickled_for_ranks
 
 MB = 2**20
 

@@ -18,17 +18,17 @@ import pytest
 import ray
 import torch
 
-from actors.meter import COUNTERS, GAUGES, OF_DRIVER, REPORTED, Look, Meter
-from actors.run_status import RunStatus
-from actors.versions import difference, versions_here
-from actors.whereabouts import Whereabouts
-from collectives import FlightRecording, Group, HashStore
-from collectives.diagnosis.flight_recorder import CAPACITY
-from runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
-from runtime.program.context import Context
-from runtime.session.session import Session
-from runtime.session.trace import RankTraced, clock_offsets, events
-from runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from chorusline.actors.meter import COUNTERS, GAUGES, OF_DRIVER, REPORTED, Look, Meter
+from chorusline.actors.run_status import RunStatus
+from chorusline.actors.versions import difference, versions_here
+from chorusline.actors.whereabouts import Whereabouts
+from chorusline.collectives import FlightRecording, Group, HashStore
+from chorusline.collectives.diagnosis.flight_recorder import CAPACITY
+from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+from chorusline.runtime.program.context import Context
+from chorusline.runtime.session.session import Session
+from chorusline.runtime.session.trace import RankTraced, clock_offsets, events
+from chorusline.runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from tests import ROOT
 from tests.harness.programs import figures_of, last_line_of
 

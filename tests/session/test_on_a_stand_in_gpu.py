@@ -13,8 +13,8 @@ import pytest
 import ray
 
 import chorusline as cl
-from actors.fault_plan import Instant
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.actors.fault_plan import Instant
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.harness.stand_in_gpu.ranks import needs_stand_in
 from tests.harness.stand_in_gpu.workers import here, stand_in_gpus
 from tests.references import interrupted_runs

@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 
 import chorusline as cl
-from actors.messages import Report
-from actors.run_status import RunStatus
-from runtime.session.showing.progress import Progress
-from runtime.session.showing.seen import Pace, Places, Seen, batches_left, headline
+from chorusline.actors.messages import Report
+from chorusline.actors.run_status import RunStatus
+from chorusline.runtime.session.showing.progress import Progress
+from chorusline.runtime.session.showing.seen import Pace, Places, Seen, batches_left, headline
 
 
 def report(rank, number, num_batches, *, epoch=0, time=0.0):

@@ -11,8 +11,18 @@ from pathlib import Path
 import pytest
 
 import chorusline as cl
-from actors.output import ERR, FIGURE, OUT, Piece, Position, Printed, _in_order, _Mark, read_rest
-from runtime.session.showing.rank_output import RankLines
+from chorusline.actors.output import (
+    ERR,
+    FIGURE,
+    OUT,
+    Piece,
+    Position,
+    Printed,
+    _in_order,
+    _Mark,
+    read_rest,
+)
+from chorusline.runtime.session.showing.rank_output import RankLines
 
 NUM_LINES = 500
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.program.report_values import plain_values
-from runtime.session.showing.progress import Seen
+from chorusline.runtime.program.report_values import plain_values
+from chorusline.runtime.session.showing.progress import Seen
 
 received: list[cl.Report] = []
 

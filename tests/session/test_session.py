@@ -14,13 +14,13 @@ import pytest
 import ray
 import torch
 
-from actors.errors import StartupError
-from actors.messages import Report, WorkerSnapshot
-from collectives.contract.errors import GroupAborted
-from runtime.process.running import current, current_group
-from runtime.program.context import Context, call_of
-from runtime.session.one_run import run
-from runtime.session.session import Session, SessionState
+from chorusline.actors.errors import StartupError
+from chorusline.actors.messages import Report, WorkerSnapshot
+from chorusline.collectives.contract.errors import GroupAborted
+from chorusline.runtime.process.running import current, current_group
+from chorusline.runtime.program.context import Context, call_of
+from chorusline.runtime.session.one_run import run
+from chorusline.runtime.session.session import Session, SessionState
 from tests.harness.open_sockets import ports
 from tests.harness.programs import output_of
 from tests.harness.sessions import WITHIN_S, assert_usable, name_ranks
@@ -280,7 +280,7 @@ def test_a_gpu_where_there_is_none() -> None:
     code = """
 import asyncio
 import chorusline as cl
-from actors.errors import StartupError
+from chorusline.actors.errors import StartupError
 
 try:
     asyncio.run(cl.Session(num_workers=1, use_gpu=True).start())
@@ -353,8 +353,8 @@ def test_run_starts_a_local_cluster_and_leaves_nothing() -> None:
     script = """
 import os, threading, time
 import ray
-from actors.errors import StartupError
-from runtime.session.one_run import run
+from chorusline.actors.errors import StartupError
+from chorusline.runtime.session.one_run import run
 
 def train(ctx, base):
     ctx.barrier()

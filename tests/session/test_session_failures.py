@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import ray
 
-from actors.errors import RankFailed, WorkerLost
-from collectives.contract.errors import CollectiveMismatch, GroupAborted, PeerLost
-from runtime.program.context import Context
-from runtime.session.session import Session
+from chorusline.actors.errors import RankFailed, WorkerLost
+from chorusline.collectives.contract.errors import CollectiveMismatch, GroupAborted, PeerLost
+from chorusline.runtime.program.context import Context
+from chorusline.runtime.session.session import Session
 from tests.harness.sessions import WITHIN_S, assert_usable, blocked_by_others
 
 

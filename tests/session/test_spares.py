@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import chorusline as cl
-from actors.calls import answers
-from actors.crew.reserve import Reserve
+from chorusline.actors.calls import answers
+from chorusline.actors.crew.reserve import Reserve
 from tests.harness.arrivals import (
     FEW,
     at_full_size,

@@ -12,7 +12,7 @@ import torch
 
 import chorusline as cl
 from benchmarks.invariance_training import digest
-from runtime.data import stragglers
+from chorusline.runtime.data import stragglers
 from tests.harness.arrivals import FEW
 
 _MOST_EPOCHS = 500

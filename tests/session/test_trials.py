@@ -12,7 +12,7 @@ from ray.util import placement_group_table
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from runtime.session.placing.trials import suitable
+from chorusline.runtime.session.placing.trials import suitable
 from tests import ROOT
 from tests.harness.programs import output_of
 

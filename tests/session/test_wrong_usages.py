@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import chorusline as cl
-from collectives.contract.articles import with_article
-from runtime.program.habits import instead_of, note_on
+from chorusline.collectives.contract.articles import with_article
+from chorusline.runtime.program.habits import instead_of, note_on
 
 DATA = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 LIMIT_S = 10.0

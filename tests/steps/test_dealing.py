@@ -6,8 +6,12 @@ import itertools
 
 import pytest
 
-from runtime.data.micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
-from runtime.data.stragglers import LONG_S, Stragglers, slowness
+from chorusline.runtime.data.micro_batch_dealing import (
+    deal_again,
+    deal_micro_batches,
+    sizes_of_step,
+)
+from chorusline.runtime.data.stragglers import LONG_S, Stragglers, slowness
 
 
 def test_a_step_is_cut_into_micro_batches_and_the_last_one_may_be_smaller() -> None:

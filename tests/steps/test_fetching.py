@@ -10,8 +10,8 @@ import torch
 
 import chorusline as cl
 from benchmarks.invariance_training import digest
-from runtime.data.fetching.options import FetchOptions
-from runtime.data.step_rows import DatasetRows, MicroBatch
+from chorusline.runtime.data.fetching.options import FetchOptions
+from chorusline.runtime.data.step_rows import DatasetRows, MicroBatch
 
 
 class Noisy(torch.utils.data.Dataset[torch.Tensor]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.process.micro_batches import in_common
+from chorusline.runtime.process.micro_batches import in_common
 
 
 def names(signatures: list[list[str]]) -> list[list[str]]:

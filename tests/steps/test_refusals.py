@@ -12,9 +12,9 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import chorusline as cl
-from runtime.data.dealer import Dealer
-from runtime.data.step_rows import DatasetRows
-from runtime.data.steps import Steps
+from chorusline.runtime.data.dealer import Dealer
+from chorusline.runtime.data.step_rows import DatasetRows
+from chorusline.runtime.data.steps import Steps
 
 DATA = list(torch.randn(12, 3, generator=torch.Generator().manual_seed(2)))
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import chorusline as cl
-from collectives.torch_backend import Options
+from chorusline.collectives.torch_backend.options import Options
 from tests.harness.torch_groups import with_torch
 
 

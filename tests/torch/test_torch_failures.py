@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import chorusline as cl
-from collectives.stores.torch_store import TorchStore
-from runtime.process.torch_distributed import of_device
+from chorusline.collectives.stores.torch_store import TorchStore
+from chorusline.runtime.process.torch_distributed import of_device
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Ranks
 from tests.references.training import batches_of, loss_of, make_model
 

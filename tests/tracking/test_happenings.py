@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actors.run_status import Passage, RunStatus
-from runtime.tracking.happenings import Happenings
+from chorusline.actors.run_status import Passage, RunStatus
+from chorusline.runtime.tracking.happenings import Happenings
 
 
 def status(rank: int, generation: int, *passages: Passage) -> RunStatus:

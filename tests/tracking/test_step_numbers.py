@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from actors.messages import Report
-from actors.run_status import RunStatus
-from runtime.tracking.step_numbers import Logged, StepNumbers
+from chorusline.actors.messages import Report
+from chorusline.actors.run_status import RunStatus
+from chorusline.runtime.tracking.step_numbers import Logged, StepNumbers
 
 
 def report(rank: int, step: int, *, number: int = 0, **values: float) -> Report:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from runtime.tracking.named import checked_trackers
+from chorusline.runtime.tracking.named import checked_trackers
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 import chorusline as cl
-from actors.messages import Report
-from actors.run_status import Passage, RunStatus
-from runtime.commands.command_line import main
-from runtime.tracking import tracking as module
-from runtime.tracking.configs import plain_config
-from runtime.tracking.named import checked_trackers
-from runtime.tracking.tracking import Tracking
+from chorusline.actors.messages import Report
+from chorusline.actors.run_status import Passage, RunStatus
+from chorusline.runtime.commands.command_line import main
+from chorusline.runtime.tracking import tracking as module
+from chorusline.runtime.tracking.configs import plain_config
+from chorusline.runtime.tracking.named import checked_trackers
+from chorusline.runtime.tracking.tracking import Tracking
 
 
 class Kept(cl.Tracker):

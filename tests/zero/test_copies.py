@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from runtime.zero.shards.copies import Copy, Digests, Kept, Rest, judge, judge_all
-from runtime.zero.shards.digests import as_votes, digest
-from runtime.zero.shards.state_digests import runs
+from chorusline.runtime.zero.shards.copies import Copy, Digests, Kept, Rest, judge, judge_all
+from chorusline.runtime.zero.shards.digests import as_votes, digest
+from chorusline.runtime.zero.shards.state_digests import runs
 
 RIGHT = 7
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from runtime.zero.shards.exact_norm import NUMEL, partial_sum, total_of
+from chorusline.runtime.zero.shards.exact_norm import NUMEL, partial_sum, total_of
 
 
 def added(parts: list[torch.Tensor]) -> float:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import chorusline as cl
-from collectives.objects.blocking import all_gather_object, broadcast_object
-from runtime.checkpoint.format.pieces import Contents
-from runtime.checkpoint.sharded_state import SavedOptimizer
-from runtime.partition.resharding import plan_transfers
-from runtime.zero.shards.shard_state import ShardState
-from runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
+from chorusline.runtime.checkpoint.format.pieces import Contents
+from chorusline.runtime.checkpoint.sharded_state import SavedOptimizer
+from chorusline.runtime.partition.resharding import plan_transfers
+from chorusline.runtime.zero.shards.shard_state import ShardState
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.sharded_training import assert_same_state
 from tests.references.training import batches_of, loss_of, make_model
 

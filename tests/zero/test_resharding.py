@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.partition.resharding import (
+from chorusline.runtime.partition.resharding import (
     Range,
     RangesLost,
     Transfer,

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.partition.buckets import BucketPlan
-from runtime.partition.resharding import Range
-from runtime.zero.shards.shard_state import MASTER, Layout, Part, ShardState, divided
+from chorusline.runtime.partition.buckets import BucketPlan
+from chorusline.runtime.partition.resharding import Range
+from chorusline.runtime.zero.shards.shard_state import MASTER, Layout, Part, ShardState, divided
 
 SHAPES = [(5, 13), (7,), (), (3, 0)]
 """Parameter 2 has one element and no dimension, parameter 3 no element."""

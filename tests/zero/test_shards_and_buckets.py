@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.partition.buckets import plan_buckets
-from runtime.partition.shards import (
+from chorusline.runtime.partition.buckets import plan_buckets
+from chorusline.runtime.partition.shards import (
     ALIGNMENT,
     padded_numel,
     pieces_of,

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import chorusline as cl
-from collectives.objects.blocking import broadcast_object
-from runtime.zero.shards import optimizer_state
+from chorusline.collectives.objects.blocking import broadcast_object
+from chorusline.runtime.zero.shards import optimizer_state
 from tests.references.sharded_training import (
     ELEMENTWISE,
     assert_same_state,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from collectives.group import Group
+from chorusline.collectives.group import Group
 from tests.harness.gpus import gpus_of
 from tests.harness.ranks import Rank
 from tests.references.training import batches_of, loss_of, make_model

@@ -9,12 +9,13 @@
         ├── CheckpointMismatch       a whole checkpoint of another model, optimizer or object
         └── CheckpointUntrusted      loading it would run code; only with weights_only=False
 
-Fields are positional and the text is made in `__str__`, as in `collectives.contract.errors`.
+Fields are positional and the text is made in `__str__`, as in
+`chorusline.collectives.contract.errors`.
 """
 
 from __future__ import annotations
 
-from collectives.contract.errors import ChoruslineError
+from chorusline.collectives.contract.errors import ChoruslineError
 
 
 class CheckpointError(ChoruslineError):

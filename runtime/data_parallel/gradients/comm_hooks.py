@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from collectives import Group
-from collectives.diagnosis.blame import check_like_rank_0
-from collectives.objects.blocking import all_gather_object
+from chorusline.collectives import Group
+from chorusline.collectives.diagnosis.blame import check_like_rank_0
+from chorusline.collectives.objects.blocking import all_gather_object
 
 
 class GradBucket:

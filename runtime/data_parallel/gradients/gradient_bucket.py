@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from collectives import Group, Work
+from chorusline.collectives import Group, Work
 
 from ...partition.buckets import BucketPlan, plan_buckets
 from ...partition.shards import padded_numel, room_for, shard_numel

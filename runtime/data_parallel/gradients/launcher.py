@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from actors.errors import ends_a_generation
-from collectives import CollectiveError, Group
+from chorusline.actors.errors import ends_a_generation
+from chorusline.collectives import CollectiveError, Group
 
 from ...process.step_boundary import boundary
 from .comm_hooks import CommHook

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives import Group, Work
+from chorusline.collectives import Group, Work
 
 from ...partition.shards import shard_numel
 from ...partition.summation_tree import (

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from collectives import Group
-from collectives.operations.host_reads import device_numbers
+from chorusline.collectives import Group
+from chorusline.collectives.operations.host_reads import device_numbers
 
 from ...process.agreement import (
     MAX_ITERATIONS,

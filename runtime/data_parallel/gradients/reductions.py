@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives import Group
-from collectives.operations.host_reads import Reading, device_numbers, host_numbers
+from chorusline.collectives import Group
+from chorusline.collectives.operations.host_reads import Reading, device_numbers, host_numbers
 
 from .comm_hooks import CommHook, GradBucket
 from .gradient_bucket import GradientBucket

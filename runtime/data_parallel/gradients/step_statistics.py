@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from collectives.contract.operation import Operation
-from collectives.diagnosis.debug import inform
+from chorusline.collectives.contract.operation import Operation
+from chorusline.collectives.diagnosis.debug import inform
 
 from .gradient_bucket import GradientBucket
 

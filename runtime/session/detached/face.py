@@ -17,13 +17,13 @@ from typing import Any
 
 import ray
 
-from actors.calls import Actor, ActorGone, NoAnswer, answer
-from actors.crew.listening import News
-from actors.errors import StartupError
-from actors.lasting import KEEPER, Lasting, names_of
-from actors.messages import Report, RunFailed, RunSucceeded
-from actors.parcels.parcel import Parcel
-from collectives.diagnosis.debug import get_debug_level
+from chorusline.actors.calls import Actor, ActorGone, NoAnswer, answer
+from chorusline.actors.crew.listening import News
+from chorusline.actors.errors import StartupError
+from chorusline.actors.lasting import KEEPER, Lasting, names_of
+from chorusline.actors.messages import Report, RunFailed, RunSucceeded
+from chorusline.actors.parcels.parcel import Parcel
+from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from .feed import Place
 from .keeper import keeper_class

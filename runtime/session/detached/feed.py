@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from actors.crew.listening import News
-from actors.messages import Report
-from actors.output import Printed
-from actors.run_status import RunStatus
+from chorusline.actors.crew.listening import News
+from chorusline.actors.messages import Report
+from chorusline.actors.output import Printed
+from chorusline.actors.run_status import RunStatus
 
 MOST_RECENT = 20_000
 """Reports that are all kept; whoever looks in time gets each of them."""

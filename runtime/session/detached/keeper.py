@@ -24,15 +24,15 @@ from typing import Any, Protocol
 import ray
 from ray import cloudpickle
 
-from actors.calls import GONE, end_with_parent
-from actors.crew.listening import News
-from actors.errors import StartupError
-from actors.lasting import Lasting
-from actors.messages import Report, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
-from actors.parcels.parcel import Parcel
-from actors.whereabouts import Whereabouts
-from collectives.contract.errors import GroupAborted
-from collectives.diagnosis.debug import DebugLevel, set_debug_level
+from chorusline.actors.calls import GONE, end_with_parent
+from chorusline.actors.crew.listening import News
+from chorusline.actors.errors import StartupError
+from chorusline.actors.lasting import Lasting
+from chorusline.actors.messages import Report, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from chorusline.actors.parcels.parcel import Parcel
+from chorusline.actors.whereabouts import Whereabouts
+from chorusline.collectives.contract.errors import GroupAborted
+from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 
 from .feed import Feed, Place
 from .standing import RESULTS_KEPT_S, Standing

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from actors.errors import NoCluster, StartupError
-from actors.messages import WorkerSnapshot
+from chorusline.actors.errors import NoCluster, StartupError
+from chorusline.actors.messages import WorkerSnapshot
 
 IDLE_TIMEOUT_S = 1800.0
 

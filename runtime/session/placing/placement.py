@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from actors.errors import StartupError
+from chorusline.actors.errors import StartupError
 
 from .autoscaling import Outlook, prospect
 

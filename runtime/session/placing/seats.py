@@ -24,7 +24,7 @@ import ray
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.calls import nodes_leaving
+from chorusline.actors.calls import nodes_leaving
 
 from . import placement
 from .placement import NODE_ID
@@ -45,7 +45,7 @@ class Borrowed:
 
 
 class Seats:
-    """The implementation of `actors.crew.seats.Seats` by placement groups.
+    """The implementation of `chorusline.actors.crew.seats.Seats` by placement groups.
 
     first: the groups of the first seats, already placed: one of all, or one of each; or bundles of
         another's group.

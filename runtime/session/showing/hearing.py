@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from actors.crew.listening import News
-from actors.messages import Report
+from chorusline.actors.crew.listening import News
+from chorusline.actors.messages import Report
 
 from ... import notebook
 from ...tracking.tracking import Tracking

@@ -20,8 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from actors.messages import Report
-from actors.run_status import RunStatus
+from chorusline.actors.messages import Report
+from chorusline.actors.run_status import RunStatus
 
 from .seen import MAX_RANKS_LISTED, NOWHERE, Pace, Places, Seen, batches_left, headline, joining
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from actors.output import ERR, FIGURE, Piece, Printed
+from chorusline.actors.output import ERR, FIGURE, Piece, Printed
 
 _OF_RAY = (":actor_name:", ":task_name:", ":job_id:")
 """Beginnings of lines that Ray writes into the files for itself."""

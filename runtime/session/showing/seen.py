@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import mean
 
-from actors.messages import Report, numbers_of
-from actors.run_status import RunStatus
+from chorusline.actors.messages import Report, numbers_of
+from chorusline.actors.run_status import RunStatus
 
 from ...notebook.history import BOOKKEEPING
 

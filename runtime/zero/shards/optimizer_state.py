@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from collectives import Group
-from collectives.objects.blocking import all_gather_object
+from chorusline.collectives import Group
+from chorusline.collectives.objects.blocking import all_gather_object
 
 from ...partition.resharding import Range
 from ...partition.shards import shard_numel

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from collectives import Group, Work
+from chorusline.collectives import Group, Work
 
 from ...partition.buckets import BucketPlan
 from ...partition.resharding import guarded_ranks

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from collectives import Group, Work
+from chorusline.collectives import Group, Work
 
 from ...data_parallel.gradients.gradient_bucket import GradientBucket
 from ...partition.buckets import BucketPlan, plan_buckets

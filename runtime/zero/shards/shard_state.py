@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from actors.errors import StateLost
-from collectives import Group
+from chorusline.actors.errors import StateLost
+from chorusline.collectives import Group
 
 from ...partition.buckets import BucketPlan
 from ...partition.resharding import Range, RangesLost, Transfer, kept_by, overlap, plan_transfers

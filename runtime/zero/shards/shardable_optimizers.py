@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from collectives import Group
-from collectives.contract.articles import with_article
+from chorusline.collectives import Group
+from chorusline.collectives.contract.articles import with_article
 
 from ...process.between_runs import between_runs
 from .optimizer_trial import Verdict, compared, is_known, trial_groups, try_out

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from runtime.data.fetching.fetcher import Fetcher
-from runtime.data.fetching.options import FetchOptions
+from chorusline.runtime.data.fetching.fetcher import Fetcher
+from chorusline.runtime.data.fetching.options import FetchOptions
 from tests import ROOT
 
 LISTS = [[3, 1], [0, 2], [5, 4], [6]]

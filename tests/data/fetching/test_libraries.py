@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import chorusline as cl
-from runtime.data.dataset_batches import Shard
-from runtime.data.fetching.fetcher import Fetcher
-from runtime.data.fetching.loader_rows import LoaderRows
-from runtime.data.fetching.of_loader import of_loader
-from runtime.data.fetching.options import FetchOptions
+from chorusline.runtime.data.dataset_batches import Shard
+from chorusline.runtime.data.fetching.fetcher import Fetcher
+from chorusline.runtime.data.fetching.loader_rows import LoaderRows
+from chorusline.runtime.data.fetching.of_loader import of_loader
+from chorusline.runtime.data.fetching.options import FetchOptions
 from tests.data.fetching.test_fetcher import Numbers, numbers
 from tests.data.fetching.test_loader_rows import Parts
 from tests.references.killed_runs import NUM_SAMPLES, Kind, assert_as_if_nothing_was, train

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 import chorusline as cl
-from runtime.data.fetching.loader_rows import LoaderRows
+from chorusline.runtime.data.fetching.loader_rows import LoaderRows
 from tests.data.fetching.test_fetcher import Numbers
 from tests.references.killed_runs import (
     NUM_SAMPLES,

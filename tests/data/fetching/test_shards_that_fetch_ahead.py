@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 
 import chorusline as cl
-from runtime.data.cursor import Cursor
-from runtime.data.dataset_batches import Shard
-from runtime.data.fetching.of_loader import of_loader
-from runtime.data.fetching.options import FetchOptions
-from runtime.program.sending import packed_program
+from chorusline.runtime.data.cursor import Cursor
+from chorusline.runtime.data.dataset_batches import Shard
+from chorusline.runtime.data.fetching.of_loader import of_loader
+from chorusline.runtime.data.fetching.options import FetchOptions
+from chorusline.runtime.program.sending import packed_program
 from tests.data.fetching.test_fetcher import Numbers, numbers, runs
 from tests.references.killed_runs import SIX_PHASES, Kind, assert_as_if_nothing_was, train
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from typing import Any
 
-from collectives.transports.nccl_works import NcclWork
+from chorusline.collectives.transports.nccl_works import NcclWork
 
 from . import streams
 from .memory import Allocation

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from collectives.group import Group
+from chorusline.collectives.group import Group
 from tests import ROOT
 from tests.harness.ranks import Rank
 from tests.harness.stand_in_gpu import guard

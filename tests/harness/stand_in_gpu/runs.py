@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import chorusline as cl
-from actors.journal import Journal
-from actors.messages import Assignment, Frozen, RunRequest
-from actors.run_status import RunStatus
-from actors.worker.lifeline import Lifeline
-from runtime.program.program import Program
+from chorusline.actors.journal import Journal
+from chorusline.actors.messages import Assignment, Frozen, RunRequest
+from chorusline.actors.run_status import RunStatus
+from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.runtime.program.program import Program
 
 
 class Driver:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from collectives.operations import arguments
-from collectives.transports import cuda_events
-from runtime.zero.shards import parameter_bucket
+from chorusline.collectives.operations import arguments
+from chorusline.collectives.transports import cuda_events
+from chorusline.runtime.zero.shards import parameter_bucket
 
 from . import heard, memory, pinned, streams
 from .tensors import GpuTensor, empty, is_cuda, upload

@@ -1,0 +1,83 @@
+"""Chorusline: data-parallel training on Ray that keeps going. `import chorusline as cl`.
+
+This package hands on names of `chorusline.collectives` (groups of ranks, no Ray),
+`chorusline.actors` (Ray actors) and `chorusline.runtime` (sessions and training), each when it is
+used first: together they take a second to import, and a program and its workers need other parts.
+`__init__.pyi` lists the names, for Python and for type checkers.
+"""
+
+from __future__ import annotations
+
+import importlib.abc as _abc
+import importlib.machinery as _machinery
+import logging as _logging
+import sys as _sys
+import warnings as _warnings
+from collections.abc import Sequence as _Sequence
+from types import ModuleType as _ModuleType
+
+import lazy_loader as _lazy
+
+__version__ = "0.1.0"
+
+_public, _, __all__ = _lazy.attach_stub(__name__, __file__)
+_names = frozenset(__all__)
+
+# Lightning and IPython find these; `from chorusline import *` must not import Lightning.
+for _name in ("ChoruslineStrategy", "load_ipython_extension", "unload_ipython_extension"):
+    __all__.remove(_name)
+
+
+def __getattr__(name: str) -> object:
+    if name in _names:
+        return _public(name)
+    instead = ""
+    if not name.startswith("_"):  # Python itself asks for those, also where torch stays out.
+        from .collectives import Group
+        from .collectives.contract.torch_words import instead_of_function
+
+        instead = instead_of_function(name, is_method=name in dir(Group))
+    raise AttributeError(f"module 'chorusline' has no attribute {name!r}{instead}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _register_backend() -> None:
+    from .collectives.torch_backend.registration import register
+
+    register()
+
+
+class _AfterTorch(_abc.MetaPathFinder):
+    """Registers the backend "chorusline" of torch.distributed once a program imports torch."""
+
+    def find_spec(
+        self, name: str, path: _Sequence[str] | None, target: _ModuleType | None = None
+    ) -> _machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        others = (finder for finder in list(_sys.meta_path) if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_register(module: _ModuleType) -> None:
+                _sys.meta_path.remove(self)
+                run(module)
+                _register_backend()
+
+            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec
+
+
+# Ray advises to install ipywidgets when it is imported: a notebook would show that first, in red.
+_logging.getLogger("ray.widgets.util").setLevel(_logging.ERROR)
+_warnings.filterwarnings("ignore", message="IProgress not found")
+
+if "torch" in _sys.modules:
+    _register_backend()
+else:
+    # The driver's process never imports torch, so this package must not import it either.
+    _sys.meta_path.insert(0, _AfterTorch())
