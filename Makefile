@@ -9,7 +9,7 @@ DIST ?= dist
 
 .PHONY: run test test-slow test-oldest test-real test-gpu check docs dist bench bench-gpu compared clean
 
-run: $(INSTALLED)  ## train the example on two CPU workers, with Join and ZeRO on
+run: $(INSTALLED)  ## train the example on two CPU workers; kill one of them (ARGS=--strike: it does so itself)
 	$(BIN)/chorusline run examples/stdlib_gpt.py $(ARGS)
 
 test: $(INSTALLED)  ## the whole test suite but for what is marked slow

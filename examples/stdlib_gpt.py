@@ -1,10 +1,12 @@
 """A small GPT learns Python from Python's own standard library, on data of uneven lengths.
 
 The corpus is on every machine with Python: the library's source files, as bytes. Each file goes to
-one rank as a whole, so the ranks get different numbers of batches. A rank that runs out of batches
-joins, and the others go on. Read `train` first; the rest is its data, its model and its output.
+one rank as a whole, so the ranks get different numbers of batches. The run survives the loss of a
+worker: kill one while it trains, with the line that the program prints. Read `train` first; the
+rest is its data, its model and its output.
 
     python examples/stdlib_gpt.py                    two CPU workers, about a minute
+    python examples/stdlib_gpt.py --strike           one of them is killed after a third of the run
     python examples/stdlib_gpt.py --verify           also compare with PyTorch in one process
     python examples/stdlib_gpt.py --gpu --workers 8 --preset large --files 400
     ray job submit --working-dir . -- python examples/stdlib_gpt.py
@@ -18,11 +20,11 @@ import json
 import os
 import sysconfig
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from math import nan
 from pathlib import Path
 from statistics import mean
@@ -53,14 +55,21 @@ class Trained:
 
     parameters: dict[str, Tensor]  # on the CPU
     sample: str
+    samples_used: int  # in the last epoch, by all ranks
     num_threads: int  # of torch; with the same number the reference sums in the same order
 
 
 def train(ctx: cl.Context, corpus: Corpus, plan: Plan) -> Trained | None:
-    """Runs on every rank. It is plain PyTorch except for two wrappers, `Join` and `ctx.shard`."""
+    """Runs on every rank. It is plain PyTorch except for two wrappers, `Join` and `ctx.shard`.
+
+    Two things let it survive a lost worker: with `replicas=2` two ranks hold each part of the
+    optimizer's state, and a new worker gets the state of what is registered.
+    """
     torch.manual_seed(plan.seed)
-    model = cl.DistributedDataParallel(GPT(plan.model).to(ctx.device))
-    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=plan.lr)
+    model = ctx.register("model", cl.DistributedDataParallel(GPT(plan.model).to(ctx.device)))
+    optim = ctx.register(
+        "optim", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=plan.lr, replicas=2)
+    )
     for epoch in ctx.epochs(plan.epochs):
         batches = ctx.shard(
             corpus,
@@ -69,8 +78,7 @@ def train(ctx: cl.Context, corpus: Corpus, plan: Plan) -> Trained | None:
             seed=plan.seed,
             keep_together=corpus.file_of,
         )
-        num_batches = min(len(batches), plan.max_steps or len(batches))
-        with cl.Join([model, optim]):
+        with cl.Join([model, optim], skew_warning=None):  # The files are of very uneven lengths.
             for number, batch in enumerate(islice(batches, plan.max_steps), start=1):
                 loss = model(batch.to(ctx.device))
                 loss.backward()
@@ -80,14 +88,14 @@ def train(ctx: cl.Context, corpus: Corpus, plan: Plan) -> Trained | None:
                     loss=loss,
                     tokens=batch[:, 1:].numel(),
                     epoch=epoch,
-                    batch=number,
-                    batches_left=num_batches - number,
+                    batches_left=min(len(batches), plan.max_steps or len(batches)) - number,
                 )
     if ctx.rank != 0:
         return None
     return Trained(
         parameters={name: value.cpu() for name, value in model.module.state_dict().items()},
         sample=generate(model.module, prompt="def ", num_bytes=300),
+        samples_used=batches.num_used,
         num_threads=torch.get_num_threads(),
     )
 
@@ -276,26 +284,39 @@ def compare(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> str:
 
 
 def metrics(reports: Sequence[cl.Report], num_ranks: int) -> list[dict[str, Any]]:
-    """One record per step, from the reports of its ranks. A rank without a report had joined."""
-    live_at: dict[tuple[Any, Any], list[cl.Report]] = defaultdict(list)
+    """One record per step, from the reports of its ranks. A rank without a report has run out of
+    data, or, if it had batches left when it reported last, is lost."""
+    live_at: dict[int, dict[int, cl.Report]] = defaultdict(dict)
     for report in reports:
-        live_at[report.values["epoch"], report.values["batch"]].append(report)
+        live_at[report.taken][report.rank] = report
     start = min((report.time for report in reports), default=0.0)
+    batches_left = dict.fromkeys(range(num_ranks), 1)
     records = []
-    for step, ((epoch, _), live) in enumerate(sorted(live_at.items()), start=1):
-        losses = {report.rank: report.values["loss"] for report in live}
+    for step, live in sorted(live_at.items()):
+        for rank, report in live.items():
+            batches_left[rank] = report.values["batches_left"]
+        absent = [rank for rank in range(num_ranks) if rank not in live]
         records.append(
             {
                 "step": step,
-                "epoch": epoch,
-                "loss": mean(losses.values()),
-                "loss_by_rank": [losses.get(rank) for rank in range(num_ranks)],
-                "joined": [rank for rank in range(num_ranks) if rank not in losses],
-                "tokens": sum(report.values["tokens"] for report in live),
-                "seconds": round(max(report.time for report in live) - start, 3),
+                "epoch": min(report.values["epoch"] for report in live.values()),
+                "loss": mean(report.values["loss"] for report in live.values()),
+                "loss_by_rank": [
+                    live[rank].values["loss"] if rank in live else None for rank in range(num_ranks)
+                ],
+                "out_of_data": [rank for rank in absent if not batches_left[rank]],
+                "lost": [rank for rank in absent if batches_left[rank]],
+                "tokens": sum(report.values["tokens"] for report in live.values()),
+                "seconds": round(max(report.time for report in live.values()) - start, 3),
             }
         )
     return records
+
+
+def num_repeated(reports: Sequence[cl.Report]) -> int:
+    """Steps that a rank has taken more than once."""
+    times = Counter((report.rank, report.taken) for report in reports)
+    return len({step for (_, step), count in times.items() if count > 1})
 
 
 def plot_loss(records: Sequence[dict[str, Any]], path: Path, title: str) -> None:
@@ -309,15 +330,19 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path, title: str) -> None
     for i in range(len(steps)):
         reach = min(1 + len(steps) // 50, i, len(steps) - 1 - i)  # equal on both sides
         smooth.append(mean(losses[i - reach : i + reach + 1]))
-    somebody_joined = [bool(record["joined"]) for record in records]
+    somebody_is_out = [bool(record["out_of_data"]) for record in records]
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     heights = [6, min(0.4 + 0.4 * num_ranks, 4)]
     loss, lanes = figure.subplots(2, sharex=True, height_ratios=heights)
     loss.fill_between(
-        steps, 0, 1, where=somebody_joined, step="mid", transform=loss.get_xaxis_transform(),
-        color="0.93", linewidth=0, label="a rank has joined",
+        steps, 0, 1, where=somebody_is_out, step="mid", transform=loss.get_xaxis_transform(),
+        color="0.93", linewidth=0, label="a rank is out of data",
     )  # fmt: skip
+    for before, record in pairwise(records):
+        if len(record["lost"]) > len(before["lost"]):
+            for axes in (loss, lanes):
+                axes.axvline(record["step"], color="crimson", linewidth=1, linestyle="--")
     for rank in range(num_ranks):
         own = [record["loss_by_rank"][rank] for record in records]
         present = [value is not None for value in own]
@@ -338,7 +363,7 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path, title: str) -> None
     loss.set(ylabel="loss, nats a byte", title=title)
     loss.legend(frameon=False, ncols=2)
     loss.grid(axis="y", color="0.9")
-    lanes.set(xlabel="step (coloured: the rank has data; grey: it has joined)", xlim=(0, None))
+    lanes.set(xlabel="step (coloured: the rank has data; dashed: a worker is lost)", xlim=(0, None))
     lanes.set(ylabel="rank", ylim=(num_ranks - 0.5, -0.5))
     lanes.yaxis.get_major_locator().set_params(integer=True)
     lanes.spines[:].set_visible(False)
@@ -357,23 +382,24 @@ async def main() -> None:
         flush=True,
     )
     reports: list[cl.Report] = []
-    num_steps = sum(
-        max(map(len, schedule(corpus, plan, args.workers, epoch))) for epoch in range(plan.epochs)
-    )
     try:
-        with cl.Progress(num_steps) as progress:
+        with cl.Progress() as progress:
             async with cl.Session(
-                num_workers=args.workers,
+                num_workers=(1, args.workers),
                 use_gpu=args.gpu,
                 on_report=reports.append,
                 progress=progress,
             ) as session:
+                num_ranks = session.num_workers
+                await tell_how_to_kill(session)
                 trained, *_ = await session.run(train, corpus=corpus, plan=plan)
     finally:  # The reports of a failed run are worth reading, too.
         records = metrics(reports, args.workers)
         (args.out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
     print(summary(records))
+    lost = max(0, len(corpus) - trained.samples_used) if plan.max_steps is None else 0
+    print(f"{num_repeated(reports)} steps repeated, {lost} of {len(corpus)} samples lost")
     try:
         day = time.strftime("%Y-%m-%d")
         plot_loss(records, args.out / "loss.png", f"stdlib_gpt --preset {args.preset}, {day}")
@@ -382,12 +408,32 @@ async def main() -> None:
         print(f"written: {args.out / 'metrics.jsonl'}; no loss.png, since there is no {error.name}")
         print("For the plot: pip install matplotlib")
     print(f"sample:\n{trained.sample}\n")
-    if args.verify:
+    if args.verify and any(record["lost"] for record in records):
+        print("not compared with one process: a worker was lost, and its batches went to others")
+    elif args.verify:
         print("training again, in one process …", flush=True)
         torch.set_num_threads(trained.num_threads)
         device = "cuda" if args.gpu and torch.cuda.is_available() else "cpu"
-        reference = train_in_one_process(corpus, plan, args.workers, device)
+        reference = train_in_one_process(corpus, plan, num_ranks, device)
         print(compare(trained.parameters, reference))
+
+
+async def tell_how_to_kill(session: cl.Session) -> None:
+    """Print the pids of the workers, and the line that kills one of them."""
+    workers = [one for one in (await session.snapshot()).workers if not isinstance(one, str)]
+    for worker in workers:
+        print(f"worker {worker.info.seat} is process {worker.info.pid}")
+    if len(workers) > 1:
+        print(
+            f"Kill one while it trains, in another terminal: kill -9 {workers[-1].info.pid}",
+            flush=True,
+        )
+
+
+def strike(corpus: Corpus, plan: Plan, num_ranks: int) -> None:
+    """Order the death of the last worker after a third of the first epoch's steps."""
+    num_steps = max(map(len, schedule(corpus, plan, num_ranks, epoch=0)))
+    os.environ["CHORUSLINE_FAULT_PLAN"] = f"kill {num_ranks - 1} at vote {1 + num_steps // 3}"
 
 
 def summary(records: Sequence[dict[str, Any]]) -> str:
@@ -397,9 +443,10 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
         f"loss {records[0]['loss']:.2f} -> {records[-1]['loss']:.2f} nats a byte"
     ]
     for rank in range(len(records[0]["loss_by_rank"])):
-        joined = sum(rank in record["joined"] for record in records)
-        more = f", and {joined} steps after it had joined" if joined else ""
-        lines.append(f"rank {rank}: {len(records) - joined} batches{more}")
+        batches = sum(record["loss_by_rank"][rank] is not None for record in records)
+        without = sum(rank in record["out_of_data"] for record in records)
+        more = f", and {without} steps without data of its own" if without else ""
+        lines.append(f"rank {rank}: {batches} batches{more}")
     return "\n".join(lines)
 
 
@@ -409,7 +456,8 @@ def from_command_line() -> tuple[argparse.Namespace, Plan, Corpus]:
         description="Trains a byte-level GPT on the source of Python's standard library."
     )
     add = parser.add_argument
-    add("--workers", type=whole(1), default=2, help="ranks, one device each (%(default)s)")
+    add("--workers", type=whole(1), default=2, help="at most, one device each (%(default)s)")
+    add("--strike", action="store_true", help="kill one of them after a third of the run")
     add("--gpu", action="store_true", help="a GPU for each worker")
     add("--preset", choices=PRESETS, default="small", help="size of the model (%(default)s)")
     add("--files", type=whole(1), default=56, help="library files to read (%(default)s)")
@@ -441,6 +489,10 @@ def from_command_line() -> tuple[argparse.Namespace, Plan, Corpus]:
         lr=args.lr or 0.3 / model.width,
         seed=args.seed,
     )
+    if args.strike:
+        if args.workers < 2:
+            parser.error("argument --strike: needs --workers 2 or more, so that one is left")
+        strike(corpus, plan, args.workers)
     return args, plan, corpus
 
 

@@ -70,6 +70,8 @@ class Shard(Batches):
         fewer steps, and a shard that is made then says how many.
     num_steps_left: those of them that are left when the iteration begins: all, or after a resume
         inside the epoch the rest. ctx.step + num_steps_left is where the epoch ends.
+    num_used: the samples of the epoch that belong to steps that count, of all ranks together, lost
+        ones and earlier runs included. After the last step it is the size of the dataset.
     """
 
     def __init__(
@@ -143,6 +145,12 @@ class Shard(Batches):
     def num_steps_left(self) -> int:
         """As described at the top of the class."""
         return max(self.batches_per_rank)
+
+    @property
+    def num_used(self) -> int:
+        """As described at the top of the class."""
+        resumed = self._given_samples - len(self._dealt(1)[0])
+        return resumed + self.num_committed
 
     @property
     def taken_ids(self) -> list[int]:

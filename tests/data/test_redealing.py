@@ -74,6 +74,11 @@ def test_a_second_loss_before_the_next_step_repeats_nothing() -> None:
     ranks.take(0, 1, 2, 3)
     ranks.lose(0)
     ranks.lose(1)
+    assert [ranks.shards[rank].num_used for rank in (2, 3)] == [8, 8]
+    while len(ranks.shards[2].taken_ids) < len(ranks.shards[2].sample_ids):
+        ranks.take(2, 3)
+        ranks.count()
+    assert [ranks.shards[rank].num_used for rank in (2, 3)] == [NUM_SAMPLES, NUM_SAMPLES]
     assert ranks.finish() == list(range(NUM_SAMPLES))
     assert ranks.shards[2].ids_of_the_lost == [0, 4, 1, 5], "of the one step that counts"
 

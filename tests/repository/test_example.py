@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -74,20 +75,22 @@ def test_model_foretells_only_from_what_came_before(example):
     assert differs.tolist() == [False] * 12 + [True] * 8
 
 
-def test_metrics_number_steps_through_the_epochs_and_name_who_had_joined(example):
-    def reports(rank, epoch, count):
-        for batch in range(count):
-            yield Report(
-                rank, 0, 1.0, {"loss": 1.0 + rank, "tokens": 5, "epoch": epoch, "batch": batch}
-            )
+def test_metrics_tell_a_rank_that_is_out_of_data_from_one_that_is_lost(example):
+    def report(rank, step, left, epoch=0):
+        values = {"loss": 1.0 + rank, "tokens": 5, "epoch": epoch, "batches_left": left}
+        return Report(rank, 0, 1.0, values, taken=step)
 
-    said = [*reports(0, 0, 1), *reports(0, 1, 2), *reports(1, 0, 2), *reports(1, 1, 1)]
-    records = example.metrics(said, num_ranks=3)
+    of_rank_0 = [report(0, 1, 0), report(0, 3, 1, epoch=1), report(0, 4, 0, epoch=1)]
+    of_rank_1 = [report(1, 1, 1), report(1, 2, 0), report(1, 3, 5, epoch=1)]
+    records = example.metrics([*of_rank_0, *of_rank_1], num_ranks=2)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [record["epoch"] for record in records] == [0, 0, 1, 1]
-    assert [record["joined"] for record in records] == [[2], [0, 2], [2], [1, 2]]
+    assert [record["out_of_data"] for record in records] == [[], [0], [], []]
+    assert [record["lost"] for record in records] == [[], [], [], [1]]
     assert [record["loss"] for record in records] == [1.5, 2.0, 1.5, 1.0]
-    assert records[1]["loss_by_rank"] == [None, 2.0, None]
+    assert records[1]["loss_by_rank"] == [None, 2.0]
+    assert example.num_repeated([*of_rank_0, *of_rank_1]) == 0
+    assert example.num_repeated([*of_rank_0, report(0, 3, 1)]) == 1
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,7 @@ def test_metrics_number_steps_through_the_epochs_and_name_who_had_joined(example
         (["--block", "99999999"], "argument --block: none of the files is longer than 99999999"),
         (["--out", __file__], "argument --out: cannot make the folder"),
         (["--seed", "-1"], "argument --seed: needs a whole number from 0"),
+        (["--strike", "--workers", "1"], "argument --strike: needs --workers 2 or more"),
     ],
 )
 def test_nonsense_arguments_are_named_before_ray_starts(arguments, capsys, args, sentence):
@@ -125,15 +129,27 @@ def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path, on_clu
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     assert records[-1]["loss"] < 0.8 * records[0]["loss"]
-    assert any(record["joined"] for record in records), "no rank ran out of data before the other"
+    assert any(record["out_of_data"] for record in records), (
+        "no rank ran out of data before the other"
+    )
     picture = imread(tmp_path / "out/loss.png")
     assert picture.shape[1] > 1000
     assert picture.std() > 0.05, "the plot is blank"
-    assert f"step {len(records)}/{len(records)}  loss" in done.stderr
-    assert "run out of data and joined; the others go on" in done.stderr
+    in_epoch = sum(record["epoch"] == 1 for record in records)
+    assert f"epoch 2/2  step {in_epoch}/{in_epoch}  loss" in done.stderr
+    assert "is out of data; the others finish the epoch" in done.stderr
     assert "sample:\ndef " in done.stdout
     difference = re.search(r"one process .* largest difference ([^,]+),", done.stdout)
     assert float(difference[1]) < 1e-5
+
+
+def test_a_run_that_strikes_itself_repeats_no_step_and_loses_no_sample(tmp_path, on_cluster):
+    done = start([sys.executable, EXAMPLE, *TINY, "--strike"], tmp_path, on_cluster)
+    assert re.search(r"0 steps repeated, 0 of \d{3,} samples lost", done.stdout), done.stdout
+    assert re.search(r"in another terminal: kill -9 \d+\n", done.stdout)
+    records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    assert any(record["lost"] == [1] for record in records)
 
 
 @pytest.mark.slow
@@ -152,7 +168,7 @@ def start(command, folder, environment):
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**environment, "PYTHONPATH": str(folder)},
+        env={**environment, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
         timeout=110,

@@ -88,7 +88,7 @@ def test_log_gets_whole_lines_with_the_join_and_the_end():
             progress.on_report(one)
     first, news, last = log.getvalue().splitlines()
     assert first.startswith("step 1/5  loss 2.000")
-    assert news == "step 3: rank 0 has run out of data and joined; the others go on"
+    assert news == "step 3: rank 0 is out of data; the others finish the epoch"
     assert last == "step 5/5  loss 3.000  batches left: rank 0 joined, rank 1 0"
 
 

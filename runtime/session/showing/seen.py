@@ -265,8 +265,10 @@ def joining(before: Seen, after: Seen) -> str:
     ranks = sorted(after.joined - before.joined)
     if not ranks:
         return ""
-    subject = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
-    return f"step {after.step}: {subject} run out of data and joined; the others go on"
+    subject = (
+        f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+    )
+    return f"step {after.step}: {subject} out of data; the others finish the epoch"
 
 
 def _short(value: float) -> str:
