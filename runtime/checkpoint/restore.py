@@ -14,8 +14,8 @@ from ..process.registry import Registered
 from ..zero.shards.parameter_bucket import in_format_of
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .contents import PER_RANK, ZERO, is_dense, leaves_of, tree_of
-from .format.errors import CheckpointMismatch
-from .format.manifest import dtype_name, name_of
+from .format.errors import CheckpointCorrupted, CheckpointMismatch
+from .format.manifest import Entry, dtype_name, name_of
 from .format.pieces import Path
 from .format.reader import CheckpointReader
 from .sharded_state import GROUPS, NUM_STEPS, STATE, SavedOptimizer
@@ -155,7 +155,10 @@ def _restore_sharded(
     shard.load(states, options)
     steps = reader.find((name, NUM_STEPS))
     if steps is not None:
-        optimizer.num_steps = reader.object(steps)
+        num_steps = reader.value(steps)
+        if type(num_steps) is not int or num_steps < 0:
+            raise _unlike(reader, steps)
+        optimizer.num_steps = num_steps
     for mine, saved in zip(optimizer.param_groups, groups, strict=True):
         mine.update({key: value for key, value in saved.items() if key != "params"})
 
@@ -164,13 +167,7 @@ def _checked_groups(
     here: SavedOptimizer, reader: CheckpointReader, by_number: bool
 ) -> list[dict[str, Any]]:
     """The saved groups. Raises CheckpointMismatch if they hold other parameters."""
-    entry = reader.find((here.name, GROUPS))
-    if entry is None:
-        plain = reader.find((here.name,))  # An optimizer without state was saved as one leaf.
-        saved = reader.object(plain)["param_groups"] if plain is not None else []
-    else:
-        saved = reader.object(entry)
-    ours = here.groups
+    saved, ours = _saved_groups(here.name, reader), here.groups
     differences = []
     if len(saved) != len(ours):
         differences.append(f"it has {len(saved)} parameter groups, and there are {len(ours)} here")
@@ -189,20 +186,45 @@ def _checked_groups(
                 if here != there
             ]
     _raise_differences(reader, differences, f"the parameters of optimizer {here.name!r} differ")
-    result: list[dict[str, Any]] = saved
-    return result
+    return saved
+
+
+def _saved_groups(name: str, reader: CheckpointReader) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer. Raises CheckpointCorrupted for what no optimizer has,
+    by which no other state may be looked up."""
+    entry, plain = reader.find((name, GROUPS)), reader.find((name,))
+    if entry is not None:
+        groups = reader.value(entry)
+    elif plain is not None:  # An optimizer without state was saved as one leaf.
+        state = reader.value(plain)
+        groups = state.get(GROUPS) if isinstance(state, dict) else None
+    else:
+        return []
+    if isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(type(parameter) in (int, str) for parameter in group["params"])
+        for group in groups
+    ):
+        return groups
+    raise _unlike(reader, entry or plain)
+
+
+def _unlike(reader: CheckpointReader, entry: Entry | None) -> CheckpointCorrupted:
+    what = name_of(entry.path) if entry is not None else "it"
+    return CheckpointCorrupted(reader.path, f"{what} is not what an optimizer saves")
 
 
 def plain_optimizer_state(name: str, reader: CheckpointReader) -> dict[str, Any]:
     """The whole state of a sharded optimizer, in the format of the plain optimizer."""
-    entry = reader.find((name, GROUPS))
-    assert entry is not None
-    groups = reader.object(entry)
+    groups = _saved_groups(name, reader)
     numbers: dict[str, int] = {}
     for options in groups:
         for parameter in options["params"]:
             numbers[parameter] = len(numbers)
     saved = read_tree(reader, name, STATE)
+    if not isinstance(saved, dict):
+        raise _unlike(reader, reader.find((name, STATE)))
     return {
         "state": {
             number: saved[parameter] for parameter, number in numbers.items() if parameter in saved

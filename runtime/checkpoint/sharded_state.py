@@ -20,7 +20,7 @@ from ..zero.shards.optimizer_trial import Verdict
 from ..zero.shards.shard_state import MASTER, Layout, ShardState, is_per_element
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .contents import add_leaf, pickled
-from .format.errors import CheckpointMismatch
+from .format.errors import CheckpointCorrupted, CheckpointMismatch
 from .format.manifest import Entry, name_of
 from .format.pieces import Contents, Path, TensorRange
 from .format.reader import CheckpointReader
@@ -99,6 +99,10 @@ class SavedOptimizer:
         """
         below: dict[str | int, list[Entry]] = {}
         for entry in reader.below(self.name, STATE):
+            if len(entry.path) < 4:
+                raise CheckpointCorrupted(
+                    reader.path, f"{name_of(entry.path)} is not what an optimizer saves"
+                )
             below.setdefault(entry.path[2], []).append(entry)
         for bucket in range(len(self.layout.plans)):
             held = ShardState()

@@ -8,10 +8,14 @@ the manifest, which is plain JSON and has the checksums.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import pickle
+import re
+import reprlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -24,6 +28,19 @@ from .storage import Storage
 MANIFEST = "chorusline.json"
 METADATA = ".metadata"
 _FORMAT = 1
+
+MAX_MANIFEST_BYTES = 1 << 30
+"""A checkpoint of 10 TB has a manifest of a third of this."""
+
+MAX_OVERHEAD_BYTES = 1 << 16
+"""The most that torch.save adds to the elements of one tensor; it is between 1 and 2 KB."""
+
+_DATA_FILE = re.compile(r"rank-\d{1,10}\.distcp", re.ASCII)
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can have what no file and no terminal takes.
+_MAX_DIMENSIONS = 64
+_TOO_MANY = 1 << 63
+_END_OF_TIME = 253_402_300_800  # the year 10000
+_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +154,19 @@ def name_of(path: Iterable[str | int]) -> str:
 
 
 def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
-    """Write `.metadata` and then the manifest, with which the checkpoint exists."""
+    """Write `.metadata` and then the manifest, with which the checkpoint exists. Raises ValueError
+    for a manifest that `read_manifest` would refuse."""
     metadata = _metadata_for_torch(manifest)
     manifest.metadata_sha256 = hashlib.sha256(metadata).hexdigest()
-    storage.write(within(folder, METADATA), metadata)
     plain = asdict(manifest)
-    text = json.dumps({"format": _FORMAT, "sha256": _digest(plain), "manifest": plain})
-    storage.write(within(folder, MANIFEST), text.encode())
+    text = json.dumps({"format": _FORMAT, "sha256": _digest(plain), "manifest": plain}).encode()
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise ValueError(
+            f"the manifest would have {len(text)} bytes, and is read up to {MAX_MANIFEST_BYTES}"
+        )
+    _validated(json.loads(text)["manifest"])  # What could not be read later is not written.
+    storage.write(within(folder, METADATA), metadata)
+    storage.write(within(folder, MANIFEST), text)
 
 
 def is_whole(storage: Storage, folder: str) -> bool:
@@ -155,53 +178,201 @@ def is_whole(storage: Storage, folder: str) -> bool:
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Raises FileNotFoundError if there is no manifest, CheckpointCorrupted if it is damaged."""
+    """Raises FileNotFoundError if there is no manifest, CheckpointCorrupted if it is damaged, or
+    is one that no save has written."""
     name = within(folder, MANIFEST)
+    path = storage.path_of(name)
+    if (size := storage.size(name)) > MAX_MANIFEST_BYTES:
+        raise CheckpointCorrupted(path, f"it has {size} bytes, too many for a manifest")
     data = storage.read(name)
     try:
         saved = json.loads(data)
         plain, digest, version = saved["manifest"], saved["sha256"], saved["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointCorrupted(
-            storage.path_of(name), f"its {len(data)} bytes are not a manifest"
-        ) from error
+        found = _digest(plain)
+    except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
+        raise CheckpointCorrupted(path, f"its {len(data)} bytes are not a manifest") from error
     if version != _FORMAT:
         raise CheckpointCorrupted(
-            storage.path_of(name),
-            f"it has format {version}, and this version of chorusline reads {_FORMAT}",
+            path, f"it has format {version!r}, and this version of chorusline reads {_FORMAT}"
         )
-    if _digest(plain) != digest:
-        raise CheckpointCorrupted(storage.path_of(name), "its text does not match its checksum")
+    if found != digest:
+        raise CheckpointCorrupted(path, "its text does not match its checksum")
     try:
-        plain["entries"] = [
-            Entry(
-                tuple(entry["path"]),
-                entry["dtype"],
-                tuple(entry["shape"]),
-                [Item(**item) for item in entry["items"]],
-            )
-            for entry in plain["entries"]
-        ]
-        manifest = Manifest(**plain)
-        _check_entries(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise CheckpointCorrupted(
-            storage.path_of(name), f"it is not a manifest ({error})"
-        ) from error
+        return _validated(plain)
+    except ValueError as error:
+        raise CheckpointCorrupted(path, f"it is not a manifest ({error})") from error
+
+
+# -- What a save can have written ------------------------------------------------------------------
+#
+# The checksum of a manifest finds faults of disks and copies; anybody who can write to the place
+# can compute it. So every field is checked here, and what reads a Manifest relies on it: the types
+# are those of the dataclasses, each element of a tensor lies in exactly one item, items do not
+# overlap, and no piece is larger than what it holds.
+
+
+def _validated(plain: Any) -> Manifest:
+    """The manifest in `plain`, of parsed JSON. Raises ValueError for what no save writes."""
+    given = _fields_of(plain, Manifest, "the manifest")
+    files = _files(given["files"])
+    world_size = _count(given["world_size"], "world_size", 1)
+    if world_size > len(files):  # Each rank writes a file.
+        raise ValueError(f"{world_size} ranks cannot have written {len(files)} files")
+    manifest = Manifest(
+        step=_count(given["step"], "step"),
+        world_size=world_size,
+        time=_time(given["time"]),
+        kinds={name: _text(kind, "a kind") for name, kind in _mapping(given["kinds"], "kinds")},
+        files=files,
+        entries=[_entry(one, files) for one in _list(given["entries"], "entries")],
+        progress=_list(given["progress"], "progress"),
+        metadata_sha256=_text(given.get("metadata_sha256", ""), "metadata_sha256"),
+        torch=_text(given.get("torch", ""), "torch"),
+        tied={
+            name: {one: _text(other, "a name") for one, other in _mapping(pairs, "tied")}
+            for name, pairs in _mapping(given.get("tied", {}), "tied")
+        },
+    )
+    _check_paths(manifest.entries)
+    _check_overlaps(manifest.items())
     return manifest
 
 
-def _check_entries(manifest: Manifest) -> None:
-    """Raise ValueError for what no save writes. The checksum of a manifest finds faults of disks;
-    anybody can compute it for a manifest that they have written."""
-    for file in (*manifest.files, *(item.file for item in manifest.items())):
-        if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise ValueError(f"{file!r} is outside of its folder")
-    for entry in manifest.entries:
-        if entry.dtype is not None:
-            dtype_of(entry.dtype)
-        if any(item.at < 0 or item.length < 0 for item in entry.items):
-            raise ValueError(f"{name_of(entry.path)} lies before the beginning of a file")
+def _fields_of(value: Any, kind: type, what: str) -> dict[str, Any]:
+    """A dictionary with the fields of a dataclass: all that have no default, and no other one."""
+    given = dict(_mapping(value, what))
+    known = {one.name: one for one in fields(kind)}
+    lacking = [
+        name
+        for name, one in known.items()
+        if name not in given and one.default is one.default_factory is MISSING
+    ]
+    if lacking or not given.keys() <= known.keys():
+        unknown = [name for name in given if name not in known]
+        raise ValueError(
+            f"{what} lacks {', '.join(lacking)}"
+            if lacking
+            else f"{what} has {', '.join(map(repr, unknown[:_NAMED]))}, which no save writes"
+        )
+    return given
+
+
+def _entry(value: Any, files: dict[str, int]) -> Entry:
+    given = _fields_of(value, Entry, "an entry")
+    path = tuple(_list(given["path"], "a path"))
+    if not path:
+        raise ValueError("an entry has an empty path")
+    for key in path:
+        if type(key) is not int:
+            _text(key, f"a key in {_shown(path)}")
+    name = name_of(path)
+    shape = tuple(_count(length, f"a length of {name}") for length in _list(given["shape"], name))
+    dtype = given["dtype"]
+    entry = Entry(
+        path,
+        None if dtype is None else _text(dtype, f"the dtype of {name}"),
+        shape,
+        [_item(one, files, name) for one in _list(given.get("items"), f"items of {name}")],
+    )
+    if entry.dtype is None:
+        if len(entry.items) != 1 or shape or (entry.items[0].start, entry.items[0].stop) != (0, 0):
+            raise ValueError(f"{name} is neither a tensor nor an object of one item")
+        return entry
+    itemsize = dtype_of(entry.dtype).itemsize
+    if math.prod(
+        length for length in shape[:_MAX_DIMENSIONS] if length
+    ) * itemsize >= _TOO_MANY or (len(shape) > _MAX_DIMENSIONS):
+        raise ValueError(f"{name} has a shape that no tensor has")
+    at, numel = 0, math.prod(shape)
+    for item in entry.items:
+        if item.start != at or item.stop <= at:
+            raise ValueError(
+                f"elements {at} to {numel} of {name} are not in one item after another"
+            )
+        if not 0 <= item.length - (item.stop - at) * itemsize <= MAX_OVERHEAD_BYTES:
+            raise ValueError(
+                f"{item.length} bytes are not elements {at} to {item.stop} of {name}, {entry}"
+            )
+        at = item.stop
+    if at != numel:
+        raise ValueError(f"elements {at} to {numel} of {name} are in no item")
+    return entry
+
+
+def _item(value: Any, files: dict[str, int], name: str) -> Item:
+    given = _fields_of(value, Item, f"an item of {name}")
+    file = _text(given.pop("file"), f"a file of {name}")
+    item = Item(_file_name(file), **{key: _count(one, key) for key, one in given.items()})
+    if item.file not in files:
+        raise ValueError(f"{name} lies in {file!r}, which is not among its files")
+    if item.at + item.length > files[item.file]:
+        raise ValueError(f"{name} lies behind the end of {file!r}")
+    if item.crc32 >= 1 << 32:
+        raise ValueError(f"{item.crc32} is no crc32")
+    return item
+
+
+def _check_paths(entries: Sequence[Entry]) -> None:
+    """A path leads to one entry, and no path leads through another one."""
+    # A text is not compared with a number.
+    ordered = sorted([[(type(key) is int, key) for key in entry.path] for entry in entries])
+    for one, other in itertools.pairwise(ordered):
+        if other[: len(one)] == one:
+            raise ValueError(f"{name_of(key for _, key in one)} is in it more than once")
+
+
+def _check_overlaps(items: Sequence[Item]) -> None:
+    for one, other in itertools.pairwise(sorted(items, key=lambda item: (item.file, item.at))):
+        if one.file == other.file and one.at + one.length > other.at:
+            raise ValueError(f"two items overlap in {one.file!r}, at {other.at}")
+
+
+def _files(value: Any) -> dict[str, int]:
+    return {
+        _file_name(name): _count(size, f"the size of {name!r}")
+        for name, size in _mapping(value, "files")
+    }
+
+
+def _file_name(name: str) -> str:
+    if not _DATA_FILE.fullmatch(name):
+        raise ValueError(f"{_shown(name)} is no data file of a checkpoint, such as rank-0.distcp")
+    return name
+
+
+def _count(value: Any, what: str, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < _TOO_MANY:
+        raise ValueError(f"{what} is {_shown(value)}, and no whole number from {least} on")
+    return value
+
+
+def _time(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < _END_OF_TIME:
+        raise ValueError(f"time is {_shown(value)}, and no time in seconds since 1970")
+    return float(value)
+
+
+def _text(value: Any, what: str) -> str:
+    if type(value) is not str or _SURROGATE.search(value):
+        raise ValueError(f"{what} is {_shown(value)}, and no text")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"{what} is {_shown(value)}, and no list")
+    return value
+
+
+def _mapping(value: Any, what: str) -> Iterable[tuple[str, Any]]:
+    """The items of a dictionary of JSON."""
+    if type(value) is not dict:
+        raise ValueError(f"{what} is {_shown(value)}, and no dictionary")
+    return [(_text(key, f"a key of {what}"), one) for key, one in value.items()]
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
 
 
 def within(folder: str, name: str) -> str:
@@ -257,8 +428,12 @@ def _metadata_for_torch(manifest: Manifest) -> bytes:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
+    """Raises ValueError if no tensor of a checkpoint has this dtype."""
+    dtype = getattr(torch, name, None)
+    # A quantized tensor is more than its elements.
+    is_quantized = name.startswith(("q", "bits"))
+    if not isinstance(dtype, torch.dtype) or is_quantized or dtype_name(dtype) != name:
+        raise ValueError(f"{_shown(name)} is no dtype of a tensor in a checkpoint")
     return dtype
 
 

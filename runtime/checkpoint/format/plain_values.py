@@ -4,12 +4,18 @@ An object is stored as torch.save stores it, in a pickle. `torch.load(weights_on
 tensors and plain values of it: numbers, strings, dtypes, and containers of them. Arrays and
 scalars of numpy are plain values here, too, because the states of generators, schedules and metrics
 often contain them.
+
+The file that torch.save makes is a zip archive without compression. Loaders that decompress would
+make gigabytes of kilobytes, so an archive of another kind is refused before torch sees it.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
+import re
+import zipfile
 from typing import Any
 
 import numpy
@@ -37,6 +43,49 @@ def _of_numpy() -> dict[str, Any]:
 _OF_NUMPY = tuple((kind, name) for name, kind in _of_numpy().items())
 """Each with its name: so it is another entry of torch's list than what the user has allowed, and
 does not take that along when `safe_globals` ends."""
+
+
+_OF_A_TENSOR = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_tensor_v[23]|torch \w+|"
+    r"torch\.storage (Untyped|Typed)Storage"
+)
+"""What the pickle of a tensor names. Each is a class, a function or a dtype of torch."""
+
+_RECORDS_OF_A_TENSOR = 16
+"""torch.save writes seven: the pickle, the elements, and notes of a few bytes."""
+
+
+def check_archive(data: bytes, max_records: int | None = None) -> zipfile.ZipFile:
+    """Raise ValueError if `data` is no archive as torch.save writes it: what is in it takes no more
+    memory than `data` itself."""
+    # torch reads whatever else begins in another way, an older format without any limit.
+    if not data.startswith(b"PK\x03\x04"):
+        raise ValueError("it is no archive of torch.save")
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+    except Exception as error:  # zipfile raises more than BadZipFile.
+        raise ValueError(f"it is no archive of torch.save: {error}") from error
+    records = archive.infolist()
+    if any(one.compress_type != zipfile.ZIP_STORED for one in records):
+        raise ValueError("it is a compressed archive, and torch.save does not compress")
+    if sum(one.file_size for one in records) > len(data):
+        raise ValueError(f"its {len(data)} bytes claim to be more")
+    if max_records is not None and len(records) > max_records:
+        raise ValueError(f"it has {len(records)} records, too many for a tensor")
+    return archive
+
+
+def load_tensor(data: bytes) -> torch.Tensor:
+    """The tensor in `data`, on the CPU. Raises any error if there is none."""
+    archive = check_archive(data, _RECORDS_OF_A_TENSOR)
+    (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+    for opcode, named, _ in pickletools.genops(archive.read(pickled)):
+        if opcode.name == "GLOBAL" and not _OF_A_TENSOR.fullmatch(str(named)):
+            raise ValueError(f"it names {named}, and no tensor does")
+    loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if type(loaded) is not torch.Tensor or loaded.layout != torch.strided:
+        raise ValueError(f"it is {type(loaded).__name__}, and no tensor")
+    return loaded
 
 
 def load_plain(data: bytes) -> Any:

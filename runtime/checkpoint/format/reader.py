@@ -16,14 +16,17 @@ from .manifest import (
     Entry,
     Item,
     Manifest,
+    dtype_name,
     dtype_of,
     name_of,
     read_manifest,
     within,
 )
 from .pieces import Path
-from .plain_values import beyond_plain, load_plain
+from .plain_values import beyond_plain, check_archive, load_plain, load_tensor
 from .storage import Storage
+
+_READ_BYTES = 16 << 20
 
 
 class CheckpointReader:
@@ -52,22 +55,19 @@ class CheckpointReader:
         return self.manifest.below(*path)
 
     def verify(self, part: int = 0, num_parts: int = 1) -> None:
-        """Read every `num_parts`-th piece from `part` on, and compare sizes and checksums."""
+        """Read every `num_parts`-th piece from `part` on, and compare sizes, checksums, and what a
+        piece holds."""
         for number, (file, size) in enumerate(sorted(self.manifest.files.items())):
             if number % num_parts == part:
                 self._verify_size(file, size)
         if part == 0:
-            name = within(self.folder, METADATA)
-            try:
-                digest = hashlib.sha256(self.storage.read(name)).hexdigest()
-            except FileNotFoundError:
-                digest = "that of no file"
-            if digest != self.manifest.metadata_sha256:
-                raise CheckpointCorrupted(
-                    self.storage.path_of(name), "it does not match its checksum in the manifest"
-                )
-        for item in self.manifest.items()[part::num_parts]:
-            self._bytes(item)
+            self._verify_metadata()
+        pieces = [(item, entry) for entry in self.manifest.entries for item in entry.items]
+        for item, entry in pieces[part::num_parts]:
+            if entry.dtype is not None:
+                self._piece(item, entry)
+            else:
+                self._archive(item, entry)
 
     def _verify_size(self, file: str, size: int) -> None:
         name = within(self.folder, file)
@@ -78,6 +78,20 @@ class CheckpointReader:
         if found != size:
             raise CheckpointCorrupted(self.storage.path_of(name), f"it has {found} bytes of {size}")
 
+    def _verify_metadata(self) -> None:
+        name = within(self.folder, METADATA)
+        digest, at = hashlib.sha256(), 0
+        try:
+            while data := self.storage.read(name, at, _READ_BYTES):  # It may have any size.
+                digest.update(data)
+                at += len(data)
+        except FileNotFoundError:
+            raise CheckpointCorrupted(self.storage.path_of(name), "it is missing") from None
+        if digest.hexdigest() != self.manifest.metadata_sha256:
+            raise CheckpointCorrupted(
+                self.storage.path_of(name), "it does not match its checksum in the manifest"
+            )
+
     def tensor(self, entry: Entry, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """(stop - start,) elements [start, stop) of the flattened tensor, on the CPU. Reads only
         the pieces that hold them."""
@@ -87,12 +101,13 @@ class CheckpointReader:
         for item in entry.items:
             first, last = max(start, item.start), min(stop, item.stop)
             if first < last:
-                piece = self._piece(item).reshape(-1)
+                piece = self._piece(item, entry)
                 result[first - start : last - start] = piece[first - item.start : last - item.start]
         return result
 
     def object(self, entry: Entry) -> Any:
-        data = self._bytes(entry.items[0])
+        (item,) = entry.items
+        data = self._archive(item, entry)
         if not self._weights_only:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         try:
@@ -100,6 +115,8 @@ class CheckpointReader:
         except pickle.UnpicklingError as error:
             of = ", ".join(beyond_plain(data)) or f"more than plain values ({error})"
             raise CheckpointUntrusted(self.path, f"{name_of(entry.path)} is made of {of}") from None
+        except Exception as error:  # Of bytes that torch.save has not written, torch raises any.
+            raise self._unlike(item, entry, f"{type(error).__name__}: {error}") from error
 
     def value(self, entry: Entry) -> Any:
         """The tensor in its shape, or the object."""
@@ -107,12 +124,37 @@ class CheckpointReader:
             return self.object(entry)
         return self.tensor(entry).view(entry.shape)
 
-    def _piece(self, item: Item) -> torch.Tensor:
+    def _piece(self, item: Item, entry: Entry) -> torch.Tensor:
+        """(item.stop - item.start,) of the entry's dtype."""
         # Neighbouring ranges often share a piece, so the last one is kept.
         if self._last is None or self._last[0] != item:
-            loaded = torch.load(io.BytesIO(self._bytes(item)), weights_only=True)
-            self._last = (item, loaded)
+            try:
+                loaded = load_tensor(self._bytes(item))
+            except CheckpointCorrupted:
+                raise
+            except Exception as error:  # Of bytes that torch.save has not written, any.
+                raise self._unlike(item, entry, f"{type(error).__name__}: {error}") from error
+            found = f"{loaded.numel()} elements of {dtype_name(loaded.dtype)}"
+            if found != f"{item.stop - item.start} elements of {entry.dtype}":
+                raise self._unlike(item, entry, f"they are {found}")
+            self._last = (item, loaded.reshape(-1))
         return self._last[1]
+
+    def _archive(self, item: Item, entry: Entry) -> bytes:
+        data = self._bytes(item)
+        try:
+            check_archive(data)
+        except ValueError as error:
+            raise self._unlike(item, entry, str(error)) from error
+        return data
+
+    def _unlike(self, item: Item, entry: Entry, why: str) -> CheckpointCorrupted:
+        what = f"elements {item.start} to {item.stop} of " if entry.dtype is not None else ""
+        return CheckpointCorrupted(
+            self.storage.path_of(within(self.folder, item.file)),
+            f"bytes {item.at} to {item.at + item.length} are not {what}{name_of(entry.path)}, "
+            f"{entry} ({why})",
+        )
 
     def _bytes(self, item: Item) -> bytes:
         name = within(self.folder, item.file)

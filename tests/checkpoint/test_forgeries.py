@@ -1,0 +1,353 @@
+"""What somebody can put into a place of checkpoints who can write there, checksums and all: it is
+refused by one kind of error, hides no other checkpoint, and takes no more memory than it has bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import io
+import json
+import re
+import resource
+import shutil
+import tempfile
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import chorusline as cl
+from chorusline.runtime.checkpoint.contents import PER_RANK, STATE, pickled, whole_of
+from chorusline.runtime.checkpoint.export import described, plain_states
+from chorusline.runtime.checkpoint.format.catalog import folder_name, listing, newest_whole
+from chorusline.runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
+from chorusline.runtime.checkpoint.format.reader import CheckpointReader
+from chorusline.runtime.checkpoint.format.shard_file import write_part
+from chorusline.runtime.checkpoint.format.storage import Folder
+from tests.references.checkpoint_places import resume_and_listen, write_two
+from tests.references.checkpoint_runs import Parts, in_run
+
+WEIGHT = torch.arange(8, dtype=torch.float32).view(2, 4)
+
+
+def _write(place: Path, step: int = 1) -> Path:
+    """A checkpoint of a tensor, a state of two leaves, and a state of one rank."""
+    storage, folder = Folder(place), folder_name(step, "0123abcd", 0)
+    ranges = [whole_of(("model", "weight"), WEIGHT), whole_of(("own", 0, "buffer"), WEIGHT[0])]
+    leaves = {("state", "count"): pickled(5), ("state", "name"): pickled("x")}
+    part = write_part(storage, folder, 0, step, ranges, leaves)
+    kinds = {"model": STATE, "state": STATE, "own": PER_RANK}
+    progress = [{"boundaries": 1}]
+    manifest = Manifest(step, 1, float(step), kinds, part.files, merged([part]), progress)
+    write_manifest(storage, folder, manifest)
+    return place / folder
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a manifest, and make its checksum that of the new text."""
+    plain = json.loads((folder / "chorusline.json").read_bytes())["manifest"]
+    change(plain)
+    _put(folder, plain)
+
+
+def _put(folder: Path, plain: Any) -> None:
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    text = json.dumps({"format": 1, "sha256": digest, "manifest": plain})
+    (folder / "chorusline.json").write_text(text)
+
+
+def _entry(manifest: dict[str, Any], name: str = "model") -> dict[str, Any]:
+    return next(entry for entry in manifest["entries"] if entry["path"][0] == name)
+
+
+def _item(manifest: dict[str, Any], name: str = "model") -> dict[str, Any]:
+    return _entry(manifest, name)["items"][0]
+
+
+FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "'../secret' is no data file": lambda m: _item(m).update(file="../secret"),
+    "'/etc/hosts' is no data file": lambda m: m["files"].update({"/etc/hosts": 1}),
+    r"'rank-0.distcp\x00' is no data file": lambda m: _item(m).update(file="rank-0.distcp\0"),
+    "'rank-1.distcp', which is not among": lambda m: _item(m).update(file="rank-1.distcp"),
+    "at is -1, and no whole number": lambda m: _item(m).update(at=-1),
+    "at is 0.5": lambda m: _item(m).update(at=0.5),
+    "at is True": lambda m: _item(m).update(at=True),
+    "lies behind the end of": lambda m: _item(m).update(at=10**6),
+    "'no_such_dtype' is no dtype": lambda m: _entry(m).update(dtype="no_such_dtype"),
+    "'save' is no dtype": lambda m: _entry(m).update(dtype="save"),
+    "the manifest lacks kinds": lambda m: m.pop("kinds"),
+    "has 'more', which no save writes": lambda m: m.update(more=1),
+    "time is 'noon'": lambda m: m.update(time="noon"),
+    "time is nan": lambda m: m.update(time=float("nan")),
+    "time is 1e+300": lambda m: m.update(time=1e300),
+    "step is None": lambda m: m.update(step=None),
+    "1000000000 ranks cannot have": lambda m: m.update(world_size=10**9),
+    "files is ['rank-0.distcp']": lambda m: m.update(files=["rank-0.distcp"]),
+    "a key in ('model', ['weight']) is": lambda m: _entry(m).update(path=["model", ["weight"]]),
+    "an entry has an empty path": lambda m: _entry(m).update(path=[]),
+    "a length of model.weight is '2'": lambda m: _entry(m).update(shape=["2", 4]),
+    "a length of model.weight is -5": lambda m: _entry(m).update(shape=[-5]),
+    "has a shape that no tensor has": lambda m: _entry(m).update(shape=[1 << 40, 1 << 40]),
+    "elements 8 to 10000000000000 of model.weight are in no item": lambda m: _entry(m).update(
+        shape=[10**13]
+    ),
+    "elements 0 to 8 of model.weight are in no item": lambda m: _entry(m).update(items=[]),
+    "elements 0 to 8 of model.weight are not in one item after": lambda m: _item(m).update(start=1),
+    "bytes are not elements 0 to 1000000000": lambda m: (
+        _entry(m).update(shape=[10**9]),
+        _item(m).update(stop=10**9),
+    ),
+    "neither a tensor nor an object": lambda m: _entry(m, "state").update(items=[]),
+    "two items overlap": lambda m: m["entries"].append({**_entry(m), "path": ["other"]}),
+    "model.weight is in it more than once": lambda m: m["entries"].append(_entry(m)),
+    "model is in it more than once": lambda m: m["entries"].append(
+        {**_entry(m), "path": ["model"]}
+    ),
+    "progress is {}": lambda m: m.update(progress={}),
+    "kinds is ['model']": lambda m: m.update(kinds=["model"]),
+    r"'\ud800', and no text": lambda m: m["kinds"].update(model="\ud800"),
+}
+
+
+@pytest.mark.parametrize("text", FORGERIES)
+def test_a_manifest_that_no_save_has_written_is_refused_and_hides_no_other(tmp_path, text):
+    good, bad = _write(tmp_path, 1), _write(tmp_path, 2)
+    _rewrite(bad, FORGERIES[text])
+    with pytest.raises(cl.CheckpointCorrupted, match=re.escape(text)) as raised:
+        CheckpointReader(Folder(tmp_path), bad.name)
+    said = f"{bad}/chorusline.json is torn or corrupted: it is not a manifest ("
+    assert said in str(raised.value)
+    listed = listing(Folder(tmp_path))
+    assert (listed.written, listed.broken) == ([good.name], [bad.name])
+    assert newest_whole(Folder(tmp_path)).folder == good.name
+    assert [line.split(": ")[0] for line in described(tmp_path)] == [bad.name, good.name]
+
+
+TEXTS = {
+    "brackets": b"[" * 200_000,
+    "brackets in the manifest": b'{"format": 1, "sha256": "", "manifest": '
+    + b"[" * 50_000
+    + b"]" * 50_000
+    + b"}",
+    "a number": b"5",
+    "a list": b'["manifest", "sha256", "format"]',
+    "a number of too many digits": b'{"manifest": '
+    + b"9" * 10_000
+    + b', "sha256": 1, "format": 1}',
+    "another format": b'{"manifest": {}, "sha256": "x", "format": [1]}',
+    "no text": b"\xff\xfe\x00",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_a_text_that_is_no_manifest_is_refused_and_hides_no_other(tmp_path, what):
+    good, bad = _write(tmp_path, 1), _write(tmp_path, 2)
+    (bad / "chorusline.json").write_bytes(TEXTS[what])
+    with pytest.raises(cl.CheckpointCorrupted):
+        CheckpointReader(Folder(tmp_path), bad.name)
+    assert newest_whole(Folder(tmp_path)).folder == good.name
+
+
+def test_a_manifest_of_any_size_is_not_read(tmp_path):
+    good, bad = _write(tmp_path, 1), _write(tmp_path, 2)
+    with (bad / "chorusline.json").open("ab") as file:
+        file.truncate(1 << 40)  # A hole: it takes no disk.
+    assert newest_whole(Folder(tmp_path)).folder == good.name
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(st.characters(), max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values in a tree of JSON."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _places(inner, (*path, key))
+
+
+@functools.cache
+def _sound() -> tuple[Path, dict[str, Any]]:
+    folder = _write(Path(tempfile.mkdtemp(prefix="chorusline-forgeries-")))
+    return folder, json.loads((folder / "chorusline.json").read_bytes())["manifest"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    yield
+    if _sound.cache_info().currsize:
+        shutil.rmtree(_sound()[0].parent)
+        _sound.cache_clear()
+
+
+@settings(deadline=None)
+@given(st.data(), JSON)
+def test_whatever_stands_in_a_manifest_it_is_read_as_written_or_refused(data, value):
+    folder, sound = _sound()
+    plain = copy.deepcopy(sound)
+    *path, last = data.draw(st.sampled_from(sorted(_places(sound), key=repr)))
+    at = functools.reduce(lambda inner, key: inner[key], path, plain)
+    if data.draw(st.booleans()):
+        at[last] = value
+    else:
+        del at[last]
+    _put(folder, plain)
+    storage = Folder(folder.parent)
+    try:
+        reader = CheckpointReader(storage, folder.name)
+        reader.verify()
+        states = plain_states(reader)
+    except cl.CheckpointCorrupted:
+        assert listing(storage).written in ([], [folder.name])
+    else:  # Such as another step, or a kind that nobody knows.
+        assert listing(storage).written == [folder.name] and list(described(folder.parent))
+        for entry in reader.manifest.entries:
+            if entry.path == ("model", "weight"):
+                assert torch.equal(reader.value(entry).flatten(), WEIGHT.flatten())
+        assert states.keys() == reader.manifest.kinds.keys()
+
+
+# -- Pieces ----------------------------------------------------------------------------------------
+
+
+def _replace(folder: Path, name: str, data: bytes) -> None:
+    """Put other bytes in the place of a piece, with their checksums."""
+    file = folder / "rank-0.distcp"
+    at = file.stat().st_size
+    with file.open("ab") as opened:
+        opened.write(data)
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"]["rank-0.distcp"] += len(data)
+        _item(manifest, name).update(at=at, length=len(data), crc32=zlib.crc32(data))
+
+    _rewrite(folder, change)
+
+
+def _deflated(value: Any) -> bytes:
+    target = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(pickled(value))) as source,
+        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        for one in source.infolist():
+            archive.writestr(one.filename, source.read(one))
+    return target.getvalue()
+
+
+def _legacy(value: Any) -> bytes:
+    target = io.BytesIO()
+    torch.save(value, target, _use_new_zipfile_serialization=False)
+    return target.getvalue()
+
+
+class _Anything:
+    def __reduce__(self) -> Any:
+        return bytearray, (8,)
+
+
+PIECES: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "int64 over float32": ("model", lambda: pickled(torch.arange(4))),
+    "int32 over float32": ("model", lambda: pickled(torch.arange(8, dtype=torch.int32))),
+    "too few elements": ("model", lambda: pickled(torch.ones(7))),
+    "too many elements": ("model", lambda: pickled(torch.ones(9))),
+    "more storage than elements": ("model", lambda: pickled(torch.ones(12)[:8])[:-1]),
+    "no tensor": ("model", lambda: pickled({"weight": WEIGHT})),
+    "a sparse tensor": ("model", lambda: pickled(WEIGHT.to_sparse())),
+    "an object that is called": ("model", lambda: pickled(_Anything())),
+    "a compressed tensor": ("model", lambda: _deflated(WEIGHT)),
+    "a compressed object": ("state", lambda: _deflated(bytes(1 << 20))),
+    "an older format": ("model", lambda: _legacy(WEIGHT)),
+    "an object in an older format": ("state", lambda: _legacy(5)),
+    "no archive": ("model", lambda: bytes(1000)),
+    "no archive of an object": ("state", lambda: b"PK\x03\x04" + bytes(1000)),
+    "an empty object": ("state", lambda: b""),
+}
+
+
+@pytest.mark.parametrize("what", PIECES)
+def test_a_piece_that_is_not_what_the_manifest_says_is_refused_and_hides_no_other(tmp_path, what):
+    good, bad = _write(tmp_path, 1), _write(tmp_path, 2)
+    name, made = PIECES[what]
+    _replace(bad, name, made())
+    with pytest.raises(cl.CheckpointCorrupted, match=re.escape(f"{bad}/")):
+        plain_states(CheckpointReader(Folder(tmp_path), bad.name))
+    with pytest.raises(cl.CheckpointCorrupted, match=re.escape(f"{bad}/")):
+        CheckpointReader(Folder(tmp_path), bad.name).verify()
+    assert newest_whole(Folder(tmp_path)).folder == good.name
+
+
+@pytest.mark.parametrize("name", ["model", "state"])
+def test_a_few_bytes_do_not_become_many(tmp_path, name):
+    good, bad = _write(tmp_path, 1), _write(tmp_path, 2)
+    _replace(bad, name, _deflated(torch.zeros(64 << 20)))  # 256 MB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(cl.CheckpointCorrupted):
+        plain_states(CheckpointReader(Folder(tmp_path), bad.name))
+    assert newest_whole(Folder(tmp_path)).folder == good.name
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_a_run_resumes_from_the_one_before_a_forged_one(ranks_of, tmp_path):
+    write_two(ranks_of, tmp_path)
+    (bad,) = tmp_path.glob("step-00000004-*")
+    _rewrite(bad, lambda m: m.update(time="noon"))
+    with warnings.catch_warnings():
+        (step, (word,)), (other_step, _) = ranks_of(2).run(
+            resume_and_listen, cl.CheckpointConfig(tmp_path)
+        )
+    assert (step, other_step) == (2, 2)
+    assert "time is 'noon'" in word and "The checkpoint before it is used" in word
+
+
+GARBAGE = [5, None, [5], [{}], [{"params": 5}], [{"params": [[]]}], {"params": []}]
+
+
+def _save_optimizer(group: cl.Group, place: Path) -> None:
+    def body(ctx: cl.Context) -> None:
+        Parts(ctx).step()
+        ctx.save().wait()
+
+    in_run(group, body, cl.CheckpointConfig(place))
+
+
+@pytest.mark.parametrize("value", GARBAGE, ids=map(str, GARBAGE))
+def test_groups_of_an_optimizer_that_no_optimizer_has_are_refused(ranks_of, tmp_path, value):
+    ranks_of(1).run(_save_optimizer, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    at = (folder / "rank-0.distcp").stat().st_size
+    data = pickled(value)
+    with (folder / "rank-0.distcp").open("ab") as file:
+        file.write(data)
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"]["rank-0.distcp"] += len(data)
+        (entry,) = [e for e in manifest["entries"] if e["path"] == ["optimizer", "param_groups"]]
+        entry["items"][0].update(at=at, length=len(data), crc32=zlib.crc32(data))
+
+    _rewrite(folder, change)
+    with pytest.raises(cl.CheckpointCorrupted, match="param_groups is not what an optimizer saves"):
+        plain_states(newest_whole(Folder(tmp_path)))
+    ((step, (said,)),) = ranks_of(1).run(resume_and_listen, cl.CheckpointConfig(tmp_path))
+    assert step == -1 and "param_groups is not what an optimizer saves" in said
