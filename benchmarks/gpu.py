@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 import chorusline as cl
 from benchmarks.alternation import alternate, finish, parser, spawn, table
-from benchmarks.gpu_machine import NO_GPU, seen, share_gpus, show, why_no_ranks
+from benchmarks.gpu_machine import NO_GPU, seen, show, why_no_ranks
 
 _WIDTHS = {"tiny": (16, 2), "2M": (512, 8), "25M": (1024, 24), "100M": (2048, 24)}
 """Width and number of square layers."""
@@ -67,13 +67,14 @@ def measure(
         torch.cuda.set_device(device)
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # First ours: where ranks share a GPU it sets what NCCL needs, which torch's NCCL reads as well.
+    group = cl.Group.create(cl.FileStore(store_path), rank, num_ranks, device)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=dist.FileStore(store_path + "-torch", num_ranks),
         rank=rank,
         world_size=num_ranks,
     )
-    group = cl.Group.create(cl.FileStore(store_path), rank, num_ranks, device)
     found: dict[str, Any] = {"collectives": {}, "steps": {}, "backend": group.backend}
     for length in lengths:
         found["collectives"] |= collectives(group, length, rounds)
@@ -284,11 +285,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags.error(f"--ranks must be at least 2, got {args.ranks}")
     num_ranks = args.ranks or max(2, torch.cuda.device_count() if args.device == "cuda" else 0)
     if args.device == "cuda":
-        reason = why_no_ranks(num_ranks)
+        reason = why_no_ranks()
         if reason:
             print(reason)
             return NO_GPU
-        share_gpus(num_ranks, os.environ)
     machine = seen()
     show(machine)
     by_rank = spawn(measure, num_ranks, args.device, sizes, lengths, args.rounds)

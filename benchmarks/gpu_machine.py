@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(_ROOT)
 
-from chorusline.collectives.transports.nccl import SHARES_GPUS, load_nccl
+from chorusline.collectives.transports.nccl import load_nccl
 
 NO_GPU = 3
 """The exit status where there is no GPU to run on."""
@@ -48,26 +48,15 @@ def why_no_gpu() -> str:
     return f"there is no NVIDIA GPU on this machine ({build}), so nothing was run"
 
 
-def why_no_ranks(num_ranks: int) -> str:
-    """Why so many ranks cannot use NCCL here, in one sentence; empty if they can."""
+def why_no_ranks() -> str:
+    """Why ranks cannot use NCCL here, in one sentence; empty if they can."""
     reason = why_no_gpu()
-    if reason:
-        return reason
-    try:
-        version = load_nccl().get_version()
-    except ImportError as error:
-        return str(error)
-    num_gpus = torch.cuda.device_count()
-    if num_gpus < num_ranks and version < SHARES_GPUS:
-        return f"{num_ranks} ranks on {num_gpus} GPUs need NCCL 2.30 or later, here is {version}"
-    return ""
-
-
-def share_gpus(num_ranks: int, environment: MutableMapping[str, str]) -> None:
-    """Set what several ranks on one GPU need, for processes that are started later."""
-    if num_ranks > torch.cuda.device_count():
-        environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-        environment["NCCL_MAX_CTAS"] = "2"  # The ranks' kernels must fit one GPU at once.
+    if not reason:
+        try:
+            load_nccl()
+        except ImportError as error:
+            return str(error)
+    return reason
 
 
 def seen() -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import Any
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RAY_HIDES_NONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # since NCCL 2.30
 _MIG = "MIG-"
 _OF_THE_NODE = (
     f"Set {VISIBLE} where the node is started, before `ray start`, or not at all: Ray deals the "
@@ -88,7 +87,6 @@ def choose_gpu(
             f"Ray has assigned {share:g} GPU to this worker, and names {_names(assigned)}: "
             f"{says}, which is not what the node was started with. {_OF_THE_NODE}"
         )
-    added = {SHARED_GPUS: "1"} if 0 < share < 1 and SHARED_GPUS not in environment else {}
     if visible is None:
         places = {int(one): str(one) for one in assigned}
     else:
@@ -104,7 +102,7 @@ def choose_gpu(
     # CUDA shows a process one part of a GPU (MIG), whatever the list says.
     hidden = own[:1] if own[0].startswith(_MIG) else own if _hides(environment) else []
     if hidden:
-        return Gpu(0, {**added, VISIBLE: ",".join(hidden)})
+        return Gpu(0, {VISIBLE: ",".join(hidden)})
     index = min(places)
     if index >= num_visible:
         raise NoGpu(
@@ -113,7 +111,7 @@ def choose_gpu(
             "`ray start --num-gpus` of what it has, and see `nvidia-smi -L`; parts of a GPU (MIG) "
             f"must be listed in {VISIBLE} before `ray start`"
         )
-    return Gpu(index, added)
+    return Gpu(index)
 
 
 def _hides(environment: Mapping[str, str]) -> bool:

@@ -14,9 +14,12 @@ take seconds.
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,13 +31,14 @@ from ..contract.in_flight import InFlight
 from ..contract.operation import Kind, Operation, ReduceOp
 from ..contract.work import Work
 from ..stores.store import Store
+from .host import host_identity
 from .liveness import LOOK_S, RollCall
-from .nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, lacks
+from .nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, described, lacks
 from .nccl_connecting import Attempt
 from .nccl_works import ABORT_AFTER_S, LONGEST_PAUSE_S, NcclWork, Watcher
+from .shared_gpus import Place, environment_for
 
 CLOSE_TIMEOUT_S = 5.0  # for the other ranks to close as well
-SHARES_GPUS = 23000  # the first version of NCCL that lets ranks share a GPU
 ISSUE_TIMEOUT_S = 1.0  # for a launch in progress, before an abort goes ahead without it
 
 
@@ -58,12 +62,13 @@ def connect(
 ) -> Communicator:
     """Meet in `store` and connect. Blocks until all ranks have come.
 
-    1. Every rank writes that it is ready, rank 0 NCCL's unique id, and waits for all ranks.
-    2. All ranks enter NCCL, which connects them (nccl_connecting.py).
+    1. Every rank writes where it runs, and waits for all ranks: some may share a GPU.
+    2. Every rank writes that it is ready, rank 0 NCCL's unique id, and waits for all ranks.
+    3. All ranks enter NCCL, which connects them (nccl_connecting.py).
 
-    Raises StoreTimeout in (1), naming the keys `.../<rank>` that are missing. In (2) a rank that
-    dies, or a deadline, which is that of the store once more, is one error of all ranks: PeerLost,
-    CollectiveTimeout, or GroupAborted with what NCCL says.
+    Raises StoreTimeout in (1) and (2), naming the keys `.../<rank>` that are missing. In (3) a rank
+    that dies, or a deadline, which is that of the store once more, is one error of all ranks:
+    PeerLost, CollectiveTimeout, or GroupAborted with what NCCL says.
     """
     # For a bad rank, NCCL would only report "unhandled cuda error".
     if not 0 <= rank < size:
@@ -75,15 +80,35 @@ def connect(
     # algorithm, whose launch then waits for the other ranks' launches.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
-    # 1. Meet
+    # 1. Where the ranks are. NCCL reads its environment once, already for the unique id.
+    place = json.dumps(_place(index))
+    places = [Place(*json.loads(one)) for one in store.gather("place", rank, size, place)]
+    for name, value in environment_for(places, rank, nccl.get_version()).items():
+        os.environ.setdefault(name, value)
+
+    # 2. Meet
     unique_id = store.gather("ready", rank, size, b"" if rank else nccl.get_unique_id())[0]
 
-    # 2. Connect
+    # 3. Connect
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)  # Also creates the CUDA context that NCCL needs.
     roll_call = RollCall(store, rank, size, generation)
-    comm = Attempt(lambda: nccl.NcclCommunicator(size, unique_id, rank), device).result(roll_call)
+    make = functools.partial(nccl.NcclCommunicator, size, unique_id, rank)
+    comm = Attempt(make, device, nccl.get_version()).result(roll_call)
     return NcclCommunicator(comm, stream, store, rank, size, device, generation)
+
+
+_PROCESS = uuid.uuid4().hex
+
+
+def _place(index: int) -> Place:
+    from cupy.cuda import runtime
+
+    # CUDA shows a process one part of a GPU, whatever else the list names.
+    is_part = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+    # A process that is forked after its import has an id of its own by its number.
+    process = f"{_PROCESS}-{os.getpid()}"
+    return Place(host_identity(), runtime.deviceGetPCIBusId(index), process, is_part)
 
 
 class _Launch(NamedTuple):
@@ -397,11 +422,11 @@ class NcclCommunicator(Communicator):
             if self._comm is not None:
                 self._comm.check_async_error()
         except Exception as error:  # NcclError; KeyError for a status that CuPy has no name for.
-            return f"{type(error).__name__}: {error}"
+            return described(error, self._library.get_version())
         finally:
             self._nccl.release()
         return ""
 
     def _broken(self, what: str, error: BaseException) -> GroupAborted:
-        reason = f"{what}: {type(error).__name__}: {error}"
+        reason = f"{what}: {described(error, self._library.get_version())}"
         return GroupAborted(self.generation, [self.rank], reason)

@@ -1,4 +1,5 @@
-"""NCCL's numbers for dtypes and reductions, and what it lacks. Needs neither a GPU nor CuPy."""
+"""NCCL's numbers for dtypes, reductions and versions, and what it lacks. Needs neither a GPU nor
+CuPy."""
 
 from __future__ import annotations
 
@@ -24,6 +25,16 @@ REDUCE_OP_CODES: dict[ReduceOp, int] = {
     ReduceOp.MIN: 3,
     ReduceOp.AVG: 4,
 }
+
+
+def dotted(version: int) -> str:
+    """23007 -> "2.30.7"."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def described(error: BaseException, version: int) -> str:
+    """An error that NCCL reported; what it means depends on NCCL's version."""
+    return f"{type(error).__name__}: {error} (NCCL {dotted(version)})"
 
 
 def lacks(op: ReduceOp, dtype: torch.dtype) -> str:

@@ -22,6 +22,7 @@ import torch
 
 from ..contract.errors import CollectiveError, CollectiveTimeout
 from .liveness import LOOK_S, RollCall
+from .nccl_codes import described
 
 CONNECTING = "connecting by NCCL"
 ANSWER_S = 2.5  # for a live rank to answer a roll call: several reads of the store
@@ -32,11 +33,17 @@ _SLOW = (
 
 
 class Attempt:
-    """One rank's way into NCCL. make: returns the communicator, or never. device: of the rank."""
+    """One rank's way into NCCL.
 
-    def __init__(self, make: Callable[[], Any], device: torch.device) -> None:
+    make: returns the communicator, or never.
+    device: of the rank.
+    version: of NCCL, as it counts.
+    """
+
+    def __init__(self, make: Callable[[], Any], device: torch.device, version: int) -> None:
         self._make = make
         self._device = device
+        self._version = version
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._is_given_up = False
@@ -58,7 +65,7 @@ class Attempt:
                 if time.monotonic() - began_at > limit_s:
                     raise roll_call.publish(_late(roll_call, limit_s))
             if self._error is not None:
-                raise roll_call.publish(self._broken(roll_call)) from self._error
+                raise roll_call.publish(self._broken(self._error, roll_call)) from self._error
             return self._communicator
         except BaseException:
             self._give_up()
@@ -86,14 +93,12 @@ class Attempt:
         if made is not None:
             made.abort()
 
-    def _broken(self, roll_call: RollCall) -> CollectiveError:
+    def _broken(self, error: BaseException, roll_call: RollCall) -> CollectiveError:
         """NCCL's own error (KeyError is a status that CuPy has no name for): a peer may have died
         after it had connected, or the mistake is on this rank."""
-        error = self._error
         reason = (
-            f"NCCL could not connect on {self._device}: {type(error).__name__}: {error}. "
-            "NCCL_DEBUG=WARN says more. Ranks that share a GPU need NCCL 2.30 or later and "
-            "NCCL_MULTI_RANK_GPU_ENABLE=1"
+            f"NCCL could not connect on {self._device}: {described(error, self._version)}. "
+            "NCCL_DEBUG=WARN says more"
         )
         return roll_call.why_broken(CONNECTING, reason, ANSWER_S)
 

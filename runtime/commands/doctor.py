@@ -31,7 +31,9 @@ from chorusline.collectives.transports.interfaces import (
     NCCL_VARIABLE,
     check_gloo_interfaces,
 )
-from chorusline.collectives.transports.nccl import SHARES_GPUS, load_nccl
+from chorusline.collectives.transports.nccl import load_nccl
+from chorusline.collectives.transports.nccl_codes import dotted
+from chorusline.collectives.transports.shared_gpus import SHARES_GPUS
 
 from .visible_gpus import traps
 
@@ -208,14 +210,13 @@ def _nccl() -> Iterator[Finding]:
             "pip install 'chorusline[cuda13]', or [cuda12] beside a CUDA 12 build of torch",
         )
         return
-    says = f"{_dotted(version)} in {_library('libnccl')}"
+    says = f"{dotted(version)} in {_library('libnccl')}"
     if version < SHARES_GPUS:
-        says += f"; ranks cannot share a GPU, which takes {_dotted(SHARES_GPUS)}"
+        says += (
+            "; ranks that share a GPU use sockets, which is good for tests and slow (NCCL "
+            f"{dotted(SHARES_GPUS)} does better)"
+        )
     yield Finding("nccl", Verdict.FINE, says)
-
-
-def _dotted(version: int) -> str:
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def _library(name: str) -> str:

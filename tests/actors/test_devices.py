@@ -15,7 +15,6 @@ import pytest
 
 from chorusline.actors.worker.devices import (
     RAY_HIDES_NONE,
-    SHARED_GPUS,
     VISIBLE,
     Gpu,
     NoGpu,
@@ -59,15 +58,14 @@ def test_among_those_that_are_listed_a_worker_takes_the_place_of_its_own() -> No
         (["5"], 1, seen("4, 5"), 2, Gpu(1)),  # as people write it
         ([2, 1], 2, ALL, 4, Gpu(1)),  # Ray's lists have no order.
         (["7", "6"], 2, seen("6,7"), 2, Gpu(0)),
-        ([2], 0.5, ALL, 4, Gpu(2, {SHARED_GPUS: "1"})),
-        ([2], 0.5, {SHARED_GPUS: "0"}, 4, Gpu(2)),  # as the user says
+        ([2], 0.5, ALL, 4, Gpu(2)),
         ([0, 1], 1.5, ALL, 2, Gpu(0)),
         (["MIG-b"], 1, seen("MIG-a,MIG-b"), 1, Gpu(0, {VISIBLE: "MIG-b"})),
         ([3], 1, {RAY_HIDES_NONE: "0"}, 4, Gpu(0, {VISIBLE: "3"})),  # which Ray 2.50 does not do
         (["3"], 1, {RAY_HIDES_NONE: "0", **seen("3")}, 1, Gpu(0, {VISIBLE: "3"})),
         (["7", "6"], 2, {RAY_HIDES_NONE: "0", **seen("6,7")}, 2, Gpu(0, {VISIBLE: "6,7"})),
         ([3], 1, {RAY_HIDES_NONE: "1"}, 4, Gpu(3)),
-        (["MIG-b"], 0.5, seen("MIG-b"), 1, Gpu(0, {SHARED_GPUS: "1", VISIBLE: "MIG-b"})),
+        (["MIG-b"], 0.5, seen("MIG-b"), 1, Gpu(0, {VISIBLE: "MIG-b"})),
     ],
 )
 def test_what_ray_assigns_and_what_cuda_shows_make_one_gpu(
@@ -148,7 +146,7 @@ class Actor:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = 4 if shown is None else len(shown.split(","))
         gpu = choose_gpu(ray.get_gpu_ids(), share, os.environ, seen)
-        return gpu.index, shown, gpu.environment.get("NCCL_MULTI_RANK_GPU_ENABLE")
+        return gpu.index, shown
 
     def own(self):
         try:
@@ -197,10 +195,10 @@ def test_ray_deals_gpus_and_workers_find_their_own_among_all() -> None:
     )
     assert done.returncode == 0, done.stderr
     whole, halves, hidden, narrowed, *refused = done.stdout.splitlines()
-    assert whole == str([(number, None, None) for number in range(4)])
-    assert [half[1:] for half in eval(halves)] == [(None, "1")] * 2
-    assert [(index, of) for index, _, of in eval(hidden)] == [(0, None)] * 2
-    assert len({shown for _, shown, _ in eval(hidden)}) == 2
+    assert whole == str([(number, None) for number in range(4)])
+    assert halves == str([(0, None)] * 2)
+    assert [index for index, _ in eval(hidden)] == [0, 0]
+    assert len({shown for _, shown in eval(hidden)}) == 2
     assert "the runtime environment sets CUDA_VISIBLE_DEVICES='0' in all workers" in narrowed
     said = "\n".join(refused)
     assert "2 of 2 workers did not start" in said

@@ -24,7 +24,6 @@ import torch
 from chorusline.collectives.contract.errors import CollectiveError
 from chorusline.collectives.group import Group
 from chorusline.collectives.stores.file_store import FileStore
-from chorusline.collectives.transports.nccl import SHARES_GPUS, load_nccl
 
 SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
 
@@ -44,21 +43,18 @@ FORKS.set_forkserver_preload(
 )
 
 
-def why_no_nccl(size: int) -> str:
-    """Why `size` ranks cannot use NCCL on this machine; empty if they can."""
+def why_no_nccl() -> str:
+    """Why ranks cannot use NCCL on this machine; empty if they can. Ranks may share a GPU."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed: pip install chorusline[cuda13]"
-    num_gpus = torch.cuda.device_count()
-    if num_gpus < size and load_nccl().get_version() < SHARES_GPUS:
-        return f"{size} ranks on {num_gpus} GPUs need NCCL 2.30 or later"
     return ""
 
 
 def on_gpus(size: int) -> Any:
     """`size` as a parameter of a test that needs NCCL."""
-    reason = why_no_nccl(size)
+    reason = why_no_nccl()
     return pytest.param(
         size, marks=[pytest.mark.gpu, pytest.mark.skipif(reason != "", reason=reason)]
     )
@@ -211,9 +207,6 @@ def _main(
     torch.set_num_threads(1)
     if transport == GLOO:
         os.environ["CHORUSLINE_HOST_ID"] = f"host {rank % 2}"  # Two hosts, as far as we know.
-    if transport == NCCL and torch.cuda.device_count() < size:
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-        os.environ["NCCL_MAX_CTAS"] = "2"  # Several ranks' kernels must fit one GPU at once.
     try:
         pipe.send((body(Rank(rank, size, FileStore(path), transport), *arguments), ""))
     except BaseException:

@@ -51,14 +51,6 @@ def test_words_that_are_wrong_are_told_before_anything_runs(
     assert says in capsys.readouterr().err
 
 
-def test_ranks_that_share_a_gpu_get_what_nccl_needs_for_it() -> None:
-    environment: dict[str, str] = {}
-    gpu_machine.share_gpus(torch.cuda.device_count(), environment)
-    assert environment == {}
-    gpu_machine.share_gpus(torch.cuda.device_count() + 1, environment)
-    assert environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
-
-
 def test_what_pytest_reports_is_counted_with_its_reasons() -> None:
     report = """<testsuites><testsuite name="pytest">
     <testcase classname="tests.a" name="good"/>

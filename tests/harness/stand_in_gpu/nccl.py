@@ -1,6 +1,7 @@
 """`cupy.cuda.nccl` that is not there, with the semantics of NCCL 2.30 as its sources have them.
 
-init      blocks until all ranks have come, for ever if need be
+init      blocks until all ranks have come, for ever if need be; refuses two ranks whose hosts
+          have one hash and whose devices have one PCI address, unless the environment allows it
 kernels   run in the order of their stream and meet those of the other ranks; they wait for ranks
           that never come for ever, and report nothing
 groupEnd  with the first send or recv between two ranks connects them, and blocks the host until
@@ -15,6 +16,7 @@ arguments are ints and bytes only, as Cython has them
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.machinery
 import os
 import secrets
@@ -62,7 +64,7 @@ class Settings:
     were launched, each as the names of the operations in it. broken: the number of an error that
     NCCL's own threads have found. breaks: kernels then wait for ever. kernel_s: how long a kernel
     takes at least. entering: called by each communicator that is about to be made, with its
-    rank."""
+    rank. bus: the PCI address of the GPU; "" for one that no other rank has. version: of NCCL."""
 
     hub: str = ""
     abort_s: float = 0.0
@@ -71,6 +73,8 @@ class Settings:
     breaks: bool = False
     kernel_s: float = 0.0
     entering: Callable[[int], object] = lambda rank: None
+    bus: str = os.environ.get("STAND_IN_GPU_BUS", "")
+    version: int = int(os.environ.get("STAND_IN_NCCL", 23203))
 
 
 settings = Settings()
@@ -134,6 +138,16 @@ def _method(kind: str, *names: str) -> Callable[..., None]:
     return method
 
 
+@functools.cache
+def _host() -> str:
+    """What NCCL hashes: it reads the environment once in a process (getHostHashOnce)."""
+    return os.environ.get("NCCL_HOSTID", "the host's name")
+
+
+def _bus() -> str:
+    return settings.bus or f"a bus of process {os.getpid()}"
+
+
 living: weakref.WeakSet[NcclCommunicator] = weakref.WeakSet()
 """Communicators that were neither aborted nor destroyed."""
 
@@ -155,8 +169,13 @@ class NcclCommunicator:
         settings.entering(rank)
         self._host_line, self._kernel_line = Line(settings.hub), Line(settings.hub)
         everybody = frozenset(range(ndev))
+        place = _host(), _bus()
+        met = self._host_line.meet(("init", self.name), rank, place, everybody, takers=ndev)
+        shares = list((met or {}).values()).count(place) > 1
+        allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and settings.version >= 23000
+        if shares and not allowed:
+            raise NcclError(5)  # "Duplicate GPU detected"
         living.add(self)
-        self._host_line.meet(("init", self.name), rank, None, everybody, takers=ndev)
 
     allReduce = _method("allReduce", "send", "recv", "count", "dtype", "op")
     reduce = _method("reduce", "send", "recv", "count", "dtype", "op", "root")
@@ -414,10 +433,13 @@ def install(hub: str) -> None:
     nccl.NcclError, nccl.NcclCommunicator = NcclError, NcclCommunicator
     nccl.groupStart, nccl.groupEnd = groupStart, groupEnd
     nccl.get_unique_id = lambda: secrets.token_bytes(128)
-    nccl.get_version = lambda: 23203
+    nccl.get_version = lambda: settings.version
     cupy: Any = types.ModuleType("cupy")
     cuda: Any = types.ModuleType("cupy.cuda")
-    cupy.cuda, cuda.nccl = cuda, nccl
+    runtime: Any = types.ModuleType("cupy.cuda.runtime")
+    runtime.deviceGetPCIBusId = lambda index: _bus()
+    cupy.cuda, cuda.nccl, cuda.runtime = cuda, nccl, runtime
     cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
     sys.modules.update({"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl})
+    sys.modules["cupy.cuda.runtime"] = runtime
     os.environ.pop("NCCL_DEBUG", None)

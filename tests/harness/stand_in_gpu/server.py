@@ -28,7 +28,8 @@ def main(library: str, path: str) -> None:
     import torch._dynamo
     import torch.distributed.checkpoint  # noqa: F401
 
-    import chorusline  # noqa: F401
+    import chorusline.actors.worker.worker
+    import chorusline.collectives.group  # noqa: F401
     import tests.contracts.group
     import tests.harness.stand_in_gpu.installing  # noqa: F401
 

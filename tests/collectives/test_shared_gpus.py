@@ -1,0 +1,78 @@
+"""Ranks that share a GPU: what NCCL finds in its environment, and that it then connects them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from chorusline.collectives.contract.errors import CollectiveError
+from chorusline.collectives.transports.shared_gpus import Place, environment_for
+from tests.harness.ranks import Rank, error_of
+from tests.harness.stand_in_gpu import nccl
+from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
+
+OLD, NEW = 22809, 23007
+SMALL = {"NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
+LOCAL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+A, B, OTHER_GPU = Place("host", "01", "a"), Place("host", "01", "b"), Place("host", "02", "c")
+ELSEWHERE = Place("another host", "01", "d")
+PART = Place("host", "03", "e", is_part=True)
+
+
+@pytest.mark.parametrize(
+    ("places", "version", "expected"),
+    [
+        ([A, OTHER_GPU], OLD, {}),
+        ([A, ELSEWHERE], NEW, {}),  # the same address, on another machine
+        ([A, B], NEW, SMALL | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
+        ([A, B], OLD, SMALL | LOCAL | {"NCCL_HOSTID": "a"}),
+        ([A, B, OTHER_GPU], OLD, SMALL | LOCAL | {"NCCL_HOSTID": "a"}),
+        ([A, B, ELSEWHERE], OLD, SMALL | {"NCCL_HOSTID": "a"}),  # lo does not reach that host
+        ([PART, A], NEW, {"NCCL_NVLS_ENABLE": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
+        ([PART, A], OLD, {"NCCL_NVLS_ENABLE": "0"}),
+    ],
+)
+def test_a_rank_gets_what_nccl_needs_of_its_version(
+    places: list[Place], version: int, expected: dict[str, str]
+) -> None:
+    assert environment_for(places, 0, version) == expected
+
+
+def test_no_two_ranks_of_a_shared_gpu_have_one_host_hash() -> None:
+    ids = [environment_for([A, B, OTHER_GPU], rank, OLD).get("NCCL_HOSTID") for rank in range(3)]
+    assert ids == ["a", "b", None]
+
+
+def sum_on_one_gpu(rank: Rank, version: int, mine: dict[str, str]) -> tuple[list[float], str]:
+    nccl.settings.bus, nccl.settings.version = "0000:01:00.0", version
+    os.environ.update(mine)
+    group = rank.group()
+    tensor = torch.full((3,), rank.rank + 1.0, device=group.device)
+    group.all_reduce(tensor).wait_on_host()
+    return tensor.tolist(), os.environ.get("NCCL_HOSTID", "")
+
+
+@needs_stand_in
+@pytest.mark.parametrize("version", [OLD, NEW])
+def test_ranks_on_one_gpu_connect_with_any_nccl(version: int) -> None:
+    with StandInRanks(3) as ranks:
+        sums, hosts = zip(*ranks.run(sum_on_one_gpu, version, {}), strict=True)
+    assert list(sums) == [[6.0] * 3] * 3
+    assert len(set(hosts)) == (3 if version == OLD else 1)
+
+
+def refused(rank: Rank) -> str:
+    nccl.settings.bus, nccl.settings.version = "0000:01:00.0", OLD
+    os.environ["NCCL_HOSTID"] = "of the user"
+    error = error_of(lambda: rank.group())
+    assert isinstance(error, CollectiveError)
+    return str(error)
+
+
+@needs_stand_in
+def test_what_the_user_sets_stays_and_an_error_names_the_version() -> None:
+    with StandInRanks(2) as ranks:
+        for said in ranks.run(refused):
+            assert "NCCL_ERROR_INVALID_USAGE" in said and "NCCL 2.28.9" in said
