@@ -48,13 +48,13 @@ from .contents import (
 from .epoch_end import EpochEnd, LastSave
 from .format import catalog
 from .format.epoch_end import has_note
-from .format.errors import CheckpointWriteFailed
+from .format.errors import CheckpointCorrupted, CheckpointWriteFailed
 from .format.manifest import MANIFEST, METADATA
 from .format.pieces import Contents, Path
 from .format.reader import CheckpointReader
 from .format.shard_file import write_part
 from .format.storage import Storage, open_storage
-from .opening import choose, probe, warn_of_unlisted
+from .opening import candidates_on_all, choose, probe, swept, warn_of_unlisted
 from .restore import options_of, restore, told_changes
 from .saving import Saving
 from .sharded_state import SavedOptimizer
@@ -70,6 +70,7 @@ class Checkpoints:
     run_id: of the call of `Session.run`, equal on all ranks; empty if it is not known.
     goes_on: the train function is called again in a run, behind steps that this rank has taken.
     tell_progress: returns this rank's position in its data; the manifest keeps it, by rank.
+    check_progress: raises ValueError for positions, by rank, that no run has told.
     """
 
     def __init__(self, group: Group, registry: Registry, config: CheckpointConfig | None) -> None:
@@ -80,6 +81,7 @@ class Checkpoints:
         self.run_id = ""
         self.goes_on = False
         self.tell_progress: Callable[[], Any] = dict
+        self.check_progress: Callable[[list[Any]], None] = lambda told: None
         self._group = group
         self._storage = open_storage(config.storage_path) if config else None
         self._host = HostCopy(group.device)
@@ -105,7 +107,7 @@ class Checkpoints:
             return  # No storage, or begun already: a coroutine enters twice.
         self._run = broadcast_object(self._group, secrets.token_hex(4))
         is_usable = probe(storage, self._group, self._run, goes_on=self.goes_on)
-        unlisted = catalog.sweep(storage) if is_usable and self._group.rank == 0 else []
+        unlisted = swept(storage) if is_usable and self._group.rank == 0 else []
         if config.resume != NEVER:
             source = storage if config.resume == AUTO else open_storage(config.resume)
             self.reader, corrupted = choose(
@@ -113,6 +115,7 @@ class Checkpoints:
                 self._group,
                 may_be_absent=config.resume == AUTO,
                 weights_only=config.weights_only,
+                check=self._check_progress,
             )
             if source.path == storage.path:
                 self._corrupted = corrupted
@@ -122,12 +125,19 @@ class Checkpoints:
             is_noted = self._group.rank == 0 and has_note(self.reader.storage, self.reader.folder)
             self.resumes_at_epoch_end = broadcast_object(self._group, is_noted)
 
+    def _check_progress(self, reader: CheckpointReader) -> None:
+        try:
+            self.check_progress(reader.manifest.progress)
+        except ValueError as error:
+            raise CheckpointCorrupted(
+                f"{reader.path}/{MANIFEST}", f"its progress is none of a run ({error})"
+            ) from error
+
     def has_any(self, group: Group) -> bool:
         """Whether the storage of the config has a checkpoint; all ranks of `group` call it."""
         if self._storage is None:
             return False
-        found = group.rank == 0 and bool(catalog.candidates(self._storage))
-        return bool(broadcast_object(group, found))
+        return bool(candidates_on_all(self._storage, group)[0])
 
     def change_group(self, group: Group) -> None:
         """Go on in another generation. A checkpoint in flight is given up without an error, unless
@@ -172,18 +182,13 @@ class Checkpoints:
     # -- Saving --------------------------------------------------------------------------------
 
     def save_if_due(self, step: int) -> None:
-        """Save if every_n_steps says so; all ranks call it at the same step boundary.
-
-        No caller can wait for such a save, so its failure is a warning, and training goes on to
-        the next one. The last of a run is waited for at the run's end, and raises there."""
-        if self._in_flight is not None and not self._in_flight.is_scheduled:
-            self._in_flight.check()
+        """Save if every_n_steps says so; all ranks call it at the same step boundary."""
         every = self.config.every_n_steps if self.config else None
         if every is not None and step > 0 and step % every == 0 and step != self._last_step:
             self._last_step = step
             join = active_join()
             live = join.last_step_live if join else ()
-            self.save(None, step, live or tuple(range(self._group.size))).is_scheduled = True
+            self.save(None, step, live or tuple(range(self._group.size)))
 
     def save(self, path: str | FilePath | None, step: int, live: Sequence[int]) -> Saving:
         """Copy the state of this step, and write it during training; see the top of this file.
@@ -206,8 +211,7 @@ class Checkpoints:
         storage = self._storage if path is None else open_storage(path)
         assert storage is not None
         folder = catalog.folder_name(step, self._run, self._count) if path is None else ""
-        if path is not None:
-            _check_free(storage)
+        unread = None if path is None else _check_free(storage)
         waited_s = time.monotonic() - began_at
         progress, before = self.tell_progress(), self._last_save
         # Asked before the copies are written over. Then the epoch's end is noted beside both.
@@ -225,6 +229,7 @@ class Checkpoints:
             world_size=self._group.size,
             progress=progress,
             numbers=self._numbers() if self._group.rank in live else None,
+            unread=unread,
         )
         writings = [*(before.writings if before is not None and is_again else ()), writing]
         self._last_save = LastSave(
@@ -355,13 +360,15 @@ class Checkpoints:
         self._epoch_ends.clear()
 
     def _finish_saving(self, is_end: bool) -> None:
+        """Wait for the save in flight. A failure that no caller has waited for ends no training:
+        the next save may have room. Only of the last save of a run is there no next one."""
         last, self._in_flight = self._in_flight, None
         if last is None or last.is_observed:
             return
         try:
             last.wait()
         except CheckpointWriteFailed as error:
-            if is_end or not last.is_scheduled:
+            if is_end:
                 raise
             if self._group.rank == 0:
                 logger.warning("Training goes on, but %s", error)
@@ -390,9 +397,13 @@ class Checkpoints:
                 last.wait(LAST_WORD_S)
 
 
-def _check_free(storage: Storage) -> None:
-    """Raise FileExistsError if a place that the user has named holds a checkpoint of any kind."""
-    there = storage.children()
+def _check_free(storage: Storage) -> Exception | None:
+    """Raise FileExistsError if a place that the user has named holds a checkpoint of any kind.
+    Returns the error of a place that cannot be looked at: all ranks hear of it with the save."""
+    try:
+        there = storage.children()
+    except Exception as error:
+        return error
     if MANIFEST in there:
         raise FileExistsError(
             f"{storage.path} holds a checkpoint already, and overwriting it would leave none if "
@@ -404,6 +415,7 @@ def _check_free(storage: Storage) -> None:
             "not completed, such as one of torch.distributed.checkpoint, and a save would "
             "overwrite it; save to another path, or delete that file if you do not need it"
         )
+    return None
 
 
 def _calling_line() -> str:

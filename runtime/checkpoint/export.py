@@ -158,7 +158,7 @@ def described(source: str | Path) -> Iterator[str]:
         try:
             reader = CheckpointReader(storage, folder)
             reader.verify()
-        except CheckpointCorrupted as error:
+        except (CheckpointCorrupted, OSError) as error:
             yield f"{folder or storage.path}: {error}"
             continue
         manifest = reader.manifest

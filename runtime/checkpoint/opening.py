@@ -5,17 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
 
 from .format import catalog
-from .format.errors import CheckpointCorrupted, CheckpointNotFound, CheckpointPlaceUnusable
+from .format.errors import (
+    CheckpointCorrupted,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointPlaceUnusable,
+)
 from .format.reader import CheckpointReader
 from .format.storage import Storage
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_PAUSES_S = (0.5, 2.0)
 
 
 def probe(storage: Storage, group: Group, run: str, *, goes_on: bool) -> bool:
@@ -43,15 +55,16 @@ def probe(storage: Storage, group: Group, run: str, *, goes_on: bool) -> bool:
     host = socket.gethostname()
     probes = all_gather_object(group, (trouble, host, goes_on))
     unseen: list[int] = []
-    if group.rank == 0:
-        there = [] if any(word for word, *_ in probes) else storage.children()
-        unseen = [
-            rank
-            for rank, (word, *_) in enumerate(probes)
-            if not word and there and f"{catalog.PROBE}{run}-{rank}" not in there
-        ]
+    if group.rank == 0 and not any(word for word, *_ in probes):
+        with contextlib.suppress(Exception):  # What it wrote there could be read back.
+            there = storage.children()
+            unseen = [
+                rank
+                for rank in range(len(probes))
+                if there and f"{catalog.PROBE}{run}-{rank}" not in there
+            ]
     unseen = broadcast_object(group, unseen)  # No rank deletes its probe before rank 0 has looked.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):  # The next run deletes it.
         storage.delete(mine)
     for rank, (word, host, _) in enumerate(probes):
         if not word:
@@ -74,36 +87,100 @@ def probe(storage: Storage, group: Group, run: str, *, goes_on: bool) -> bool:
     return True
 
 
+def candidates_on_all(storage: Storage, group: Group) -> tuple[list[str], str]:
+    """The folders to resume from, as rank 0 finds them; or why it cannot look there."""
+    found: tuple[list[str], str] = [], ""
+    if group.rank == 0:
+        try:
+            found = _patiently(lambda: catalog.candidates(storage)), ""
+        except Exception as error:
+            found = [], f"rank 0 cannot look there ({type(error).__name__}: {error})"
+    folders, trouble = broadcast_object(group, found)
+    return folders, trouble
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    """What `call` returns. An error of the storage is given a few seconds to go by."""
+    for pause_s in _PAUSES_S:
+        try:
+            return call()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            logger.warning("%s: %s; it is tried again", type(error).__name__, error)
+            time.sleep(pause_s)
+    return call()
+
+
+def swept(storage: Storage) -> list[str]:
+    """As `catalog.sweep`. What cannot be deleted now is a warning: the next run tries again."""
+    try:
+        return catalog.sweep(storage)
+    except Exception as error:
+        warnings.warn(
+            f"what unfinished runs have left in {storage.path} could not be deleted: "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return []
+
+
+def _opened(storage: Storage, folder: str, weights_only: bool) -> CheckpointReader:
+    return CheckpointReader(storage, folder, weights_only=weights_only)
+
+
 def choose(
-    storage: Storage, group: Group, *, may_be_absent: bool, weights_only: bool
+    storage: Storage,
+    group: Group,
+    *,
+    may_be_absent: bool,
+    weights_only: bool,
+    check: Callable[[CheckpointReader], None],
 ) -> tuple[CheckpointReader | None, list[str]]:
     """The newest whole checkpoint, the same on all ranks; each rank verifies a share of it. With
     it come the folders of those that were found corrupted. weights_only: of the reader.
 
-    A corrupted checkpoint is skipped with a warning. Raises CheckpointCorrupted if all are
-    corrupted; CheckpointNotFound if there is none, unless `may_be_absent`.
+    check: raises CheckpointCorrupted for what cannot be a checkpoint of a run.
+
+    A corrupted checkpoint is skipped with a warning, and so is one whose manifest cannot be read.
+    Raises the error of the first of them if there is no other one; CheckpointNotFound if there is
+    none, unless `may_be_absent`. Raises CheckpointPlaceUnusable if the storage does not answer: an
+    older checkpoint is not used because the newest one could not be read for a while.
     """
     found_one: CheckpointReader | None = None
-    found = catalog.candidates(storage) if group.rank == 0 else []
-    folders: list[str] = broadcast_object(group, found)
-    refused: CheckpointCorrupted | None = None
+    folders, why = candidates_on_all(storage, group)
+    if why:
+        raise CheckpointPlaceUnusable(storage.path, why)
+    refused: CheckpointError | None = None
     corrupted: list[str] = []
     for folder in folders:
-        trouble: CheckpointCorrupted | None = None
+        trouble: CheckpointError | None = None
         reader = None
         try:
-            reader = CheckpointReader(storage, folder, weights_only=weights_only)
-            reader.verify(group.rank, group.size)
+            reader = _patiently(partial(_opened, storage, folder, weights_only))
+            check(reader)
+            _patiently(partial(reader.verify, group.rank, group.size))
         except CheckpointCorrupted as error:
             trouble = error
         except FileNotFoundError:
             trouble = CheckpointCorrupted(storage.path_of(folder), "its manifest is gone")
+        except Exception as error:
+            what = f"rank {group.rank} cannot read it ({type(error).__name__}: {error})"
+            trouble = (
+                CheckpointError(storage.path_of(folder), what)
+                if reader is None
+                else CheckpointPlaceUnusable(storage.path, f"{folder}: {what}")
+            )
         troubles = [word for word in all_gather_object(group, trouble) if word is not None]
         if not troubles:
             found_one = reader
             break
+        for one in troubles:
+            if isinstance(one, CheckpointPlaceUnusable):
+                raise one
         refused = refused or troubles[0]
-        corrupted.append(folder)
+        if isinstance(troubles[0], CheckpointCorrupted):
+            corrupted.append(folder)
     if refused is not None:
         if found_one is None:
             raise refused

@@ -28,16 +28,15 @@ class SavingTimes:
 
 class Saving:
     """The result of `ctx.save()`, which returns once the state is copied: training may go on. No
-    wait is needed: the next save, or the end of the run, raises a failure not yet seen.
+    wait is needed: a failure that no caller has seen is a warning at the next save, and an error at
+    the end of the run.
 
-    path: of the checkpoint. step: the step whose state it holds. is_scheduled: `every_n_steps` has
-    asked for it, and no caller.
+    path: of the checkpoint. step: the step whose state it holds.
     """
 
     def __init__(self, path: str, step: int) -> None:
         self.path = path
         self.step = step
-        self.is_scheduled = False
         self.is_observed = False
         self._future: concurrent.futures.Future[SavingTimes] = concurrent.futures.Future()
 
@@ -63,12 +62,6 @@ class Saving:
             return (yield from asyncio.wrap_future(self._future).__await__())
         finally:
             self.is_observed = self._future.done()
-
-    def check(self) -> None:
-        """Raise the checkpoint's failure, if it has one that no caller has seen."""
-        if self._future.done() and not self.is_observed:
-            self.is_observed = True
-            self._future.result()
 
     def is_whole_at_the_end(self) -> bool:
         """Block until the checkpoint is whole, or given up; whether it is whole. This is no wait of

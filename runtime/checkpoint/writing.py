@@ -60,6 +60,7 @@ class Writing:
     progress: this rank's position in its data.
     progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
     corrupted: folders of the storage that the run has found so.
+    unread: why the place could not be looked at: then nothing there may be ours, or is written.
     looked_at: the objects that earlier checkpoints of the run had; this one adds its own.
     The other fields are those of Manifest and SavingTimes.
     """
@@ -81,6 +82,7 @@ class Writing:
     corrupted: Collection[str]
     looked_at: set[Path]
     numbers: Numbers | None = None
+    unread: Exception | None = None
     progress: Any = None
     progress_by_rank: list[Any] | None = None
     waited_s: float = 0.0
@@ -98,6 +100,8 @@ class Writing:
             with contextlib.suppress(StoreLost):
                 store.set(f"called/{rank}", self.site)
             try:
+                if self.unread is not None:
+                    raise self.unread
                 self._warn_of_pickles()
                 part = self.write()  # (3)
             except Exception as error:
@@ -138,8 +142,12 @@ class Writing:
                     failure = pickle.loads(self._await(store, "outcome", (0,)))
                     break
                 failure = self._conclude(store)
-                with contextlib.suppress(StoreLost):  # The others look for the manifest then.
-                    store.set("outcome", pickle.dumps(failure))  # (8)
+                try:
+                    # Before the others hear: once they do, they may begin the next save.
+                    self._tidy(store, is_whole=failure is None)  # (7)
+                finally:
+                    with contextlib.suppress(StoreLost):  # The others look for the manifest then.
+                        store.set("outcome", pickle.dumps(failure))  # (8)
                 break
             except StoreLost:
                 if rank != 0 and is_whole(self.storage, self.folder):
@@ -168,7 +176,7 @@ class Writing:
                 )
 
     def _conclude(self, store: PrefixStore) -> CheckpointError | None:
-        """Phases (5) to (7), on rank 0. Returns the error, or None if the checkpoint is whole."""
+        """Phases (5) and (6), on rank 0. Returns the error, or None if the checkpoint is whole."""
         size = self.group.size
         try:
             records = [
@@ -206,19 +214,23 @@ class Writing:
         except Exception as error:
             self._clear()
             return CheckpointWriteFailed(self.saving.path, self._in_words(error), (0,))
-        with contextlib.suppress(StoreLost):  # They are gone with it.
-            self._delete_records(store, size)
-        if self.folder and self.config is not None:
-            try:
-                catalog.prune(  # (7)
-                    self.storage, self.config.num_to_keep, self.folder, self.corrupted
-                )
-            except OSError as error:  # The next prune tries again.
-                warnings.warn(
-                    f"old checkpoints in {self.storage.path} could not be deleted: {error}",
-                    stacklevel=2,
-                )
         return None
+
+    def _tidy(self, store: PrefixStore, *, is_whole: bool) -> None:
+        """Phase (7), on rank 0: delete the records, and old checkpoints if this one is whole. What
+        fails is a warning: the outcome stands already."""
+        with contextlib.suppress(ChoruslineError):  # They are gone with the store.
+            self._delete_records(store, self.group.size)
+        if not is_whole or not self.folder or self.config is None:
+            return
+        try:
+            catalog.prune(self.storage, self.config.num_to_keep, self.folder, self.corrupted)
+        except Exception as error:  # The next prune tries again.
+            warnings.warn(
+                f"old checkpoints in {self.storage.path} could not be deleted: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
 
     def _check(self, parts: Sequence[Part]) -> None:
         """Check that all files are there: another run may have swept the storage meanwhile."""
@@ -244,10 +256,10 @@ class Writing:
     def _clear(self) -> None:
         """Delete the files of a failed checkpoint, since the disk may be full. A folder that the
         user has named may hold other files, which stay."""
-        with contextlib.suppress(OSError):  # `sweep` deletes the rest later.
+        with contextlib.suppress(Exception):  # `sweep` deletes the rest later.
             if self.folder:
                 catalog.remove(self.storage, self.folder)
-            else:
+            elif self.unread is None:
                 for rank in range(self.group.size):
                     self.storage.delete(f"rank-{rank}.distcp")
                 self.storage.delete(METADATA)  # Ours: `save` has refused a place that had one.

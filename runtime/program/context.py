@@ -253,12 +253,14 @@ class Context(ContextSteps):
 
         Returns when the state is copied; training may go on while it is written. `await` the result
         or call its `.wait()` until the checkpoint is complete. At most one save is in progress: the
-        next call waits for it, and raises its failure if no caller has waited for it before.
+        next call waits for it. A save that fails ends no training: if no caller has
+        waited for it, the next one logs a warning. Only if the last one of a run has failed, the
+        run's end raises.
 
         path: a folder or a URL for this one checkpoint; None: the session's CheckpointConfig names
             it, and decides how many checkpoints stay.
 
-        Raises CheckpointWriteFailed for the save before; FileExistsError for a path that holds a
+        Raises FileExistsError for a path that holds a
         checkpoint, of whatever program; RuntimeError without a path, with nothing registered, and
         inside Join after a rank has joined, since that rank does not call it (`every_n_steps` saves
         on all ranks there).

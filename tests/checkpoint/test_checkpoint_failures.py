@@ -230,7 +230,7 @@ def _fill_the_disk(group: cl.Group, place: Path) -> tuple[list[str], int]:
             time.sleep(0.01)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         try:
-            ctx.save()  # It is where a failure that nobody waited for surfaces.
+            saving.wait()
         except cl.CheckpointWriteFailed as error:
             said.append(str(error))
         said.append(newest_whole(open_storage(place)).path)

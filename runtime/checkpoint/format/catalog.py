@@ -27,7 +27,8 @@ class Listing:
 
     written: with a manifest, the newest first.
     damaged: those of `written` that lack a file, or have one that is too short or too long.
-    broken: with an unreadable manifest.
+    broken: with a manifest that is damaged, or that no save has written.
+    unread: those whose files or manifest could not be read now, for an error of the storage.
     unlisted: without a manifest, but with `.metadata`, which is written when all ranks' files are
         there (manifest.py): the save was killed right before its end, or the manifest was lost.
     torn: with neither. No rank 0 has seen all files of such a save.
@@ -36,6 +37,7 @@ class Listing:
     written: list[str]
     damaged: set[str]
     broken: list[str]
+    unread: list[str]
     unlisted: list[str]
     torn: list[str]
 
@@ -45,26 +47,30 @@ def listing(storage: Storage) -> Listing:
     in the same place resumes from its own checkpoints, although their steps are lower."""
     written: list[tuple[float, str]] = []
     broken: list[str] = []
+    unread: list[str] = []
     unlisted: list[str] = []
     torn: list[str] = []
     damaged: set[str] = set()
     for name in storage.children():
         if not _FOLDER.fullmatch(name):
             continue
-        files = storage.sizes(name)
-        if MANIFEST not in files:
-            (unlisted if METADATA in files else torn).append(name)
-            continue
         try:
+            files = storage.sizes(name)
+            if MANIFEST not in files:
+                (unlisted if METADATA in files else torn).append(name)
+                continue
             manifest = read_manifest(storage, name)
         except (CheckpointCorrupted, FileNotFoundError):
             broken.append(name)
+            continue
+        except OSError:
+            unread.append(name)
             continue
         written.append((manifest.time, name))
         if METADATA not in files or not manifest.files.items() <= files.items():
             damaged.add(name)
     names = [name for _, name in sorted(written, reverse=True)]
-    return Listing(names, damaged, broken, unlisted, torn)
+    return Listing(names, damaged, broken, unread, unlisted, torn)
 
 
 def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection[str] = ()) -> None:
@@ -126,18 +132,23 @@ def candidates(storage: Storage) -> list[str]:
         return [""]
     listed = listing(storage)
     # Broken ones come first, so that a caller tries them, and can warn of them.
-    return [*sorted(listed.broken, reverse=True), *listed.written]
+    return [*sorted(listed.broken + listed.unread, reverse=True), *listed.written]
 
 
 def newest_whole(storage: Storage) -> CheckpointReader:
     """The newest whole checkpoint, of which one process has verified every byte.
 
-    Raises CheckpointNotFound if there is no checkpoint, CheckpointCorrupted if all are broken.
+    Raises CheckpointNotFound if there is no checkpoint, CheckpointCorrupted if all are broken, and
+    OSError if it cannot be read, or if the manifest of none can be.
     """
-    broken: CheckpointCorrupted | None = None
+    broken: CheckpointCorrupted | OSError | None = None
     for folder in candidates(storage):
         try:
             reader = CheckpointReader(storage, folder)
+        except (CheckpointCorrupted, OSError) as error:
+            broken = broken or error
+            continue
+        try:
             reader.verify()
         except CheckpointCorrupted as error:
             broken = broken or error

@@ -173,7 +173,7 @@ def is_whole(storage: Storage, folder: str) -> bool:
     """Whether the manifest is there, which is written last."""
     try:
         return storage.size(within(folder, MANIFEST)) > 0
-    except OSError:
+    except Exception:
         return False
 
 

@@ -20,7 +20,7 @@ class _Checked:
         self._file = file
         self.position = 0
         self.crc32 = 0
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
 
     def write(self, data: Any) -> int:
         # crc32 finds the faults of disks and copies; 4 GB/s here, where sha256 has 1.7.
@@ -28,7 +28,7 @@ class _Checked:
         self.position += len(data)
         try:
             self._file.write(data)
-        except OSError as error:
+        except Exception as error:  # A backend of fsspec has errors of its own.
             self.failure = error  # torch.save replaces it by "unexpected pos 4096 vs 0".
             raise
         return len(data)

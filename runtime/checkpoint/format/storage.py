@@ -114,6 +114,18 @@ class Folder(Storage):
             path.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def _as_os_error(what: str) -> Iterator[None]:
+    """Make an OSError of whatever a backend of fsspec raises: each has errors of its own (gcsfs an
+    HttpError, botocore a BotoCoreError, aiohttp a ClientError), derived from Exception."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{what}: {type(error).__name__}: {error}") from error
+
+
 class Remote(Storage):
     """A place that fsspec knows: object stores, HDFS, memory."""
 
@@ -128,53 +140,53 @@ class Remote(Storage):
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
         full = self._full(name)
-        self._fs.makedirs(full.rpartition("/")[0], exist_ok=True)
-        file = self._fs.open(full, "wb")
-        try:
-            yield file
-        except BaseException:
-            # Closing the file would publish an incomplete object.
-            with contextlib.suppress(Exception):
-                file.discard()
-            raise
-        file.close()
+        with _as_os_error(self.path_of(name)):
+            self._fs.makedirs(full.rpartition("/")[0], exist_ok=True)
+            file = self._fs.open(full, "wb")
+            try:
+                yield file
+            except BaseException:
+                # Closing the file would publish an incomplete object.
+                with contextlib.suppress(Exception):
+                    file.discard()
+                raise
+            file.close()
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         end = None if length is None else start + length
-        return bytes(self._fs.cat_file(self._full(name), start=start, end=end))
+        with _as_os_error(self.path_of(name)):
+            return bytes(self._fs.cat_file(self._full(name), start=start, end=end))
 
     def size(self, name: str) -> int:
-        return int(self._fs.size(self._full(name)))
+        with _as_os_error(self.path_of(name)):
+            return int(self._fs.size(self._full(name)))
 
     def children(self, name: str = "") -> list[str]:
-        self._fs.invalidate_cache()  # Other ranks write, too.
-        try:
-            found = self._fs.ls(self._full(name), detail=False)
-        except FileNotFoundError:
-            return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(one["name"].rstrip("/").rpartition("/")[2] for one in self._list(name))
 
     def sizes(self, name: str = "") -> dict[str, int]:
-        self._fs.invalidate_cache()
-        try:
-            found = self._fs.ls(self._full(name), detail=True)
-        except FileNotFoundError:
-            return {}
         return {
             one["name"].rpartition("/")[2]: int(one["size"] or 0)
-            for one in found
+            for one in self._list(name)
             if one["type"] == "file"
         }
 
+    def _list(self, name: str) -> list[dict[str, Any]]:
+        with _as_os_error(self.path_of(name)), contextlib.suppress(FileNotFoundError):
+            self._fs.invalidate_cache()  # Other ranks write, too.
+            return list(self._fs.ls(self._full(name), detail=True))
+        return []
+
     def delete(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with _as_os_error(self.path_of(name)), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._full(name), recursive=True)
 
 
 def open_storage(path: str | Path) -> Storage:
     """A local path, or a URL of a scheme that fsspec knows.
 
-    Raises CheckpointPlaceUnusable, with fsspec's advice, for a scheme unknown or not installed.
+    Raises CheckpointPlaceUnusable, with fsspec's advice, for a scheme unknown or not installed, and
+    for a backend that cannot begin.
     """
     scheme = urllib.parse.urlsplit(str(path)).scheme if "://" in str(path) else ""
     if not scheme:
@@ -186,6 +198,8 @@ def open_storage(path: str | Path) -> Storage:
         filesystem, root = fsspec.core.url_to_fs(str(path))
     except (ValueError, ImportError) as error:
         raise CheckpointPlaceUnusable(str(path), str(error)) from error
+    except Exception as error:  # A backend may ask for credentials here.
+        raise CheckpointPlaceUnusable(str(path), f"{type(error).__name__}: {error}") from error
     # fsspec neither synchronises local files to the disk nor renames them.
     return (
         Folder(root)

@@ -1,0 +1,242 @@
+"""Storages whose backends raise errors of their own, as gcsfs, botocore and aiohttp do: no error of
+a cloud store ends a training, and each rank hears the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import chorusline as cl
+from chorusline.runtime.checkpoint import opening
+from chorusline.runtime.checkpoint.format.catalog import listing, newest_whole
+from chorusline.runtime.checkpoint.format.errors import CheckpointPlaceUnusable
+from chorusline.runtime.checkpoint.format.storage import Folder, Storage, open_storage
+from tests.references.checkpoint_places import resume_and_listen, write_two
+from tests.references.checkpoint_runs import Parts, in_run
+
+METHODS = sorted(Storage.__abstractmethods__)
+
+
+class HttpError(Exception):
+    """As backends have them: no OSError."""
+
+
+FAILS: dict[str, Callable[[str], bool]] = {}
+"""By method, for which names it raises."""
+
+
+def _failing(method: str) -> Any:
+    def call(self: Folder, name: str = "", *args: Any) -> Any:
+        if method in FAILS and FAILS[method](name):
+            raise HttpError(f"503 in {method}")
+        return getattr(super(Failing, self), method)(name, *args)
+
+    return call
+
+
+class Failing(Folder):
+    """A folder in which methods raise as FAILS says, errors that are no OSError."""
+
+
+for _method in METHODS:
+    setattr(Failing, _method, _failing(_method))
+
+
+def _in_failing_run(
+    group: cl.Group, body: Callable[..., Any], config: cl.CheckpointConfig
+) -> tuple[Any, list[str]]:
+    """The result, and the warnings; storages fail as `body` lets them."""
+    FAILS.clear()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        patch.setattr("chorusline.runtime.checkpoint.checkpoints.open_storage", Failing)
+        patch.setattr("chorusline.runtime.checkpoint.opening._PAUSES_S", (0.01, 0.01))
+        result = in_run(group, body, config)
+    return result, [str(one.message) for one in caught]
+
+
+def _save_while_it_fails(
+    group: cl.Group, place: Path, method: str, who: int, named: bool
+) -> tuple[list[str], list[str]]:
+    """Save, save while a method fails on one rank, and save again: what each wait raised."""
+    said: list[str] = []
+
+    def body(ctx: cl.Context) -> None:
+        parts = Parts(ctx)
+        for step in range(3):
+            parts.step()
+            if step == 1 and ctx.rank == who:
+                FAILS[method] = lambda name: True
+            try:
+                ctx.save(place.parent / f"named-{step}" if named else None).wait()
+                said.append("")
+            except cl.CheckpointWriteFailed as error:
+                said.append(str(error))
+            FAILS.clear()
+
+    config = cl.CheckpointConfig(place, num_to_keep=1, timeout_s=20)
+    return said, _in_failing_run(group, body, config)[1]
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["own place", "named place"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_error_of_a_backend_is_told_to_all_ranks_alike_and_ends_no_run(
+    ranks_of, tmp_path, method, who, named
+):
+    args = tmp_path / "place", method, who, named
+    (first, warned), (second, _) = ranks_of(2).run(_save_while_it_fails, *args)
+    assert first == second
+    # What only lists or deletes old checkpoints is no part of a save, and rank 1 never does it.
+    fails = {"create": (0, 1), "size": (0,), "children": (0, 1) if named else ()}.get(method, ())
+    assert [bool(error) for error in first] == [False, who in fails, False]
+    if who in fails:
+        assert f"was not written, on rank {who}: HttpError: 503 in {method}" in first[1]
+    elif who == 0 and not named:
+        assert [word for word in warned if "old checkpoints in" in word and "HttpError" in word]
+
+
+def _train_on(group: cl.Group, place: Path) -> tuple[int, list[str]]:
+    def body(ctx: cl.Context) -> int:
+        parts = Parts(ctx)
+        for step in range(1, 6):
+            if step in (2, 3):
+                FAILS["create"] = lambda name: True
+            parts.step()
+            ctx.save()  # No caller waits for it.
+            if step == 3:
+                ctx.save()  # It waits for the one before, which has failed.
+                FAILS.clear()
+        return parts.ctx.step
+
+    return _in_failing_run(group, body, cl.CheckpointConfig(place, resume="never"))
+
+
+def test_a_failed_save_that_nobody_waits_for_is_a_warning_and_training_goes_on(ranks_of, tmp_path):
+    ranks_of(2).run(_train_on, tmp_path)
+    assert newest_whole(Folder(tmp_path)).manifest.step == 5
+
+
+def _begin_while_it_fails(
+    group: cl.Group, place: Path, method: str, who: int, times: int
+) -> tuple[tuple[int, list[str]], list[str]]:
+    """Resume while a method fails on one rank, so many times."""
+    left = [times]
+
+    def once_more(name: str) -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    FAILS.clear()
+    if group.rank == who:
+        FAILS[method] = once_more
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chorusline.runtime.checkpoint.checkpoints.open_storage", Failing)
+        patch.setattr("chorusline.runtime.checkpoint.opening._PAUSES_S", (0.01, 0.01))
+        return resume_and_listen(group, cl.CheckpointConfig(place))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_place_that_does_not_answer_at_the_beginning_is_told_to_all_ranks_alike(
+    ranks_of, tmp_path, method, who
+):
+    write_two(ranks_of, tmp_path)
+    (step, words), (other_step, other_words) = ranks_of(2).run(
+        _begin_while_it_fails, tmp_path, method, who, 10**6
+    )
+    assert step == other_step
+    if step == -1:
+        assert words == other_words
+        assert words[0].startswith(("CheckpointPlaceUnusable: ", "CheckpointError: "))
+        assert f"rank {who} " in words[0] and "HttpError: 503" in words[0]
+    else:
+        assert step == 4, "no older one is used in the place of one that cannot be read"
+    is_used = {"create": True, "read": True, "size": True, "children": who == 0, "sizes": who == 0}
+    assert (step == -1) is is_used.get(method, False)
+
+
+# -- fsspec ----------------------------------------------------------------------------------------
+
+
+class FailingFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    protocol = "failing"
+    store: dict[str, Any] = {}  # noqa: RUF012
+    pseudo_dirs = [""]  # noqa: RUF012
+    is_failing = False
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name in ("open", "cat_file", "size", "ls", "rm", "makedirs") and type(self).is_failing:
+
+            def fail(*args: Any, **kwargs: Any) -> Any:
+                raise HttpError(f"503 in {name}")
+
+            return fail
+        return value
+
+
+@pytest.fixture
+def remote() -> Iterator[Storage]:
+    fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
+    storage = open_storage("failing://bucket/run")
+    storage.write("step/file", b"bytes")
+    yield storage
+    FailingFileSystem.is_failing = False
+    FailingFileSystem.store.clear()
+
+
+CALLS: dict[str, Callable[[Storage], Any]] = {
+    "create": lambda storage: storage.write("step/other", b"x"),
+    "read": lambda storage: storage.read("step/file"),
+    "size": lambda storage: storage.size("step/file"),
+    "children": lambda storage: storage.children("step"),
+    "sizes": lambda storage: storage.sizes("step"),
+    "delete": lambda storage: storage.delete("step/file"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_error_of_a_backend_of_fsspec_is_an_os_error_that_names_it(remote, method):
+    assert CALLS[method](remote) in (None, b"bytes", 5, ["file"], {"file": 5})
+    FailingFileSystem.is_failing = True
+    with pytest.raises(OSError, match=r"failing://bucket/run/step.*: HttpError: 503 in ") as raised:
+        CALLS[method](remote)
+    assert isinstance(raised.value.__cause__, HttpError)
+
+
+def test_a_backend_that_cannot_begin_makes_a_place_unusable(monkeypatch):
+    def fail(*args: Any) -> Any:
+        raise HttpError("no credentials")
+
+    fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
+    monkeypatch.setattr(FailingFileSystem, "_strip_protocol", fail)
+    with pytest.raises(CheckpointPlaceUnusable, match="HttpError: no credentials"):
+        open_storage("failing://bucket/run")
+
+
+def test_a_folder_that_cannot_be_read_now_is_neither_used_nor_deleted_and_hides_no_other(
+    ranks_of, tmp_path, monkeypatch
+):
+    write_two(ranks_of, tmp_path)
+    (unread,) = tmp_path.glob("step-00000002-*")
+
+    class Partly(Folder):
+        def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+            if name.startswith(unread.name):
+                raise PermissionError(name)
+            return super().read(name, start, length)
+
+    listed = listing(Partly(tmp_path))
+    assert listed.unread == [unread.name] and len(listed.written) == 1
+    assert newest_whole(Partly(tmp_path)).manifest.step == 4
+    assert opening.catalog.sweep(Partly(tmp_path)) == [] and unread.exists()
