@@ -70,6 +70,12 @@ GONE: tuple[type[RayError], ...] = (
 and makes the error of every later call from it."""
 
 
+_WITHOUT_A_WORD = "connection error code 2. End of file"
+"""What Ray says of a process that has closed its connection and said nothing (2.50 to 2.60)."""
+
+KILLED = "its process was killed, or crashed in native code"
+
+
 class ActorGone(Exception):
     """The actor's process has died, or its node does not answer, which counts as the same.
 
@@ -146,6 +152,8 @@ def why_gone(error: RayError) -> str:
             "memory, use fewer workers on it or smaller batches, or start Ray with a higher "
             "RAY_memory_usage_threshold"
         )
+    if _WITHOUT_A_WORD in text:
+        return KILLED
     for line in text.splitlines():
         if line.startswith("The actor is dead because"):
             return line.split(" Some common causes", 1)[0].rstrip(". ")

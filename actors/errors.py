@@ -19,6 +19,8 @@ Fields are positional, and the text is made in `__str__`, as in
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from chorusline.collectives.contract.errors import (
     ChoruslineError,
     CollectiveTimeout,
@@ -28,19 +30,33 @@ from chorusline.collectives.contract.errors import (
     StoreTimeout,
 )
 
+RESUMES = "With Session(checkpoint=CheckpointConfig(...)) the next run resumes from the last save"
 
+
+@dataclass(eq=False, repr=False)
 class WorkerLost(PeerLost):
-    """A worker's process is gone, as the caller of run() sees it. A peer inside a collective sees
+    """A worker's process died, as the caller of run() sees it. A peer inside a collective sees
     PeerLost, so a handler of PeerLost catches both.
 
-    detail: which worker it was, where it ran, what Ray knows.
+    detail: how it died, as far as known, and why the run could not continue without it.
+    worker: which one it was, where it ran.
+    step: optimizer steps of the run by then; 0 if unknown.
+    remedy: what to write, so that a run survives this.
     """
 
+    worker: str = ""
+    step: int = 0
+    remedy: str = ""
+
     def __str__(self) -> str:
+        who = f"rank {', '.join(map(str, self.ranks))}"
+        who += f" ({self.worker})" if self.worker else ""
+        at = f" after step {self.step}" if self.step else ""
+        remedy = f"{self.remedy} " if self.remedy else ""
         return (
-            f"rank {', '.join(map(str, self.ranks))} of generation {self.generation} is gone: "
-            f"{self.detail}. The other ranks were stopped. Call run() again: it starts a worker in "
-            "its place first. (If the machine ran out of memory, use smaller batches.)"
+            f"{who} died{at}: {self.detail}. The other ranks were stopped. {remedy}"
+            "Call run() again to start with a new worker. (If the machine ran out of memory, use "
+            "smaller batches.)"
         )
 
 
@@ -135,10 +151,10 @@ class HeadLost(DriverLost):
 
 
 class StateLost(ChoruslineError):
-    """Every rank that kept some part of an optimizer's state is gone, so the run cannot go on from
+    """Every rank that kept some part of an optimizer's state died, so the run cannot continue from
     memory.
 
-    replicas: ranks that kept each part.
+    replicas: ranks that kept each part; 0 if every rank kept all of it.
     lost: which part.
     """
 
@@ -149,11 +165,18 @@ class StateLost(ChoruslineError):
         self.lost = lost
 
     def __str__(self) -> str:
+        if not self.replicas:
+            return f"the run cannot continue: {self.lost}. {RESUMES} (docs/failures.md)."
+        held, at_once = (
+            ("1 rank", "one worker")
+            if self.replicas == 1
+            else (f"{self.replicas} ranks", f"{self.replicas} workers")
+        )
         return (
-            f"optimizer state is lost in generation {self.generation}: {self.lost}, of which "
-            f"{self.replicas} rank(s) kept a copy. Start again from the last checkpoint; with "
-            f"ZeroRedundancyOptimizer(..., replicas={self.replicas + 1}) one more rank may be lost "
-            "at a time"
+            f"the run cannot continue, because a part of the optimizer's state was on {held} only, "
+            f"and died there. With ZeroRedundancyOptimizer(..., replicas={self.replicas + 1}) a "
+            f"run survives the loss of {at_once} at a time. {RESUMES} (docs/failures.md). Lost in "
+            f"generation {self.generation}: {self.lost}"
         )
 
 

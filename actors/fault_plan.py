@@ -21,6 +21,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from chorusline.collectives.contract.call_site import users_level
+
 VARIABLE = "CHORUSLINE_FAULT_PLAN"
 
 
@@ -108,7 +110,7 @@ def ordered(num_workers: int) -> tuple[Order, ...]:
     orders = parsed(os.environ.get(VARIABLE, ""), num_workers)
     if orders:
         told = "; ".join(map(str, orders))
-        warnings.warn(f"{VARIABLE} orders faults: {told}", stacklevel=3)
+        warnings.warn(f"{VARIABLE} orders faults: {told}", stacklevel=users_level())
     return orders
 
 

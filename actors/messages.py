@@ -390,6 +390,8 @@ class RunFailed:
     story: where each rank was, if ranks did not meet (whereabouts.py).
     nobody_began: workers were lost before any rank had called the function, so the run may begin
     once more, with others in their place.
+    may_lose: the run could have survived the loss of a worker.
+    losses: of workers, in their order.
     """
 
     generation: int
@@ -399,6 +401,8 @@ class RunFailed:
     stuck: tuple[int, ...]
     story: str = ""
     nobody_began: bool = False
+    may_lose: bool = False
+    losses: tuple[Loss, ...] = ()
 
 
 # ── What each says about itself ──────────────────────────────────────────────────────────────────

@@ -15,7 +15,9 @@ from typing import NoReturn
 
 from ray import cloudpickle
 
+from chorusline.collectives.contract.call_site import users_traceback
 from chorusline.collectives.contract.errors import (
+    ChoruslineError,
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
@@ -23,7 +25,7 @@ from chorusline.collectives.contract.errors import (
     PeerLost,
 )
 
-from .errors import RankFailed, WorkerLost
+from .errors import RESUMES, RankFailed, WorkerLost
 from .messages import Cancellation, Failure, Loss, RunFailed, Success
 
 _MARK = "LEADS_TO_USERS_CODE"
@@ -119,26 +121,32 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _users_part(error: BaseException) -> TracebackType | None:
     """The traceback from the user's first frame on: after the last one of ours that leads there.
-    Ray's and asyncio's stand before it."""
+    Ray's and asyncio's stand before it. Of an error whose text says all, only frames of the user's
+    files."""
     users = part = error.__traceback__
     while part is not None:
         if part.tb_frame.f_globals.get(_MARK):
             users = part.tb_next
         part = part.tb_next
+    if isinstance(error, ChoruslineError) and (told := users_traceback(users)):
+        return told
     return users or error.__traceback__
 
 
 # ── In the caller ────────────────────────────────────────────────────────────────────────────────
 
 
-def raise_failure(failed: RunFailed) -> NoReturn:
-    """Raise in the caller what ended the run, with a note that says where it came from."""
+def raise_failure(failed: RunFailed, step: int = 0) -> NoReturn:
+    """Raise in the caller what ended the run, with a note that says where it came from. step:
+    optimizer steps that the run has taken; 0 if unknown."""
     cause = failed.cause
     match cause:
         case Cancellation(reason):
             error: Exception = GroupAborted(failed.generation, [], reason)
         case Loss(rank, worker, detail):
-            error = WorkerLost("run", failed.generation, [rank], f"{worker}: {detail}")
+            where = f"pid {worker.pid} on {worker.hostname}, {worker.device}"
+            told = ("run", failed.generation, [rank], detail, where, step)
+            error = WorkerLost(*told, _how_to_survive(failed))
         case Failure():
             error = _rebuild(cause, failed.generation)
             error.__cause__ = RemoteTraceback(cause.traceback)
@@ -146,6 +154,8 @@ def raise_failure(failed: RunFailed) -> NoReturn:
                 f"raised by rank {cause.rank} of {len(failed.workers)} in generation "
                 f"{failed.generation}, {failed.workers[cause.rank]}"
             )
+            for loss in failed.losses:
+                error.add_note(f"before that, rank {loss.rank} died ({loss.worker}): {loss.detail}")
     if failed.story:
         error.add_note(failed.story)
     if failed.returned:
@@ -156,6 +166,19 @@ def raise_failure(failed: RunFailed) -> NoReturn:
             "replaced before the next run"
         )
     raise error
+
+
+def _how_to_survive(failed: RunFailed) -> str:
+    """What to write so that a run survives what ended this one. Where it could have survived, the
+    detail of the loss says what was missing."""
+    num_workers = len(failed.workers)
+    if failed.may_lose or num_workers == 1:
+        return f"{RESUMES}."
+    return (
+        f"To survive this, write Session(num_workers=(1, {num_workers})) and "
+        "ZeroRedundancyOptimizer(..., replicas=2), and register the model and the optimizer "
+        f"(ctx.register). {RESUMES} (docs/failures.md)."
+    )
 
 
 def _rebuild(cause: Failure, generation: int) -> Exception:

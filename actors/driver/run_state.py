@@ -178,6 +178,8 @@ def failed_run(run: RunState, generation: int) -> messages.RunFailed:
         stuck=tuple(sorted(run.running)),
         story="\n".join(words for words in (run.story, epilogue) if words),
         nobody_began=run.nobody_began and is_by_loss,
+        may_lose=run.goes_on,
+        losses=tuple(run.losses),
     )
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 
 
 def _folders(package: str) -> list[str]:
@@ -49,6 +49,19 @@ def users_frame(frame: FrameType) -> FrameType:
             return found
         found = found.f_back
     return frame
+
+
+def users_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """The entries of a traceback that are in the user's files; None if there are none."""
+    found = []
+    while trace is not None:
+        if is_users_file[trace.tb_frame.f_code.co_filename]:
+            found.append(trace)
+        trace = trace.tb_next
+    kept: TracebackType | None = None
+    for one in reversed(found):
+        kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return kept
 
 
 def users_level() -> int:

@@ -9,6 +9,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from chorusline.actors.errors import WorkerLost
+
 from ..program.plain_script import PlainScript, run_plain_script
 from ..session.session import Session
 from .detached import OF_DETACHED_RUN, begin, name_for
@@ -56,6 +58,8 @@ async def _run(script: PlainScript, options: argparse.Namespace) -> int:
                 await session.run(run_plain_script, script=script, num_restarts=restart)
                 return 0
             except Exception as error:
+                if isinstance(error, WorkerLost):
+                    error.remedy = "To begin a script again on all ranks, write --max-restarts 3."
                 if restart == options.max_restarts:
                     raise
                 told = f"{type(error).__name__}: {error}".rstrip(".")

@@ -46,12 +46,15 @@ def on_ranks(act: Callable[[], int]) -> int:
 def print_error(error: BaseException, trace: TracebackType | None = None) -> None:
     """Print the error and its causes; a NoCluster in one line. trace: the frames of the user's
     code, if there are any."""
-    from chorusline.actors.errors import NoCluster  # Not above: `--help` answers without Ray.
+    # Not above: `--help` answers without Ray.
+    from chorusline.actors.errors import NoCluster
+
+    from ..session.interrupts import users_frames
 
     if isinstance(error, NoCluster):
         print(error, file=sys.stderr)
         return
-    traceback.print_exception(error.with_traceback(trace))
+    traceback.print_exception(error.with_traceback(users_frames(error, trace)))
 
 
 def below(script: Path, trace: TracebackType | None) -> TracebackType | None:

@@ -14,6 +14,7 @@ from chorusline.actors.parcels.pickling import packed
 
 from ..checkpoint.config import CheckpointConfig
 from ..data.fetching.of_loader import refuse_sharded
+from .argument_owners import owner_of
 from .program import Program
 
 HEAVY_BYTES = 100_000_000
@@ -71,9 +72,12 @@ def _check_parameters(train: Callable[..., object], kwargs: Mapping[str, Any]) -
         signature.bind(None, **kwargs)
     except TypeError as error:
         given = ", ".join(["ctx", *(f"{name}=..." for name in kwargs)])
+        owner = owner_of(name for name in kwargs if name not in signature.parameters)
         raise TypeError(
             f"train is called as {_name(train)}({given}), but its parameters are {signature}: "
-            f"{error}. The first parameter is the Context; the others are passed by name: "
+            f"{error}. "
+            + (f"{owner}. " if owner else "")
+            + "The first parameter is the Context; the others are passed by name: "
             "session.run(train, lr=0.1)"
         ) from None
 

@@ -112,7 +112,7 @@ class FromTheTop:
         mine = retained.summary(not self._state.is_newcomer, self._data)
         self._summaries = all_gather_object(group, mine)
         if not any(one.was_there for one in self._summaries):
-            raise StateLost(group.generation, 1, "all that was registered and had taken a step")
+            raise StateLost(group.generation, 0, "every rank that had taken a step died")
         leader = self._summaries[leader_of(self._summaries)]
         newest = [one for one in up_to_date(self._summaries) if one is not leader]
         steps.taken = max(one.steps_taken for one in (leader, *newest))

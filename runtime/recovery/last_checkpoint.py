@@ -111,7 +111,7 @@ def save(
     words: list[_Word] = all_gather_object(group, word)  # (a)
     there = [rank for rank, word in enumerate(words) if word.summary.was_there]
     if not there:
-        raise StateLost(group.generation, 1, "all that was registered and had taken a step")
+        raise StateLost(group.generation, 0, "every rank that had taken a step died")
     leader = leader_of([word.summary for word in words])
     kinds = words[leader].kinds
     found = Contents()

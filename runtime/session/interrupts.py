@@ -1,5 +1,5 @@
-"""Ctrl-C in a script, and a cluster that is not there: one line, where Python would print forty of
-ours and of asyncio's."""
+"""What a script shows of an error: of Ctrl-C and of a cluster that is not there one line, and of a
+run that has failed the user's frames, where Python would print forty of ours and of asyncio's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from types import TracebackType
 
 from chorusline.actors.errors import NoCluster
+from chorusline.actors.outcomes import RemoteTraceback
+from chorusline.collectives.contract.call_site import users_traceback
+from chorusline.collectives.contract.errors import ChoruslineError
 
 
 def show_in_one_line() -> None:
@@ -17,7 +20,7 @@ def show_in_one_line() -> None:
     work, ends this process with one line and status 130, as a shell reports SIGINT. The user's
     `except` and `finally` have run before. A note of the cancelled run takes the place of the line:
     that of a detached session goes on. A NoCluster is one line as well, and status 1. Any other
-    exception is for the hook that is there."""
+    exception is for the hook that is there, without our frames if a run has raised it."""
     before = sys.excepthook
     if getattr(before, "__module__", "") == __name__:
         return
@@ -33,10 +36,20 @@ def show_in_one_line() -> None:
         elif isinstance(error, NoCluster):
             print(error, file=sys.stderr)  # noqa: T201
         else:
-            before(kind, error, trace)
+            trace = users_frames(error, trace)
+            before(kind, error.with_traceback(trace), trace)
 
     hook.__module__ = __name__
     sys.excepthook = hook
+
+
+def users_frames(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """The frames of the user's files in a traceback of an error with which a run, or the start of a
+    session, has ended: its text says all, and the frames of a rank are in its cause. Of any other
+    error, which may be a fault of ours, all frames."""
+    if not isinstance(error, ChoruslineError) and not isinstance(error.__cause__, RemoteTraceback):
+        return trace
+    return users_traceback(trace)
 
 
 def _came_from_a_session(error: BaseException) -> bool:

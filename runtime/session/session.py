@@ -20,6 +20,7 @@ from chorusline.actors.parcels.parcel import Parcel
 
 from .. import notebook
 from ..checkpoint.config import CheckpointConfig
+from ..program.argument_owners import naming_owners
 from ..program.sending import HEAVY_BYTES, heavy_parts, packed_program
 from ..tracking.named import checked_trackers
 from ..tracking.tracker import Tracker
@@ -126,6 +127,7 @@ class Session(Holding):
     clean-up code in abandoned actors.
     """
 
+    @naming_owners
     def __init__(
         self,
         num_workers: int | tuple[int, int] = 1,
@@ -403,7 +405,7 @@ class Session(Holding):
                 else:
                     outcome = await self._outcome(program, audience)
             if isinstance(outcome, RunFailed):
-                raise_failure(outcome)
+                raise_failure(outcome, await self._last_step(outcome))
         except BaseException as raised:
             error = raised
             if face is not None and isinstance(error, asyncio.CancelledError):
@@ -420,6 +422,14 @@ class Session(Holding):
                 is_assembled = crew is not None and crew.is_assembled
                 notebook.show_once(error, how_interrupted(error, is_assembled))
         return [cloudpickle.loads(result) for result in outcome.results]
+
+    async def _last_step(self, failed: RunFailed) -> int:
+        """How many optimizer steps a run had taken that has lost a worker; 0 if nobody knows."""
+        if not failed.losses:
+            return 0
+        seen = await self._ask_workers(_ASK_S)
+        steps = [one.steps for one in seen if not isinstance(one, str)]
+        return max((one.steps_before + one.taken for one in steps), default=0)
 
     async def _outcome_at(
         self, face: Face, program: Parcel | None, audience: Audience

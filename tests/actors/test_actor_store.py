@@ -14,6 +14,8 @@ import ray
 from chorusline.actors import errors
 from chorusline.actors.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
 from chorusline.actors.calls import actor_class
+from chorusline.actors.messages import Loss, RunFailed, WorkerInfo
+from chorusline.actors.outcomes import raise_failure
 from chorusline.collectives import Group
 from chorusline.collectives.contract.errors import (
     ChoruslineError,
@@ -147,7 +149,7 @@ def test_many_waiters_do_not_keep_the_store_from_answering(actor: Any, store: Ac
 @pytest.mark.parametrize(
     "error",
     [
-        errors.WorkerLost("run", 3, [1], "worker in seat 1 (pid 5): SIGKILL"),
+        errors.WorkerLost("run", 3, [1], "it was killed", "pid 5 on vm", 881, "Write more."),
         errors.StartupError("num_workers=9", "the cluster has CPU 4"),
         errors.NoCluster("no Ray cluster runs on this machine", "start one"),
         errors.RankFailed(1, 3, "SystemExit: 2"),
@@ -164,10 +166,31 @@ def test_errors_travel_between_processes(error: ChoruslineError) -> None:
 
 
 def test_a_lost_worker_is_a_lost_peer_to_who_catches_that() -> None:
-    error = errors.WorkerLost("run", 3, [1], "pid 5: SIGKILL")
+    error = errors.WorkerLost("run", 3, [1], "it was killed", "pid 5 on vm", 881, "Write more.")
     assert isinstance(error, PeerLost)
-    assert "rank 1 of generation 3 is gone: pid 5: SIGKILL" in str(error)
-    assert "Call run() again" in str(error)
+    begins = "rank 1 (pid 5 on vm) died after step 881: it was killed. The other ranks were stopped"
+    assert str(error).startswith(f"{begins}. Write more. Call run() again")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "may_lose", "says"),
+    [
+        (3, False, r"Session\(num_workers=\(1, 3\)\) and .*replicas=2.*\(ctx.register\)"),
+        (1, False, r"stopped. With Session\(checkpoint="),
+        (3, True, r"stopped. With Session\(checkpoint="),
+    ],
+)
+def test_a_run_that_a_loss_has_ended_says_what_survives_it(
+    num_ranks: int, may_lose: bool, says: str
+) -> None:
+    workers = tuple(
+        WorkerInfo(f"w{rank}", rank, "n", "vm", 10 + rank, "cpu", 1.0) for rank in range(num_ranks)
+    )
+    loss = Loss(0, workers[0], "it was killed")
+    failed = RunFailed(0, loss, workers, (), (), may_lose=may_lose)
+    with pytest.raises(errors.WorkerLost, match=says) as raised:
+        raise_failure(failed, 7)
+    assert "rank 0 (pid 10 on vm, cpu) died after step 7" in str(raised.value)
 
 
 def test_ranks_that_ray_runs_meet_in_a_store_that_was_started_for_them(cluster: None) -> None:

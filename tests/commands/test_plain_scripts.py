@@ -4,6 +4,7 @@ print what they print under torchrun, and begin again where a rank was killed.""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -206,7 +207,7 @@ def test_a_killed_rank_costs_the_steps_since_the_scripts_own_checkpoint(
     done = ours("--max-restarts", "2", SCRIPTS / name, killed, *words, dies_at)
     assert last_lines(done, 2) == [f"begun {begun}", expected[1]]
     assert "restart 1 of 2" in done.stderr and "restart 2 of 2" not in done.stderr
-    assert "WorkerLost: rank 1 of generation 0 is gone" in done.stderr
+    assert re.search(r"WorkerLost: rank 1 .* died: .* write --max-restarts 3", done.stderr)
 
 
 @pytest.mark.slow

@@ -234,13 +234,16 @@ async def test_without_replicas_the_lost_state_is_named(session: cl.Session) -> 
         await session.run(train, victims={1: (2, "before it votes (3)")}, replicas=1)
     assert "no rank holds bucket 0[" in str(raised.value)
     assert "replicas=2" in str(raised.value)
+    assert "before that, rank 1 died (worker in seat 1 (pid" in raised.value.__notes__[-1]
 
 
 @pytest.mark.slow
 async def test_more_losses_than_allowed_end_the_run(cluster: None) -> None:
     few = {"CPU": 0.1}
     async with cl.Session((2, 2), resources_per_worker=few, timeout_s=20) as session:
-        with pytest.raises(WorkerLost, match="rank 1 of generation 0 is gone"):
+        with pytest.raises(
+            WorkerLost, match=r"rank 1 \(pid .*\) died after step 2: its process was killed"
+        ):
             await session.run(train, victims={1: (2, "before it votes (3)")})
 
 

@@ -45,6 +45,11 @@ async def test_a_label_that_no_node_has_is_named(cluster: None) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
+        ({"replicas": 2}, TypeError, r"replicas is an argument of ZeroRedundancyOptimizer\(...\)"),
+        ({"check_every": 1}, TypeError, r"check_every is an argument of ZeroRedundancyOptimizer"),
+        ({"every_n_steps": 5}, TypeError, r"of Session\(checkpoint=CheckpointConfig\(...\)\)"),
+        ({"batch_size": 5}, TypeError, r"batch_size is an argument of ctx.shard"),
+        ({"no_such": 5}, TypeError, "unexpected keyword argument 'no_such'"),
         ({"seed": "0"}, ValueError, "seed must be a whole number of at least 0, got '0'"),
         ({"env_vars": ["A=1"]}, TypeError, "env_vars must be a dictionary of strings"),
         ({"env_vars": {"A": 1}}, TypeError, r"env_vars\['A'\] must be a string, got 1; write '1'"),

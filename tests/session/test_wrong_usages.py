@@ -443,7 +443,7 @@ WRONG: list[tuple[Callable[..., Any], type[BaseException], str]] = [
     (reads_the_environment, KeyError, "write ctx.local_rank, and ctx.device"),
     (asks_a_person, EOFError, r"session.run\(train, answer=input\(\)\)"),
     (exits, cl.RankFailed, "A rank's function ends with `return`"),
-    (exits_hard, cl.WorkerLost, r"rank 0 .* is gone.*Call run\(\) again"),
+    (exits_hard, cl.WorkerLost, r"rank 0 .*died.*Call run\(\) again"),
     (runs_a_session, RuntimeError, "started inside a train function"),
     (returns_a_lock, TypeError, "return numbers, tensors or containers of them"),
     (returns_its_context, TypeError, "return numbers, tensors or containers of them"),
