@@ -69,6 +69,7 @@ async def test_each_worker_has_a_gpu_and_a_killed_one_costs_no_step_and_no_sampl
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("version", ["22809", "23007"])
 async def test_workers_that_share_a_gpu_train_with_any_version_of_nccl(
     cluster: None, tmp_path: Path, version: str
