@@ -1,7 +1,8 @@
-"""One Ray cluster for all tests, and the watch that nothing is left behind."""
+"""Fixtures of tests without Ray; those with it are in tests/with_ray.py."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 # Before anything imports ray: no token files in the home directory, no drain at the end.
@@ -9,66 +10,19 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
 os.environ.pop("RAY_ADDRESS", None)
 
-import asyncio
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
-import ray
-from ray import cloudpickle
-from ray.util import placement_group_table
 
 import chorusline as cl
-import tests
 from tests.harness.standing_ranks import StandingRanks
-
-# Workers need not find tests/: what is in there, helpers too, is sent to them by value, as Ray
-# sends the functions of a script.
-cloudpickle.register_pickle_by_value(tests)
 
 # The assertions of contracts say what they compare, as those of test modules do.
 pytest.register_assert_rewrite("tests.contracts")
 
-NUM_GPUS = 3  # as Ray is told; they stand in for real ones (tests/harness/stand_in_gpu)
-NUM_CPUS = 5  # as Ray counts them, one for the session that stands; the machine may have fewer
-_LEAK_PATIENCE_S = 10.0
-_OF_RAY_DATA = {"_StatsActor", "_AutoscalingCoordinatorActor"}  # It has them stay.
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """A local cluster, started once: it takes seconds."""
-    ray.init(
-        address="local",
-        num_cpus=NUM_CPUS,
-        num_gpus=NUM_GPUS,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-async def _session_that_goes_on(cluster: None) -> AsyncIterator[cl.Session]:
-    few = {"CPU": 0.1}
-    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=20) as session:
-        yield session
-
-
-@pytest.fixture
-async def session(_session_that_goes_on: cl.Session) -> AsyncIterator[cl.Session]:
-    """Three workers, of which runs may lose two; and three again when the test is over."""
-    yield _session_that_goes_on
-    await _session_that_goes_on.run(lambda ctx: None)
-
-
-@pytest.fixture
-def on_cluster(cluster: None) -> dict[str, str]:
-    """The environment of a process whose sessions come to the tests' cluster."""
-    return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+# A machine with a GPU may lack Ray: tests.on_gpu runs there what needs none.
+_HAS_RAY = all(importlib.util.find_spec(name) is not None for name in ("ray", "pytest_asyncio"))
+pytest_plugins = ["tests.with_ray"] if _HAS_RAY else []
 
 
 @pytest.fixture
@@ -89,56 +43,3 @@ def ranks_of() -> Iterator[Callable[[int], StandingRanks]]:
     yield of_size
     for ranks in started.values():
         ranks.stop()
-
-
-@pytest.fixture(autouse=True)
-async def _nothing_left_behind(request: pytest.FixtureRequest) -> AsyncIterator[None]:
-    """Fail on tasks, actors, actor processes and placement groups that a test adds and keeps."""
-    if "cluster" not in request.fixturenames:
-        yield
-        return
-    before = _alive()
-    yield
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    assert not tasks, f"tasks are left behind: {tasks}"
-    deadline = time.monotonic() + _LEAK_PATIENCE_S
-    while (left := _alive() - before) and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
-    assert not left, f"left behind: {dict(left)}"
-
-
-def _alive() -> Counter[str]:
-    """Actors, their processes and placement groups, counted by kind."""
-    actors = ray._private.state.actors().values()
-    alive = Counter(
-        f"actor {actor['ActorClassName']}"
-        for actor in actors
-        if actor["State"] != "DEAD" and actor["ActorClassName"] not in _OF_RAY_DATA
-    )
-    groups = placement_group_table().values()
-    alive["placement group"] = sum(group["state"] != "REMOVED" for group in groups)
-    alive.update(f"process {title}" for title in actor_process_titles())
-    return alive
-
-
-def actor_process_titles() -> list[str]:
-    """Class names of the actors whose processes exist, children of this process's raylet."""
-    titles = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (path / "cmdline").read_bytes().decode(errors="replace")
-            if not command.startswith(
-                ("ray::Worker", "ray::Driver", "ray::StoreActor", "ray::RowReader")
-            ):
-                continue
-            if _parent(_parent(int(path.name))) != os.getpid():
-                continue  # Of somebody else's cluster on this machine.
-        except OSError:
-            continue  # It ended meanwhile.
-        titles.append(command.removeprefix("ray::").split(".")[0].rstrip("\0 "))
-    return titles
-
-
-def _parent(pid: int) -> int:
-    # The name in parentheses may hold anything; the fields after it are plain.
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

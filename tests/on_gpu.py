@@ -1,16 +1,22 @@
 """All tests that need a GPU, on this machine's: what `make test-gpu` runs.
 
-    python -m tests.on_gpu [--out FILE] [options of pytest]
+    python -m tests.on_gpu [--out FILE] [folders, files and options of pytest]
 
 Prints driver, devices and versions, runs the tests that are marked `gpu` (those on the stand-in are
-not), and writes one JSON object: what was seen, how often each outcome came, and what was skipped
-or failed. The exit status is 0 if tests ran and none failed, 1 if not, and 3 without a GPU.
+not), and writes one JSON object: what was seen, how often each outcome came, and what was skipped,
+left out or failed. The exit status is 0 if tests ran and none failed, 1 if not, and 3 without a
+GPU.
+
+Only torch, CuPy and pytest have to be there. A file whose imports need a package that is missing,
+such as Ray, is left out, and the JSON names both. Where a command may run for some minutes only,
+name one folder of tests at a time, each with an --out of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,20 +29,29 @@ from typing import Any
 from benchmarks.gpu_machine import NO_GPU, seen, show, why_no_gpu
 from tests import ROOT
 
+MISSING = re.compile(r"ModuleNotFoundError: (?:No module named|import of) '?([\w.]+)")
+ALSO_WITHOUT_PLUGINS = ("-o", "addopts=-ra", "--continue-on-collection-errors")
+"""Options of pytest: marks of plugins that are not installed are no errors."""
+
 
 def outcomes(junit: str) -> dict[str, Any]:
-    """counts: by outcome. skipped, failed: tests with pytest's sentence. junit: pytest's report."""
+    """counts: by outcome. skipped, failed: tests with pytest's sentence. left_out: files with the
+    package that they need. junit: pytest's report."""
     counts: Counter[str] = Counter()
-    told: dict[str, dict[str, str]] = {"skipped": {}, "failed": {}}
+    found: dict[str, dict[str, str]] = {"skipped": {}, "failed": {}, "left_out": {}}
     for case in ElementTree.fromstring(junit).iter("testcase"):
         name = f"{case.get('classname')}.{case.get('name')}"
         outcome = "passed"
         for part in case:
-            if part.tag in ("failure", "error", "skipped"):
+            missing = MISSING.search(part.text or "")
+            if part.get("message") == "collection failure" and missing:
+                outcome = "left_out"
+                found[outcome][name.strip(".")] = f"needs the package {missing[1]}"
+            elif part.tag in ("failure", "error", "skipped"):
                 outcome = "skipped" if part.tag == "skipped" else "failed"
-                told[outcome][name] = part.get("message", "")
+                found[outcome][name] = part.get("message", "")
         counts[outcome] += 1
-    return {"counts": dict(counts), **told}
+    return {"counts": dict(counts), **found}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(machine)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", *of_pytest]
-        subprocess.run(command, cwd=ROOT)
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", *ALSO_WITHOUT_PLUGINS]
+        subprocess.run([*command, f"--junitxml={report}", *of_pytest], cwd=ROOT)
         if not report.exists():
             print("pytest has written no report: see what it says above")
             return 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -57,12 +60,52 @@ def test_what_pytest_reports_is_counted_with_its_reasons() -> None:
     <testcase classname="tests.a" name="left"><skipped message="4 ranks on 1 GPUs"/></testcase>
     <testcase classname="tests.b" name="bad"><failure message="1 == 2">.</failure></testcase>
     <testcase classname="tests.b" name="none"><error message="no fixture">...</error></testcase>
+    <testcase classname="" name="tests.c"><error message="collection failure">
+        E   ModuleNotFoundError: No module named 'ray'</error></testcase>
+    <testcase classname="" name="tests.d"><error message="collection failure">
+        E   NameError: name 'rya' is not defined</error></testcase>
     </testsuite></testsuites>"""
     assert on_gpu.outcomes(report) == {
-        "counts": {"passed": 1, "skipped": 1, "failed": 2},
+        "counts": {"passed": 1, "skipped": 1, "failed": 3, "left_out": 1},
         "skipped": {"tests.a.left": "4 ranks on 1 GPUs"},
-        "failed": {"tests.b.bad": "1 == 2", "tests.b.none": "no fixture"},
+        "failed": {
+            "tests.b.bad": "1 == 2",
+            "tests.b.none": "no fixture",
+            ".tests.d": "collection failure",
+        },
+        "left_out": {"tests.c": "needs the package ray"},
     }
+
+
+NOT_ON_A_GPU_MACHINE = ("ray", "pytest_asyncio", "pytest_timeout", "xdist", "lightning")
+"""Packages that a machine may lack which has torch, CuPy and pytest."""
+
+
+def test_a_machine_without_ray_runs_the_tests_of_collectives_and_names_what_it_leaves_out(
+    tmp_path: Path,
+) -> None:
+    """Here pytest only collects them, as there is no GPU."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nfor name in {NOT_ON_A_GPU_MACHINE}:\n    sys.modules[name] = None\n"
+    )
+    (report := tmp_path / "report.xml").touch()
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q"]
+    command += [*on_gpu.ALSO_WITHOUT_PLUGINS, "-p", "no:cacheprovider", f"--junitxml={report}"]
+    alone = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ran = subprocess.run(
+        [*command, "tests/collectives", "tests/recovery", "tests/zero"],
+        cwd=ROOT,
+        env={**os.environ, **alone},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    found = on_gpu.outcomes(report.read_text())
+    assert found["failed"] == {}, ran.stdout
+    assert found["left_out"]["tests.recovery.test_recovery"] == "needs the package ray"
+    assert "tests.zero.test_zero_redundancy_optimizer" not in found["left_out"]  # nor Join, nor DDP
+    assert "tests/collectives/test_group_contract.py" in ran.stdout
+    assert "tests/zero/test_zero_on_gpu.py" in ran.stdout
 
 
 @pytest.mark.slow  # Two processes that import torch, and FSDP2's first step.

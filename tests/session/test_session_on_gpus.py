@@ -12,6 +12,8 @@ import pytest
 from tests import ROOT
 from tests.harness.ranks import on_gpus
 
+pytest.importorskip("ray", reason="needs the package ray")
+
 # A process of its own: the tests' cluster may have been told of other GPUs than there are.
 PROGRAM = """
 import json, sys
@@ -45,7 +47,6 @@ results = cl.run(
     num_workers=size,
     use_gpu=True,
     resources_per_worker={"CPU": 0.1, "GPU": share},
-    env_vars={"NCCL_MAX_CTAS": "2"} if share < 1 else {},
 )
 print(json.dumps([share, torch.cuda.device_count(), list(results)]))
 """
