@@ -105,10 +105,11 @@ def _place(index: int) -> Place:
     from cupy.cuda import runtime
 
     # CUDA shows a process one part of a GPU, whatever else the list names.
-    is_part = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    part = visible if visible.startswith("MIG-") else ""
     # A process that is forked after its import has an id of its own by its number.
     process = f"{_PROCESS}-{os.getpid()}"
-    return Place(host_identity(), runtime.deviceGetPCIBusId(index), process, is_part)
+    return Place(host_identity(), runtime.deviceGetPCIBusId(index), part, process)
 
 
 class _Launch(NamedTuple):

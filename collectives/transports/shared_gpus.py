@@ -1,7 +1,7 @@
 """Ranks that share a GPU: what NCCL must find in its environment to connect them (pure).
 
-NCCL refuses two ranks on one device. It compares the hash of their hosts and the PCI address of
-their devices (init.cc, initTransportsRank). NCCL 2.30 and later skip the comparison if
+NCCL refuses two ranks on one device. It compares the hashes of their hosts and their devices
+(init.cc, initTransportsRank). NCCL 2.30 and later skip the comparison if
 NCCL_MULTI_RANK_GPU_ENABLE is 1. Earlier versions connect such ranks if the hashes differ, and
 NCCL_HOSTID is what is hashed in place of the host's name (misc/utils.cc, getHostHashOnce): the
 ranks then meet as if they were on different hosts, over sockets. That is slow, and it is NCCL from
@@ -20,13 +20,18 @@ SHARES_GPUS = 23000
 
 
 class Place(NamedTuple):
-    """Where a rank runs. bus: PCI address of its GPU, which parts of one GPU (MIG) share. process:
-    text that no other process has."""
+    """Where a rank runs.
+
+    host: equal for ranks of one host.
+    bus: PCI address of the GPU, which parts of one GPU (MIG) share.
+    part: of the GPU, by its MIG identifier; empty for a whole GPU.
+    process: text that no other process has.
+    """
 
     host: str
     bus: str
+    part: str
     process: str
-    is_part: bool = False  # of a GPU (MIG)
 
 
 def environment_for(places: Sequence[Place], rank: int, version: int) -> dict[str, str]:
@@ -35,17 +40,16 @@ def environment_for(places: Sequence[Place], rank: int, version: int) -> dict[st
     places: of all ranks of the group. version: of NCCL, as it counts: 23007 is 2.30.7.
     """
     own = places[rank]
-    shares = sum(place[:2] == own[:2] for place in places) > 1
-    if not shares and not own.is_part:
+    if sum(place[:2] == own[:2] for place in places) == 1:
         return {}
-    # Kernels wait for those of the other ranks, so all of them must fit the GPU at once. Multicast
-    # memory (NVLS) needs a whole GPU for each rank.
-    found = {"NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"} if shares else {"NCCL_NVLS_ENABLE": "0"}
+    found = {}
+    if sum(place[:3] == own[:3] for place in places) > 1:
+        # Kernels wait for those of the other ranks, so all of them must fit the GPU at once. Parts
+        # of a GPU have processors of their own.
+        found["NCCL_MAX_CTAS"] = "2"
     if version >= SHARES_GPUS:
-        # NCCL 2.31 refuses also a single part of a GPU without it (nccl#1716).
+        # For parts of a GPU as well: NCCL 2.31 sees the GPU that they are parts of (nccl#1716).
         return found | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    if not shares:
-        return found
     found["NCCL_HOSTID"] = own.process
     if len({place.host for place in places}) == 1:
         # Sockets of this host reach all ranks; network cards are not needed.

@@ -216,6 +216,13 @@ def _nccl() -> Iterator[Finding]:
             "; ranks that share a GPU use sockets, which is good for tests and slow (NCCL "
             f"{dotted(SHARES_GPUS)} does better)"
         )
+    if os.environ.get("NCCL_NVLS_ENABLE") == "1":
+        # transport/nvls.cc of NCCL refuses this; with its default it does without NVLS.
+        says += (
+            "; ranks on one GPU, or on parts of one (MIG), cannot connect with NCCL_NVLS_ENABLE=1"
+        )
+        yield Finding("nccl", Verdict.POOR, says, "unset NCCL_NVLS_ENABLE")
+        return
     yield Finding("nccl", Verdict.FINE, says)
 
 

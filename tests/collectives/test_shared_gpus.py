@@ -9,16 +9,17 @@ import torch
 
 from chorusline.collectives.contract.errors import CollectiveError
 from chorusline.collectives.transports.shared_gpus import Place, environment_for
+from chorusline.runtime.commands import doctor
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
 
 OLD, NEW = 22809, 23007
-SMALL = {"NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
+SMALL, TOGETHER = {"NCCL_MAX_CTAS": "2"}, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 LOCAL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-A, B, OTHER_GPU = Place("host", "01", "a"), Place("host", "01", "b"), Place("host", "02", "c")
-ELSEWHERE = Place("another host", "01", "d")
-PART = Place("host", "03", "e", is_part=True)
+A, B = Place("host", "01", "", "a"), Place("host", "01", "", "b")
+OTHER_GPU, ELSEWHERE = Place("host", "02", "", "c"), Place("another host", "01", "", "d")
+PART, OTHER_PART = Place("host", "03", "MIG-1", "e"), Place("host", "03", "MIG-2", "f")
 
 
 @pytest.mark.parametrize(
@@ -26,12 +27,14 @@ PART = Place("host", "03", "e", is_part=True)
     [
         ([A, OTHER_GPU], OLD, {}),
         ([A, ELSEWHERE], NEW, {}),  # the same address, on another machine
-        ([A, B], NEW, SMALL | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
+        ([A, B], NEW, SMALL | TOGETHER),
         ([A, B], OLD, SMALL | LOCAL | {"NCCL_HOSTID": "a"}),
         ([A, B, OTHER_GPU], OLD, SMALL | LOCAL | {"NCCL_HOSTID": "a"}),
         ([A, B, ELSEWHERE], OLD, SMALL | {"NCCL_HOSTID": "a"}),  # lo does not reach that host
-        ([PART, A], NEW, {"NCCL_NVLS_ENABLE": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
-        ([PART, A], OLD, {"NCCL_NVLS_ENABLE": "0"}),
+        ([PART, A], NEW, {}),
+        ([PART, OTHER_PART], NEW, TOGETHER),
+        ([PART, OTHER_PART], OLD, LOCAL | {"NCCL_HOSTID": "e"}),
+        ([PART, PART._replace(process="g")], NEW, SMALL | TOGETHER),
     ],
 )
 def test_a_rank_gets_what_nccl_needs_of_its_version(
@@ -76,3 +79,17 @@ def test_what_the_user_sets_stays_and_an_error_names_the_version() -> None:
     with StandInRanks(2) as ranks:
         for said in ranks.run(refused):
             assert "NCCL_ERROR_INVALID_USAGE" in said and "NCCL 2.28.9" in said
+
+
+def ask_doctor(rank: Rank, variables: dict[str, str]) -> list[str]:
+    os.environ.update(variables)
+    return [finding.says for finding in doctor._nccl()]
+
+
+@needs_stand_in
+def test_doctor_names_the_version_and_what_keeps_ranks_on_one_gpu_from_connecting() -> None:
+    with StandInRanks(1) as ranks:
+        (usual,) = ranks.run(ask_doctor, {})
+        (refused,) = ranks.run(ask_doctor, {"NCCL_NVLS_ENABLE": "1"})
+    assert "2.32.3" in usual[0] and "cannot connect" not in usual[0]
+    assert "cannot connect with NCCL_NVLS_ENABLE=1" in refused[0]
