@@ -74,6 +74,7 @@ _WITHOUT_A_WORD = "connection error code 2. End of file"
 """What Ray says of a process that has closed its connection and said nothing (2.50 to 2.60)."""
 
 KILLED = "its process was killed, or crashed in native code"
+"""Why a process is gone that said nothing: nobody but its parent, Ray, could know the signal."""
 
 
 class ActorGone(Exception):

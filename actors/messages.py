@@ -25,7 +25,7 @@ from chorusline.collectives.diagnosis.debug import DebugLevel
 
 from .arrivals import Readiness as Readiness
 from .fault_plan import Order
-from .run_status import RunStatus
+from .run_status import Gone, RunStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +278,8 @@ class Resumption:
     (departures.py).
     gives_up: what the run ends with. This generation is the last one, in which the ranks save what
     they have (last_generation.py).
+    gone: ranks of the generation that has ended which are not in this one.
+    pids: of the newcomers, in the order of their ranks.
     """
 
     assignment: Assignment
@@ -287,6 +289,8 @@ class Resumption:
     restarts: bool = False
     leaving: tuple[int, ...] = ()
     gives_up: Loss | Failure | None = None
+    gone: tuple[Gone, ...] = ()
+    pids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.former) != self.assignment.world_size:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 
 MOST_PASSAGES = 16
 """That a status remembers: whoever follows a run looks several times a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A rank of a generation that is not in the next one. why: it died, or was to leave."""
+
+    rank: int
+    pid: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +30,10 @@ class Passage:
     came: ranks of the new generation that were not in the old one.
     runs_again: the function runs again from the top.
     step: optimizer steps by then, with those of `steps_before`.
+    gone: of `lost`, which processes they were, as far as the driver knows it.
+    pids: of `came`, which processes they are.
+    repeated: steps that had been taken, and are taken again.
+    dealt_again: batches of lost ranks that others have now, of the iteration in progress.
     """
 
     generation: int
@@ -31,6 +45,10 @@ class Passage:
     came: tuple[int, ...] = ()
     runs_again: bool = False
     step: int = 0
+    gone: tuple[Gone, ...] = ()
+    pids: tuple[int, ...] = ()
+    repeated: int = 0
+    dealt_again: int = 0
 
 
 @dataclass(slots=True)
@@ -38,7 +56,7 @@ class RunStatus:
     """The training thread writes all fields but `stop_is_wanted`, and the control loop reads them.
     Each field is one word, so nothing is locked.
 
-    rank: in this run.
+    rank: in this run. pid: of its process.
     stop_is_wanted: set by the control loop; this rank's next vote passes it on to all ranks.
     taken: optimizer steps in this run, on all ranks together.
     num_epochs: of the loop over `ctx.epochs`; None outside.
@@ -77,3 +95,4 @@ class RunStatus:
     resumed_step: int = 0
     steps_before: int = 0
     passages: tuple[Passage, ...] = ()
+    pid: int = field(default_factory=os.getpid)

@@ -406,6 +406,7 @@ class Crew(Asking):
             self._starting,
             self._starting.discard,
             payload,
+            self.listener.note,
         )
         async with (
             self._reserve.kept(payload),

@@ -38,13 +38,15 @@ class News:
     printed: new output, by seat; a worker that is gone is among them with what it has printed last.
     statuses: of the workers in the run, by seat.
     numbers: that each of them has reported last, by seat and name.
-    num_lost: workers that the run has lost so far."""
+    num_lost: workers that the run has lost so far.
+    notices: sentences for whoever looks at the run."""
 
     reports: list[Report] = field(default_factory=list)
     printed: list[tuple[int, Printed]] = field(default_factory=list)
     statuses: dict[int, RunStatus] = field(default_factory=dict)
     numbers: dict[int, dict[str, float]] = field(default_factory=dict)
     num_lost: int = 0
+    notices: list[str] = field(default_factory=list)
 
     @property
     def has_more(self) -> bool:
@@ -69,6 +71,11 @@ class Listener:
         self._received: dict[int, tuple[Actor, int]] = {}  # by seat: of whom, how many reports
         self._lost: list[Actor] = []  # in this run
         self._silent: dict[Actor, float] = {}  # until when it is not asked
+        self._notices: list[str] = []
+
+    def note(self, notice: str) -> None:
+        """Have a sentence in the next news."""
+        self._notices.append(notice)
 
     @property
     def knows_all(self) -> bool:
@@ -119,6 +126,7 @@ class Listener:
                 self._silent[asked[seat]] = time.monotonic() + _SILENT_S
                 await self._hear_rest(seat, news, is_gone=False)
         news.num_lost = len(self._lost)
+        news.notices, self._notices = self._notices, []
         news.reports.sort(key=lambda report: (report.step, report.rank))
         return news
 

@@ -30,6 +30,9 @@ NODE_WATCH_S = 1.0
 
 _ANSWER_S = 5.0
 
+WAITS_S = 10.0
+"""Seconds after which it is said why a worker that has come is not in the run."""
+
 _STOP_S, _LOOK_S = 10.0, 0.1
 """Seconds that a busy worker has to become idle, and between two looks whether it is."""
 
@@ -43,6 +46,7 @@ class Recruiter:
     starting: seats whose workers have not answered yet; the crew's own set.
     has_started: called with the seat when that worker has answered.
     program: a reference to the run's Parcel.
+    tell: called with a sentence for whoever looks at the run.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Recruiter:
         starting: Collection[int],
         has_started: Callable[[int], None],
         program: Any,
+        tell: Callable[[str], None],
     ) -> None:
         self._driver = driver
         self._request = request
@@ -68,6 +73,8 @@ class Recruiter:
         self._starting = starting
         self._has_started = has_started
         self._program = program
+        self._tell = tell
+        self._told: set[str] = set()
 
     @asynccontextmanager
     async def at_work(self, *, has_taken_over: bool) -> AsyncIterator[None]:
@@ -174,6 +181,20 @@ class Recruiter:
 
         with contextlib.suppress(ActorGone):
             await persist(attempt, f"seat {seat} is not filled")
+            await asyncio.sleep(WAITS_S)
+            await self._tell_why_it_waits(seat)
+
+    async def _tell_why_it_waits(self, seat: int) -> None:
+        """A worker has come to the seat: say what keeps it out of the run, if something does."""
+        worker = self._workers.get(seat)
+        if worker is None:
+            return
+        asked = self._driver.why_waits.remote(self._request.run, str(worker._actor_id.hex()))
+        with contextlib.suppress(NoAnswer):
+            why = await answer(asked, _ANSWER_S)
+            if why and why not in self._told:
+                self._told.add(why)
+                self._tell(f"a new worker is ready, but the function cannot take it in: {why}")
 
     async def _newcomer(self, seat: int) -> tuple[Actor, bool]:
         """A worker of the reserve; or, if there is room for the seat before one is ready, a new

@@ -232,6 +232,20 @@ class Driver(StoreActor):
             await self._has_lost.wait()
         return self._lost[known:] if self._run == run else []
 
+    async def why_waits(self, run: int, worker_id: str) -> str:
+        """Why a worker that has come to a run has no rank in it yet: what the ranks lack to take it
+        in. Empty if it has one, or they lack nothing."""
+        states = {info.worker_id: state for info, state in self._membership.snapshot(0).members}
+        if self._run != run or states.get(worker_id) is not messages.MemberState.READY:
+            return ""
+        calls = {
+            one: self._workers[one].missing.remote(run)
+            for one, state in states.items()
+            if state is messages.MemberState.RUNNING and one in self._workers
+        }
+        said = (await answers(calls, _ANSWER_S)).values()
+        return next((why for why in said if isinstance(why, str) and why), "")
+
     async def leaves(self, run: int, who: str, why: str) -> None:
         """A node or a worker was told to go; its ranks leave the run first. who: the id."""
         if self._run != run:

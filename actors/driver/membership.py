@@ -412,6 +412,7 @@ class Membership(Roster):
     def _form(self, run: RunState, plan: Plan) -> list[Instruction]:
         """Begin the next generation."""
         dismissed = orders.dismissals(run, plan, self._generation)
+        without = orders.gone(run, plan)
         entered = max(word.entered for word in run.round.frozen.values())
         run.departures.hand_over(plan.members[rank].info.worker_id for rank in plan.leaving)
         run.phase = Phase.RUNNING if run.gives_up is None else Phase.SAVING_LAST
@@ -424,7 +425,7 @@ class Membership(Roster):
         self._formed = tuple(member.info.worker_id for member in plan.members)
         for member in plan.members:
             member.state = MemberState.RUNNING
-        told = orders.beginnings(plan, self._generation, entered, run.gives_up)
+        told = orders.beginnings(plan, self._generation, entered, run.gives_up, without)
         return [*dismissed, *told, *self._arrivals.formed(plan.members), *self._ask(run)]
 
     def _give_up(self, run: RunState, why: str) -> list[Instruction]:

@@ -8,6 +8,7 @@ from chorusline.collectives.contract.errors import CollectiveError, CollectiveTi
 
 from .. import messages
 from ..messages import Failure, Loss
+from ..run_status import Gone
 from . import instructions
 from .run_state import RunState, assign
 from .situation import Plan
@@ -38,11 +39,31 @@ def dismissals(run: RunState, plan: Plan, generation: int) -> list[instructions.
     return dismissed
 
 
+def gone(run: RunState, plan: Plan) -> tuple[Gone, ...]:
+    """The ranks of a generation that are not in the next one, and why."""
+    deaths = {loss.worker.worker_id: loss.detail for loss in run.losses}
+    return tuple(
+        Gone(
+            rank,
+            member.info.pid,
+            deaths.get(member.info.worker_id) or run.departures.why(member.info) or "",
+        )
+        for rank, member in enumerate(run.members)
+        if rank not in plan.former
+    )
+
+
 def beginnings(
-    plan: Plan, generation: int, entered: int, gives_up: Loss | Failure | None
+    plan: Plan,
+    generation: int,
+    entered: int,
+    gives_up: Loss | Failure | None,
+    without: tuple[Gone, ...],
 ) -> Sequence[instructions.StartRank | instructions.ResumeRank]:
     """To the ranks of the next generation: those that were there go on, as do newcomers that have
-    rehearsed; others start."""
+    rehearsed; others start. without: as of `gone`."""
+    pairs = zip(plan.members, plan.former, strict=True)
+    pids = tuple(member.info.pid for member, before in pairs if before < 0)
     former = messages.FormerRanks.of(plan.former)
     told: list[instructions.StartRank | instructions.ResumeRank] = []
     assignments = assign(plan.members, generation)
@@ -56,6 +77,8 @@ def beginnings(
             plan.restarts,
             plan.leaving,
             gives_up,
+            without,
+            pids,
         )
         if before >= 0 or not plan.restarts:
             told.append(instructions.ResumeRank(worker_id, resumption))

@@ -85,6 +85,9 @@ class Lifeline:
         self.last_resumption = resumption
         self.readiness: Callable[[], Readiness] = _not_yet
         """Set by the run's program, as is `arrivals`. For any thread."""
+        self.missing: Callable[[], str] = str
+        """As `readiness`: why the function cannot run again with a worker that comes; empty if it
+        can."""
         self.arrivals: Arrivals | None = None
         self._held: concurrent.futures.Future[None] | None = None  # done when it waits
         self._unanswered: Callable[[Actor], object] | None = None
@@ -119,7 +122,7 @@ class Lifeline:
         read after this call, when it can no longer change.
         """
         met = self._as_collective_error(error)
-        self._passages.left(time.time())
+        self._passages.left(time.time(), self._status.steps_before + self._status.taken)
         if self.group is not None and not self.group.failure():
             self.group.abort(met)
         return Frozen(self.assignment.rank, self.generation, (), met, NOWHERE)
@@ -160,12 +163,14 @@ class Lifeline:
         self._passages.attempted(resumption)
         return resumption
 
-    def has_entered(self, *, runs_again: bool) -> None:
+    def has_entered(self, *, runs_again: bool, dealt_again: int = 0) -> None:
         """The function goes on in the generation that this rank was put into last, or is about to
-        be called there: say so in the status."""
+        be called there: say so in the status. dealt_again: as in Passage."""
         status = self._status
         step = status.steps_before + status.taken
-        passage = self._passages.entered(self.assignment, time.time(), step, runs_again=runs_again)
+        passage = self._passages.entered(
+            self.assignment, time.time(), step, runs_again=runs_again, dealt_again=dealt_again
+        )
         if passage is not None:
             status.passages = (*status.passages, passage)[-MOST_PASSAGES:]
         status.generation = self.generation
@@ -253,7 +258,7 @@ class Lifeline:
 
     def let_go(self) -> None:
         """The function is over: refer to nothing of it any more. The worker keeps its last run."""
-        self.readiness, self.arrivals = _not_yet, None
+        self.readiness, self.missing, self.arrivals = _not_yet, str, None
         with self._changed:
             self._held = self._held or concurrent.futures.Future()
             if not self._held.done():

@@ -8,7 +8,7 @@ of the same passage, and the ranks of the new generation are traced back through
 from __future__ import annotations
 
 from ..messages import Assignment, Resumption
-from ..run_status import Passage
+from ..run_status import Gone, Passage
 
 
 class Passages:
@@ -25,27 +25,49 @@ class Passages:
         """By rank of the last attempt, the rank in that generation; -1 for a newcomer."""
         self._leaving: frozenset[int] = frozenset()
         """Ranks of that generation that were told to hand over their state."""
+        self._gone: list[Gone] = []
+        self._pids: dict[int, int] = {}
+        """By rank of the last attempt, of the workers that have come since."""
+        self._step_left = 0
 
-    def left(self, at: float) -> None:
-        """The generation has ended for this rank. at: seconds since the epoch."""
+    def left(self, at: float, step: int = 0) -> None:
+        """The generation has ended for this rank. at: seconds since the epoch. step: as in
+        Passage."""
         if self._left_at is None:
-            self._left_at = at
+            self._left_at, self._step_left = at, step
 
     def attempted(self, resumption: Resumption) -> None:
         """This rank was put into another generation, and meets the others there."""
+        for one in resumption.gone:
+            if (origin := self._origins[one.rank]) >= 0:
+                self._gone.append(Gone(origin, one.pid, one.why))
+        fresh = iter(resumption.pids)
+        pids = {
+            rank: next(fresh, 0) if former < 0 else self._pids.get(former, 0)
+            for rank, former in enumerate(resumption.former_ranks)
+        }
+        self._pids = {rank: pid for rank, pid in pids.items() if pid}
         self._origins = tuple(
             self._origins[former] if former >= 0 else -1 for former in resumption.former_ranks
         )
         self._leaving |= {self._origins[rank] for rank in resumption.leaving} - {-1}
 
     def entered(
-        self, assignment: Assignment, at: float, step: int, *, runs_again: bool
+        self,
+        assignment: Assignment,
+        at: float,
+        step: int,
+        *,
+        runs_again: bool,
+        dealt_again: int = 0,
     ) -> Passage | None:
         """The function goes on in this generation, or is about to be called there. Returns the
-        passage, unless this is the first generation of this rank. step: as in Passage."""
+        passage, unless this is the first generation of this rank. step, dealt_again: as in
+        Passage."""
         passage = None
         if self._left_at is not None and self._has_entered:
             lost = tuple(sorted(set(range(self._num_before)) - set(self._origins)))
+            came = tuple(rank for rank, before in enumerate(self._origins) if before < 0)
             passage = Passage(
                 assignment.generation,
                 self._left_at,
@@ -53,9 +75,13 @@ class Passages:
                 assignment.world_size,
                 lost,
                 tuple(rank for rank in lost if rank in self._leaving),
-                tuple(rank for rank, before in enumerate(self._origins) if before < 0),
+                came,
                 runs_again,
                 step,
+                tuple(self._gone),
+                tuple(self._pids.get(rank, 0) for rank in came),
+                max(0, self._step_left - step),
+                dealt_again,
             )
         self._has_entered = True
         self._begin(assignment.world_size)

@@ -43,6 +43,17 @@ class TakingIn(Outliving):
             return Readiness.NOT_YET
 
     @ray.method(concurrency_group="control")
+    async def missing(self, run: int) -> str:
+        """Why the function cannot run again with a worker that comes; empty if it can."""
+        here = self._in_run(run)
+        if here is None or here.lifeline is None:
+            return ""
+        try:
+            return here.lifeline.missing()
+        except RuntimeError:  # The training thread has changed what was looked through.
+            return ""
+
+    @ray.method(concurrency_group="control")
     async def hold(self, run: int) -> None:
         """Return when this rank waits before its next step, as its generation is about to end."""
         here = self._in_run(run)

@@ -27,6 +27,7 @@ from chorusline.collectives.contract.errors import ChoruslineError
 from ..data.stragglers import FAR
 from ..session import connecting
 from ..session.detached.standing import Standing
+from ..tracking.happenings import Happenings
 
 _REFRESH_S = 1.0
 _ANSWER_S = 3.0
@@ -36,6 +37,7 @@ _COLUMNS = (
 )
 _NUMBERS = ("rank", "for", "step", "batches left", "memory")
 _MAX_VALUES = 4  # of a report
+_LINES_SHOWN = 5  # about losses and arrivals
 
 
 def show_status(session: str | None, address: str | None, once: bool) -> int:
@@ -142,8 +144,22 @@ def drawn(
             words = standing if isinstance(standing, Standing) else f"its keeper {standing}"
             parts.append(Text(f"{'  ' if answer else f'{name}: '}{words}"))
         if answer is not None and not isinstance(answer, str):
+            parts += [Text(f"  {line}") for line in happened(answer)]
             parts.append(table(answer))
     return Group(*parts)
+
+
+def happened(seen: Survey) -> list[str]:
+    """What has happened to the workers of the run in progress, or of the last one: how many were
+    lost, and the last lines."""
+    statuses = [word.steps for word in seen.workers if isinstance(word, WorkerSnapshot)]
+    events = Happenings().look(statuses, is_over=True)
+    if not events:
+        return []
+    lost = [one for one in events if one.lost]
+    steps = ", ".join(str(one.step) for one in lost)
+    summed = [f"lost so far: {sum(len(one.lost) for one in lost)}, at step {steps}"] if lost else []
+    return [*summed, *(one.text for one in events[-_LINES_SHOWN:])]
 
 
 def headline(name: str, driver: DriverSnapshot) -> str:

@@ -235,6 +235,8 @@ class Shard(Batches):
     def go_on(self, cut: Cut) -> Left:
         """Deal out again what no rank has taken; how many batches each rank has left."""
         taken, busy = _taken(self.hands, cut), cut.busy
+        lost = set(range(len(taken))) - set(cut.former_ranks)
+        dealt_again = sum(self._num_batches(len(self.hands[old]) - taken[old]) for old in lost)
         self._note_lost(self.hands, cut)
         self._take_hand(self._cut(self.hands, cut), self._dealer.rank)
         to_take = [
@@ -245,7 +247,8 @@ class Shard(Batches):
             count + (busy[old] if old >= 0 else 0)
             for count, old in zip(to_take, cut.former_ranks, strict=True)
         ]
-        return Left([*map(self._num_batches, to_take)], [*map(self._num_batches, to_do)])
+        by_rank = [*map(self._num_batches, to_take)], [*map(self._num_batches, to_do)]
+        return Left(*by_rank, dealt_again)
 
     def ids_by_counts(self, counts: Sequence[int]) -> list[int]:
         return [n for hand, count in zip(self.hands, counts, strict=False) for n in hand[:count]]

@@ -76,10 +76,12 @@ class Cut:
 @dataclass(frozen=True, slots=True)
 class Left:
     """Batches of an iteration, by rank. to_take: those that the rank has not taken. to_do: those of
-    steps that do not count yet, so also a batch that was taken for a step under way."""
+    steps that do not count yet, so also a batch that was taken for a step under way. dealt_again:
+    those of the lost ranks, which others have now; 0 if unknown."""
 
     to_take: list[int]
     to_do: list[int]
+    dealt_again: int = field(default=0, compare=False)
 
 
 def cuts_of(

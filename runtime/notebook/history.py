@@ -38,12 +38,12 @@ class _Points:
 
 class History:
     """The reports of one run. unit: what the rate counts: "tokens" or "samples" if reports have
-    them, else "batches"."""
+    them, else "batches". began_at: the time of the first report; None before it."""
 
     def __init__(self) -> None:
         self.unit = "batches"
         self._curves: dict[str, dict[int, _Points]] = {}  # by name and rank
-        self._began_at: float | None = None
+        self.began_at: float | None = None
         self._length_s = 0.0
         self._num_reports = 0
         self._bins: list[float] = []  # the amount of each interval of _bin_s since the beginning
@@ -71,11 +71,11 @@ class History:
         self.unit = next((name for name in ("tokens", "samples") if name in values), self.unit)
         amount = values.get(self.unit, 1 if self.unit == "batches" else 0)
         self._num_reports += 1
-        if self._began_at is None:
-            self._began_at = report.time  # The length of the first step is unknown: do not count.
+        if self.began_at is None:
+            self.began_at = report.time  # The length of the first step is unknown: do not count.
         elif isinstance(amount, int | float):
             # Clocks of hosts differ, so a report may have an earlier time than the first one.
-            self._done(max(0.0, report.time - self._began_at), float(amount))
+            self._done(max(0.0, report.time - self.began_at), float(amount))
 
     def lines(self, name: str = "loss") -> dict[int, list[tuple[float, float] | None]]:
         """By rank, (optimizer step, number), with None where a rank took no step for a while, since

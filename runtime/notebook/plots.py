@@ -27,7 +27,23 @@ class Line:
     color: str = COLORS[0]
 
 
-def chart(title: str, x_label: str, lines: Sequence[Line], *, from_zero: bool = False) -> str:
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A vertical line where something happened to the workers. is_gain: one has come."""
+
+    x: float
+    text: str
+    is_gain: bool = False
+
+
+def chart(
+    title: str,
+    x_label: str,
+    lines: Sequence[Line],
+    *,
+    from_zero: bool = False,
+    marks: Sequence[Mark] = (),
+) -> str:
     """An <svg> element; an empty string if there is nothing to draw yet.
 
     from_zero: let the vertical axis begin at 0, for comparing amounts.
@@ -70,6 +86,14 @@ def chart(title: str, x_label: str, lines: Sequence[Line], *, from_zero: bool = 
         f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle" fill-opacity=".7">'
         f"{escape(x_label)}</text>"
     )
+    for mark in marks:
+        if x_from <= mark.x <= x_to:
+            color = COLORS[2] if mark.is_gain else COLORS[5]
+            parts.append(
+                f'<line x1="{across(mark.x):.1f}" x2="{across(mark.x):.1f}" y1="{_TOP}" '
+                f'y2="{_HEIGHT - _BOTTOM}" stroke="{color}" stroke-width="1.5" '
+                f'stroke-dasharray="4 3"><title>{escape(mark.text)}</title></line>'
+            )
     for line in lines:
         path = _path(line.points, across, down)
         width = 1.5 if from_zero or len(line.points) > _FEW_POINTS else 2.5

@@ -17,14 +17,16 @@ from typing import Any
 
 from chorusline.actors.messages import Report, WorkerSnapshot
 
+from ..tracking.tracker import TrackedEvent
 from .history import History
-from .plots import COLORS, Line, chart
+from .plots import COLORS, Line, Mark, chart
 
 _DRAW_S = 0.5
 _SHOW_AFTER_S = 1.0  # A run that ends sooner, and reports no number, is not drawn.
 _ANSWER_S = 1.0
 _RANKS_LISTED = 16
 _MOST_CHARTS = 8
+_LINES_SHOWN = 6
 
 Seen = Sequence[WorkerSnapshot | str]
 """The workers' answers, by seat; a text says why a worker did not answer."""
@@ -41,6 +43,16 @@ class LiveView:
         self._seen: Seen = ()
         self._began_at = time.monotonic()  # set again when the workers have started
         self._handle: Any = None
+        self._happened: list[TrackedEvent] = []
+        self._said: list[str] = []
+
+    def happened(self, event: TrackedEvent) -> None:
+        """Workers were lost, have left or have come: mark it in the plots."""
+        self._happened.append(event)
+
+    def say(self, line: str) -> None:
+        """Show a line below the table of the ranks."""
+        self._said.append(line)
 
     def add(self, report: Report) -> None:
         self._history.add(report)
@@ -85,10 +97,11 @@ class LiveView:
 
     def _draw(self, headline: str) -> None:
         display = sys.modules["IPython"].display.display
-        data = {
-            "text/html": run_as_html(headline, self._seen, self._history),
-            "text/plain": "\n".join([headline, *map(_in_words, self._seen)]),
-        }
+        if lost := sum(len(event.lost) for event in self._happened):
+            headline += f", {lost} worker{'s' * (lost > 1)} lost"
+        html = run_as_html(headline, self._seen, self._history, self._happened, self._said)
+        words = [headline, *map(_in_words, self._seen), *self._said]
+        data = {"text/html": html, "text/plain": "\n".join(words)}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)
         else:
@@ -99,26 +112,44 @@ def session_as_html(state: str, seen: Seen) -> str:
     return _frame(f"session {state}", ranks_as_html(seen) if seen else "")
 
 
-def run_as_html(headline: str, seen: Seen, history: History) -> str:
-    charts = [_chart_of(name, history) for name in history.names[:_MOST_CHARTS]]
+def run_as_html(
+    headline: str,
+    seen: Seen,
+    history: History,
+    happened: Sequence[TrackedEvent] = (),
+    said: Sequence[str] = (),
+) -> str:
+    """happened: marked in the plots. said: lines below the table, of which the last are shown."""
+    before = max((one.steps.steps_before for one in seen if not isinstance(one, str)), default=0)
+    at_steps = [Mark(one.step - before, one.text, bool(one.came)) for one in happened]
+    charts = [_chart_of(name, history, at_steps) for name in history.names[:_MOST_CHARTS]]
     rate = Line("", history.rates(), COLORS[2])
+    at_times = [
+        Mark(one.began_at - history.began_at, one.text, bool(one.came))
+        for one in happened
+        if history.began_at is not None
+    ]
     # The throughput stands beside the loss; other numbers follow.
-    charts.insert(1, chart(f"{history.unit}/s, all ranks", "seconds", [rate], from_zero=True))
+    title = f"{history.unit}/s, all ranks"
+    charts.insert(1, chart(title, "seconds", [rate], from_zero=True, marks=at_times))
     plots = f'<div style="display:flex;flex-wrap:wrap;gap:8px">{"".join(charts)}</div>'
     if more := history.names[_MOST_CHARTS:]:
         names = escape(", ".join(more))
         plots += f"<div>and {len(more)} more reported, not drawn: {names}</div>"
-    return _frame(headline, ranks_as_html(seen) + plots)
+    lines = "".join(f"<div>{escape(line)}</div>" for line in said[-_LINES_SHOWN:])
+    if len(said) > _LINES_SHOWN:
+        lines = f"<div>… and {len(said) - _LINES_SHOWN} lines before</div>" + lines
+    return _frame(headline, ranks_as_html(seen) + lines + plots)
 
 
-def _chart_of(name: str, history: History) -> str:
+def _chart_of(name: str, history: History, marks: Sequence[Mark]) -> str:
     lines = history.lines(name)
     if len(lines) > len(COLORS):
         lines = {rank: lines[rank] for rank in list(lines)[: len(COLORS)]}
     drawn = [
         Line(f"rank {rank}", points, COLORS[rank % len(COLORS)]) for rank, points in lines.items()
     ]
-    return chart(name, "optimizer step of this run", drawn)
+    return chart(name, "optimizer step of this run", drawn, marks=marks)
 
 
 def ranks_as_html(seen: Seen) -> str:

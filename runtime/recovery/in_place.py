@@ -75,6 +75,8 @@ class InPlace:
         """Bytes that this rank has sent because ranges of sharded state changed their owner."""
         self.held: dict[int, ShardState] = {}
         """By number of an optimizer, this rank's state, with parts from attempts that failed."""
+        self.dealt_again = 0
+        """Batches of lost ranks that the others have been dealt, since `begin`."""
         self._lifeline = lifeline
         self._state = state
         self._objects = objects
@@ -84,6 +86,7 @@ class InPlace:
     def begin(self) -> None:
         """Forget earlier attempts to continue."""
         self.held, self._entry = {}, None
+        self.dealt_again = 0
 
     def go_on(self, resumption: Resumption, steps: StepsUnderWay | None = None) -> None:
         """Return when this rank and all its objects have entered the generation. steps: the pass
@@ -115,7 +118,7 @@ class InPlace:
                         step, live = optimizer.progress.ballots, list(optimizer.last_live)
                 model.buffers.sync_again(synced, step or max(synced), live, group)
         self._objects.launch_again([one.passes for one in standings])  # (g)
-        self.begin()  # The rest of `held` is of optimizers that some ranks have dropped.
+        self.held, self._entry = {}, None  # The rest is of optimizers that some ranks have dropped.
         self.num_recoveries += 1
 
     def hand_over(self, resumption: Resumption) -> None:
@@ -188,6 +191,7 @@ class InPlace:
         inside = active.active_join()
         if left is None:
             return
+        self.dealt_again += left.dealt_again
         if inside is not None:
             # A rank that is behind the others has yet to take their current step.
             inside.ledger.begin_epoch(left.to_do)

@@ -71,6 +71,7 @@ class Recovery:
         lifeline.readiness = lambda: self._state.readiness(
             self._objects.facts(), takes_in=self.arrivals.takes_in
         )
+        lifeline.missing = lambda: self._objects.facts().missing
 
     @property
     def num_recoveries(self) -> int:
@@ -217,7 +218,9 @@ class Recovery:
                     raise FunctionLeft
                 if not resumption.leaving:
                     self.in_place.go_on(resumption, self.arrivals.steps)
-                    self._lifeline.has_entered(runs_again=False)
+                    self._lifeline.has_entered(
+                        runs_again=False, dealt_again=self.in_place.dealt_again
+                    )
                     self.faults.reach(Instant.RECOVERED)
                     return
                 self.in_place.hand_over(resumption)

@@ -18,6 +18,7 @@ from ..notebook import in_kernel
 from ..process.running import is_running
 from .detached.standing import needs_cluster
 from .interrupts import show_in_one_line
+from .showing import rays_notices
 
 _CONNECT_S = 5.0  # for a TCP connection to the cluster's head
 
@@ -34,7 +35,9 @@ def connect(address: str | None, log_to_driver: bool = True, *, may_start: bool 
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
-        return _connect(address, log_to_driver, may_start)
+        is_ours = _connect(address, log_to_driver, may_start)
+        rays_notices.leave_out()
+        return is_ours
     finally:
         _restore_sigterm(before)
         show_in_one_line()

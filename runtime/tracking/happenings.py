@@ -1,10 +1,12 @@
-"""From the statuses of ranks to the events of a run, for trackers. Pure: no clock, no Ray."""
+"""From the statuses of ranks to what has happened to a run: for trackers, and for whoever looks at
+it. Pure: no clock, no Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from chorusline.actors.run_status import Passage, RunStatus
+from chorusline.actors.calls import KILLED
+from chorusline.actors.run_status import Gone, Passage, RunStatus
 
 from .tracker import TrackedEvent
 
@@ -44,15 +46,6 @@ def event_of(passages: Sequence[Passage]) -> TrackedEvent:
     kind = LOST if lost else LEFT if left else CAME
     began_at = min(passage.left_at for passage in passages)
     ended_at = max(passage.entered_at for passage in passages)
-    told = [
-        f"{_ranks(ranks)} {verb}"
-        for ranks, verb in ((lost, "lost"), (left, "left"), (one.came, "came"))
-        if ranks
-    ]
-    text = (
-        f"{', '.join(told) or 'the ranks met again'}; the run goes on with {one.num_workers} "
-        f"worker{'s' * (one.num_workers > 1)} after {max(0.0, ended_at - began_at):.2f} s"
-    )
     return TrackedEvent(
         kind,
         began_at,
@@ -63,12 +56,51 @@ def event_of(passages: Sequence[Passage]) -> TrackedEvent:
         lost,
         left,
         one.came,
-        text,
+        _in_words(passages),
+        max(passage.repeated for passage in passages),
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+def _in_words(passages: Sequence[Passage]) -> str:
+    """What a person reads about a passage: who died or left, and what that cost; who came."""
+    one = max(passages, key=lambda passage: (len(passage.lost), len(passage.gone)))
+    seconds = max(0.0, max(p.entered_at for p in passages) - min(p.left_at for p in passages))
+    workers = f"{one.num_workers} worker{'s' * (one.num_workers > 1)}"
+    sentences = []
+    if one.lost:
+        gone = {who.rank: who for who in one.gone}
+        told = [_departure(rank, gone.get(rank), rank in one.left) for rank in one.lost]
+        continues = "continue" + "s" * (one.num_workers == 1)
+        repeated = max(passage.repeated for passage in passages)
+        cost = (
+            f"{repeated} step{'s' * (repeated > 1)} will be repeated"
+            if repeated
+            else "no step is lost"
+        )
+        if dealt := max(passage.dealt_again for passage in passages):
+            cost += f", {dealt} batch{'es are' if dealt > 1 else ' is'} dealt again"
+        sentences.append(f"{', '.join(told)}. {workers} {continues} after {seconds:.1f} s; {cost}")
+    if one.came:
+        pids = dict(zip(one.came, one.pids, strict=False))
+        ranks = ", ".join(_named(rank, pids.get(rank, 0)) for rank in one.came)
+        new = "a new worker is" if len(one.came) == 1 else "new workers are"
+        sentences.append(f"{new} {ranks}; {workers}")
+    step = max(passage.step for passage in passages)
+    return f"step {step}: " + (". ".join(sentences) or f"the ranks met again; {workers}")
+
+
+def _departure(rank: int, who: Gone | None, has_left: bool) -> str:
+    name = _named(rank, who.pid if who is not None else 0)
+    why = who.why if who is not None else ""
+    if has_left:
+        return f"{name} has left" + (f" ({why})" if why else "")
+    if why == KILLED:
+        return f"{name} was killed or crashed"
+    return f"{name} died" + (f" ({why})" if why else "")
+
+
+def _named(rank: int, pid: int) -> str:
+    return f"rank {rank} (pid {pid})" if pid else f"rank {rank}"
 
 
 def begun(statuses: Mapping[int, RunStatus]) -> RunStatus | None:

@@ -51,6 +51,7 @@ class TrackedEvent:
     lost, left: ranks of the generation before, which are gone.
     came: ranks of the new one that were not there before.
     text: the same as a sentence.
+    repeated: steps that are taken once more because of it.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class TrackedEvent:
     left: tuple[int, ...] = ()
     came: tuple[int, ...] = ()
     text: str = ""
+    repeated: int = 0
 
     @property
     def seconds(self) -> float:

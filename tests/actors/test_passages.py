@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from chorusline.actors.messages import Assignment, FormerRanks, Resumption
-from chorusline.actors.run_status import Passage
+from chorusline.actors.run_status import Gone, Passage
 from chorusline.actors.worker.passages import Passages
 
 
@@ -76,3 +78,18 @@ def test_a_rank_that_has_not_begun_has_left_nothing() -> None:
     passages.left(1.0)
     passages.attempted(resumption(1, [0, 2]))
     assert passages.entered(assignment(1, 2), 2.0, 0, runs_again=True) is None
+
+
+def test_a_passage_names_processes_through_all_attempts_and_counts_repeated_steps() -> None:
+    passages = Passages(3)
+    passages.entered(assignment(0, 3), 1.0, 0, runs_again=True)
+    passages.left(2.0, 9)
+    first = replace(resumption(1, [0, 2, -1]), gone=(Gone(1, 11, "killed"),), pids=(14,))
+    passages.attempted(first)
+    # Of this attempt's ranks, rank 1 was rank 2 at first, and the newcomer stays.
+    passages.attempted(replace(resumption(2, [0, 2]), gone=(Gone(1, 12, "killed too"),)))
+    passage = passages.entered(assignment(2, 2), 3.0, 7, runs_again=True, dealt_again=5)
+    assert passage is not None
+    assert passage.gone == (Gone(1, 11, "killed"), Gone(2, 12, "killed too"))
+    assert (passage.lost, passage.came, passage.pids) == ((1, 2), (1,), (14,))
+    assert (passage.repeated, passage.dealt_again) == (2, 5)

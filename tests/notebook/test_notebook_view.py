@@ -9,6 +9,7 @@ from chorusline.actors.run_status import RunStatus
 from chorusline.runtime.notebook.history import History
 from chorusline.runtime.notebook.plots import Line, chart, ticks
 from chorusline.runtime.notebook.view import ranks_as_html, run_as_html
+from chorusline.runtime.tracking.tracker import TrackedEvent
 
 
 def report(rank: int, taken: int, at: float, **values: float) -> Report:
@@ -102,3 +103,14 @@ def test_many_ranks_are_counted_after_the_first_few() -> None:
         history.add(report(rank, 1, 0.0))
         history.add(report(rank, 2, 1.0))
     assert run_as_html("x", seen, history).count("<title>rank ") == 8
+
+
+def test_a_loss_is_a_line_below_the_table_and_a_mark_in_both_plots() -> None:
+    history = History()
+    for step in range(1, 30):
+        history.add(Report(0, step, 100.0 + step, {"loss": 1.0 / step}, taken=step))
+    text = "step 12: rank 1 (pid 7) was killed or crashed. 1 worker continues"
+    event = TrackedEvent("ranks lost", 112.0, 112.2, 12, 1, 1, lost=(1,), text=text)
+    html = run_as_html("x", [], history, [event], [text])
+    assert html.count(f"<title>{text}</title>") == 2
+    assert f"<div>{text}</div>" in html

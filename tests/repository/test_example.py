@@ -146,7 +146,9 @@ def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path, on_clu
 def test_a_run_that_strikes_itself_repeats_no_step_and_loses_no_sample(tmp_path, on_cluster):
     done = start([sys.executable, EXAMPLE, *TINY, "--strike"], tmp_path, on_cluster)
     assert re.search(r"0 steps repeated, 0 of \d{3,} samples lost", done.stdout), done.stdout
-    assert re.search(r"in another terminal: kill -9 \d+\n", done.stdout)
+    (pid,) = re.findall(r"in another terminal: kill -9 (\d+)\n", done.stdout)
+    assert f"rank 1 (pid {pid}) was killed or crashed. 1 worker continues after" in done.stderr
+    assert "A worker died" not in done.stdout + done.stderr, "Ray's ten lines"
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     assert any(record["lost"] == [1] for record in records)

@@ -8,8 +8,10 @@ from itertools import pairwise
 from chorusline.actors.crew.listening import News
 from chorusline.actors.messages import Report
 from chorusline.actors.output import OUT, Piece, Position, Printed
+from chorusline.actors.run_status import Passage, RunStatus
 from chorusline.runtime.session.detached import feed as module
 from chorusline.runtime.session.detached.feed import Feed, Place
+from chorusline.runtime.tracking.happenings import Happenings
 
 
 def report(rank: int, step: int) -> Report:
@@ -76,3 +78,20 @@ def test_the_place_of_another_keeper_is_none() -> None:
     news, place = feed.since(Place(100, 100, "first"))
     assert [one.step for one in news.reports] == list(range(5))
     assert place == Place(5, 0, "second")
+
+
+def test_one_who_looks_late_hears_of_all_losses_and_of_each_notice_once() -> None:
+    feed = Feed("a")
+    for generation in range(1, 40):
+        passages = tuple(
+            Passage(one, 1.0, 2.0, 1, (1,), step=one)
+            for one in range(max(1, generation - 2), generation + 1)
+        )
+        status = RunStatus(rank=0, generation=generation, passages=passages)
+        feed.add(News([report(0, generation)], statuses={0: status}, notices=[f"n{generation}"]))
+    news, place = feed.since(feed.beginning())
+    told = Happenings().look(news.statuses.values())
+    assert [event.step for event in told] == list(range(1, 40))
+    assert len(news.notices) == 39
+    later, _ = feed.since(place)
+    assert later.notices == [] and len(later.statuses[0].passages) == 3

@@ -1,20 +1,24 @@
 """What the display concludes from reports, however they arrive, and what it prints in a log."""
 
+import asyncio
 import fcntl
 import io
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
 import chorusline as cl
+from chorusline.actors.crew import recruiting
 from chorusline.actors.messages import Report
 from chorusline.actors.run_status import RunStatus
 from chorusline.runtime.session.showing.progress import Progress
@@ -152,6 +156,40 @@ async def test_a_run_that_reports_nothing_in_its_steps_has_its_progress_in_a_log
     assert last.startswith("epoch 2/2  step 6/6  accuracy 1.500") and "2 workers" in last
     await session.run(lambda ctx: ctx.rank)
     assert capsys.readouterr().err == "", "nothing to say"
+
+
+def never_registers(ctx, folder):
+    model = cl.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, replicas=2)
+    while not ctx.reduce(float((Path(folder) / "told").exists()), op="max"):
+        model(torch.ones(2, 2)).sum().backward()
+        if optim.num_steps == 3 and ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optim.step()
+
+
+async def test_a_loss_is_one_line_and_so_is_the_reason_why_no_worker_comes(
+    cluster, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(recruiting, "WAITS_S", 0.1)
+    said = ""
+    async with cl.Session((1, 2), resources_per_worker={"CPU": 0.1}, timeout_s=20) as session:
+        pids = await session.run(lambda ctx: os.getpid())
+        running = asyncio.create_task(session.run(never_registers, folder=str(tmp_path)))
+        async with asyncio.timeout(60):
+            while "cannot take it in" not in said and not running.done():
+                await asyncio.sleep(0.1)
+                said += capsys.readouterr().err
+        (tmp_path / "told").touch()
+        await running
+    lines = (said + capsys.readouterr().err).splitlines()
+    (loss,) = [line for line in lines if f"rank 1 (pid {pids[1]}) was killed or crashed" in line]
+    assert loss.startswith("step 3: ") and "1 worker continues after" in loss
+    (why,) = [line for line in lines if "cannot take it in" in line]
+    assert why.endswith(
+        "has not registered its model and its ZeroRedundancyOptimizer (ctx.register)"
+    )
+    assert "1 worker at the end, 1 lost; 0 steps repeated" in lines
 
 
 async def test_progress_and_output_can_be_switched_off(cluster, capsys):

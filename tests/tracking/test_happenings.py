@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from chorusline.actors.run_status import Passage, RunStatus
-from chorusline.runtime.tracking.happenings import Happenings
+from dataclasses import replace
+
+import pytest
+
+from chorusline.actors.calls import KILLED
+from chorusline.actors.run_status import Gone, Passage, RunStatus
+from chorusline.runtime.session.showing.seen import in_the_end
+from chorusline.runtime.tracking.happenings import Happenings, event_of
 
 
 def status(rank: int, generation: int, *passages: Passage) -> RunStatus:
@@ -20,7 +26,7 @@ def test_a_loss_is_told_once_when_all_ranks_have_gone_on() -> None:
     assert (event.kind, event.lost, event.left, event.came) == ("ranks lost", (1,), (), ())
     assert (event.began_at, event.ended_at, event.seconds) == (10.0, 11.5, 1.5)
     assert (event.step, event.generation, event.num_workers) == (21, 1, 2)
-    assert event.text == "rank 1 lost; the run goes on with 2 workers after 1.50 s"
+    assert event.text == "step 21: rank 1 died. 2 workers continue after 1.5 s; no step is lost"
     assert happenings.look(both) == happenings.look(both, is_over=True) == []
 
 
@@ -31,8 +37,8 @@ def test_leaving_and_coming_have_names_of_their_own() -> None:
     told = happenings.look([status(0, 3, leaves, comes), status(1, 3), status(2, 3)])
     assert [one.kind for one in told] == ["ranks left", "workers came"]
     assert [one.text for one in told] == [
-        "rank 1 left; the run goes on with 1 worker after 1.00 s",
-        "ranks [1, 2] came; the run goes on with 3 workers after 1.00 s",
+        "step 0: rank 1 has left. 1 worker continues after 1.0 s; no step is lost",
+        "step 0: new workers are rank 1, rank 2; 3 workers",
     ]
     assert (told[0].lost, told[0].left) == ((), (1,))
 
@@ -42,3 +48,45 @@ def test_a_passage_that_not_all_have_told_is_told_at_the_end() -> None:
     passage = Passage(1, 10.0, 10.5, 1, (1,))
     assert happenings.look([status(0, 1, passage), status(1, 0)]) == []
     assert len(happenings.look([status(0, 1, passage)], is_over=True)) == 1
+
+
+KILLED_AT_1456 = Passage(
+    1, 10.0, 10.2, 1, (1,), step=1456, gone=(Gone(1, 25762, KILLED),), dealt_again=432
+)
+NEW_AT_1790 = Passage(2, 30.0, 30.1, 2, came=(1,), step=1790, pids=(26984,))
+
+
+@pytest.mark.parametrize(
+    ("passage", "text"),
+    [
+        (
+            KILLED_AT_1456,
+            "step 1456: rank 1 (pid 25762) was killed or crashed. 1 worker continues after 0.2 s; "
+            "no step is lost, 432 batches are dealt again",
+        ),
+        (NEW_AT_1790, "step 1790: a new worker is rank 1 (pid 26984); 2 workers"),
+        (
+            replace(KILLED_AT_1456, gone=(Gone(1, 5, "its node died"),), repeated=2, dealt_again=1),
+            "step 1456: rank 1 (pid 5) died (its node died). 1 worker continues after 0.2 s; "
+            "2 steps will be repeated, 1 batch is dealt again",
+        ),
+        (
+            replace(KILLED_AT_1456, left=(1,), gone=(Gone(1, 5, "it is drained"),), dealt_again=0),
+            "step 1456: rank 1 (pid 5) has left (it is drained). 1 worker continues after 0.2 s; "
+            "no step is lost",
+        ),
+        (
+            replace(KILLED_AT_1456, num_workers=2, came=(0,), pids=(7,), dealt_again=0),
+            "step 1456: rank 1 (pid 25762) was killed or crashed. 2 workers continue after 0.2 s; "
+            "no step is lost. a new worker is rank 0 (pid 7); 2 workers",
+        ),
+    ],
+)
+def test_a_line_names_the_process_and_what_its_loss_costs(passage: Passage, text: str) -> None:
+    assert event_of([passage]).text == text
+
+
+def test_the_sum_of_a_run_counts_losses_arrivals_and_repeated_steps() -> None:
+    events = [event_of([KILLED_AT_1456]), event_of([NEW_AT_1790])]
+    assert in_the_end(events) == "2 workers at the end, 1 lost, 1 new; 0 steps repeated"
+    assert in_the_end([]) == ""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from chorusline.actors.crew.listening import News
 from chorusline.actors.messages import Report
 from chorusline.actors.output import Printed
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.run_status import Passage, RunStatus
 
 MOST_RECENT = 20_000
 """Reports that are all kept; whoever looks in time gets each of them."""
@@ -31,12 +31,13 @@ TAIL_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How far somebody has read: numbers of the next report, and of the next piece of output.
+    """How far somebody has read: numbers of the next report, piece of output, and notice.
     keeper: which keeper has counted them."""
 
     reports: int = 0
     printed: int = 0
     keeper: str = ""
+    notices: int = 0
 
 
 class Feed:
@@ -54,6 +55,8 @@ class Feed:
         self._statuses: Mapping[int, RunStatus] = {}
         self._numbers: Mapping[int, dict[str, float]] = {}
         self._num_lost = 0
+        self._notices: list[str] = []
+        self._passages: dict[int, Passage] = {}  # by generation
 
     def add(self, news: News) -> None:
         self._recent.extend(news.reports)
@@ -67,6 +70,12 @@ class Feed:
             self._printed_bytes -= _size(self._printed.popleft()[1])
         if news.statuses:
             self._statuses, self._numbers = dict(news.statuses), dict(news.numbers)
+        self._notices += news.notices
+        for status in news.statuses.values():
+            for passage in status.passages:
+                known = self._passages.setdefault(passage.generation, passage)
+                if len(passage.lost) > len(known.lost):
+                    self._passages[passage.generation] = passage
         self._num_lost = news.num_lost
 
     def _put_away(self, number: int, report: Report) -> None:
@@ -100,14 +109,21 @@ class Feed:
         recent = islice(self._recent, max(0, place.reports - first), None)
         first_printed = self._num_printed - len(self._printed)
         printed = islice(self._printed, max(0, place.printed - first_printed), None)
+        statuses = dict(self._statuses)
+        if place.reports == 0 and statuses:
+            # One who begins to look hears of all losses, and a status has the last ones only.
+            seat, first_one = next(iter(statuses.items()))
+            statuses[seat] = replace(first_one, passages=tuple(self._passages.values()))
         news = News(
             [*older, *recent],
             list(printed),
-            dict(self._statuses),
+            statuses,
             dict(self._numbers),
             self._num_lost,
+            self._notices[place.notices :],
         )
-        return news, Place(self._num_reports, self._num_printed, self._keeper)
+        seen = Place(self._num_reports, self._num_printed, self._keeper, len(self._notices))
+        return news, seen
 
     def reports(self) -> list[Report]:
         return [*(report for _, report in self._older), *self._recent]

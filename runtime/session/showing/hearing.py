@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 from chorusline.actors.crew.listening import News
 from chorusline.actors.messages import Report
+from chorusline.actors.run_status import RunStatus
 
 from ... import notebook
+from ...tracking.happenings import Happenings
+from ...tracking.tracker import TrackedEvent
 from ...tracking.tracking import Tracking
 from .progress import Progress
 from .rank_output import RankLines
+from .rays_notices import expect_deaths
+
+_log = logging.getLogger("chorusline")
 
 _PULL_S = 0.3
 """Seconds between two pulls. Each pull wakes the event loop, and a notebook sees an interrupt only
@@ -57,6 +64,8 @@ class Audience:
         self.view = view
         self._tracking = tracking
         self._progress = progress
+        self._happenings = Happenings()
+        self._statuses: tuple[RunStatus, ...] = ()
         listeners = (
             on_report,
             view.add if view is not None else None,
@@ -83,8 +92,31 @@ class Audience:
                 listener(report)
         if self._tracking is not None:
             self._tracking.look(news.reports, news.statuses)
+        if news.statuses:
+            self._statuses = tuple(news.statuses.values())
+            expect_deaths(one.pid for one in self._statuses)
+        self._tell(self._happenings.look(self._statuses))
+        for notice in news.notices:
+            self._say(notice)
         if self._progress is not None:
             self._progress.look(news.statuses, news.numbers, news.num_lost)
+
+    def _tell(self, happened: Sequence[TrackedEvent]) -> None:
+        """Show what has happened to the workers, wherever the run is shown."""
+        for one in happened:
+            if self._progress is not None:
+                self._progress.happened(one)
+            if self.view is not None:
+                self.view.happened(one)
+            self._say(one.text)
+
+    def _say(self, line: str) -> None:
+        if self._progress is not None:
+            self._progress.say(line)
+        elif self.view is not None:
+            self.view.say(line)
+        elif self.is_there:
+            _log.warning("%s", line)
 
     def begin(self) -> None:
         if self._progress is not None:
@@ -92,6 +124,7 @@ class Audience:
 
     def end(self) -> None:
         """The run is over, and all was heard."""
+        self._tell(self._happenings.look(self._statuses, is_over=True))
         if self._output is not None:
             self._output.end()
         if self._progress is not None:

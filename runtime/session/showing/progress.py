@@ -23,7 +23,18 @@ from rich.text import Text
 from chorusline.actors.messages import Report
 from chorusline.actors.run_status import RunStatus
 
-from .seen import MAX_RANKS_LISTED, NOWHERE, Pace, Places, Seen, batches_left, headline, joining
+from ...tracking.tracker import TrackedEvent
+from .seen import (
+    MAX_RANKS_LISTED,
+    NOWHERE,
+    Pace,
+    Places,
+    Seen,
+    batches_left,
+    headline,
+    in_the_end,
+    joining,
+)
 
 LINE_INTERVAL_S = 10.0
 _EPOCH_LINE_S = 1.0  # Epochs that are shorter than this have no lines of their own.
@@ -56,6 +67,7 @@ class Progress:
         self._line_s = -LINE_INTERVAL_S  # when the last line was printed
         self._last_line = ""
         self._live: Live | None = None
+        self._happened: list[TrackedEvent] = []
         self._has_stdout = False  # True: what this process prints goes above the bars.
 
     @classmethod
@@ -96,6 +108,9 @@ class Progress:
             self._has_stdout = False
         elif self._has_something:
             self._line(self._plain_line())
+        if summary := in_the_end(self._happened):
+            self.say(summary)
+        self._happened = []
 
     def on_report(self, report: Report) -> None:
         """Show what a rank has reported: for sessions that have this method as their on_report."""
@@ -120,6 +135,10 @@ class Progress:
         if over and self._live is None and self._waited_s >= _EPOCH_LINE_S:
             self._line(self._plain_line(over))
         self._update()
+
+    def happened(self, event: TrackedEvent) -> None:
+        """Workers were lost, have left or have come: count them in the summary at the end."""
+        self._happened.append(event)
 
     def say(self, line: str) -> None:
         """Print a line, above the bars if there are any."""

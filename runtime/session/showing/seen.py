@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
@@ -12,6 +12,7 @@ from chorusline.actors.messages import Report, numbers_of
 from chorusline.actors.run_status import RunStatus
 
 from ...notebook.history import BOOKKEEPING
+from ...tracking.tracker import TrackedEvent
 
 MAX_RANKS_LISTED = 8  # More ranks than this are counted, not listed.
 _MAX_NUMBERS = 5  # in a line
@@ -258,6 +259,22 @@ def batches_left(seen: Seen, places: Places = NOWHERE) -> str:
     return f"batches left: {min(live, default=0)} to {max(live, default=0)}; {len(joined)} of " + (
         f"{len(left)} ranks joined"
     )
+
+
+def in_the_end(happened: Sequence[TrackedEvent]) -> str:
+    """The sum of what happened to the workers of a run, as its last line; empty if nothing did."""
+    lost = sum(len(event.lost) for event in happened)
+    left = sum(len(event.left) for event in happened)
+    came = sum(len(event.came) for event in happened)
+    if not happened:
+        return ""
+    num_workers = happened[-1].num_workers
+    parts = [f"{num_workers} worker{'s' * (num_workers > 1)} at the end"]
+    parts += [f"{count} {verb}" for count, verb in ((lost, "lost"), (left, "left")) if count]
+    if came:
+        parts.append(f"{came} new")
+    repeated = sum(event.repeated for event in happened)
+    return ", ".join(parts) + f"; {repeated} steps repeated"
 
 
 def joining(before: Seen, after: Seen) -> str:
