@@ -13,11 +13,14 @@ lock, which no thread holds while it blocks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import importlib
 import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +38,17 @@ from chorusline.collectives.diagnosis.debug import get_debug_level, set_debug_le
 
 from .. import outcomes
 from ..actor_store import ActorStore
+from ..arrivals import Invitation, Readiness, Score
 from ..calls import Actor, actor_class
 from ..errors import ends_a_generation
 from ..journal import Journal, Pulled
+from ..lasting import end_without
 from ..messages import (
     Assignment,
     Failure,
     Resumption,
     RunRequest,
+    Stand,
     Success,
     WorkerInfo,
     WorkerSnapshot,
@@ -56,15 +62,15 @@ from ..versions import versions_here
 from ..whereabouts import Whereabouts
 from .gpu import own_gpu
 from .leaving import SIGTERM_EXIT, leave
-from .lifeline import Lifeline
+from .lifeline import Arrivals, Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes, spare_modules
 from .run_here import Program, RunHere, meet_again
 from .sigterm import hear_sigterm
-from .standing_by import patient
-from .taking_in import TakingIn, rehearsal_group
 from .training_thread import TrainingThread
 
 if TYPE_CHECKING:
+    import torch
+
     from chorusline.collectives.group import Group
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
@@ -75,7 +81,25 @@ and as many more before it is interrupted in its Python code. Code that sees the
 story; code that waits for something else, or only computes, would never see it."""
 
 
-class Worker(TakingIn):
+_LOADED_LATE = "torch._dynamo"
+"""torch loads it, and sympy with it, when the first optimizer is made: 2 to 4 s (torch 2.13)."""
+
+
+_LOWEST = 19  # of the priorities that every process may take: the ranks' cores come first
+
+
+def patient() -> ThreadPoolExecutor:
+    """A thread for what may take its time: it gives way to whatever else wants a core. Linux has a
+    priority for each thread, so that of the process stays, which could not be raised again."""
+
+    def give_way() -> None:
+        with contextlib.suppress(OSError):  # A sandbox without the call.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+
+    return ThreadPoolExecutor(1, "patient", give_way)
+
+
+class Worker:
     """Runs the user's functions, one at a time, as one rank of one generation after another."""
 
     def __init__(
@@ -93,7 +117,8 @@ class Worker(TakingIn):
         # driver, which starts with 0.7 s of CPU time without torch, not 1.8.
         import torch
 
-        super().__init__(session, is_lasting)
+        if is_lasting:  # The session has a keeper, without which this worker ends.
+            end_without(session)
         runtime = ray.get_runtime_context()
         num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
         self._device = own_gpu() if use_gpu else torch.device("cpu")
@@ -122,6 +147,7 @@ class Worker(TakingIn):
         self._publisher = Publisher(session, seat, self._look)
         self._is_leaving = False
         self._leftovers = Leftovers()
+        self._has_seat = asyncio.Event()
         hear_sigterm(self._leave)
 
     async def run(
@@ -377,6 +403,109 @@ class Worker(TakingIn):
         if group is not None:
             await asyncio.to_thread(group.close)
 
+    # ── Control loop: a worker of the reserve takes a seat (crew/reserve.py) ──────────────────────
+
+    @ray.method(concurrency_group="control")
+    async def prepare(self, program: Parcel) -> None:
+        """Import what the program needs: open it once, and drop it."""
+        # A program that cannot be opened fails where it is called, with the reason.
+        loop = asyncio.get_running_loop()
+        with patient() as thread, contextlib.suppress(Exception):
+            await loop.run_in_executor(thread, program.opened)
+            await loop.run_in_executor(thread, importlib.import_module, _LOADED_LATE)
+        gc.collect()  # The program that was opened, if it knows itself.
+        spare_modules()
+
+    @ray.method(concurrency_group="control")
+    async def stand_by(self) -> None:
+        """Return when this worker has a seat; the death of its process ends the call as well."""
+        await self._has_seat.wait()
+
+    @ray.method(concurrency_group="control")
+    async def sit(self, seat: int) -> None:
+        """Take the seat of a worker that is gone."""
+        self._info = replace(self._info, seat=seat)
+        self._publisher.move_to(seat)
+        self._has_seat.set()
+
+    # ── Control loop: another worker comes to the run (actors/arrivals.py) ────────────────────────
+
+    @ray.method(concurrency_group="control")
+    async def readiness(self, run: int) -> Readiness:
+        """Whether the generation could be ended now without need, as far as this rank knows."""
+        here = self._in_run(run)
+        if here is None or here.lifeline is None:
+            return Readiness.NOT_YET
+        try:
+            return here.lifeline.readiness()
+        except RuntimeError:  # The training thread has changed what was looked through.
+            return Readiness.NOT_YET
+
+    @ray.method(concurrency_group="control")
+    async def missing(self, run: int) -> str:
+        """Why the function cannot run again with a worker that comes; empty if it can."""
+        here = self._in_run(run)
+        if here is None or here.lifeline is None:
+            return ""
+        try:
+            return here.lifeline.missing()
+        except RuntimeError:  # The training thread has changed what was looked through.
+            return ""
+
+    @ray.method(concurrency_group="control")
+    async def hold(self, run: int) -> None:
+        """Return when this rank waits before its next step, as its generation is about to end."""
+        here = self._in_run(run)
+        if here is not None and here.lifeline is not None:
+            await asyncio.wrap_future(here.lifeline.hold())
+
+    @ray.method(concurrency_group="control")
+    async def score(self, run: int) -> Score:
+        """What a worker needs that is to rehearse the function; when this rank is between two of
+        its steps."""
+        arrivals = self._arrivals_of(run)
+        if arrivals is None:
+            return Score(why_not="the function has not begun here")
+        return await asyncio.wrap_future(arrivals.give_score())
+
+    @ray.method(concurrency_group="control")
+    async def invite(self, run: int, invitation: Invitation) -> None:
+        """Take workers in that wait, behind the next step."""
+        arrivals = self._arrivals_of(run)
+        if arrivals is not None:
+            arrivals.invite(invitation)
+
+    def _arrivals_of(self, run: int) -> Arrivals | None:
+        here = self._in_run(run)
+        return here.lifeline.arrivals if here is not None and here.lifeline is not None else None
+
+    # ── Control loop: a new driver, or a keeper that was started again, asks ──────────────────────
+
+    @ray.method(concurrency_group="control")
+    async def stand(self, run: int) -> Stand | None:
+        """Where this worker is in a run, for a new driver; None if it is no rank of it. A worker
+        that rehearses stops: the driver is gone that was to call it in, and the next one hears of
+        it as of any idle worker."""
+        with self._lock:
+            current = self._in_run(run)
+            if current is None:
+                return None
+            rehearses, lifeline = current.rehearses, current.lifeline
+            resumption = lifeline.last_resumption if lifeline is not None else None
+            stand = Stand(self._info, current.assignment, resumption)
+        if rehearses:
+            gone = GroupAborted(current.assignment.generation, [], "its driver is gone")
+            await self._abort(run, gone)
+            return None
+        return stand
+
+    @ray.method(concurrency_group="control")
+    async def program_of(self, run: int) -> Parcel | None:
+        """The program of a run in progress, for workers that come to it later; else None. The
+        keeper that had it is gone, and its objects with it."""
+        here = self._in_run(run)
+        return here.program if here is not None else None
+
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
     def _train(
@@ -493,6 +622,23 @@ class Worker(TakingIn):
                 GroupAborted(generation, list(ending.culprits), ending.reason, ending.traceback)
             )
         return ending
+
+
+def rehearsal_group(run: RunHere, device: torch.device, before: Group | None) -> Group:
+    """The group of a worker that rehearses. before: of an earlier generation, which it closes."""
+    from chorusline.collectives.rehearsal import RehearsalGroup
+
+    if before is not None:
+        before.close()
+    run.state = WorkerState.REHEARSING
+    return RehearsalGroup(
+        run.assignment.rank,
+        run.assignment.world_size,
+        device,
+        generation=run.assignment.generation,
+        timeout_s=run.request.timeout_s,
+        store=run.store,
+    )
 
 
 def worker_class() -> Any:

@@ -7,7 +7,7 @@ import os
 import threading
 
 from chorusline.actors.worker.memory import spare_modules
-from chorusline.actors.worker.standing_by import patient
+from chorusline.actors.worker.worker import patient
 
 
 def priority() -> int:
