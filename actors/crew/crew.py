@@ -30,11 +30,11 @@ from ..calls import (
 from ..driver.driver import GRACE_S, Unfit, driver_class
 from ..errors import DriverLost, HeadLost, StartupError
 from ..lasting import INCARNATION, NAMESPACE, Lasting
-from ..messages import RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from ..versions import versions_here
+from ..whereabouts import Whereabouts
 from ..worker.devices import environment_of_workers
 from ..worker.worker import worker_class
-from .asking import Asking
 from .listening import Listener
 from .persisting import persist
 from .recruiting import Recruiter
@@ -63,7 +63,7 @@ class _DriverGone(StartupError):
     """The driver died while it met the workers; another one can do that."""
 
 
-class Crew(Asking):
+class Crew:
     """The driver and the workers. `assemble` comes before each run, `dismiss` once, at the end.
 
     fewest: the smallest number of workers with which a run begins.
@@ -497,3 +497,42 @@ class Crew(Asking):
         self._is_assembled = False
         if driver is not None:
             ray.kill(driver)
+
+    # ── What the driver and the workers say of themselves. Silent actors delay it by `timeout_s`. ─
+
+    async def snapshots(
+        self, timeout_s: float
+    ) -> tuple[DriverSnapshot | None, tuple[WorkerSnapshot | str, ...]]:
+        """Snapshots of the driver and, by seat, of the workers; a text says why one gave none."""
+        calls = {"driver": self._driver.snapshot.remote()} if self._driver is not None else {}
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(answers(calls, timeout_s), name="driver-snapshot")
+            workers = await self.workers_seen(timeout_s)
+        driver = (await asked).get("driver")
+        return driver if isinstance(driver, DriverSnapshot) else None, workers
+
+    async def workers_seen(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
+        """Snapshots of the workers, by seat, without asking the driver."""
+        calls = {seat: worker.snapshot.remote() for seat, worker in self._workers.items()}
+        said = await answers(calls, timeout_s)
+        return tuple(
+            word.detail if isinstance(word, ActorGone | NoAnswer) else word
+            for _, word in sorted(said.items())
+        )
+
+    async def whereabouts(
+        self, timeout_s: float
+    ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]:
+        """The snapshot of each worker, and what it has done last; by seat."""
+        workers = sorted(self._workers.items())
+        calls = {(seat, 0): worker.snapshot.remote() for seat, worker in workers}
+        calls |= {(seat, 1): worker.whereabouts.remote() for seat, worker in workers}
+        said = await answers(calls, timeout_s)
+        seen: dict[int, tuple[WorkerSnapshot, Whereabouts] | str] = {}
+        for seat, _ in workers:
+            who, what = said[seat, 0], said[seat, 1]
+            if isinstance(who, ActorGone | NoAnswer):
+                seen[seat] = who.detail
+            else:
+                seen[seat] = what.detail if isinstance(what, ActorGone | NoAnswer) else (who, what)
+        return seen

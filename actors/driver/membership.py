@@ -69,20 +69,21 @@ left. What *decide* does depends on what the reports of the round add up to (sit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from chorusline.collectives.contract.errors import CollectiveError, GroupAborted
+from chorusline.collectives.contract.errors import CollectiveError, CollectiveTimeout, GroupAborted
 
 from .. import messages, whereabouts
 from ..messages import Cancellation, Failure, Loss, MemberState
-from . import events, instructions, last_generation, orders
+from ..run_status import Gone
+from . import events, instructions, last_generation
 from .arrivals import Arrivals
 from .events import Event
 from .instructions import Instruction
 from .regeneration import Regeneration
-from .roster import Roster
 from .run_state import (
+    Member,
     Phase,
     RunState,
     assign,
@@ -96,8 +97,23 @@ from .situation import Plan, Situation, assess, newcomers_of
 from .takeover import found_in
 
 
-class Membership(Roster):
+class Membership:
     """Who belongs to the session, in which generation, and how the run in progress stands."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, Member] = {}  # by seat
+        self._generation = -1
+        self._formed: tuple[str, ...] = ()  # worker ids by rank, while the generation is healthy
+        self._run: RunState | None = None
+        self._arrivals = Arrivals()  # of the run
+
+    def snapshot(self, incarnation: int) -> messages.DriverSnapshot:
+        return messages.DriverSnapshot(
+            incarnation,
+            self._generation,
+            self._run.number if self._run else None,
+            tuple((member.info, member.state) for _, member in sorted(self._members.items())),
+        )
 
     def handle(self, event: Event) -> list[Instruction]:
         run = self._run
@@ -159,6 +175,27 @@ class Membership(Roster):
                 if run.phase not in (Phase.SAVING_LAST, Phase.FREEZING_LAST):
                     return []
                 return self._end_given_up(run, "what the ranks had was not saved in time")
+
+    # ── Who is there ──────────────────────────────────────────────────────────────────────────────
+
+    def _register(self, worker: messages.WorkerInfo, generation: int) -> bool:
+        """Whether the worker is idle and new to the run in progress."""
+        known = self._members.get(worker.seat)
+        is_busy = known and known.state in (MemberState.RUNNING, MemberState.REHEARSING)
+        # One that has left a run which is over is as idle as it says.
+        if self._run is not None and known and known.info == worker and is_busy:
+            return False  # It was asked twice, and has a rank, or rehearses, meanwhile.
+        self._members[worker.seat] = Member(worker, MemberState.READY)
+        if generation > self._generation:
+            self._generation = generation
+            self._formed = ()
+        return True
+
+    def _note_death(self, worker_id: str) -> None:
+        for member in self._members.values():
+            if member.info.worker_id == worker_id:
+                member.state = MemberState.LOST
+                self._formed = ()
 
     # ── How a run begins ─────────────────────────────────────────────────────────────────────────
 
@@ -375,7 +412,7 @@ class Membership(Roster):
             case _:
                 return []
         run.round = Regeneration(self._generation, range(len(run.members)))
-        told = orders.freezes(run, self._generation, error, but)
+        told = _freezes(run, self._generation, error, but)
         return [*told, instructions.StartPatience(self._generation)]
 
     def _fence(self, run: RunState, worker_ids: Iterable[str], why: str) -> list[Instruction]:
@@ -411,8 +448,8 @@ class Membership(Roster):
 
     def _form(self, run: RunState, plan: Plan) -> list[Instruction]:
         """Begin the next generation."""
-        dismissed = orders.dismissals(run, plan, self._generation)
-        without = orders.gone(run, plan)
+        dismissed = _dismissals(run, plan, self._generation)
+        without = _gone(run, plan)
         entered = max(word.entered for word in run.round.frozen.values())
         run.departures.hand_over(plan.members[rank].info.worker_id for rank in plan.leaving)
         run.phase = Phase.RUNNING if run.gives_up is None else Phase.SAVING_LAST
@@ -425,8 +462,25 @@ class Membership(Roster):
         self._formed = tuple(member.info.worker_id for member in plan.members)
         for member in plan.members:
             member.state = MemberState.RUNNING
-        told = orders.beginnings(plan, self._generation, entered, run.gives_up, without)
+        told = _beginnings(plan, self._generation, entered, run.gives_up, without)
         return [*dismissed, *told, *self._arrivals.formed(plan.members), *self._ask(run)]
+
+    def _ask(self, run: RunState) -> list[Instruction]:
+        """If workers wait, ask the ranks whether they could be taken in."""
+        may_come = run.phase is Phase.RUNNING and run.goes_on and run.takes_newcomers
+        if not may_come or not newcomers_of(run, self._members.values()):
+            return []  # They wait for the next run.
+        if self._arrivals.by_id:
+            return []  # Others come, and these afterwards.
+        if run.asked_in == self._generation:
+            return []  # Another newcomer waits for the same answer.
+        run.asked_in = self._generation
+        return [instructions.AwaitReadiness(run.worker_ids, self._generation)]
+
+    def _call_off(self) -> list[Instruction]:
+        """The run ends: so do the rehearsals."""
+        called_off = self._arrivals.call_off("the run ends")
+        return [*called_off, instructions.StartGrace()] if called_off else []
 
     def _give_up(self, run: RunState, why: str) -> list[Instruction]:
         """The run cannot go on: it ends with the last loss, or with the error of a rank. All ranks
@@ -498,3 +552,79 @@ class Membership(Roster):
         for rank in run.running:
             run.members[rank].state = MemberState.STUCK
         return [instructions.EndRun(failed_run(run, self._generation))]
+
+
+# ── What each rank is told when a generation ends, and when the next one begins ───────────────────
+
+
+def _freezes(
+    run: RunState, generation: int, error: CollectiveError, but: int
+) -> list[instructions.FreezeRank]:
+    """A generation ends by an error. but: a rank that has frozen itself."""
+    return [
+        instructions.FreezeRank(
+            run.members[rank].info.worker_id,
+            generation,
+            error,
+            isinstance(error, CollectiveTimeout) and rank in error.ranks,
+        )
+        for rank in sorted(run.running - {but})
+    ]
+
+
+def _dismissals(run: RunState, plan: Plan, generation: int) -> list[instructions.DismissRank]:
+    """To the ranks of a generation that leave. Their notices say why."""
+    dismissed = []
+    for member in plan.dismissed:
+        why = run.departures.why(member.info)
+        left = GroupAborted(generation, [], f"{member.info} has left: {why}")
+        dismissed.append(instructions.DismissRank(member.info.worker_id, left))
+    return dismissed
+
+
+def _gone(run: RunState, plan: Plan) -> tuple[Gone, ...]:
+    """The ranks of a generation that are not in the next one, and why."""
+    deaths = {loss.worker.worker_id: loss.detail for loss in run.losses}
+    return tuple(
+        Gone(
+            rank,
+            member.info.pid,
+            deaths.get(member.info.worker_id) or run.departures.why(member.info) or "",
+        )
+        for rank, member in enumerate(run.members)
+        if rank not in plan.former
+    )
+
+
+def _beginnings(
+    plan: Plan,
+    generation: int,
+    entered: int,
+    gives_up: Loss | Failure | None,
+    without: tuple[Gone, ...],
+) -> Sequence[instructions.StartRank | instructions.ResumeRank]:
+    """To the ranks of the next generation: those that were there go on, as do newcomers that have
+    rehearsed; others start. without: as of `_gone`."""
+    pairs = zip(plan.members, plan.former, strict=True)
+    pids = tuple(member.info.pid for member, before in pairs if before < 0)
+    former = messages.FormerRanks.of(plan.former)
+    told: list[instructions.StartRank | instructions.ResumeRank] = []
+    assignments = assign(plan.members, generation)
+    for member, before, assignment in zip(plan.members, plan.former, assignments, strict=True):
+        worker_id = member.info.worker_id
+        resumption = messages.Resumption(
+            assignment,
+            former,
+            plan.progress,
+            entered,
+            plan.restarts,
+            plan.leaving,
+            gives_up,
+            without,
+            pids,
+        )
+        if before >= 0 or not plan.restarts:
+            told.append(instructions.ResumeRank(worker_id, resumption))
+        else:
+            told.append(instructions.StartRank(worker_id, assignment, resumption))
+    return told
