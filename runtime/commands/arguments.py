@@ -6,6 +6,7 @@ import argparse
 import ast
 import inspect
 import re
+import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,25 @@ def names_function(texts: Sequence[str]) -> bool:
     return any(script_and_function(text)[1] is not None for text in texts)
 
 
+_OF_DEFAULTS = (str, int, float, bool)
+
+
+def _hints(function: Callable[..., object]) -> dict[str, Any]:
+    """Types of parameters, by name; without those that say nothing."""
+    try:
+        found = typing.get_type_hints(function)
+    except (NameError, TypeError, AttributeError):
+        return {}  # An annotation that only type checkers can read.
+    return {name: hint for name, hint in found.items() if hint not in (Any, object)}
+
+
 def keywords(words: Sequence[str], function: Callable[..., object]) -> dict[str, Any]:
     """`--learning-rate 0.1 --name=first --fast` as keyword arguments of `function`, whose first
     parameter is the context.
 
-    If a parameter's annotation or default has type str, int, float or bool, its value gets that
-    type. Any other value is read as a Python literal, or stays a text if it is none.
+    A value gets the type of its parameter: that of the annotation (numbers, Path, Literal, Enum,
+    lists, dataclasses, and whatever else pydantic knows), or of a default that is a str, int, float
+    or bool. Where neither says a type, a value is read as a Python literal, or stays a text.
 
     Raises ValueError, naming the function's parameters, for words that do not fit.
     """
@@ -76,6 +90,7 @@ def keywords(words: Sequence[str], function: Callable[..., object]) -> dict[str,
         parameters = dict(list(inspect.signature(function).parameters.items())[1:])
     except ValueError:
         parameters = {}
+    hints = _hints(function)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or not parameters
     given: dict[str, Any] = {}
     left = list(words)
@@ -95,7 +110,7 @@ def keywords(words: Sequence[str], function: Callable[..., object]) -> dict[str,
         if not is_joined:
             has_value = bool(left) and not re.match(r"--[A-Za-z_]", left[0])
             value = left.pop(0) if has_value else "True"
-        given[name] = _converted(name, value, parameters.get(name))
+        given[name] = _converted(name, value, parameters.get(name), hints.get(name))
     missing = [
         f"--{name.replace('_', '-')}"
         for name, parameter in parameters.items()
@@ -108,29 +123,30 @@ def keywords(words: Sequence[str], function: Callable[..., object]) -> dict[str,
     return given
 
 
-_KINDS = {"str": str, "int": int, "float": float, "bool": bool}
-
-
-def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any:
-    kind: Any = None
-    if parameter is not None:
-        kind = parameter.annotation
-        if isinstance(kind, str):  # with `from __future__ import annotations`
-            kind = _KINDS.get(kind)
-        if kind not in _KINDS.values():
-            kind = type(parameter.default)
-    if kind is str:
-        return text
+def _converted(name: str, text: str, parameter: inspect.Parameter | None, hint: Any) -> Any:
+    """The value of a word. hint: the type of the parameter; None if it says none."""
+    if hint is None and parameter is not None and type(parameter.default) in _OF_DEFAULTS:
+        hint = type(parameter.default)
     try:
-        value = ast.literal_eval(text)
+        literal = ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        value = {"true": True, "false": False}.get(text.lower(), text)
-    if kind in (int, float, bool):
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        fits = isinstance(value, bool) if kind is bool else is_whole
-        if kind is float:
-            fits = is_whole or isinstance(value, float)
-        if not fits:
-            raise ValueError(f"--{name.replace('_', '-')} takes {kind.__name__}, got {text!r}")
-        return kind(value)
-    return value
+        literal = {"true": True, "false": False}.get(text.lower(), text)
+    if hint is None:
+        return literal
+    from pydantic import TypeAdapter, ValidationError
+
+    adapter: TypeAdapter[Any] = TypeAdapter(hint)
+    try:
+        return adapter.validate_strings(text)  # numbers, paths, members of a Literal or an Enum
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+    try:
+        # A plain number was a text of the wrong kind; a container or None is one here only.
+        if not isinstance(literal, str | int | float):
+            return adapter.validate_python(literal)
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = "".join(f" at {where!r}" for where in first["loc"])
+        problem = f"{first['msg']}{at}"
+    takes = getattr(hint, "__name__", str(hint))
+    raise ValueError(f"--{name.replace('_', '-')} takes {takes}, got {text!r}: {problem}")

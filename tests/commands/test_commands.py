@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
+import enum
 import io
 import json
 import os
@@ -12,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -109,6 +112,69 @@ def test_arguments_get_the_types_of_the_parameters() -> None:
         "sizes": [1, 2],
     }
     assert isinstance(keywords(["--lr", "1"], train)["lr"], float)
+
+
+class Size(enum.Enum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+@dataclasses.dataclass
+class Schedule:
+    warmup: int
+    decay: float = 0.1
+
+
+def of_types(
+    ctx: object,
+    *,
+    data: Path = Path(),
+    betas: tuple[float, float] = (0.9, 0.999),
+    layers: list[int] | None = None,
+    mode: typing.Literal["train", "test"] = "train",
+    size: Size = Size.SMALL,
+    schedule: Schedule | None = None,
+    seed: int | None = None,
+    anything: typing.Any = None,
+) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--data", "a b/c"], Path("a b/c")),
+        (["--betas", "[0.9, 0.95]"], (0.9, 0.95)),
+        (["--layers", "[1, 2]"], [1, 2]),
+        (["--layers", "None"], None),
+        (["--mode", "test"], "test"),
+        (["--size", "large"], Size.LARGE),
+        (["--schedule", "{'warmup': 5}"], Schedule(5)),
+        (["--seed", "7"], 7),
+        (["--seed", "None"], None),
+        (["--anything", "(1, 'a')"], (1, "a")),
+    ],
+)
+def test_arguments_get_whatever_type_the_annotation_says(words: list[str], value: object) -> None:
+    (found,) = keywords(words, of_types).values()
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["--mode", "predict"],
+            "--mode takes Literal, got 'predict': Input should be 'train' or 'test'",
+        ),
+        (["--size", "huge"], "--size takes Size, got 'huge': Input should be 'small' or 'large'"),
+        (["--layers", "[1, 2.5]"], "--layers takes"),
+        (["--schedule", "{'warm': 5}"], "Field required at 'warmup'"),
+    ],
+)
+def test_a_word_of_another_type_is_refused_with_what_fits(words: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        keywords(words, of_types)
+    assert sentence in str(raised.value)
 
 
 def test_a_function_of_any_keywords_gets_them_all() -> None:
