@@ -68,6 +68,15 @@ _FUNCTIONS = {
     "is_initialized": "in a train function ctx.group is always there; elsewhere, a Group is "
     "connected as soon as Group.create has returned it",
     "is_available": "importing chorusline is enough",
+    "is_nccl_available": "`chorusline doctor` says what a machine has",
+    "is_gloo_available": "Gloo is always there; `chorusline doctor` says what a machine has",
+    "is_mpi_available": "there is no MPI backend; `chorusline doctor` says what a machine has",
+    "is_torchelastic_launched": "there is no such launcher; a function runs on the ranks of a "
+    "Session, whose context is its first argument",
+    "Backend": "name a backend by its string; register_backend(name, factory, devices) adds one",
+    "reduce_op": "write ReduceOp",
+    "spawn": "write cl.run(function, num_workers=4), which calls function(ctx) on every rank",
+    "launch": "write `chorusline run --workers 4 script.py`, as with torchrun",
     "init_process_group": "a session connects its ranks (ctx.group); without one, write "
     "Group.create(store, rank, size) or Group.from_url('env://')",
     "destroy_process_group": "a session closes its group; write group.close() for one of your own",
@@ -77,6 +86,9 @@ _FUNCTIONS = {
     "every sample once",
 }
 """By name of torch.distributed, what to write for a function of the module."""
+
+_MULTI_GPU = "_multigpu"
+"""The end of five names that torch has removed: operations on several GPUs of one process."""
 
 
 def instead_of_method(name: str) -> str:
@@ -88,6 +100,9 @@ def instead_of_function(name: str, is_method: bool) -> str:
     """The same for the module chorusline. is_method: whether a Group has such a method."""
     if name in _FUNCTIONS:
         return f": {_FUNCTIONS[name]}"
+    if name.endswith(_MULTI_GPU):
+        one = name.removesuffix(_MULTI_GPU)
+        return f": a rank has one GPU; start a rank for each, and write ctx.group.{one}(tensor)"
     if name in _METHODS:
         return f": of a group (ctx.group in a train function) {_METHODS[name]}"
     if is_method:

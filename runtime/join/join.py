@@ -48,6 +48,14 @@ class Joinable(ABC):
     _pattern: PassPattern | None = None
     """How often its agreements come, as far as its Joins have seen."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "join_process_group" in vars(cls) and "join_group" not in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} has join_process_group, as torch's Joinables do; call it "
+                "join_group here, and return a chorusline Group"
+            )
+        super().__init_subclass__(**kwargs)
+
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook for one Join. kwargs: those given to Join; every joinable gets the same."""

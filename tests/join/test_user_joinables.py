@@ -136,3 +136,10 @@ def test_an_exception_skips_the_hooks_that_end_a_join(ranks_of):
     peer, culprit = ranks_of(2).run(raise_at_the_second_step)
     assert culprit == [("it", {}), "KeyError"]
     assert peer[-1] == "GroupAborted" and not any("post" in str(line) for line in peer)
+
+
+def test_torchs_name_for_the_group_of_a_joinable_is_told_what_it_is_called_here() -> None:
+    def of_torch(self: object) -> None: ...
+
+    with pytest.raises(TypeError, match="call it join_group here, and return a chorusline Group"):
+        type("Counter", (cl.Joinable,), {"join_process_group": property(of_torch)})

@@ -80,6 +80,11 @@ TYPED = {
     "init_process_group": (lambda h: cl.init_process_group("gloo"), "Group.from_url('env://')"),
     "function": (lambda h: cl.all_reduce(h.one), "write ctx.group.all_reduce(...)"),
     "isend of the module": (lambda h: cl.isend(h.one, 0), "send() returns a Work at once"),
+    "several GPUs": (lambda h: cl.all_gather_multigpu([h.one]), "write ctx.group.all_gather("),
+    "spawn": (lambda h: cl.spawn(print, nprocs=2), "write cl.run(function, num_workers=4)"),
+    "launch": (lambda h: cl.launch("script.py"), "chorusline run --workers 4 script.py"),
+    "is_nccl_available": (lambda h: cl.is_nccl_available(), "chorusline doctor"),
+    "Backend": (lambda h: cl.Backend("gloo"), "register_backend(name, factory, devices)"),
     "sampler of the module": (lambda h: cl.DistributedSampler([1]), "write ctx.shard("),
     # Models.
     "process_group": (
