@@ -251,6 +251,64 @@ def test_half_precision_parameters_keep_what_rounds_to_nothing_in_one_step(ranks
         assert end.dtype is torch.bfloat16
 
 
+def float16_model():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+    return torch.nn.Sequential(*layers).half()
+
+
+def float16_batches(rank, count):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(count, 4, 6, generator=generator).half()
+
+
+def train_in_float16(group, lengths):
+    model = cl.DistributedDataParallel(float16_model(), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-3)
+    scaler = cl.GradScaler(optimizer, init_scale=2.0**7)
+    with cl.Join([model, optimizer, scaler], skew_warning=None):
+        for batch in float16_batches(group.rank, lengths[group.rank]):
+            scaler.scale(model(batch).float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def float32_masters(lengths):
+    """What float16 parameters become in one process that keeps them in float32 for the optimizer."""
+    model = float16_model()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    data = [float16_batches(rank, length) for rank, length in enumerate(lengths)]
+    for step in range(max(lengths)):
+        live = [batches[step] for batches in data if step < len(batches)]
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        for batch in live:
+            model.zero_grad()
+            model(batch).float().square().mean().backward()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad += parameter.grad.float() / len(lengths)
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("lengths", [(30, 30), (12, 30)])
+def test_float16_parameters_train_as_with_float32_masters_in_one_process(ranks_of, lengths):
+    start = [p.detach() for p in float16_model().parameters()]
+    expected = float32_masters(lengths)
+    for found in ranks_of(2).run(train_in_float16, lengths):
+        for mine, other, before in zip(found, expected, start, strict=True):
+            assert mine.dtype is torch.float16
+            moved = (other.float() - before.float()).abs().max()
+            # Gradients are rounded to float16 once more where the ranks add them up.
+            assert (mine.float() - other.float()).abs().max() < 0.05 * moved
+
+
 def schedule(group):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
