@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import venv
@@ -84,6 +85,53 @@ def test_the_ten_lines_run_in_a_clean_environment_from_either_file(
         assert len(eval(said.strip().splitlines()[-1])) == 2, "one result per rank"
         command = (python.with_name("chorusline"), "--version")
         assert _run(*command, cwd=tmp_path, timeout_s=60) == f"chorusline {PROJECT['version']}\n"
+
+
+ASKED = """import torch
+import chorusline as cl
+
+def train(ctx: cl.Context) -> int:
+    model = cl.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1)
+    reveal_type(ctx.rank)
+    reveal_type(ctx.register("model", model))
+    reveal_type(optim.num_steps)
+    return 1
+
+reveal_type(cl.Session(2))
+reveal_type(cl.Group.create(cl.HashStore(), 0, 1))
+"""
+REVEALED = ("int", "DistributedDataParallel", "int", "Session", "Group")
+"""What type checkers say of ASKED, without the modules that mypy names."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_type_checkers_know_the_types_of_an_installed_wheel(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("pyright", reason="the extra dev is not installed")
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env/bin/python"
+    (site,) = (tmp_path / "env/lib").glob("python*/site-packages")
+    zipfile.ZipFile(built[0]).extractall(site)
+    # torch and Ray are those of the tests, which stand in another environment.
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    (tmp_path / "asked.py").write_text(ASKED)
+    by_mypy = _run(
+        *(sys.executable, "-m", "mypy", "--python-executable", python, "asked.py"),
+        cwd=tmp_path,
+        timeout_s=300,
+    )
+    by_pyright = _run(
+        *(sys.executable, "-m", "pyright", "--pythonpath", python, "asked.py"),
+        cwd=tmp_path,
+        timeout_s=200,
+    )
+    assert "Success: no issues found" in by_mypy and "0 errors" in by_pyright
+    found = re.findall(r'Revealed type is "(.*)"', by_mypy)
+    assert tuple(re.sub(r"(?<![\w.])(?:\w+\.)+", "", one) for one in found) == REVEALED
+    assert tuple(re.findall(r'Type of ".*" is "(.*)"', by_pyright)) == REVEALED
 
 
 def _run(*command: str | Path, cwd: Path, timeout_s: float) -> str:

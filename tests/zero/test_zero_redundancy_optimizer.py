@@ -276,7 +276,7 @@ def train_in_float16(group, lengths):
 
 
 def float32_masters(lengths):
-    """What float16 parameters become in one process that keeps them in float32 for the optimizer."""
+    """What float16 parameters become in one process whose optimizer has them in float32."""
     model = float16_model()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-3)
