@@ -1,9 +1,9 @@
-"""The group of a rank that runs its function by itself, before it comes to the others.
+"""The group of a rank that runs its function by itself, before it joins the others.
 
-A worker that comes to a run in progress runs the function up to its first step while the other
-ranks train (runtime/recovery/rehearsal.py). It has the rank and the number of ranks that it will
-have, and no peers. What the function's own collectives give is what they gave the other ranks, who
-have kept it of their own beginning (kept_results.py). Where nobody has kept it, the rehearsal ends.
+A worker that comes to a run in progress first runs the function up to its first step, while the
+other ranks train. It has the rank and the number of ranks that it will have, and no peers. A
+collective of the function returns what it returned on the other ranks, which have kept the results
+of their own beginning (kept_results.py). If no rank has kept a result, the rehearsal ends.
 """
 
 from __future__ import annotations
