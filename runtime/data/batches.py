@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..join.active import active_join
+from ..join.join import Join
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .cursor import Cursor, Passage, Rest
@@ -63,8 +65,25 @@ class Batches(Dealt):
         self._at_boundary = at_boundary
         self._to_device = None if device is None else ToDevice(device)
         self._rest = self._coming()
+        self._running: weakref.ref[Generator[Any]] | None = None
+        self.num_given = 0
+        """The number of batches that the iteration has given."""
+        self._together: list[Batches] = []
+        """The iterations of a Join whose batches come together, this one too; one list for all."""
 
     def __iter__(self) -> Iterator[Any]:
+        """Begins the iteration at once, and not with its first batch. A zip begins all of its
+        iterations before it asks for a batch, so they begin on all ranks, and in the same order,
+        also where a rank has no batch of the first one and shadows in there."""
+        if self._running is not None and (before := self._running()) is not None:
+            before.close()  # Beginning a shard anew ends its last iteration.
+        batches = self._iterate()
+        next(batches)
+        self._running = weakref.ref(batches)
+        return batches
+
+    def _iterate(self) -> Generator[Any]:
+        """Gives None when the iteration has begun, and then the batches."""
         self._check()
         self._rest = self._coming()
         passage: Passage | None = None
@@ -74,18 +93,23 @@ class Batches(Dealt):
             if torch.is_grad_enabled():
                 passage = self._cursor.begin(self._key, self)
         self._passage_name = passage.name if passage is not None else None
-        join, bound = active_join(), boundary()
-        trains = torch.is_grad_enabled()
-        self.taken = self.agreed = 0
+        bound = boundary()
+        self.taken = self.agreed = self.num_given = 0
         self.ids_of_the_lost = []
+        join: Join | None = None
         try:
             self._dealer.begin(self)
             with bound.iterating(self):
-                steps = bound.steps
+                yield None
+                self._dealer.check_room()
+                bound.begin_steps()
+                join, trains, steps = active_join(), torch.is_grad_enabled(), bound.steps
                 steps.batches_taken, steps.batches_left = 0, self._num_left()
+                if join and not trains and join.is_between_batches:
+                    join = None  # An evaluation in the body of a loop takes no step of the Join's.
                 if join:
-                    # A stream does not know its batches; there each step agrees on the next one.
-                    join.begin_epoch(self._batches_by_rank())
+                    if not self._together:
+                        self._begin_together(join)
                     join.at_boundary = self._at_boundary
                 elif trains and between_runs().engines:
                     self._warn_without_join()
@@ -96,14 +120,14 @@ class Batches(Dealt):
                 while self._has_more():
                     taken_before = self.taken
                     batch = self._take()
+                    self.num_given = number + 1
                     if self._to_device is not None:
                         batch = self._to_device(batch)
                     steps.batches_taken, steps.batches_left = number + 1, self._num_left()
                     if trains:
                         steps.samples += self.taken - taken_before
                     if join:
-                        # The vote of this step tells the other ranks whether this rank has a next.
-                        join.begin_batch(number, is_last=not self._has_more())
+                        self._begin_batch(join, number)
                     yield batch
                     number += 1
                     # A rank may have been lost in the step, and this rank has some of its samples.
@@ -125,8 +149,52 @@ class Batches(Dealt):
                 join.ledger.batch = None
             raise
         finally:
+            if join:
+                self._leave_together(join)
             self._dealer.end(self)
             self._left()
+
+    def _begin_together(self, join: Join) -> None:
+        """The iterations that have begun and given no batch yet, as in a zip, are one of the
+        Join's: it has as many batches as the one that ends first."""
+        self._together += [
+            one
+            for one in boundary().iterations
+            if isinstance(one, Batches) and not one.num_given and not one._together
+        ]
+        for one in self._together:
+            one._together = self._together
+        join.together.append(self._together)
+        join.begin_epoch(self._least_batches())
+
+    def _least_batches(self) -> list[int] | None:
+        """By rank; None if unknown: a stream does not know its batches, and each step agrees on
+        the next one."""
+        least: list[int] | None = None
+        for one in self._together:
+            if (of_one := one._batches_by_rank()) is None:
+                return None
+            least = [*map(min, of_one, least or of_one)]
+        return least
+
+    def _begin_batch(self, join: Join, number: int) -> None:
+        """This iteration gives batch `number`."""
+        beside = self._together
+        if any(one.num_given < number for one in beside):  # They do not come together after all.
+            for one in beside:
+                if one.num_given < number:
+                    one._together = []
+            beside[:] = [one for one in beside if one.num_given >= number]
+            join.ledger.set_batches(self._least_batches())
+        # The last one that gives its part of the batch begins the step. Its vote tells the other
+        # ranks whether this rank has a next one.
+        if beside and all(one.num_given > number for one in beside):
+            join.begin_batch(number, is_last=not all(one._has_more() for one in beside))
+
+    def _leave_together(self, join: Join) -> None:
+        beside, self._together = self._together, []
+        beside[:] = [one for one in beside if one is not self]
+        join.together[:] = [one for one in join.together if one]
 
     def _warn_without_join(self) -> None:
         """The ranks' numbers of batches differ, and the loop trains: it needs a Join."""

@@ -9,18 +9,23 @@ for a stream the reader deals the rows (streaming.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..process.agreement import MAX_ITERATIONS
 from .stragglers import Stragglers
+
+WITHIN = 1 << 32
+"""An iteration's number counts in steps of this one; an iteration that begins inside another one,
+between two of its batches, gets one of the numbers between. So ranks that have run out of data, and
+do not run the loop's body, number the next loop as the others do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
     """Where a rank is in an iteration that it has begun and not ended.
 
-    number: counts the iterations that the rank has begun, over all shards.
+    number: of the iteration; equal on all ranks that have begun it (see WITHIN).
     dealt_for: the number of ranks for which its hands were dealt first.
     taken: the rank's samples so far, those of a step that does not count yet included.
     committed: how many samples belong to steps that count, by rank of the generation that ended;
@@ -35,10 +40,10 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """Where a rank is in the samples. num_begun: how many iterations it has begun. inside: those
-    that are not over, in the order of their beginning."""
+    """Where a rank is in the samples. last_begun: the number of the iteration that it has begun
+    last. inside: those that are not over, in the order of their beginning."""
 
-    num_begun: int
+    last_begun: int
     inside: tuple[Inside, ...] = ()
 
     def in_(self, number: int) -> Inside | None:
@@ -84,6 +89,14 @@ class Left:
     dealt_again: int = field(default=0, compare=False)
 
 
+def least_of(left: Sequence[Left]) -> Left:
+    """What is left of iterations whose batches come together: that of the first one to end."""
+    return Left(
+        [min(of_rank) for of_rank in zip(*(one.to_take for one in left), strict=True)],
+        [min(of_rank) for of_rank in zip(*(one.to_do for one in left), strict=True)],
+    )
+
+
 def cuts_of(
     positions: Sequence[DataPosition], former_ranks: Sequence[int], holders: Sequence[int]
 ) -> dict[int, Cut]:
@@ -94,7 +107,7 @@ def cuts_of(
         by_rank = [one.in_(number) for one in positions]
         # All ranks leave an iteration together, when there is nothing left to take.
         is_over = any(
-            one.num_begun >= number and inside is None
+            one.last_begun >= number and inside is None
             for one, inside in zip(positions, by_rank, strict=True)
         )
         inside = [one for one in by_rank if one is not None]
@@ -123,7 +136,8 @@ class Place:
     """Where the ranks are in the samples of a function's call, in the one iteration that they have
     begun and not ended: what a worker needs that comes to them.
 
-    call_key, holders, num_holders, lost, num_begun: as in Dealer.
+    call_key, holders, num_holders, lost: as in Dealer.
+    last_begun: as in DataPosition.
     dealt_for, committed, settled: as in Dealt.
     """
 
@@ -131,7 +145,7 @@ class Place:
     holders: tuple[int, ...]
     num_holders: int
     lost: frozenset[int]
-    num_begun: int
+    last_begun: int
     dealt_for: int
     committed: tuple[int, ...] | None
     settled: tuple[int, ...] | None
@@ -150,6 +164,8 @@ class Dealt(ABC):
     recovery asks.
     number, dealt_for, committed: as in Inside.
     settled: the part of `committed` that counts whichever rank is lost now.
+    beside: one list for the iterations of a zip: the numbers of those that are over. Then so is the
+        loop's body, though a variable may hold the others.
     holders: the holder of each rank (see Dealer).
     """
 
@@ -161,6 +177,7 @@ class Dealt(ABC):
     dealt_for = 0
     committed: tuple[int, ...] | None = None
     settled: tuple[int, ...] | None = None
+    beside: list[int]
     holders: Sequence[int] = ()
 
     @property
@@ -195,7 +212,8 @@ class Dealt(ABC):
 class Dealer:
     """One rank's place in the samples of a run, while its function runs once.
 
-    Iterations may be nested (an evaluation inside an epoch) or side by side (in a zip).
+    Iterations may be nested (an evaluation inside an epoch) or side by side (in a zip, which begins
+    all of them before the first batch of any).
 
     rank, world_size: those of the current generation.
     call_key: identifies this call of the function among all runs and repeats; equal on all ranks.
@@ -212,7 +230,7 @@ class Dealer:
     num_holders: int = field(init=False)
     lost: set[int] = field(default_factory=set)
     stragglers: Stragglers = field(default_factory=Stragglers)
-    _num_begun: int = 0
+    _last_begun: int = 0
     _active: list[Dealt] = field(default_factory=list)
     _early: dict[int, list[Cut]] = field(default_factory=dict)
     """The cuts of iterations that this rank has yet to begin, by the iteration's number."""
@@ -222,25 +240,38 @@ class Dealer:
         self.num_holders = self.world_size
 
     def begin(self, shard: Dealt) -> None:
-        """Begin an iteration over `shard`. Raises RuntimeError if too many are in progress."""
-        self._num_begun += 1
-        # Other ranks were in this iteration when a rank was lost, and dealt it again.
-        cuts = self._early.pop(self._num_begun, [])
+        """Begin an iteration over `shard`."""
         self.end(shard)  # Beginning a shard anew ends its last iteration.
-        if len(self._active) == MAX_ITERATIONS:
-            raise RuntimeError(
-                f"{MAX_ITERATIONS} iterations over shards have begun and are not over, and the "
-                "vote of a step has no room for another one. Leave one first: a loop that you "
-                "broke off ends with close() of its iterator"
-            )
-        shard.number = self._num_begun
+        without_batch = [one.beside for one in self._active if not one.taken]
+        shard.beside = without_batch[-1] if without_batch else []
+        if any(one.taken and not one.beside for one in self._active):  # In the body of a loop.
+            self._last_begun += 1
+        else:
+            self._last_begun = (self._last_begun // WITHIN + 1) * WITHIN
+            # What other ranks had begun inside an earlier loop does not begin here any more.
+            self._early = {n: cuts for n, cuts in self._early.items() if n >= self._last_begun}
+        # Other ranks were in this iteration when a rank was lost, and dealt it again.
+        cuts = self._early.pop(self._last_begun, [])
+        shard.number = self._last_begun
         shard.dealt_for = cuts[0].dealt_for if cuts else self.world_size
         shard.committed = shard.settled = None
         shard.holders = self.holders
         self._active.append(shard)
         shard.begin_dealt(self, cuts)
 
+    def check_room(self) -> None:
+        """Raises RuntimeError if too many iterations are in progress. Called before the first
+        batch of each: `batches = iter(shard)` begins one while `batches` holds the one before."""
+        if len(self._active) > MAX_ITERATIONS:
+            raise RuntimeError(
+                f"{MAX_ITERATIONS} iterations over shards have begun and are not over, and the "
+                "vote of a step has no room for another one. Leave one first: a loop that you "
+                "broke off ends with close() of its iterator"
+            )
+
     def end(self, shard: Dealt) -> None:
+        if any(one is shard for one in self._active):
+            shard.beside.append(shard.number)
         self._active = [one for one in self._active if one is not shard]
 
     def inside(self) -> list[int]:
@@ -275,7 +306,7 @@ class Dealer:
 
     def position(self) -> DataPosition:
         return DataPosition(
-            self._num_begun,
+            self._last_begun,
             tuple(
                 Inside(one.number, one.dealt_for, one.taken, one.committed) for one in self._active
             ),
@@ -293,7 +324,7 @@ class Dealer:
             tuple(self.holders),
             self.num_holders,
             frozenset(self.lost),
-            self._num_begun,
+            self._last_begun,
             shard.dealt_for,
             shard.committed,
             shard.settled,
@@ -304,32 +335,38 @@ class Dealer:
         follows, as on all ranks."""
         self.call_key, self.holders = place.call_key, list(place.holders)
         self.num_holders, self.lost = place.num_holders, set(place.lost)
-        self._num_begun = shard.number = place.num_begun
+        self._last_begun = shard.number = place.last_begun
         self._early.clear()
         shard.dealt_for = place.dealt_for
         shard.committed, shard.settled = place.committed, place.settled
         shard.holders = self.holders
 
     def redeal(
-        self, rank: int, positions: Sequence[DataPosition], former_ranks: Sequence[int]
+        self,
+        rank: int,
+        positions: Sequence[DataPosition],
+        former_ranks: Sequence[int],
+        beside: Collection[object] = (),
     ) -> Left | None:
-        """Go on as `rank` of the next generation. Returns what the ranks have left of the innermost
-        iteration in progress here; None if there is none."""
+        """Go on as `rank` of the next generation. Returns what the ranks have left of the
+        iterations `beside`, whose batches come together; default: of the innermost one in progress
+        here. None if there is none."""
         cuts = cuts_of(positions, former_ranks, self.holders)
         self.lost |= set(self.holders) - {self.holders[old] for old in former_ranks if old >= 0}
         self.holders = [self.holders[old] if old >= 0 else self._holder() for old in former_ranks]
         self.rank, self.world_size = rank, len(former_ranks)
         self.stragglers = Stragglers()
-        left = None
+        left: list[Left] = []
         for number, cut in cuts.items():
-            if number > self._num_begun:  # Only other ranks are in it: keep the cut until `begin`.
+            if number > self._last_begun:  # Only other ranks are in it: keep the cut until `begin`.
                 self._early.setdefault(number, []).append(cut)
             for mine in self._active:
                 if mine.number == number:
-                    left = mine.go_on(cut)
+                    its = mine.go_on(cut)
+                    left = [*left, its] if mine in beside else left if beside else [its]
                     # Another rank may be lost before the next step records new counts.
                     mine.committed = mine.settled = tuple(
                         cut.committed[old] if old >= 0 else 0 for old in former_ranks
                     )
                     mine.holders = self.holders
-        return left
+        return least_of(left) if left else None

@@ -180,6 +180,8 @@ class Steps(Dealt):
         self._sizes, self._together = None, None
         try:
             self._dealer.begin(self)
+            self._dealer.check_room()
+            bound.begin_steps()
             with bound.iterating(self):
                 self._rows.begin((*self._dealer.call_key, self.number))
                 if self._door is not None:

@@ -31,7 +31,7 @@ from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..process.agreement import Agreement, Note
 from ..process.running import Survival
-from ..process.step_boundary import boundary
+from ..process.step_boundary import Iteration, boundary
 from .conductor import Conductor
 from .explained import explain, warn_of_skew, why_exhausted, why_not_one_more, why_not_skipped
 from .followers import followers_of, steps_any
@@ -235,6 +235,9 @@ class Join:
         """The ranks that took the last step; none for the step that all ranks shadow at the end."""
         self.at_boundary: Callable[[], None] | None = None
         """Called after each step that this rank shadows, as `ctx.shard` does between batches."""
+        self.together: list[Sequence[Iteration]] = []
+        """The iterations over shards inside this Join, the innermost last: several of them where
+        their batches come together, as in a zip."""
         self.ledger = JoinLedger(
             self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
         )
@@ -330,7 +333,7 @@ class Join:
         if self._conductor:
             # The collectives differ from step to step: do what the conductor announces. After that
             # no rank has data, and the loop below shadows at most the blind step at the end.
-            self._conductor.follow(ledger.batch, self._run_announced_hooks)
+            self._conductor.follow(ledger.known_batch, self._run_announced_hooks)
             bound.stop_if_agreed()
         # A header asks all ranks before each step; agreements of the last step say it in advance.
         while self._header() if self._needs_header else ledger.somebody_may_continue():
@@ -419,15 +422,20 @@ class Join:
     def begin_epoch(self, batches_per_rank: Sequence[int] | None) -> None:
         """An iteration over a shard begins. batches_per_rank: how many batches each rank has; None
         if unknown."""
-        if batches_per_rank is not None:
-            self.ledger.begin_epoch(batches_per_rank)
+        self.ledger.begin_epoch(batches_per_rank)
         if boundary().resumed_live:  # An earlier run has taken steps of this epoch.
             self.ledger.resume(boundary().resumed_live)
+
+    @property
+    def is_between_batches(self) -> bool:
+        """Whether the body of a loop over a shard runs in this Join."""
+        return any(one.taken for beside in self.together for one in beside)
 
     def begin_batch(self, number: int, *, is_last: bool) -> None:
         """An iteration over a shard gives this rank its batch `number`."""
         self.ledger.begin_batch(number, is_last=is_last)
-        if self._conductor:
+        # Where the ranks do not know each other's numbers of batches, the forward begins the batch.
+        if self._conductor and self.ledger.known_batch is not None:
             self._conductor.begin_batch(number)
 
     def begin_hook(self, joinable: Joinable) -> None:
@@ -479,7 +487,7 @@ class Join:
         # SyncBatchNorm shares no statistics in evaluation; the user's groups may be used there too.
         counts = self._follows_evaluation or joinable._is_training()
         # With a known batch number, the iteration over the shard has begun the batch.
-        if joinable is self._pacemaker and self.ledger.batch is None and counts:
+        if joinable is self._pacemaker and self.ledger.known_batch is None and counts:
             conductor.begin_batch()
         if joinable._announces_hook() and not joinable._begins_passes():
             self.begin_hook(joinable)

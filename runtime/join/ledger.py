@@ -41,11 +41,20 @@ class JoinLedger:
         self._may_continue = tuple(new[rank] for rank in self._may_continue if rank in new)
         self.steps_taken = [self.steps_taken[old] if old >= 0 else 0 for old in former_ranks]
 
-    def begin_epoch(self, batches_per_rank: Sequence[int]) -> None:
-        """An iteration begins. batches_per_rank: how many batches each rank has."""
-        self._batches_per_rank = batches_per_rank
-        self._may_continue = self.ranks_with_batch(0)
+    def begin_epoch(self, batches_per_rank: Sequence[int] | None) -> None:
+        """An iteration begins. batches_per_rank: how many batches each rank has; None: unknown."""
+        self.set_batches(batches_per_rank)
+        is_known = batches_per_rank is not None
+        self._may_continue = self.ranks_with_batch(0) if is_known else tuple(range(self.num_ranks))
         self.batch = 0
+
+    def set_batches(self, batches_per_rank: Sequence[int] | None) -> None:
+        self._batches_per_rank = batches_per_rank or ()
+
+    @property
+    def known_batch(self) -> int | None:
+        """`batch`, if the ranks know each other's numbers of batches; else None."""
+        return self.batch if self._batches_per_rank else None
 
     def join(self) -> None:
         """This rank has run out of data."""

@@ -72,7 +72,7 @@ class Boundary:
         self._stop_is_agreed = False
         self._looked_at = 0.0  # at the GPU's memory, in time.monotonic() seconds
         self._has_trained = False
-        self._iterations: list[Iteration] = []
+        self.iterations: list[Iteration] = []
         """The iterations in progress, in the order of their beginning. They may be nested, or side
         by side as in a zip, which ends the first one first."""
 
@@ -86,7 +86,7 @@ class Boundary:
         self.steps.taken += 1
         self.was_live = group.rank in agreement.live
         self.resumed_live = self.resumed_live and agreement.live
-        for one in self._iterations:
+        for one in self.iterations:
             one.agreed = one.taken
         if group.device.type == "cuda":
             self._look_at_memory(group)
@@ -116,39 +116,39 @@ class Boundary:
     def begin_forward(self) -> None:
         """A model's forward begins: `stop_if_agreed`, unless an iteration over a shard calls it,
         since a batch may have several forwards."""
-        self._begin_steps()
-        if not self._iterations:
+        self.begin_steps()
+        if not self.iterations:
             self.stop_if_agreed()
 
-    def _begin_steps(self) -> None:
+    def begin_steps(self) -> None:
+        """A forward, or the first batch of an iteration, comes next."""
         if self.at_first_step is not None:
             at_first_step, self.at_first_step = self.at_first_step, None
             at_first_step(self.steps.taken)
 
     @property
-    def num_samples(self) -> int:
-        """The size of the innermost iteration's dataset; 0 if unknown or without an iteration."""
-        return self._iterations[-1].num_samples if self._iterations else 0
+    def num_samples(self) -> list[int]:
+        """The size of each iteration's dataset, 0 if unknown, in the order of their beginning."""
+        return [one.num_samples for one in self.iterations]
 
     @property
     def is_behind_loop(self) -> bool:
         """Whether the function has left a loop over its data, with gradients, and is in none."""
-        return self._has_trained and not self._iterations
+        return self._has_trained and not self.iterations
 
     @contextlib.contextmanager
     def iterating(self, iteration: Iteration) -> Iterator[None]:
         """The scope of one iteration over a shard."""
-        self._begin_steps()
         steps = self.steps
         before = steps.batches_taken, steps.batches_left, steps.epoch
-        self._iterations.append(iteration)
+        self.iterations.append(iteration)
         self._has_trained = self._has_trained or torch.is_grad_enabled()
         self.steps.epoch = iteration.epoch
         try:
             yield
         finally:
-            self._iterations.remove(iteration)
-            if self._iterations:  # The outer iteration goes on where it was.
+            self.iterations.remove(iteration)
+            if self.iterations:  # The outer iteration goes on where it was.
                 steps.batches_taken, steps.batches_left, steps.epoch = before
             self.steps.has_joined = False
 

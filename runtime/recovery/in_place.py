@@ -187,8 +187,13 @@ class InPlace:
         """Deal the samples of lost ranks to the remaining ranks."""
         self._lifeline.faults.reach(Instant.ENTER)
         rank = entry.assignment.rank
-        left = self._objects.call.dealer.redeal(rank, entry.positions, entry.former_ranks)
         inside = active.active_join()
+        left = self._objects.call.dealer.redeal(
+            rank,
+            entry.positions,
+            entry.former_ranks,
+            inside.together[-1] if inside is not None and inside.together else (),
+        )
         if left is None:
             return
         self.dealt_again += left.dealt_again

@@ -29,7 +29,8 @@ from ..process.agreement import (
 from .shards.exact_norm import total_of
 
 _STEP, _STEP_SQUARED, _SQUARED_NORM, _PER_RANK = range(4)
-_LOSS_SCALE, _NUM_SAMPLES, _OPTIONS = range(3)  # of each rank
+_LOSS_SCALE, _NUM_SAMPLES = range(2)  # of each rank
+_OPTIONS = _NUM_SAMPLES + MAX_ITERATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Vote:
     loss_scale: of the rank's losses, or 0.0; on a GPU the host does not know it.
     options: the optimizer's numeric options.
     cursors: samples that the rank has taken of each iteration that it is in (dealer.py).
-    num_samples: length of the dataset that the rank iterates, or 0.
+    num_samples: lengths of the datasets that the rank iterates, the outermost first; 0: unknown.
     stop: the rank was asked to stop all ranks after this step.
     notes: about the backward passes of the step.
     digests: of what this rank keeps (digest_checks.py); None where they are not compared.
@@ -62,7 +63,7 @@ class Vote:
     loss_scale: torch.Tensor | float
     options: Sequence[float]
     cursors: Sequence[int] = ()
-    num_samples: int = 0
+    num_samples: Sequence[int] = ()
     stop: bool = False
     notes: Sequence[Note] = ()
     exact_norm: Sequence[float] = ()
@@ -83,7 +84,7 @@ class Outcome:
 
 class Ballot:
     """One optimizer's vector of float64: three sums over all ranks; for each rank its loss scale,
-    its number of samples, its options and its digests; and the agreement.
+    its numbers of samples, its options and its digests; and the agreement.
 
     The vector is made on the host and goes up in one copy. On a GPU a ballot has at most four
     operations: that copy, the loss scale, the all-reduce, and the copy down; digests are a fifth.
@@ -116,7 +117,7 @@ class Ballot:
         numbers[_STEP], numbers[_STEP_SQUARED] = vote.step, vote.step**2
         numbers[own_at : own_at + self._digests_at] = [
             0.0 if isinstance(scale, torch.Tensor) else scale,
-            vote.num_samples,
+            *[*vote.num_samples[:MAX_ITERATIONS], *[0] * MAX_ITERATIONS][:MAX_ITERATIONS],
             *vote.options,
         ]
         numbers += vote_of(
@@ -157,9 +158,12 @@ class Ballot:
 
     def _check_lengths(self, seen: Sequence[float]) -> None:
         """Raise CollectiveMismatch if dataset lengths differ: samples would be lost or doubled."""
-        at = range(_PER_RANK + _NUM_SAMPLES, self._vote_at, self._own_numel)
-        lengths = {rank: int(seen[i]) for rank, i in enumerate(at) if seen[i]}
-        if len(set(lengths.values())) > 1:
+        # A rank that has run out of data is not in the iterations inside the loop's body.
+        for place in range(_NUM_SAMPLES, _NUM_SAMPLES + MAX_ITERATIONS):
+            own = enumerate(self._own(seen))
+            lengths = {rank: int(numbers[place]) for rank, numbers in own if numbers[place]}
+            if len(set(lengths.values())) < 2:
+                continue
             by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in lengths.items())
             raise CollectiveMismatch(
                 "step()",
