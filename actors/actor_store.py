@@ -8,6 +8,7 @@ at once by `cancel`, which is how a rendezvous ends when a run is aborted.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,9 @@ from .calls import GONE, Actor, actor_class, why_gone
 
 STORE_CONCURRENCY = {"store": 10_000}
 """Concurrency group for `ray.remote`. Each suspended waiter takes a place, so there are many."""
+
+_OF_A_GENERATION = re.compile(rb"group/default/(\d+)/")
+"""The keys of the group of a generation (collectives/meeting.py), and of all that it wrote."""
 
 _ANSWER_S = 10.0  # A live actor answers in milliseconds; on a machine that swaps, in seconds.
 
@@ -97,6 +101,18 @@ class StoreActor:
     @ray.method(concurrency_group="store")
     async def store_delete_key(self, key: Data) -> bool:
         return self._store.delete_key(key)
+
+    @ray.method(concurrency_group="store")
+    async def store_forget(self, newest: int) -> None:
+        """Forget what groups of the generations before `newest` have written."""
+
+        def is_over(key: bytes) -> bool:
+            found = _OF_A_GENERATION.match(key)
+            return found is not None and int(found[1]) < newest
+
+        self._store.forget(is_over)
+        for key in [key for key in self._written if is_over(key)]:
+            self._written.pop(key).set()  # Whoever waits looks again, until its own deadline.
 
     @ray.method(concurrency_group="store")
     async def store_num_keys(self) -> int:

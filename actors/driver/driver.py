@@ -356,12 +356,24 @@ class _Errands:
         self._program = program
         self._events = queue
         self._group = tasks
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._generation = 0  # the newest one that ranks were told to begin
         self._actor = ray.get_runtime_context().current_actor
         self._store = ActorStore(self._actor)
 
     def carry_out(self, todo: list[Instruction]) -> RunSucceeded | RunFailed | None:
         """Send instructions on their way; the outcome if one of them says that the run is over."""
+        begun = [
+            one.assignment.generation
+            if isinstance(one, instructions.StartRank)
+            else one.resumption.assignment.generation
+            for one in todo
+            if isinstance(one, instructions.StartRank | instructions.ResumeRank)
+        ]
+        if max(begun, default=0) > self._generation:
+            self._generation = max(begun)
+            # A rank of the generation before may still be on its way out of it.
+            self._start(self._forget(self._generation - 1), f"forget-{self._generation - 2}")
         for one in todo:
             match one:
                 case instructions.StartRank(worker_id, assignment, resumption):
@@ -410,11 +422,18 @@ class _Errands:
 
     def drop(self) -> None:
         """The run is over: nobody waits for stuck ranks any more."""
-        for task in self._tasks:
+        for task in list(self._tasks):
             task.cancel()
 
     def _start(self, errand: Coroutine[Any, Any, None], name: str) -> None:
-        self._tasks.append(self._group.create_task(errand, name=name))
+        task = self._group.create_task(errand, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _forget(self, newest: int) -> None:
+        """On the store's loop, where its waiters are."""
+        with contextlib.suppress(ActorGone, NoAnswer):  # The next generation forgets more.
+            await answer(self._actor.store_forget.remote(newest), _ANSWER_S)
 
     async def _await_rank(
         self,

@@ -15,7 +15,7 @@ import operator
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from ..contract.errors import StoreTimeout
@@ -238,6 +238,12 @@ class DictStore(Store):
             if existed:
                 self._write(key, None)
             return existed
+
+    def forget(self, is_over: Callable[[bytes], bool]) -> None:
+        """Remove the keys of which `is_over` says so."""
+        with self._changed, self._exclusive():
+            for key in [key for key in self._data if is_over(key)]:
+                self._write(key, None)
 
     def num_keys(self) -> int:
         with self._changed:

@@ -311,6 +311,7 @@ class Checkpoints:
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
+            told_saves=known.told_saves,
             corrupted=self._corrupted,
             looked_at=self._looked_at,
             tied=tied_of(self.registry),
@@ -343,11 +344,14 @@ class Checkpoints:
         """This rank's function has returned: another rank that still saves hears at once that this
         one does not come."""
         if len(self.registry) and self.run_id:
-            store = PrefixStore(f"checkpoint/over/{self.run_id}", self._group._store)
+            store = PrefixStore("checkpoint/over", self._group._store)
             with contextlib.suppress(StoreLost, CollectiveError):
                 known = between_runs().of_group(self._group)
-                key = f"{self._group.generation}/{self._group.rank}"
+                key = f"{self.run_id}/{self._group.generation}/{self._group.rank}"
                 store.set(key, str(known.num_saves).encode())
+                if known.over_key not in ("", key):  # No save of an earlier run is under way.
+                    store.delete_key(known.over_key)
+                known.over_key = key
 
     def finish(self) -> None:
         """Return when no checkpoint is in flight any more. Raises CheckpointWriteFailed."""

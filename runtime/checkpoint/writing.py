@@ -59,6 +59,7 @@ class Writing:
     numbers: of what is equal on all ranks (alike.py); None where this rank's state is not current.
     progress: this rank's position in its data.
     progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
+    told_saves: the prefixes of earlier saves whose outcomes are in the store; this adds its own.
     corrupted: folders of the storage that the run has found so.
     unread: why the place could not be looked at: then nothing there may be ours, or is written.
     looked_at: the objects that earlier checkpoints of the run had; this one adds its own.
@@ -79,6 +80,7 @@ class Writing:
     write: Callable[[], Part]
     kinds: dict[str, str]
     world_size: int
+    told_saves: list[str]
     corrupted: Collection[str]
     looked_at: set[Path]
     numbers: Numbers | None = None
@@ -140,11 +142,13 @@ class Writing:
                 store.set(f"part/{rank}", record)  # (4)
                 if rank != 0:
                     failure = pickle.loads(self._await(store, "outcome", (0,)))
+                    if failure is not None:  # Rank 0 may have given up before this part came.
+                        store.delete_key(f"part/{rank}")
                     break
                 failure = self._conclude(store)
                 try:
                     # Before the others hear: once they do, they may begin the next save.
-                    self._tidy(store, is_whole=failure is None)  # (7)
+                    self._tidy(store, failure)  # (7)
                 finally:
                     with contextlib.suppress(StoreLost):  # The others look for the manifest then.
                         store.set("outcome", pickle.dumps(failure))  # (8)
@@ -216,12 +220,19 @@ class Writing:
             return CheckpointWriteFailed(self.saving.path, self._in_words(error), (0,))
         return None
 
-    def _tidy(self, store: PrefixStore, *, is_whole: bool) -> None:
+    def _tidy(self, store: PrefixStore, failure: CheckpointError | None) -> None:
         """Phase (7), on rank 0: delete the records, and old checkpoints if this one is whole. What
         fails is a warning: the outcome stands already."""
         with contextlib.suppress(ChoruslineError):  # They are gone with the store.
             self._delete_records(store, self.group.size)
-        if not is_whole or not self.folder or self.config is None:
+            if failure is None:  # All ranks came, so all have read the outcomes before this one.
+                while self.told_saves:
+                    earlier = PrefixStore(f"checkpoint/{self.told_saves[-1]}", self.group._store)
+                    for key in ("outcome", "called/0"):
+                        earlier.delete_key(key)
+                    self.told_saves.pop()
+        self.told_saves.append(self.key_prefix)
+        if failure is not None or not self.folder or self.config is None:
             return
         try:
             catalog.prune(self.storage, self.config.num_to_keep, self.folder, self.corrupted)

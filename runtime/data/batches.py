@@ -58,7 +58,7 @@ class Batches(Dealt):
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.batch_size = batch_size
         self.epoch = epoch
-        self.ids_of_the_lost: list[int] = []
+        self.ids_of_the_lost: Sequence[int] = []
         self._dealer = dealer
         self._key = key
         self._cursor = cursor

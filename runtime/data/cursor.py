@@ -13,6 +13,8 @@ all ranks, whose number may have been another one.
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -22,7 +24,7 @@ from chorusline.actors.errors import StreamLost
 
 from .dealer import Dealt
 from .dealing import Hands, left_of
-from .number_set import as_text, numbers_of
+from .number_set import MOST, NumberSet, set_of
 
 Run = tuple[int, tuple[int, ...]]
 """A world size, and by rank how many samples of its hand the rank was given in that run."""
@@ -37,7 +39,7 @@ class Rest:
     """
 
     runs: tuple[Run, ...] = ()
-    given: frozenset[int] | None = frozenset()
+    given: NumberSet | None = field(default_factory=NumberSet)
 
     def dealt(
         self,
@@ -55,7 +57,7 @@ class Rest:
         for (_, counts), size in zip(self.runs, sizes, strict=False):
             left = [hand[count:] for hand, count in zip(hands, counts, strict=True)]
             hands = _dealt_again(left, size, keep_together)
-        if self.given:
+        if len(self.given):
             hands = [[number for number in hand if number not in self.given] for hand in hands]
         return hands
 
@@ -113,8 +115,8 @@ class Passage:
         """As plain data. by_id: tell the sample numbers, since hands were dealt again when ranks
         were lost, and a count does not identify samples."""
         shard, is_over, given, num_ids = self.shard, self.is_over, 0, 0
-        ids = list(self.rest.given or ())
-        needs_ids = by_id or bool(ids)
+        ids = self.rest.given or NumberSet()
+        needs_ids = by_id or bool(len(ids))
         if shard is not None:
             given = shard.agreed if used is Used.AGREED else shard.taken
             is_over = is_over and given == shard.taken
@@ -124,13 +126,13 @@ class Passage:
                 if shard.needs_ids and used is not Used.GIVEN:
                     num_ids = len(ids) + shard.num_committed
                 if used is Used.COMMITTED:
-                    ids += shard.committed_ids
+                    ids |= NumberSet(shard.committed_ids)
                 else:
-                    ids += [*shard.taken_ids[:given], *shard.ids_of_the_lost]
+                    ids |= NumberSet(shard.taken_ids[:given]) | NumberSet(shard.ids_of_the_lost)
         return {
             "runs": self.rest.runs,
             "given": given,
-            "ids": as_text(ids) if needs_ids else None,
+            "ids": ids.text() if needs_ids else None,
             "is_over": is_over or self.rest.given is None,
             "num_ids": num_ids,
         }
@@ -247,9 +249,45 @@ class Cursor:
     def _go_on_at(self, loop: int, epoch: int, passages: Sequence[dict[str, Any]]) -> None:
         self._resumed = loop, epoch
         self._passages = {
-            key: Passage(_rest([of_rank.get(key) for of_rank in passages]))
+            key: Passage(_rest([of_rank.get(key) for of_rank in passages], most_of(key)))
             for key in sorted({key for of_rank in passages for key in of_rank})
         }
+
+
+def check_parts(parts: Sequence[Any]) -> None:
+    """Raise ValueError unless `Cursor.resume` takes `parts`, of a checkpoint that anybody may have
+    written."""
+    for part in parts:
+        passages = part["passages"] if isinstance(part, dict) and "passages" in part else None
+        if (
+            not isinstance(passages, dict)
+            or not is_count(part.get("loop"), least=-1)
+            or not is_count(part.get("epoch"))
+            or not all(isinstance(one, dict) for one in passages.values())
+        ):
+            raise ValueError("a rank's place in its data is not one")
+        for key, passage in passages.items():
+            _check_passage(passage, most_of(key))
+
+
+def _check_passage(passage: dict[str, Any], most: int) -> None:
+    runs = passage.get("runs")
+    if (
+        not isinstance(runs, list | tuple)
+        or not all(isinstance(run, list | tuple) and len(run) == 2 for run in runs)
+        or not all(isinstance(counts, list | tuple) for _, counts in runs)
+        or not all(size == len(counts) and size > 0 for size, counts in runs)
+        or not all(is_count(count) for _, counts in runs for count in counts)
+        or not is_count(passage.get("given"))
+        or type(passage.get("is_over")) is not bool
+        or not is_count(passage.get("num_ids", 0))
+    ):
+        raise ValueError("what a rank was given of its data is not said as a run says it")
+    set_of(passage.get("ids"), most)
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 1 << 63
 
 
 def told_place(parts: Sequence[dict[str, Any]], *, epoch_is_over: bool) -> str:
@@ -266,14 +304,22 @@ def told_place(parts: Sequence[dict[str, Any]], *, epoch_is_over: bool) -> str:
     return f"in epoch {epoch}"
 
 
-def _rest(parts: Sequence[dict[str, Any] | None]) -> Rest:
-    """What is left of an iteration. parts: by rank; None: the rank has not begun it."""
+def most_of(key: str) -> int:
+    """No sample of the iteration with this key has a number as large as that: the key of a dataset
+    begins with its length, and a stream has none."""
+    length = key.partition("/")[0]
+    return min(int(length), MOST) if length.isdecimal() and len(length) < 20 else MOST
+
+
+def _rest(parts: Sequence[dict[str, Any] | None], most: int) -> Rest:
+    """What is left of an iteration. parts: by rank; None: the rank has not begun it. most: as in
+    `most_of`."""
     begun = [part for part in parts if part is not None]
     runs = tuple((size, tuple(counts)) for size, counts in begun[0]["runs"])
     if all(part["is_over"] for part in begun):
         return Rest(runs, None)
     if any(part["ids"] is not None for part in begun):  # Counts identify no samples.
-        given = frozenset(n for part in begun for n in numbers_of(part["ids"]))
+        given = functools.reduce(operator.or_, (set_of(part["ids"], most) for part in begun))
         missing = max(part.get("num_ids", 0) for part in begun) - len(given)
         if missing > 0:
             raise StreamLost(

@@ -256,7 +256,7 @@ class Shard(Batches):
     def _note_lost(self, hands: Hands, cut: Cut) -> None:
         taken = _taken(hands, cut)
         for old in sorted(set(range(len(taken))) - set(cut.former_ranks)):
-            self.ids_of_the_lost += hands[old][: taken[old]]
+            self.ids_of_the_lost = [*self.ids_of_the_lost, *hands[old][: taken[old]]]
 
     def _cut(self, hands: Hands, cut: Cut) -> Hands:
         return redeal(hands, _taken(hands, cut), cut.former_ranks, self._keep_together, cut.busy)

@@ -182,11 +182,11 @@ class Dealt(ABC):
 
     @property
     @abstractmethod
-    def taken_ids(self) -> list[int]:
+    def taken_ids(self) -> Sequence[int]:
         """The samples that the iteration has given to this rank so far."""
 
     @property
-    def committed_ids(self) -> list[int]:
+    def committed_ids(self) -> Sequence[int]:
         """The samples of the iteration that all ranks have used in steps that count."""
         return [*self.ids_of_the_lost, *self.ids_by_counts(self.committed or ())]
 
@@ -204,7 +204,7 @@ class Dealt(ABC):
         """Deal again after a loss; return what all ranks have left."""
 
     @abstractmethod
-    def ids_by_counts(self, counts: Sequence[int]) -> list[int]:
+    def ids_by_counts(self, counts: Sequence[int]) -> Sequence[int]:
         """The numbers of the first samples of each hand. counts: by rank, how many; or empty."""
 
 

@@ -1,42 +1,232 @@
-"""Sets of sample numbers as text, for what is written down of an epoch under way: a bit for each
-number up to the largest one, so that a checkpoint does not grow by a word with every sample."""
+"""Numbers of samples, of which an epoch may give more than a list of them has room for.
+
+`Numbers` has an order, that in which samples were given. It keeps stretches of consecutive numbers,
+16 bytes for each: a stream is dealt in such stretches, one for a batch, where a list takes 40 bytes
+for each row. `NumberSet` has no order, and a bit for each number up to the largest one; so has its
+text in a checkpoint, which is compressed.
+"""
 
 from __future__ import annotations
 
 import base64
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self, overload
 
 import torch
 
-
-def _bits() -> torch.Tensor:
-    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
-
-
-def as_text(numbers: Sequence[int]) -> str:
-    """The set of `numbers`, none of which is negative; their order is lost."""
-    if not numbers:
-        return ""
-    # All ranks wait for this at a checkpoint, and `torch.tensor` takes three times as long.
-    chosen = torch.frombuffer(array("q", numbers), dtype=torch.int64)
-    mask = torch.zeros(-(-(int(chosen.max()) + 1) // 8) * 8, dtype=torch.uint8)
-    mask[chosen] = 1
-    packed = (mask.view(-1, 8) * _bits()).sum(1, dtype=torch.uint8)
-    return base64.b64encode(zlib.compress(bytes(packed.tolist()), 1)).decode()
+MOST = 1 << 33
+"""No number of a row of a stream is as large as that: 10,000 rows a second take ten days in one
+epoch to come so far, and a set of all of them takes 1 GiB."""
 
 
-def from_text(text: str) -> list[int]:
-    """The numbers of a set, ascending."""
-    if not text:
-        return []
-    packed = torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
-    return (packed.view(-1, 1) & _bits()).view(-1).nonzero().view(-1).tolist()
+class Numbers(Sequence[int]):
+    """Sample numbers in the order in which they were given."""
+
+    __slots__ = ("_ends", "_firsts")
+
+    def __init__(self, numbers: Iterable[int] = ()) -> None:
+        self._firsts = array("q")  # the first number of each stretch
+        self._ends = array("q")  # how many numbers there are up to the stretch's end
+        self.extend(numbers)
+
+    def extend(self, numbers: Iterable[int]) -> None:
+        for stretch in numbers.stretches() if isinstance(numbers, Numbers) else map(_one, numbers):
+            self._append(stretch)
+
+    def __iadd__(self, numbers: Iterable[int]) -> Self:
+        self.extend(numbers)
+        return self
+
+    def _append(self, stretch: range) -> None:
+        if not stretch:
+            return
+        length = len(self)
+        if self._ends:
+            start = self._ends[-2] if len(self._ends) > 1 else 0
+            if self._firsts[-1] + length - start == stretch.start:
+                self._ends[-1] += len(stretch)
+                return
+        self._firsts.append(stretch.start)
+        self._ends.append(length + len(stretch))
+
+    def stretches(self) -> Iterator[range]:
+        start = 0
+        for first, end in zip(self._firsts, self._ends, strict=True):
+            yield range(first, first + end - start)
+            start = end
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __iter__(self) -> Iterator[int]:
+        for stretch in self.stretches():
+            yield from stretch
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Numbers: ...
+    def __getitem__(self, index: int | slice) -> int | Numbers:
+        if not isinstance(index, slice):
+            place = range(len(self))[index]
+            return self._stretch_of(place)[0]
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise ValueError("numbers are sliced with a step of 1")
+        found = Numbers()
+        while start < stop:
+            stretch = self._stretch_of(start)[: stop - start]
+            found._append(stretch)
+            start += len(stretch)
+        return found
+
+    def _stretch_of(self, place: int) -> range:
+        """What is left of a stretch from a place on."""
+        at = bisect_right(self._ends, place)
+        begin = self._ends[at - 1] if at else 0
+        first = self._firsts[at]
+        return range(first + place - begin, first + self._ends[at] - begin)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            return NotImplemented
+        return len(self) == len(other) and all(
+            one == another for one, another in zip(self, other, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Numbers({list(self)!r})"
 
 
-def numbers_of(told: str | Iterable[int] | None) -> Iterable[int]:
-    """The numbers that a state has: as text, or one by one, as checkpoints had them before."""
+def _one(number: int) -> range:
+    return range(number, number + 1)
+
+
+class NumberSet:
+    """A set of sample numbers, none of which is negative. numbers: in any order."""
+
+    __slots__ = ("_bits", "_count")
+
+    def __init__(self, numbers: Iterable[int] = ()) -> None:
+        self._bits = _bits_of(numbers)
+        self._count: int | None = None
+
+    @classmethod
+    def _of(cls, bits: bytes) -> Self:
+        made = cls()
+        made._bits = bits.rstrip(b"\0")
+        return made
+
+    @classmethod
+    def from_text(cls, text: str, most: int = MOST) -> Self:
+        """The set in a text. most: no number is as large as that. Raises ValueError for a text that
+        is none of such a set: a few of its characters may stand for very many numbers."""
+        limit = -(-most // 8)
+        inflating = zlib.decompressobj()
+        try:
+            packed = base64.b64decode(text, validate=True)
+            bits = inflating.decompress(packed, limit + 1) if packed else b""
+        except (ValueError, zlib.error) as error:
+            raise ValueError(f"it is no text of a set of numbers ({error})") from error
+        if len(bits) > limit or (len(bits) == limit and most % 8 and bits[-1] >> most % 8):
+            raise ValueError(f"it has numbers that are not below {most}")
+        if packed and not inflating.eof:
+            raise ValueError("it is no text of a set of numbers (its end is missing)")
+        return cls._of(bits)
+
+    def text(self) -> str:
+        return base64.b64encode(zlib.compress(self._bits, 1)).decode() if self._bits else ""
+
+    def __or__(self, other: NumberSet) -> NumberSet:
+        small, large = sorted((self._bits, other._bits), key=len)
+        if not small:
+            return self if large is self._bits else other
+        result = torch.frombuffer(bytearray(large), dtype=torch.uint8)
+        result[: len(small)] |= torch.frombuffer(bytearray(small), dtype=torch.uint8)
+        return NumberSet._of(result.numpy().tobytes())
+
+    def __contains__(self, number: int) -> bool:
+        byte = number >> 3
+        return byte < len(self._bits) and bool(self._bits[byte] >> (number & 7) & 1)
+
+    def has_all_below(self, stop: int) -> bool:
+        """Whether each number from 0 to `stop` - 1 is in it."""
+        whole, rest = divmod(stop, 8)
+        if self._bits[:whole] != b"\xff" * whole:
+            return False
+        return all(number in self for number in range(stop - rest, stop))
+
+    def __len__(self) -> int:
+        if self._count is None:
+            self._count = sum(part.bit_count() for part in map(_number, _parts(self._bits)))
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers, ascending."""
+        for place, byte in enumerate(self._bits):
+            if byte:
+                yield from (8 * place + bit for bit in range(8) if byte >> bit & 1)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, NumberSet):
+            return self._bits == other._bits
+        return set(self) == other if isinstance(other, set | frozenset) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._bits)
+
+    def __repr__(self) -> str:
+        return f"NumberSet({list(self)!r})"
+
+
+def _parts(bits: bytes) -> Iterator[bytes]:
+    return (bits[start : start + 4096] for start in range(0, len(bits), 4096))
+
+
+def _number(bits: bytes) -> int:
+    return int.from_bytes(bits, "little")
+
+
+def _bits_of(numbers: Iterable[int]) -> bytes:
+    """A bit for each number up to the largest one. All ranks wait for this at a checkpoint, and
+    `torch.tensor` of a list takes three times as long as the array."""
+    one_by_one = not isinstance(numbers, Numbers)
+    found = numbers._firsts if isinstance(numbers, Numbers) else array("q", numbers)
+    if not found:
+        return b""
+    firsts = torch.frombuffer(found, dtype=torch.int64)
+    lengths = torch.ones_like(firsts)
+    if isinstance(numbers, Numbers):
+        ends = torch.frombuffer(numbers._ends, dtype=torch.int64)
+        lengths = ends.diff(prepend=ends.new_zeros(1))
+    if int(firsts.min()) < 0:
+        raise ValueError(f"a sample has the number {int(firsts.min())}")
+    size = -(-int((firsts + lengths).max()) // 8) * 8
+    if one_by_one:
+        mask = torch.zeros(size, dtype=torch.uint8)
+        mask[firsts] = 1
+    else:  # How many stretches begin before a number and do not end before it.
+        steps = torch.zeros(size + 1, dtype=torch.int32)
+        steps.index_add_(0, firsts, torch.ones(len(firsts), dtype=torch.int32))
+        steps.index_add_(0, firsts + lengths, -torch.ones(len(firsts), dtype=torch.int32))
+        mask = (steps.cumsum(0, dtype=torch.int32)[:size] > 0).to(torch.uint8)
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+    packed = (mask.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    return packed.numpy().tobytes().rstrip(b"\0")
+
+
+def set_of(told: object, most: int = MOST) -> NumberSet:
+    """The set that a state has: as text, or number by number, as checkpoints had it before. Raises
+    ValueError for what no state has, and for a number that is not below `most`."""
     if told is None:
-        return ()
-    return from_text(told) if isinstance(told, str) else told
+        return NumberSet()
+    if isinstance(told, str):
+        return NumberSet.from_text(told, most)
+    if isinstance(told, list) and all(type(one) is int and 0 <= one < most for one in told):
+        return NumberSet(told)
+    raise ValueError("it is no set of numbers")

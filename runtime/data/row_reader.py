@@ -33,6 +33,8 @@ from typing import Any
 
 import ray
 
+from .number_set import Numbers, NumberSet
+
 Row = tuple[int, Any]
 """The row's number, and its value."""
 
@@ -49,7 +51,7 @@ class _Hand:
     """The rows that a rank was given, in order. numbers: of all of them. rows: the last ones, which
     are still kept."""
 
-    numbers: list[int] = field(default_factory=list)
+    numbers: Numbers = field(default_factory=Numbers)
     rows: deque[Any] = field(default_factory=deque)
 
     @property
@@ -80,13 +82,13 @@ class _Reading:
     source: Iterator[Any]
     name: str | None
     num_holders: int
-    given: Collection[int]
+    given: NumberSet
     next_number: int = 0
     waiting: deque[Row] = field(default_factory=deque)
     hands: dict[int, _Hand] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
-    lost_ids: list[int] = field(default_factory=list)
+    lost_ids: Numbers = field(default_factory=Numbers)
     failure: Exception | None = None
 
     def read(self) -> Row | None:
@@ -180,11 +182,11 @@ class RowReader:
         name: str | None,
         epoch: int,
         num_holders: int,
-        given: Collection[int],
+        given: NumberSet,
         lost: Mapping[int, int | None],
         holder: int,
         inside: Collection[int],
-    ) -> list[int]:
+    ) -> Numbers:
         """Begin a reading for the rank of `holder`.
 
         name, given: as in _Reading.
@@ -212,15 +214,14 @@ class RowReader:
         name: str | None,
         epoch: int,
         num_holders: int,
-        given: Collection[int],
+        given: NumberSet,
     ) -> _Reading:
         if before is not None and before.failure is None:
             left = before.left()
-            numbers = {number for number, _ in left}
-            read = range(before.next_number)
+            there = NumberSet(number for number, _ in left) | given
             # If not, the run went back to a checkpoint, and needs rows that were dropped: read all
             # rows again.
-            if all(number in numbers or number in given for number in read):
+            if there.has_all_below(before.next_number):
                 reading = _Reading(before.source, name, num_holders, given, before.next_number)
                 reading.put_back(row for row in left if row[0] not in given)
                 return reading
@@ -269,12 +270,12 @@ class RowReader:
             reading.put_back(rows)  # Together with the rows of a lost rank they may fill a batch.
             return []
         hand = reading.hands.setdefault(holder, _Hand())
-        hand.numbers += [number for number, _ in rows]
+        hand.numbers.extend(number for number, _ in rows)
         hand.rows.extend(row for _, row in rows)
         hand.drop(len(hand.numbers) if counted is None else counted)
         return rows
 
-    def lose(self, key: ReadingKey, lost: Mapping[int, int | None]) -> list[int]:
+    def lose(self, key: ReadingKey, lost: Mapping[int, int | None]) -> Numbers:
         """Deal the kept rows of lost holders again. lost: by holder, how many of its rows belong to
         steps that count; None: all of them.
 
@@ -289,21 +290,26 @@ class RowReader:
             hand = reading.hands.pop(holder, _Hand())
             keep = len(hand.numbers) if counted is None else counted
             if keep < hand.num_dropped:
+                gone = list(hand.numbers[keep : hand.num_dropped])
                 raise RuntimeError(
-                    f"rows {hand.numbers[keep : hand.num_dropped]} of a rank that was lost are not "
-                    "kept any more, so they cannot be dealt again; begin again from a checkpoint"
+                    f"rows {gone} of a rank that was lost are not kept any more, so they cannot be "
+                    "dealt again; begin again from a checkpoint"
                 )
             hand.drop(keep)
-            reading.lost_ids += hand.numbers[:keep]
+            reading.lost_ids.extend(hand.numbers[:keep])
             reading.put_back(hand.kept())
         return reading.lost_ids
 
-    def ids(self, key: ReadingKey, counts: Mapping[int, int]) -> list[int]:
+    def ids(self, key: ReadingKey, counts: Mapping[int, int]) -> Numbers:
         """The numbers of the first rows of some holders. counts: by holder, how many."""
         self._check(key)
         reading = self._readings.get(key)
         hands = reading.hands if reading is not None else {}
-        return [n for h, count in counts.items() if h in hands for n in hands[h].numbers[:count]]
+        found = Numbers()
+        for holder, count in counts.items():
+            if holder in hands:
+                found.extend(hands[holder].numbers[:count])
+        return found
 
     def end(self, key: ReadingKey, holder: int) -> None:
         """The reading is over for this holder. It is not called while the holder's function may run

@@ -368,8 +368,8 @@ class Steps(Dealt):
         return self._rows.num_samples or 0
 
     @property
-    def taken_ids(self) -> list[int]:
-        return list(range(self._first, self._first + self.taken))
+    def taken_ids(self) -> Sequence[int]:
+        return range(self._first, self._first + self.taken)
 
     def ids_by_counts(self, counts: Sequence[int]) -> list[int]:
         # All ranks take the same steps, and the last one tells of all before.

@@ -36,6 +36,7 @@ from .batches import Batches
 from .cursor import Cursor
 from .dealer import Cut, Dealer, Left
 from .fetching.loader_rows import LoaderRows
+from .number_set import Numbers
 from .row_reader import ReaderDied, ReadingKey, Row, row_reader_class
 
 SLICE_S = 0.2  # A thread waits for Ray in slices, and can be interrupted between two of them.
@@ -199,7 +200,7 @@ class StreamShard(Batches):
         """How many counted rows of lost ranks have numbers that died with the reader."""
         self._reading: ReadingKey | None = None  # None: there is nothing left to read.
         self._holder = 0
-        self._numbers: list[int] = []  # of the rows that this rank was given
+        self._numbers = Numbers()  # of the rows that this rank was given
         self._ahead: deque[list[Row]] = deque()  # batches that have arrived and were not taken
         self._asked: Any = None  # the request for the batch behind them
 
@@ -215,8 +216,14 @@ class StreamShard(Batches):
     num_steps_left = num_steps
 
     @property
-    def taken_ids(self) -> list[int]:
+    def taken_ids(self) -> Numbers:
         return self._numbers[: self.taken]
+
+    @property
+    def committed_ids(self) -> Numbers:
+        found = Numbers(self.ids_of_the_lost)
+        found.extend(self.ids_by_counts(self.committed or ()))
+        return found
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -235,7 +242,7 @@ class StreamShard(Batches):
         if self._gone is not None:
             raise self._lost(self._gone)
         batch = self._ahead.popleft()
-        self._numbers += [number for number, _ in batch]
+        self._numbers.extend(number for number, _ in batch)
         self.taken += len(batch)
         try:
             self._look_ahead()
@@ -291,7 +298,7 @@ class StreamShard(Batches):
     # -- for the dealer --------------------------------------------------------------------------
 
     def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
-        self._numbers, self._asked = [], None
+        self._numbers, self._asked = Numbers(), None
         self._gone, self._num_unknown = None, 0
         self._ahead.clear()
         self._holder = dealer.holders[dealer.rank]
@@ -343,12 +350,12 @@ class StreamShard(Batches):
         left.to_take[self._dealer.rank] = int(self._has_more())
         return left
 
-    def ids_by_counts(self, counts: Sequence[int]) -> list[int]:
+    def ids_by_counts(self, counts: Sequence[int]) -> Numbers:
         if self._reading is None or not counts:
-            return []
+            return Numbers()
         by_holder = dict(zip(self.holders, counts, strict=True))
         try:
-            ids: list[int] = answer(self._reader.ids.remote(self._reading, by_holder))
+            ids: Numbers = answer(self._reader.ids.remote(self._reading, by_holder))
         except ReaderGone:
             return self._numbers[: by_holder.get(self._holder, 0)]  # Other ranks know their own.
         return ids

@@ -39,6 +39,10 @@ class OfGroup:
     def __init__(self) -> None:
         self.num_saves = 0
         """The number of checkpoints saved in it, for the names of their keys in the store."""
+        self.told_saves: list[str] = []
+        """The prefixes of the keys of saves whose outcome stands, which are still in the store."""
+        self.over_key = ""
+        """By which this rank has said that the function of the last run is over."""
         self.beside: weakref.ref[Group] | None = None
         """The second group of its ranks (data_parallel/sync_batch_norm.py). The reference is weak,
         since a group refers to the groups made from it, and they refer to it."""

@@ -27,7 +27,7 @@ from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.saving import Saving
-from ..data.cursor import Cursor, Used, told_place
+from ..data.cursor import Cursor, Used, check_parts, is_count, told_place
 from ..data.dealer import Dealer
 from ..data.fetching.fetchers import Fetchers
 from ..data.streaming import Stream
@@ -246,6 +246,22 @@ class FunctionCall:
         self.origin = parts[0].get("origin", self.origin)
         self.steps_before = parts[0].get("steps_before", 0)
         self.cursor.resume([part["data"] for part in parts], epoch_is_over=epoch_is_over)
+
+    @staticmethod
+    def check_progress(parts: Sequence[Any]) -> None:
+        """Raise ValueError unless `resume_from` takes `parts`, of a checkpoint that anybody may
+        have written."""
+        for part in parts:
+            if (
+                not isinstance(part, dict)
+                or not is_count(part.get("boundaries"))
+                or not is_count(part.get("steps_before", 0))
+                or not isinstance(part.get("origin", ""), str)
+            ):
+                raise ValueError("a rank's place in the run is not one")
+        if not parts:
+            raise ValueError("it has no rank's place")
+        check_parts([part.get("data") for part in parts])
 
     def data_state(self, *, committed: bool = False) -> dict[str, Any]:
         """This rank's place in the data, as plain data for a checkpoint. committed: its place after

@@ -166,6 +166,7 @@ class FunctionRun:
             config = replace(config, resume=AUTO)
         checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
         checkpoints.tell_progress = call.data_state
+        checkpoints.check_progress = call.check_progress
         checkpoints.run_id = self._program.run_id
         checkpoints.goes_on = resumption is not None or self._goes_back
         if score is not None:

@@ -3,6 +3,7 @@ a cloud store ends a training, and each rank hears the same."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -240,3 +241,31 @@ def test_a_folder_that_cannot_be_read_now_is_neither_used_nor_deleted_and_hides_
     assert listed.unread == [unread.name] and len(listed.written) == 1
     assert newest_whole(Partly(tmp_path)).manifest.step == 4
     assert opening.catalog.sweep(Partly(tmp_path)) == [] and unread.exists()
+
+
+def _keys_behind_saves(group: cl.Group, place: Path) -> list[int]:
+    """The keys in the group's store behind each of some saves, half of which fail on rank 1."""
+    counts: list[int] = []
+
+    def body(ctx: cl.Context) -> None:
+        parts = Parts(ctx)
+        for step in range(12):
+            parts.step()
+            if step % 2 == 0 and ctx.rank == 1:
+                FAILS["create"] = lambda name: True
+            with contextlib.suppress(cl.CheckpointWriteFailed):
+                ctx.save().wait()
+            FAILS.clear()
+            ctx.barrier()
+            counts.append(ctx.group._store.num_keys())
+            ctx.barrier()
+
+    for _ in range(2):
+        _in_failing_run(group, body, cl.CheckpointConfig(place, resume="never"))
+    return counts
+
+
+def test_saves_leave_nothing_in_the_store_that_grows_with_their_number(ranks_of, tmp_path):
+    counts, _ = ranks_of(2).run(_keys_behind_saves, tmp_path)
+    assert max(counts[6:12]) <= max(counts[:6])
+    assert max(counts[18:]) <= max(counts[12:18]) <= max(counts[:12]) + 6

@@ -10,7 +10,6 @@ import pytest
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.dealer import Dealer, Left
 from chorusline.runtime.data.dealing import redeal
-from chorusline.runtime.data.number_set import as_text, numbers_of
 
 NUM_SAMPLES = 24
 
@@ -160,13 +159,6 @@ def test_what_is_dealt_by_slices_is_what_is_dealt_one_by_one(seed: int) -> None:
         again = redeal(hands, taken, former, busy=busy)
         assert again == one_by_one(hands, taken, former, busy)
         hands = again
-
-
-@pytest.mark.parametrize("numbers", [[], [0], [7, 8, 3], [1_000_003], list(range(5000))[::-3]])
-def test_a_set_of_numbers_survives_as_text(numbers: list[int]) -> None:
-    assert list(numbers_of(as_text(numbers))) == sorted(numbers)
-    assert list(numbers_of(numbers)) == numbers, "as checkpoints had them before"
-    assert list(numbers_of(None)) == []
 
 
 def test_shards_side_by_side_are_both_dealt_again() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from chorusline.runtime.data.number_set import NumberSet
 from chorusline.runtime.data.row_reader import ReaderDied, ReadingKey, RowReader
 
 FIRST: ReadingKey = ("run", 3, 1)
@@ -36,7 +37,7 @@ def begin(reader: RowReader, key: ReadingKey = FIRST, **kwargs: Any) -> list[int
         "name": "epoch 0",
         "epoch": 0,
         "num_holders": 3,
-        "given": frozenset(),
+        "given": NumberSet(),
         "lost": {},
         "holder": 0,
         "inside": [key[2]],
@@ -91,7 +92,7 @@ def test_a_function_that_runs_again_goes_on_with_what_is_here() -> None:
     reader.take(FIRST, 1, 4, False, 0)
     reader.take(FIRST, 0, 4, False, 4)  # The first four count; these do not.
     again = ("run", 4, 1)
-    assert begin(reader, again, given=frozenset(n for n, _ in used), num_holders=2) == []
+    assert begin(reader, again, given=NumberSet(n for n, _ in used), num_holders=2) == []
     rows = reader.take(again, 1, 100, False, 0)
     assert [number for number, _ in rows] == list(range(4, NUM_ROWS))
     assert reader.take(FIRST, 0, 4, False, 0) == [], "of a function that was left"
@@ -104,7 +105,7 @@ def test_a_run_that_goes_back_reads_the_rows_again() -> None:
     reader.take(FIRST, 0, 4, False, 0)
     reader.take(FIRST, 0, 4, False, 4)
     reader.take(FIRST, 0, 4, False, 8)
-    begin(reader, ("run", 4, 1), given=frozenset(range(4)))
+    begin(reader, ("run", 4, 1), given=NumberSet(range(4)))
     assert source.num_readings == 2
     rows = reader.take(("run", 4, 1), 0, 100, False, 0)
     assert [number for number, _ in rows] == list(range(4, NUM_ROWS))
@@ -179,7 +180,7 @@ def test_a_reader_in_the_place_of_one_that_died_refuses_what_that_one_may_have_b
             begin(reader, ("run", 3, 2))  # Another pass of that generation.
         assert source.num_readings == 0
         later = ("run", 5, 1)
-        begin(reader, later, given=frozenset({0, 2, 7}))
+        begin(reader, later, given=NumberSet({0, 2, 7}))
         rows = reader.take(later, 1, 100, False, 0)
         assert [n for n, _ in rows] == [n for n in range(NUM_ROWS) if n not in {0, 2, 7}]
         with pytest.raises(ReaderDied):

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -39,6 +41,9 @@ from .standing import RESULTS_KEPT_S, Standing
 
 REPORT_HISTORY = 4000
 """Reports of each rank that its worker holds for a keeper that is started again."""
+
+_LINES = 200
+"""Of the log that are kept for whoever waits for the start."""
 
 _CLIENT_S = 15.0
 """Seconds after which a client that says nothing is gone."""
@@ -148,7 +153,7 @@ class Keeper:
         is_again = saved is not None and saved[0] == ray.get_runtime_context().get_actor_id()
         self._again: int | None = saved[1] if is_again else None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._said: list[str] = []
+        self._said: deque[tuple[int, str]] = deque(maxlen=_LINES)
         log = logging.getLogger("chorusline")
         log.addHandler(_Collecting(self._said))
         log.propagate = False
@@ -387,7 +392,7 @@ class Keeper:
 
     async def said(self, since: int) -> list[str]:
         """Lines about the start, for whoever waits for it."""
-        return self._said[since:]
+        return [line for number, line in self._said if number >= since]
 
     async def standing(self) -> Standing:
         if self._again is not None:
@@ -432,14 +437,15 @@ def _forgotten(recorded: bytes | None) -> RuntimeError:
 
 
 class _Collecting(logging.Handler):
-    """Keeps the log's lines, which have no other reader here."""
+    """Keeps the log's newest lines, with their numbers: they have no other reader here."""
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, lines: deque[tuple[int, str]]) -> None:
         super().__init__(logging.WARNING)
         self._lines = lines
+        self._numbers = itertools.count()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(record.getMessage())
+        self._lines.append((next(self._numbers), record.getMessage()))
 
 
 def keeper_class() -> Any:

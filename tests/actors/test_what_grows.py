@@ -1,0 +1,55 @@
+"""What a session that lives for weeks keeps of what is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any
+
+from chorusline.actors.actor_store import StoreActor
+from chorusline.actors.driver.driver import _Errands
+from chorusline.runtime.session.detached.keeper import _LINES, Keeper, _Collecting
+
+
+async def test_the_store_forgets_the_generations_before_the_last_two() -> None:
+    actor = StoreActor()
+    for generation in (2, 9, 10, 11):
+        await actor.store_set(f"group/default/{generation}/1/card/0", "x")
+        await actor.store_append(f"group/default/{generation}/1/others/1/group/a/0/b", "x")
+    await actor.store_set("group/mine/2/1/card/0", "x")
+    await actor.store_wait(["group/default/2/1/never"], 0)
+    await actor.store_forget(10)
+    assert await actor.store_num_keys() == 5
+    assert await actor.store_check(["group/default/10/1/card/0", "group/mine/2/1/card/0"])
+    assert not actor._written, "what was waited for in vain is forgotten, too"
+
+
+async def test_a_driver_forgets_an_instruction_that_is_done() -> None:
+    errands = object.__new__(_Errands)
+    errands._tasks = set()
+    async with asyncio.TaskGroup() as errands._group:
+        for number in range(100):
+            errands._start(asyncio.sleep(0), f"errand-{number}")
+        waits = asyncio.Event()
+        errands._start(_until(waits), "waits")
+        while len(errands._tasks) > 1:
+            await asyncio.sleep(0)
+        waits.set()
+    await asyncio.sleep(0)
+    assert not errands._tasks
+
+
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+async def test_a_keeper_keeps_the_newest_of_its_records() -> None:
+    keeper: Any = object.__new__(Keeper)
+    keeper._said = deque(maxlen=_LINES)
+    collecting = _Collecting(keeper._said)
+    for number in range(10 * _LINES):
+        collecting.emit(logging.makeLogRecord({"msg": f"warning {number}"}))
+    assert len(keeper._said) == _LINES
+    last = 10 * _LINES - 1
+    assert await keeper.said(last) == [f"warning {last}"] and await keeper.said(last + 1) == []
