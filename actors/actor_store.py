@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from chorusline.collectives.contract.errors import CollectiveError, StoreLost, fresh_copy
+from chorusline.collectives.stores.signed_store import new_secret
 from chorusline.collectives.stores.store import (
     Data,
     HashStore,
@@ -203,12 +204,16 @@ class ActorStore(Store):
     """A store in an actor, for the processes of a Ray cluster: `ActorStore.start()` makes one. It
     can be pickled; every copy is a client of its own.
 
-    actor: a StoreActor. No call blocks longer than its timeout: a dead or silent actor raises
-    StoreLost.
+    actor: a StoreActor.
+    secret: travels with every copy. Ranks that meet here sign with it what they write, and the
+        objects that they send between hosts, where others may reach the port of the transport.
+
+    No call blocks longer than its timeout: a dead or silent actor raises StoreLost.
     """
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: Actor, secret: bytes | None = None) -> None:
         self._actor = actor
+        self.secret = secret
         self._lock = threading.Lock()
         self._blocked: set[threading.Event] = set()
         self._cancelled_by: CollectiveError | None = None
@@ -228,10 +233,10 @@ class ActorStore(Store):
                 "ray.init() first, or take a FileStore (one host) or store_from_url (no Ray)"
             )
         made = actor_class(StoreActor, concurrency_groups=STORE_CONCURRENCY, num_cpus=0)
-        return cls(made.options(**options).remote())
+        return cls(made.options(**options).remote(), new_secret())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ActorStore, (self._actor,), {"timeout_s": self.timeout_s}
+        return ActorStore, (self._actor, self.secret), {"timeout_s": self.timeout_s}
 
     def cancel(self, error: CollectiveError) -> None:
         """Free every blocked thread. Its call, and every later one, raise `error`; of several

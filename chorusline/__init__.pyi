@@ -82,6 +82,12 @@ from .collectives import (
     Rendezvous as Rendezvous,
 )
 from .collectives import (
+    SecretMismatch as SecretMismatch,
+)
+from .collectives import (
+    SignedStore as SignedStore,
+)
+from .collectives import (
     StaleStore as StaleStore,
 )
 from .collectives import (
@@ -279,6 +285,7 @@ __all__ = [
     "FileStore",
     "HashStore",
     "PrefixStore",
+    "SignedStore",
     "ActorStore",
     "TorchStore",
     "StoreFromTorch",
@@ -303,6 +310,7 @@ __all__ = [
     "UnsupportedOperation",
     "StoreTimeout",
     "StoreLost",
+    "SecretMismatch",
     "StaleStore",
     "WorkerLost",
     "StateLost",

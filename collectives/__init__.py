@@ -23,6 +23,7 @@ from .contract.errors import (
     GroupClosed,
     PayloadUnreadable,
     PeerLost,
+    SecretMismatch,
     StaleStore,
     StoreLost,
     StoreTimeout,
@@ -33,6 +34,7 @@ from .diagnosis.debug import DebugLevel, get_debug_level, set_debug_level, set_d
 from .diagnosis.flight_recorder import FlightRecording, RecordedCollective
 from .diagnosis.statistics import Statistics
 from .stores.file_store import FileStore
+from .stores.signed_store import SignedStore
 from .stores.store import HashStore, PrefixStore, Store
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ __all__ = [
     "FileStore",
     "HashStore",
     "PrefixStore",
+    "SignedStore",
     "TorchStore",
     "StoreFromTorch",
     "Rendezvous",
@@ -98,4 +101,5 @@ __all__ = [
     "StoreTimeout",
     "StoreLost",
     "StaleStore",
+    "SecretMismatch",
 ]

@@ -38,6 +38,7 @@ from .objects.messages import ObjectMessages
 from .operations.composed_work import Coalesced, MonitoredBarrier
 from .operations.host_reads import HostReads
 from .stores.rendezvous import store_from_url
+from .stores.signed_store import Seal, signed
 from .stores.store import Store
 from .subgroups import Subgroups
 from .transports.backends import backend_for
@@ -103,8 +104,10 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         name: str,
         store: Store,
         backend: str | None = None,
+        seal: Seal | None = None,
     ) -> None:
-        """store: where the ranks have met, for this group alone. backend: as passed to `create`."""
+        """store: where the ranks have met, for this group alone. backend: as passed to `create`.
+        seal: signs the objects that ranks send each other; None: they are not signed."""
         self._communicator = communicator
         self.rank = communicator.rank
         self.size = communicator.size
@@ -124,6 +127,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         self._with_nvtx = nvtx_is_recorded(self.device)
         self._next_sequence = 0
         self._store = store
+        self.seal = seal
         self._asked_backend = backend
         self._pid = os.getpid()
         self._closed = False
@@ -161,8 +165,12 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         host, else Gloo. Otherwise "shared-memory", "gloo", "nccl", or a name that
         `register_backend` has registered; the same on all ranks.
 
-        Raises StoreTimeout naming the ranks that did not come within `timeout_s`. The ranks may
-        then call it again, at different times; those that call again meet.
+        With a secret (of the store, or CHORUSLINE_SECRET), what ranks read in the store must be
+        signed with it, and between hosts their objects as well: stores/signed_store.py.
+
+        Raises StoreTimeout naming the ranks that did not come within `timeout_s`, SecretMismatch if
+        ranks have not the same secret. After a timeout the ranks may call it again, at different
+        times; those that call again meet.
         """
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
@@ -172,9 +180,9 @@ class Group(HostReads, ObjectCollectives, Subgroups):
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         device = torch.device(device)
         chosen = backend_for(backend, device)
-        communicator, rendezvous = meet(
+        communicator, rendezvous, seal = meet(
             chosen,
-            store,
+            signed(store),
             rank,
             size,
             device,
@@ -193,6 +201,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
             name=name,
             store=rendezvous,
             backend=backend,
+            seal=seal,
         )
 
     @classmethod
@@ -206,16 +215,18 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         generation: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         name: str = "default",
+        secret: str | bytes | None = None,
     ) -> Self:
         """Meet the other ranks at a URL and connect, for processes that Chorusline did not start.
 
         url: tcp://host:port, file:///path or env://; stores/rendezvous.py says which rank listens.
         rank, size: needed where neither the URL nor the environment gives them.
+        secret: as in `store_from_url`.
 
         For several groups or generations, call `store_from_url` once and pass its store to
         `create`. Raises what `store_from_url` and `create` raise.
         """
-        store, rank, size = store_from_url(url, rank, size, timeout_s=timeout_s)
+        store, rank, size = store_from_url(url, rank, size, timeout_s=timeout_s, secret=secret)
         return cls.create(
             store, rank, size, device, generation=generation, timeout_s=timeout_s, name=name
         )
@@ -460,7 +471,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
                 "arrive before the rest can be issued; move it out of the block"
             )
         if self._messages is None:
-            self._messages = ObjectMessages(self._communicator, self.abort)
+            self._messages = ObjectMessages(self._communicator, self.abort, self.seal)
         return self._messages
 
     def _objects(self) -> ObjectChannel:

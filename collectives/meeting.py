@@ -15,7 +15,8 @@ from typing import TypeVar
 import torch
 
 from .contract.communicator import Communicator
-from .contract.errors import StoreTimeout
+from .contract.errors import SecretMismatch, StoreTimeout
+from .stores.signed_store import Seal, looks_signed, new_nonce
 from .stores.store import Data, PrefixStore, Store
 from .transports.backends import Backend
 
@@ -71,8 +72,10 @@ def meet(
     generation: int,
     timeout_s: float,
     name: str,
-) -> tuple[Communicator, PrefixStore]:
-    """The communicator of the group, and the part of `store` that only the group uses.
+) -> tuple[Communicator, PrefixStore, Seal | None]:
+    """The communicator of the group, the part of `store` that only the group uses, and what signs
+    the group's objects: None without a secret, and in the memory of one host, which only this user
+    can write.
 
     Raises StoreTimeout naming the ranks that did not come, ValueError if ranks came with
     different backends, and what the backend raises.
@@ -93,6 +96,8 @@ def meet(
         place = WatchedStore(f"{attempts}/{number}", store, look)
         place.set_timeout(max(give_up_at - time.monotonic(), 0.001))
         place.post(f"backend/{rank}", backend.name)
+        if store.secret is not None:
+            place.post(f"nonce/{rank}", new_nonce())
         try:
             communicator = backend.factory(place, rank, size, device, generation)
         except _GivenUp:
@@ -118,10 +123,31 @@ def meet(
                 f"{name!r}. Check that they run, and that all use the same store, size, name and "
                 "generation; ranks that call again meet each other",
             ) from error
+        except Exception as error:
+            _compare_secrets(place, rank, size, error)
+            raise
         # From here on no rank gives up, so the store is no longer watched.
         own = PrefixStore(f"{attempts}/{number}", store)
         own.set_timeout(timeout_s)
-        return communicator, own
+        seal = None
+        if store.secret is not None and size > 1 and communicator.backend != "shared-memory":
+            # Every rank has connected, so every rank has posted its number.
+            numbers = own.multi_get([f"nonce/{other}" for other in range(size)])
+            seal = Seal(store.secret, numbers)
+        return communicator, own, seal
+
+
+def _compare_secrets(place: PrefixStore, rank: int, size: int, error: Exception) -> None:
+    """Raise SecretMismatch if another rank signs and this one, which could not read that, does
+    not. A rank that signs has noticed it already."""
+    if place.is_signed:
+        return
+    for other in range(size):
+        key = f"backend/{other}"
+        if other != rank and place.check([key]) and looks_signed(place.get(key)):
+            raise SecretMismatch(
+                f"the value of rank {other}", f"is signed, and rank {rank} has no secret"
+            ) from error
 
 
 def ranks_of_keys(keys: Sequence[str]) -> list[int]:

@@ -20,6 +20,8 @@ from typing import Any
 
 import ray
 
+from chorusline.collectives.stores.signed_store import new_secret
+
 from .. import messages
 from ..actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
 from ..arrivals import Readiness, Score, Ticket
@@ -359,7 +361,7 @@ class _Errands:
         self._tasks: set[asyncio.Task[None]] = set()
         self._generation = 0  # the newest one that ranks were told to begin
         self._actor = ray.get_runtime_context().current_actor
-        self._store = ActorStore(self._actor)
+        self._store = ActorStore(self._actor, new_secret())
 
     def carry_out(self, todo: list[Instruction]) -> RunSucceeded | RunFailed | None:
         """Send instructions on their way; the outcome if one of them says that the run is over."""
@@ -397,7 +399,8 @@ class _Errands:
                 case instructions.DismissRank(worker_id, error):
                     self._start(self._call(worker_id, "abort", error), f"dismiss-{worker_id}")
                 case instructions.ResumeRank(worker_id, resumption):
-                    self._start(self._call(worker_id, "resume", resumption), f"resume-{worker_id}")
+                    resumed = self._call(worker_id, "resume", resumption, self._store)
+                    self._start(resumed, f"resume-{worker_id}")
                 case instructions.ReleaseRank(worker_id):
                     self._start(self._call(worker_id, "release"), f"release-{worker_id}")
                 case instructions.Fence(worker_id):

@@ -367,14 +367,14 @@ class Worker:
             lifeline.freeze(generation, error)
 
     @ray.method(concurrency_group="control")
-    async def resume(self, run: int, resumption: Resumption) -> None:
-        """Tell the frozen training thread how it goes on."""
+    async def resume(self, run: int, resumption: Resumption, store: ActorStore) -> None:
+        """Tell the frozen training thread how it goes on. store: of the new generation."""
         with self._lock:
             current = self._run
             if current is None or current.request.run != run or current.lifeline is None:
                 return
             current.assignment = resumption.assignment
-            current.store = ActorStore(current.driver)
+            current.store = store
             self._generation = resumption.assignment.generation
             self._output.set_rank(resumption.assignment.rank)
             current.rehearses = False

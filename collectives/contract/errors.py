@@ -4,6 +4,7 @@
     ├── StoreTimeout               a key that a rendezvous needs was never written
     ├── StoreLost                  the store's server or file is gone, or silent
     ├── StaleStore                 a store's file was left behind by an earlier run
+    ├── SecretMismatch             what came from a store or a rank lacks the secret's signature
     └── CollectiveError            a collective, or the group it belongs to
         ├── CollectiveTimeout      a rank did not arrive before the deadline; it may still live
         ├── CollectiveMismatch     ranks met in different operations, shapes or dtypes
@@ -86,6 +87,25 @@ class StaleStore(ChoruslineError, RuntimeError):
             "that used it is alive, and its keys would mislead this run. Remove it "
             f"(rm {shlex.quote(self.path)}) and start all ranks again, or give every run a path of "
             "its own"
+        )
+
+
+@dataclass(eq=False, repr=False)
+class SecretMismatch(ChoruslineError, RuntimeError):
+    """A value of a store, or an object of another rank, is not signed with this rank's secret.
+
+    It was not used: whoever reaches the port may have written it. what: the key or the object.
+    detail: what is wrong with it.
+    """
+
+    what: str
+    detail: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} {self.detail}, so it was not read. Pass the same secret on all ranks "
+            "(CHORUSLINE_SECRET, or secret=); if all have it, a stranger has reached the store's "
+            "port or a rank's"
         )
 
 

@@ -4,7 +4,8 @@ These functions block, and use no channel of their own: call them only where not
 flight. Users call the methods of `Group`, which can be awaited.
 
 The functions on objects unpickle what other ranks sent, and unpickling runs code that the sender
-chooses: use them only among processes of one user, as all ranks of a group are.
+chooses: use them only among processes of one user, as all ranks of a group are. A group with a seal
+reads only what its ranks have signed, and raises SecretMismatch for anything else.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from ..operations.operations import Operations
-from .payloads import bytes_of, loads, pickled, words_of
+from .payloads import bytes_of, loads, opened, pickled, sealed, words_of
 
 
 def all_gather_row(
@@ -37,15 +38,17 @@ def broadcast_object(
     value: anything that pickles; ignored on the other ranks. dumps: pickles the value.
     """
     is_root = group.rank == root
-    payload = broadcast_bytes(group, dumps(value) if is_root else b"", root)
-    return value if is_root else loads(payload)
+    payload = sealed(group.seal, dumps(value), root) if is_root else b""
+    payload = broadcast_bytes(group, payload, root)
+    return value if is_root else loads(opened(group.seal, payload, root))
 
 
 def all_gather_object(group: Operations, value: Any) -> list[Any]:
     """The values of all ranks, by rank, on every rank."""
-    payload = pickled(value)
+    payload = sealed(group.seal, pickled(value), group.rank)
     lengths = [length for (length,) in all_gather_row(group, [len(payload)])]
-    return [loads(theirs) for theirs in all_gather_bytes(group, payload, lengths)]
+    everybodys = enumerate(all_gather_bytes(group, payload, lengths))
+    return [loads(opened(group.seal, theirs, rank)) for rank, theirs in everybodys]
 
 
 def broadcast_bytes(

@@ -15,7 +15,7 @@ A group on GPUs takes no part in this, because the host makes and reads pickles.
 
 from __future__ import annotations
 
-import pickle
+import json
 import sys
 import threading
 import time
@@ -39,8 +39,9 @@ from ..contract.operation import Kind, Operation
 from ..diagnosis.blame import tell_issued, usual_and_blamed
 from ..diagnosis.flight_recorder import FlightRecorder
 from ..operations.operations import Operations
+from ..stores.signed_store import Seal
 from .blocking import all_gather_row, broadcast_bytes
-from .payloads import MapLocation, loads
+from .payloads import MapLocation, loads, opened
 
 
 class Owner(Protocol):
@@ -48,6 +49,7 @@ class Owner(Protocol):
 
     rank: int
     generation: int
+    seal: Seal | None
 
     def abort(self, reason: CollectiveError) -> None: ...
     def end_with(self, error: CollectiveError) -> None: ...
@@ -183,6 +185,8 @@ class ObjectChannel:
         except (CollectiveTimeout, PeerLost) as error:
             _, _, ranks, *rest = error.args  # The error must name the caller's operation.
             raise type(error)(str(operation), operation.generation, ranks, *rest) from error
+        seal = self._owner.seal
+        payloads = {rank: opened(seal, payload, rank) for rank, payload in payloads.items()}
         values: dict[int, Any] = {}
         reason = trace = ""
         for rank, payload in payloads.items():  # 3
@@ -223,8 +227,8 @@ class ObjectChannel:
         if not ranks:
             return None
         first = ranks[0]
-        story = pickle.dumps((reason, trace)) if group.rank == first else b""
-        detail, where = pickle.loads(broadcast_bytes(group, story, first))
+        story = json.dumps([reason, trace]).encode() if group.rank == first else b""
+        detail, where = json.loads(broadcast_bytes(group, story, first))
         return PayloadUnreadable(str(operation), operation.generation, ranks, detail, where)
 
 

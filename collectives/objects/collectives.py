@@ -12,10 +12,11 @@ from typing import Any
 from ..contract.operation import Kind, Operation
 from ..contract.torch_words import object_operation
 from ..operations.operations import Operations
+from ..stores.signed_store import Seal
 from .blocking import all_gather_bytes, broadcast_bytes, gather_bytes, scatter_bytes
 from .channel import ObjectChannel, ObjectWork
 from .messages import ObjectMessages, ScriptedWork
-from .payloads import MapLocation, dumps
+from .payloads import MapLocation, dumps, sealed
 
 
 class ObjectCollectives(ABC):
@@ -25,7 +26,8 @@ class ObjectCollectives(ABC):
     issue object collectives in the same order. The first one connects the channel that they use.
 
     Ranks unpickle what other ranks of the group sent, and unpickling runs code that the sender
-    chooses: use them only among processes of one user, as all ranks of a group are.
+    chooses: use them only among processes of one user, as all ranks of a group are. With a secret
+    (stores/signed_store.py), what no rank of the group has signed ends the group, unread.
 
     map_location: where tensors inside the objects go, as in torch.load; by default the device with
     the number of the sender's device. timeout_s: in seconds, by default the group's.
@@ -37,6 +39,7 @@ class ObjectCollectives(ABC):
 
     rank: int
     size: int
+    seal: Seal | None
 
     @abstractmethod
     def _objects(self) -> ObjectChannel: ...
@@ -62,6 +65,9 @@ class ObjectCollectives(ABC):
     @abstractmethod
     def _object_messages(self, operation: str) -> ObjectMessages: ...
 
+    def _payload(self, value: Any, argument: str) -> bytes:
+        return sealed(self.seal, dumps(value, argument), self.rank)
+
     @object_operation(object_list="write objects=", src="write root=", device="write map_location=")
     def broadcast_object_list(
         self,
@@ -80,7 +86,7 @@ class ObjectCollectives(ABC):
         if not isinstance(objects, list):
             raise TypeError(f"objects must be a list, got {type(objects).__name__}")
         is_root = self.rank == root
-        payload = dumps(objects, "objects") if is_root else b""
+        payload = self._payload(objects, "objects") if is_root else b""
 
         def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
             received = broadcast_bytes(group, payload, root, lengths[root])
@@ -111,7 +117,7 @@ class ObjectCollectives(ABC):
 
         Every rank unpickles what all ranks sent.
         """
-        payload = dumps(value, "value")
+        payload = self._payload(value, "value")
 
         def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
             return dict(enumerate(all_gather_bytes(group, payload, lengths)))
@@ -137,7 +143,7 @@ class ObjectCollectives(ABC):
         Rank `root` unpickles what all ranks sent.
         """
         self._check_rank(root, "root")
-        payload = dumps(value, "value")
+        payload = self._payload(value, "value")
         is_root = self.rank == root
 
         def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
@@ -178,7 +184,7 @@ class ObjectCollectives(ABC):
                     f"scatter_object_list: rank {root} is the root and must pass one object for "
                     f"each of the {self.size} ranks, got {got}"
                 )
-            parts = [dumps(value, f"objects[{i}]") for i, value in enumerate(objects)]
+            parts = [self._payload(value, f"objects[{i}]") for i, value in enumerate(objects)]
 
         def body(group: Operations, lengths: list[int]) -> dict[int, bytes]:
             return {root: scatter_bytes(group, parts, root)}
@@ -209,7 +215,7 @@ class ObjectCollectives(ABC):
         issue. If `dst` cannot unpickle the list, only `dst` raises an error.
         """
         self._check_peer(dst, "dst")
-        payload = dumps(list(objects), "objects")
+        payload = self._payload(list(objects), "objects")
         messages = self._object_messages("send_object_list")
         operation = self._begin_between_two(
             Kind.SEND_OBJECT_LIST, len(objects), -1, dst, 0, timeout_s

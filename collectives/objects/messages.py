@@ -26,7 +26,8 @@ from ..contract.errors import CollectiveError, CollectiveMismatch, GroupAborted,
 from ..contract.modes import outside_modes
 from ..contract.operation import FIRST_OBJECT_TAG, STARTED, Kind, OnBehalf, Operation
 from ..contract.work import SettledWork, Work
-from .payloads import MapLocation, bytes_of, loads, words_of
+from ..stores.signed_store import Seal
+from .payloads import MapLocation, bytes_of, loads, opened, words_of
 
 _HEADER_TAG = FIRST_OBJECT_TAG
 _NUM_PAYLOAD_TAGS = 1 << 20  # the tags after _HEADER_TAG, used in turn
@@ -144,13 +145,17 @@ class ScriptedWork(SettledWork):
 
 
 class ObjectMessages:
-    """The messages of one rank of a group. communicator: the group's. abort: ends the group."""
+    """The messages of one rank of a group. communicator, seal: the group's. abort: ends it."""
 
     def __init__(
-        self, communicator: Communicator, abort: Callable[[CollectiveError], None]
+        self,
+        communicator: Communicator,
+        abort: Callable[[CollectiveError], None],
+        seal: Seal | None,
     ) -> None:
         self._communicator = communicator
         self._abort = abort
+        self._seal = seal
         self._sent: Counter[int] = Counter()  # lists, by receiver
 
     @outside_modes
@@ -186,8 +191,9 @@ class ObjectMessages:
                 raise self._mismatch(operation, count)
             words = words_of(b"", length).to(device)
             yield self._recv(operation, words, source, _HEADER_TAG + 1 + number)
+            payload = opened(self._seal, bytes_of(words, length), source)
             try:
-                received = loads(bytes_of(words, length), map_location)
+                received = loads(payload, map_location)
             except Exception as error:
                 detail = (
                     f"rank {rank} cannot unpickle what rank {source} sent: "

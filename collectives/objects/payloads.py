@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..stores.signed_store import Seal
 from .storages import SharedStorages
 
 MapLocation = Any
@@ -56,6 +57,16 @@ class _Unpickler(pickle.Unpickler):
 
 def loads(payload: bytes, map_location: MapLocation = None) -> Any:
     return _Unpickler(payload, map_location).load()
+
+
+def sealed(seal: Seal | None, payload: bytes, rank: int) -> bytes:
+    """What rank `rank` sends: signed, if the group has a seal."""
+    return payload if seal is None else seal.sealed(payload, rank)
+
+
+def opened(seal: Seal | None, received: bytes, rank: int) -> bytes:
+    """The payload of rank `rank`. Raises SecretMismatch if another process has written it."""
+    return received if seal is None else seal.opened(received, rank)
 
 
 def words_of(payload: bytes, length: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from ..contract.communicator import Communicator
 from ..contract.errors import UnsupportedOperation
 from ..contract.operation import ANY_RANK, FIRST_OBJECT_TAG, ReduceOp
+from ..stores.signed_store import Seal
 from .arguments import (
     Finisher,
     checked,
@@ -40,6 +41,7 @@ class GroupArguments(ABC):
     device: torch.device
     backend: str
     timeout_s: float
+    seal: Seal | None  # signs the payloads of objects; see stores/signed_store.py
     _communicator: Communicator
     _notes_shapes: bool  # at debug level DETAIL
     _shapes: list[tuple[FrameType, tuple[int, ...]]]

@@ -7,15 +7,21 @@ shell starts do. The URLs have torch's forms:
     file:///path?rank=0&world_size=2       a FileStore: ranks of one host, no port
     env://                                 tcp, from MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE
 
-With tcp and env, rank 0 opens a port, the only one that Chorusline opens. torch's server listens on
-every interface of the host, without a password, and every process that reaches the port can read
-and write the keys: use trusted networks. Under torchrun, the agent hosts the store already.
+With tcp and env, rank 0 opens a port: at the address that the URL names, and at no other, unless
+the URL has the parameter listen=ADDRESS (0.0.0.0 for every interface). torch's server has no
+password. Whoever reaches the port can pass for a rank, and as ranks unpickle each other's objects,
+**may run code as this user**: every user of this host can, if the address is 127.0.0.1. A secret
+that all ranks have (`secret=`, or CHORUSLINE_SECRET) shuts them out; see signed_store.py. For ranks
+of one host, file:// needs no port. Under torchrun, the agent hosts the store already, and listens
+everywhere.
 """
 
 from __future__ import annotations
 
 import operator
 import os
+import socket
+import weakref
 from datetime import timedelta
 from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -25,6 +31,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..contract.errors import StoreLost
 from .file_store import FileStore
+from .signed_store import checked_secret, signed
 from .store import PrefixStore, Store
 from .torch_store import Caller, NoAnswer, StoreFromTorch
 
@@ -48,11 +55,15 @@ def store_from_url(
     size: int | None = None,
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    secret: str | bytes | None = None,
 ) -> Rendezvous:
     """The store at `url`, and this process's rank and the number of ranks.
 
     rank, size: needed if neither the URL (parameters `rank` and `world_size`) nor the environment
     gives them. timeout_s: seconds that rank 0 may be late, and the timeout of the store.
+    secret: at least 16 bytes, the same on all ranks; by default the environment variable
+    CHORUSLINE_SECRET. With one, ranks read in the store, and from each other as objects, only what
+    is signed with it, and raise SecretMismatch for anything else (signed_store.py).
 
     The store lives as long as the object on rank 0: keep it while ranks meet in it. Several groups
     and generations share one store: `Group.create(store, rank, size, generation=1)`.
@@ -64,6 +75,8 @@ def store_from_url(
         raise TypeError(f"url must be a string, got {type(url).__name__}; write {_FORMS}")
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    if secret is not None:
+        secret = checked_secret(secret)
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -72,6 +85,9 @@ def store_from_url(
     if parts.scheme not in ("tcp", "file", "env"):
         raise ValueError(f"url {url!r} is of an unknown kind; write {_FORMS}")
     said = _parameters(url, parts)
+    listen = said.pop("listen", None)
+    if listen is not None and parts.scheme == "file":
+        raise ValueError(f"url {url!r} names a file, at which nobody listens; leave out listen")
     if parts.scheme == "env":
         said = _environment(url) | said
     rank = _settled("rank", rank, "rank", said, url)
@@ -85,11 +101,12 @@ def store_from_url(
         store = _file_store(url, parts)
     elif parts.scheme == "env":
         master_port = _number("MASTER_PORT", said["MASTER_PORT"], url)
-        store = _tcp_store(url, said["MASTER_ADDR"], master_port, rank, timeout_s)
+        store = _tcp_store(url, said["MASTER_ADDR"], master_port, listen, rank, timeout_s)
     else:
         if not parts.hostname or port is None:
             raise ValueError(f"url {url!r} lacks a host or a port; write tcp://host:port")
-        store = _tcp_store(url, parts.hostname, port, rank, timeout_s)
+        store = _tcp_store(url, parts.hostname, port, listen, rank, timeout_s)
+    store = signed(store, secret)
     store.set_timeout(timeout_s)
     return Rendezvous(store, rank, size)
 
@@ -97,8 +114,10 @@ def store_from_url(
 def _parameters(url: str, parts: SplitResult) -> dict[str, str]:
     pairs = parse_qsl(parts.query, keep_blank_values=True)
     for name, _ in pairs:
-        if name not in ("rank", "world_size"):
-            raise ValueError(f"url {url!r} has the parameter {name!r}; known: rank, world_size")
+        if name not in ("rank", "world_size", "listen"):
+            raise ValueError(
+                f"url {url!r} has the parameter {name!r}; known: rank, world_size, listen"
+            )
     if len(dict(pairs)) < len(pairs):
         raise ValueError(f"url {url!r} names a parameter twice; leave one")
     return dict(pairs)
@@ -159,7 +178,13 @@ def _file_store(url: str, parts: SplitResult) -> Store:
         ) from error
 
 
-def _tcp_store(url: str, host: str, port: int, rank: int, timeout_s: float) -> Store:
+_hosted: weakref.WeakValueDictionary[tuple[str, int], TCPStore] = weakref.WeakValueDictionary()
+"""The servers of this process, by address: a second URL of the same port shares one."""
+
+
+def _tcp_store(
+    url: str, host: str, port: int, listen: str | None, rank: int, timeout_s: float
+) -> Store:
     if not 0 < port < 2**16:
         raise ValueError(
             f"url {url!r}: port must be in [1, 65535], got {port}; all ranks need the same one, so "
@@ -168,25 +193,37 @@ def _tcp_store(url: str, host: str, port: int, rank: int, timeout_s: float) -> S
     # torchrun's agent hosts the store itself.
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = rank == 0 and not agent_hosts
+    place = host if listen is None else listen
 
     def connect() -> StoreFromTorch:
-        return StoreFromTorch(
-            TCPStore(
-                host,
+        server = _hosted.get((place, port)) if hosts else None
+        # torch's own server would listen on every interface, so it gets a socket that is bound.
+        bound = _bound_at(place, port) if hosts and server is None else None
+        try:
+            store = TCPStore(
+                # This process finds its server also if `host` is an address of a gateway.
+                host if bound is None else _as_seen_here(bound),
                 port,
-                is_master=hosts,
+                is_master=bound is not None,
                 timeout=timedelta(seconds=timeout_s),
                 wait_for_workers=False,  # Group.create waits, and names the missing ranks.
-                multi_tenant=True,  # A second URL of the same port in this process shares it.
+                master_listen_fd=None if bound is None else bound.fileno(),
             )
-        )
+        except BaseException:
+            if bound is not None:
+                bound.close()
+            raise
+        if bound is not None:
+            bound.detach()  # The server closes it.
+            _hosted[place, port] = store
+        return StoreFromTorch(store, server)
 
     try:
         # A server of another kind would block torch for ever.
         store = Caller().call(timeout_s + _GRACE_S, connect)
     except NoAnswer:
         reason = f"it did not answer within {timeout_s + _GRACE_S:g} s"
-    except (dist.DistError, StoreLost) as error:
+    except (dist.DistError, StoreLost, OSError) as error:
         reason = str(error).splitlines()[0]
     else:
         # torch itself may use this port for its rendezvous; and torchrun's store outlives the ranks
@@ -194,11 +231,42 @@ def _tcp_store(url: str, host: str, port: int, rank: int, timeout_s: float) -> S
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_hosts else "0"
         return PrefixStore(f"chorusline/{attempt}", store)
     if hosts:
-        remedy = "Choose a port that is free on this host, and a host name that means this host"
+        remedy = (
+            "Choose a port that is free on this host, and a host name that means this host; behind "
+            "a gateway, where it does not, add the parameter listen=0.0.0.0 to the URL"
+        )
     else:
         host_is = "torchrun's agent" if agent_hosts else "rank 0"
         remedy = (
-            f"{host_is} hosts it: check that it runs, that {host!r} is its host as seen from here, "
-            "and that no firewall is between"
+            f"{host_is} hosts it: check that it runs, that {host!r} is its host as seen from here "
+            "and as it sees itself (it listens at that address only), and that no firewall is "
+            "between"
         )
     raise StoreLost("rendezvous", f"rank {rank} has no store at {host}:{port}: {reason}. {remedy}")
+
+
+def _bound_at(host: str, port: int) -> socket.socket:
+    """A socket that listens at the first address of `host` that this host has. Raises OSError."""
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        listening = socket.socket(family, kind, protocol)
+        try:
+            # A port whose last connections linger is free for a run that starts again.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(socket.SOMAXCONN)
+        except OSError as error:
+            listening.close()
+            failure = failure or OSError(error.errno, f"{error.strerror} ({address[0]})")
+        else:
+            return listening
+    assert failure is not None  # getaddrinfo raises, or knows an address.
+    raise failure
+
+
+def _as_seen_here(bound: socket.socket) -> str:
+    """The address at which this process reaches its own listening socket."""
+    address = str(bound.getsockname()[0])
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)

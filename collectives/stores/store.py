@@ -5,7 +5,7 @@ string stands for its UTF-8 form. `get` and `wait` block until the keys exist or
 over. A store carries a few small messages per generation, never tensors.
 
 file_store.py has the store for processes of one host; torch_store.py converts stores to torch's and
-back; rendezvous.py finds a store by its URL.
+back; rendezvous.py finds a store by its URL; signed_store.py signs what is in a store.
 """
 
 from __future__ import annotations
@@ -85,6 +85,12 @@ class Store(ABC):
     """Keys and values by which ranks agree on names and addresses. Any thread may call it."""
 
     timeout_s: float = DEFAULT_TIMEOUT_S
+
+    secret: bytes | None = None
+    """What its users sign values and objects with (signed_store.py), if the store brings one."""
+
+    is_signed: bool = False
+    """Whether values are signed, and checked when they are read."""
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the seconds that `get` and `wait` wait if the call passes no timeout_s."""
@@ -313,6 +319,8 @@ class PrefixStore(Store):
         self.prefix = prefix
         self.store = store
         self.timeout_s = store.timeout_s
+        self.secret = store.secret
+        self.is_signed = store.is_signed
         self._start = encoded(prefix, "prefix") + b"/"
 
     def _key(self, key: Data) -> bytes:

@@ -124,8 +124,10 @@ class StoreFromTorch(Store):
     answer for 10 s, or a broken connection, raises StoreLost.
     """
 
-    def __init__(self, torch_store: Any) -> None:
+    def __init__(self, torch_store: Any, server: Any = None) -> None:
+        """server: the torch store that hosts what this one is a client of; it is kept as well."""
         self.torch_store: Any = torch_store
+        self._server = server
         if not isinstance(torch_store, AnyTorchStore):
             raise TypeError(
                 f"torch_store must be a torch.distributed.Store, got {type(torch_store).__name__}"

@@ -15,6 +15,7 @@ from chorusline.collectives.contract.errors import (
     GroupClosed,
     PayloadUnreadable,
     PeerLost,
+    SecretMismatch,
     StaleStore,
     StoreLost,
     StoreTimeout,
@@ -42,6 +43,7 @@ ERRORS: list[ChoruslineError] = [
     StoreTimeout(["card/1", "card/2"], 30.0, "ranks [1, 2] did not come"),
     StoreLost("set", "the actor that holds the store is gone"),
     StaleStore("/tmp/it's", "process 4 on 2026-11-21"),
+    SecretMismatch("card/1", "has no signature"),
 ]
 
 

@@ -157,7 +157,7 @@ def stranger() -> Iterator[int]:
 
 
 def test_a_port_that_is_taken_is_an_error_on_rank_0(stranger: int) -> None:
-    with pytest.raises(StoreLost, match=r"address already in use.* Choose a port that is free"):
+    with pytest.raises(StoreLost, match=r"Address already in use.* Choose a port that is free"):
         store_from_url(f"tcp://127.0.0.1:{stranger}", 0, 2, timeout_s=1)
 
 

@@ -16,10 +16,13 @@ import torch.distributed as dist
 
 from chorusline.collectives.contract.errors import StaleStore, StoreLost
 from chorusline.collectives.stores.file_store import FileStore
+from chorusline.collectives.stores.signed_store import signed
 from chorusline.collectives.stores.store import HashStore, PrefixStore, Store
 from chorusline.collectives.stores.torch_store import StoreFromTorch, TorchStore
 from tests.contracts.store import StoreContract
 from tests.harness.torch_groups import tcp_store
+
+SECRET = b"sixteen bytes or more"
 
 MAKERS: dict[str, Callable[[Path], Store]] = {
     "HashStore": lambda path: HashStore(),
@@ -27,6 +30,12 @@ MAKERS: dict[str, Callable[[Path], Store]] = {
     "PrefixStore of HashStore": lambda path: PrefixStore("ours", HashStore()),
     "PrefixStore of FileStore": lambda path: PrefixStore(
         b"\xff", PrefixStore("c", FileStore(path))
+    ),
+    "SignedStore of HashStore": lambda path: signed(HashStore(), SECRET),
+    "SignedStore of FileStore": lambda path: PrefixStore("a", signed(FileStore(path), SECRET)),
+    "SignedStore of torch's TCPStore": lambda path: signed(StoreFromTorch(tcp_store()), SECRET),
+    "SignedStore below torch's": lambda path: StoreFromTorch(
+        TorchStore(signed(FileStore(path), SECRET))
     ),
     "torch's TCPStore": lambda path: StoreFromTorch(tcp_store()),
     "torch's HashStore": lambda path: StoreFromTorch(dist.HashStore()),
