@@ -77,11 +77,11 @@ def as_batch(numbers: Sequence[int]) -> torch.Tensor:
 def train(ctx: cl.Context, stream: cl.Stream, folder: str) -> int:
     """Trains until the stream ends. Returns how many steps the optimizer has taken."""
     torch.set_num_threads(1)
-    (Path(folder) / f"{ctx.rank}-{os.getpid()}").touch()
     model = cl.DistributedDataParallel(torch.nn.Linear(1, 64))
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-3, replicas=2)
     ctx.register("model", model)
     ctx.register("optim", optim)
+    (Path(folder) / f"{ctx.rank}-{os.getpid()}").touch()  # From now on it may be killed.
     for epoch in ctx.epochs(1):
         with cl.Join([model, optim]):
             for batch in ctx.shard(stream, BATCH, epoch=epoch, collate_fn=as_batch):

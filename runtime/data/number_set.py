@@ -15,11 +15,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self, overload
 
-import torch
-
 MOST = 1 << 33
 """No number of a row of a stream is as large as that: 10,000 rows a second take ten days in one
 epoch to come so far, and a set of all of them takes 1 GiB."""
+
+_FEW = 256
 
 
 class Numbers(Sequence[int]):
@@ -143,12 +143,8 @@ class NumberSet:
         return base64.b64encode(zlib.compress(self._bits, 1)).decode() if self._bits else ""
 
     def __or__(self, other: NumberSet) -> NumberSet:
-        small, large = sorted((self._bits, other._bits), key=len)
-        if not small:
-            return self if large is self._bits else other
-        result = torch.frombuffer(bytearray(large), dtype=torch.uint8)
-        result[: len(small)] |= torch.frombuffer(bytearray(small), dtype=torch.uint8)
-        return NumberSet._of(result.numpy().tobytes())
+        size = max(len(self._bits), len(other._bits))
+        return NumberSet._of((_number(self._bits) | _number(other._bits)).to_bytes(size, "little"))
 
     def __contains__(self, number: int) -> bool:
         byte = number >> 3
@@ -184,6 +180,15 @@ class NumberSet:
         return f"NumberSet({list(self)!r})"
 
 
+def _few_bits_of(numbers: Sequence[int]) -> bytes:
+    bits = bytearray((max(numbers, default=-1) >> 3) + 1)
+    for number in numbers:
+        if number < 0:
+            raise ValueError(f"a sample has the number {number}")
+        bits[number >> 3] |= 1 << (number & 7)
+    return bytes(bits)
+
+
 def _parts(bits: bytes) -> Iterator[bytes]:
     return (bits[start : start + 4096] for start in range(0, len(bits), 4096))
 
@@ -197,8 +202,10 @@ def _bits_of(numbers: Iterable[int]) -> bytes:
     `torch.tensor` of a list takes three times as long as the array."""
     one_by_one = not isinstance(numbers, Numbers)
     found = numbers._firsts if isinstance(numbers, Numbers) else array("q", numbers)
-    if not found:
-        return b""
+    if not found or (one_by_one and len(found) <= _FEW):
+        return _few_bits_of(found)
+    import torch  # A stream's reader does without: it has few numbers at a time.
+
     firsts = torch.frombuffer(found, dtype=torch.int64)
     lengths = torch.ones_like(firsts)
     if isinstance(numbers, Numbers):
