@@ -60,7 +60,10 @@ class RunStatus:
     stop_is_wanted: set by the control loop; this rank's next vote passes it on to all ranks.
     taken: optimizer steps in this run, on all ranks together.
     num_epochs: of the loop over `ctx.epochs`; None outside.
-    epoch, batches_taken, batches_left: of the shard that is iterated; None outside.
+    epoch, batches_taken, batches_left: of the shard that is iterated; None outside. An evaluation
+        between two epochs does not count.
+    batches_before: steps of this epoch before the iteration, where the function runs again in it.
+    batches_shadowed: steps of the iteration for which this rank had no data.
     samples: that this rank has taken for training.
     has_joined: this rank has run out of data, and shadows the steps of others.
     waited_s: seconds for which steps waited for their gradients with nothing else to do.
@@ -84,6 +87,8 @@ class RunStatus:
     samples: int = 0
     batches_taken: int = 0
     batches_left: int | None = None
+    batches_before: int = 0
+    batches_shadowed: int = 0
     has_joined: bool = False
     waited_s: float = 0.0
     slowness: float = 0.0
@@ -96,3 +101,8 @@ class RunStatus:
     steps_before: int = 0
     passages: tuple[Passage, ...] = ()
     pid: int = field(default_factory=os.getpid)
+
+    @property
+    def place_in_epoch(self) -> int:
+        """Steps of the epoch so far, the one under way included."""
+        return self.batches_before + self.batches_taken + self.batches_shadowed

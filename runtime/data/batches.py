@@ -97,14 +97,20 @@ class Batches(Dealt):
         self.taken = self.agreed = self.num_given = 0
         self.ids_of_the_lost = []
         join: Join | None = None
+        steps, is_place = bound.steps, bound.is_place
+        if is_place:
+            goes_on = steps.epoch == self.epoch and self._rest != Rest()
+            steps.batches_before = steps.place_in_epoch if goes_on else 0
+            steps.batches_taken = steps.batches_shadowed = 0
         try:
             self._dealer.begin(self)
             with bound.iterating(self):
                 yield None
                 self._dealer.check_room()
                 bound.begin_steps()
-                join, trains, steps = active_join(), torch.is_grad_enabled(), bound.steps
-                steps.batches_taken, steps.batches_left = 0, self._num_left()
+                join, trains = active_join(), torch.is_grad_enabled()
+                if is_place:
+                    steps.batches_left = self._num_left()
                 if join and not trains and join.is_between_batches:
                     join = None  # An evaluation in the body of a loop takes no step of the Join's.
                 if join:
@@ -123,15 +129,17 @@ class Batches(Dealt):
                     self.num_given = number + 1
                     if self._to_device is not None:
                         batch = self._to_device(batch)
-                    steps.batches_taken, steps.batches_left = number + 1, self._num_left()
+                    if is_place:
+                        steps.batches_taken, steps.batches_left = number + 1, self._num_left()
                     if trains:
                         steps.samples += self.taken - taken_before
                     if join:
                         self._begin_batch(join, number)
                     yield batch
                     number += 1
-                    # A rank may have been lost in the step, and this rank has some of its samples.
-                    steps.batches_left = self._num_left()
+                    if is_place:
+                        # A rank may have been lost in the step, and this one has samples of it.
+                        steps.batches_left = self._num_left()
                     # An evaluation is no step: it must not save a checkpoint.
                     if passage is not None and self._at_boundary is not None:
                         self._at_boundary()
@@ -151,6 +159,9 @@ class Batches(Dealt):
         finally:
             if join:
                 self._leave_together(join)
+            if is_place and 0 < self.agreed < self.taken:
+                # The batches of a step that does not count will be taken again.
+                steps.batches_taken -= -(-(self.taken - self.agreed) // self.batch_size)
             self._dealer.end(self)
             self._left()
 

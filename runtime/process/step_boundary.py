@@ -85,6 +85,8 @@ class Boundary:
         between_runs().begin_applying(group)
         self.steps.taken += 1
         self.was_live = group.rank in agreement.live
+        if self.iterations and not self.was_live:
+            self.steps.batches_shadowed += 1
         self.resumed_live = self.resumed_live and agreement.live
         for one in self.iterations:
             one.agreed = one.taken
@@ -141,16 +143,24 @@ class Boundary:
         """The scope of one iteration over a shard."""
         steps = self.steps
         before = steps.batches_taken, steps.batches_left, steps.epoch
+        is_place = self.is_place
         self.iterations.append(iteration)
         self._has_trained = self._has_trained or torch.is_grad_enabled()
-        self.steps.epoch = iteration.epoch
+        if is_place:
+            self.steps.epoch = iteration.epoch
         try:
             yield
         finally:
             self.iterations.remove(iteration)
-            if self.iterations:  # The outer iteration goes on where it was.
+            if self.iterations and is_place:  # The outer iteration goes on where it was.
                 steps.batches_taken, steps.batches_left, steps.epoch = before
             self.steps.has_joined = False
+
+    @property
+    def is_place(self) -> bool:
+        """Whether an iteration that begins now is the place of this rank in the run, for people: an
+        evaluation is not, in a function that trains."""
+        return torch.is_grad_enabled() or not self._has_trained
 
 
 _current = Boundary(RunStatus())  # For processes without a run, in which no stop is ever agreed.

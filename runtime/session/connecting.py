@@ -43,6 +43,17 @@ def connect(address: str | None, log_to_driver: bool = True, *, may_start: bool 
         show_in_one_line()
 
 
+def what_it_does(address: str | None, *, may_start: bool) -> str:
+    """What `connect` is about to do, for a line about the start."""
+    address = address or os.environ.get("RAY_ADDRESS") or ("local" if may_start else "auto")
+    if ray.is_initialized():
+        return "waiting for Ray"
+    if address == "local":
+        return "starting Ray on this machine"
+    where = "on this machine" if address == "auto" else f"at {address}"
+    return f"waiting for the Ray cluster {where}"
+
+
 def check_stays(name: str, address: str | None) -> None:
     """Raise NoCluster if the cluster for the detached session `name` would end with this process:
     this process has started it, or address says that it should."""
@@ -73,10 +84,25 @@ def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
     if in_kernel():  # A notebook shows what Ray says of the connection as if it were an error.
         options["logging_level"] = logging.WARNING
     if address == "local" and may_start:
-        ray.init(address="local", include_dashboard=False, **options)
+        _start_cluster(**options)
         return True
     join(address, may_start=may_start, **options)
     return False
+
+
+def _start_cluster(**options: Any) -> None:
+    """Raises StartupError if Ray cannot start, as on a machine that is too busy."""
+    try:
+        ray.init(address="local", include_dashboard=False, **options)
+    except Exception as error:
+        if isinstance(error, ValueError | TypeError):
+            raise  # Of the arguments, or of the environment's variables.
+        raise StartupError(
+            "Ray cannot start on this machine",
+            f"{' '.join(str(error).split())} Try again when the machine is less busy, or start a "
+            "cluster that stays, with `ray start --head`, and use it with address='auto'; "
+            "`chorusline doctor` says what is wrong here",
+        ) from error
 
 
 def join(address: str | None, *, may_start: bool = False, **options: Any) -> None:

@@ -24,6 +24,7 @@ from .placing import placement
 from .placing.seats import Seats
 from .placing.trials import of_this_trial
 from .showing.hearing import Audience, hearing
+from .showing.starting import Starting
 from .state import SessionState
 from .waiting import awaited, telling
 
@@ -61,9 +62,11 @@ class Holding:
         self._next_run = 0
         self._seen: tuple[WorkerSnapshot | str, ...] = ()  # the workers' last answers, by seat
         self._lasting: Lasting | None = None  # in a keeper
+        self._starting: Starting | None = None  # while the session starts
 
     async def _start_actors(self) -> None:
-        async with telling(lambda: awaited(self._crew, self._fewest, self._startup_timeout_s)):
+        limit = f"gives up after {self._startup_timeout_s:g} s, startup_timeout_s"
+        async with telling(self._starting, lambda: awaited(self._crew, self._fewest), limit):
             bundle = placement.bundle_of_worker(
                 self._most + self._spares,
                 use_gpu=self._use_gpu,

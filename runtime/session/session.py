@@ -47,9 +47,9 @@ from .options import (
 from .placing import placement
 from .showing.hearing import Audience, hearing
 from .showing.progress import Progress
+from .showing.starting import Starting
 from .state import REMEDIES, SessionSnapshot, SessionState, how_interrupted
 from .trace import as_json, traced
-from .waiting import told_if_slow
 
 _log = logging.getLogger("chorusline")
 
@@ -235,14 +235,17 @@ class Session(Holding):
             is_new = bool(self._detached_name) and not self._is_attached
             if is_new:
                 connecting.check_stays(self._detached_name, self._address)
-            with told_if_slow("Ray: a cluster that starts here, or the answer of one that runs"):
+            with Starting(self._shown_progress) as self._starting:
+                may_start = not self._detached_name
+                self._starting.phase(connecting.what_it_does(self._address, may_start=may_start))
                 self._is_local = connecting.connect(
-                    self._address, self._log_to_driver, may_start=not self._detached_name
+                    self._address, self._log_to_driver, may_start=may_start
                 )
-            if self._detached_name:
-                await self._take_face()
-                return
-            await self._start_actors()
+                if self._detached_name:
+                    self._starting.phase(f"waiting for the session {self._detached_name!r}")
+                    await self._take_face()
+                    return
+                await self._start_actors()
             if notebook.in_kernel():
                 await self._ask_workers(_ASK_S)  # _repr_html_ shows the answers.
         except BaseException as error:
@@ -317,6 +320,13 @@ class Session(Holding):
         """
         return await self._run(self._packed(train, kwargs), self._audience_of(train, kwargs))
 
+    @property
+    def _shown_progress(self) -> Progress | None:
+        """Where the session shows how its runs are; None if it does not, or in a notebook."""
+        if notebook.in_kernel() or self._progress is False:
+            return None
+        return self._progress if isinstance(self._progress, Progress) else Progress.of_places()
+
     def _audience_of(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Audience:
         """Who hears of a call of the user's function."""
         if not self._trackers:
@@ -333,7 +343,7 @@ class Session(Holding):
         if notebook.in_kernel():
             view = notebook.LiveView(self._ask_workers) if self._live_view else None
         else:
-            progress = Progress.of_places() if self._progress is True else self._progress or None
+            progress = self._shown_progress
         has_output = always_prints or self._log_to_driver
         return Audience(self._on_report, view, progress, has_output, tracking)
 

@@ -22,7 +22,14 @@ from chorusline.actors.crew import recruiting
 from chorusline.actors.messages import Report
 from chorusline.actors.run_status import RunStatus
 from chorusline.runtime.session.showing.progress import Progress
-from chorusline.runtime.session.showing.seen import Pace, Places, Seen, batches_left, headline
+from chorusline.runtime.session.showing.seen import (
+    Pace,
+    Places,
+    Seen,
+    batches_left,
+    headline,
+    time_left,
+)
 
 
 def report(rank, number, num_batches, *, epoch=0, time=0.0):
@@ -120,6 +127,33 @@ def test_headline_has_the_place_the_numbers_the_pace_and_the_workers():
     assert headline(Seen(), without) == "epoch 2/3  step 30/40  a 1.000  2 workers"
     assert batches_left(reported, places) == "batches left: rank 0 10, rank 1 4"
     assert batches_left(reported, places_of(status(0), status(1))) == "", "equal on all ranks"
+
+
+def test_time_left_counts_the_epochs_to_come_and_is_of_the_pace_of_the_last_seconds():
+    pace = Pace()
+    for now_s, taken in ((1.0, 20), (3.0, 28)):  # 4 steps a second
+        pace.look({0: status(0)}, now_s, taken)
+    places = places_of(status(0), status(1))
+    assert time_left(places, pace) == "0:12 left", "10 of this epoch, and 40 of the last"
+    assert "epoch 2/3  step 30/40  0:12 left" in headline(Seen(), places, pace)
+    assert time_left(places, pace, num_steps=70 + 4 * 3700) == "1:01:40 left"
+    assert time_left(places, pace, num_steps=70) == time_left(places, Pace()) == ""
+
+
+def test_a_lost_rank_has_no_batches_left():
+    reported = seen(report(0, 0, 9), report(1, 0, 5))
+    assert batches_left(reported) == "batches left: rank 0 8, rank 1 4"
+    assert batches_left(reported, places_of(status(0))) == "batches left: rank 0 8"
+
+
+def test_steps_without_data_count_in_the_epoch():
+    shadows = status(0, taken=5, left=10, batches_shadowed=20)
+    assert (places_of(shadows).done, places_of(shadows).total) == (25, 35)
+
+
+def test_a_worker_that_has_come_takes_part_from_the_epochs_place_on():
+    places = places_of(status(0, taken=163, left=75), status(1, taken=7, left=204))
+    assert places.done == 163 and 163 + 203 <= places.total <= 163 + 204
 
 
 def test_a_rank_that_has_not_begun_the_epoch_does_not_count_in_it():

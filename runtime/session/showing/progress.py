@@ -34,6 +34,7 @@ from .seen import (
     headline,
     in_the_end,
     joining,
+    living,
 )
 
 LINE_INTERVAL_S = 10.0
@@ -63,7 +64,9 @@ class Progress:
         self._places = NOWHERE
         self._pace = Pace()
         self._num_entered = 0
-        self._entered_s = time.monotonic()
+        self._entered_s = self._waits_since_s = time.monotonic()
+        self._waits_for = "starting"
+        self._began_s: float | None = None  # when there was something to show first
         self._line_s = -LINE_INTERVAL_S  # when the last line was printed
         self._last_line = ""
         self._live: Live | None = None
@@ -91,11 +94,21 @@ class Progress:
     ) -> None:
         self.end()
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether there are bars, or the line about the start in their place."""
+        return self._live is not None
+
+    def waits_for(self, what: str) -> None:
+        """What is shown before there is something of a run to show."""
+        self._waits_for, self._waits_since_s = what, time.monotonic()
+
     def begin(self) -> None:
         """A run begins; a terminal has its bars as soon as there is something to show."""
         self._num_entered += 1
         if self._num_entered == 1:
-            self._entered_s = time.monotonic()
+            self._entered_s = self._waits_since_s = time.monotonic()
+        self._waits_for = "starting" if self._num_entered == 1 else "waiting for the first step"
 
     def end(self) -> None:
         """The run is over: the last state stays."""
@@ -130,7 +143,7 @@ class Progress:
         if not statuses:
             return
         before, self._places = self._places, Places.of(statuses, numbers, num_lost)
-        self._pace.look(statuses, time.monotonic())
+        self._pace.look(statuses, time.monotonic(), self._places.taken)
         over = before.epoch_over(self._places)
         if over and self._live is None and self._waited_s >= _EPOCH_LINE_S:
             self._line(self._plain_line(over))
@@ -163,6 +176,8 @@ class Progress:
         return time.monotonic() - self._line_s
 
     def _update(self) -> None:
+        if self._began_s is None and self._has_something:
+            self._began_s = time.monotonic()  # The start, and the first step, are not counted.
         if self._live is not None or not self._has_something or not self._num_entered:
             return
         if self._console.is_interactive:
@@ -197,9 +212,10 @@ class Progress:
 
     def _draw(self) -> RenderableType:
         seen, places = self._seen, self._places
-        elapsed_s = time.monotonic() - self._entered_s
         if not self._has_something:
-            return Text(f"starting workers … {elapsed_s:.0f} s", style="dim")
+            waited_s = time.monotonic() - self._waits_since_s
+            return Text(f"{self._waits_for} … {waited_s:.0f} s", style="dim")
+        elapsed_s = time.monotonic() - (self._began_s or time.monotonic())
         top = Text(f"{self._headline()}  {elapsed_s:.0f} s", style="bold", overflow="ellipsis")
         top.no_wrap = True
         bars = Table.grid(padding=(0, 2))
@@ -207,7 +223,7 @@ class Progress:
             bars.add_row("all ranks", _bar(places.taken or seen.step, self._num_steps))
         elif places.total:
             bars.add_row("this epoch", _bar(places.done, places.total))
-        left, joined = places.left or seen.left, places.joined | seen.joined
+        left, joined = places.left or living(seen.left, places), places.joined | seen.joined
         if len(left) > MAX_RANKS_LISTED:
             return Group(top, bars, Text(batches_left(seen, places), style="dim"))
         if len(set(left.values())) > 1 or joined:
@@ -215,7 +231,7 @@ class Progress:
             for rank, count in sorted(left.items()):
                 says = Text(f"{count} batches left", style="dim")
                 if rank in joined:
-                    says = Text("out of data, has joined", style="yellow")
+                    says = Text("out of data", style="yellow")
                 bars.add_row(f"rank {rank}", _bar(taken[rank], taken[rank] + count), says)
         return Group(top, bars)
 

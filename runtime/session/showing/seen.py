@@ -102,7 +102,8 @@ class Seen:
 class Places:
     """Where the ranks are. epoch: the earliest that a rank is in, from 0; None outside of loops.
     num_epochs: None if unknown. taken: optimizer steps of the run. left, batches: of the epoch, by
-    rank. joined: ranks that are out of data. numbers: as those of Seen."""
+    rank; batches: with those of the epoch's steps that it has taken no part in. joined: ranks that
+    are out of data. numbers: as those of Seen. ranks: of the workers that are in the run."""
 
     epoch: int | None = None
     num_epochs: int | None = None
@@ -113,6 +114,7 @@ class Places:
     num_workers: int = 0
     num_lost: int = 0
     numbers: Mapping[str, float] = field(default_factory=dict)
+    ranks: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -134,11 +136,12 @@ class Places:
             {rank: one.batches_left for rank, one in inside.items() if one.batches_left is not None}
             if epoch is not None
             else {},
-            {rank: one.batches_taken for rank, one in inside.items()} if epoch is not None else {},
+            {rank: one.place_in_epoch for rank, one in inside.items()} if epoch is not None else {},
             frozenset(rank for rank, one in by_rank.items() if one.has_joined),
             len(by_rank),
             num_lost,
             _means(numbers or {}, joined),
+            frozenset(by_rank),
         )
 
     @property
@@ -155,7 +158,10 @@ class Places:
         """Steps of the epoch; None if unknown."""
         if not self.left:
             return None
-        return max(count + self.batches[rank] for rank, count in self.left.items())
+        # Ranks are asked one after another, so some are a step ahead; a worker that has come takes
+        # part from here on, and does not know of the steps before.
+        here = self.done - 1
+        return max(count + max(self.batches[rank], here) for rank, count in self.left.items())
 
     @property
     def of_epochs(self) -> str:
@@ -174,30 +180,38 @@ NOWHERE = Places()
 
 
 class Pace:
-    """Samples a second of all ranks, over the last seconds."""
+    """Samples and steps a second of all ranks, over the last seconds."""
 
     def __init__(self) -> None:
         self._samples: dict[int, int] = {}  # by seat
         self._done = 0
-        self._looks: deque[tuple[float, int]] = deque()
+        self._looks: deque[tuple[float, int, int]] = deque()  # seconds, samples, steps
 
-    def look(self, statuses: Mapping[int, RunStatus], now_s: float) -> None:
+    def look(self, statuses: Mapping[int, RunStatus], now_s: float, num_steps: int = 0) -> None:
         for seat, status in statuses.items():
             before = self._samples.get(seat, 0)
             # A worker that has come in the place of a lost one begins at 0.
             self._done += status.samples - before if status.samples >= before else status.samples
             self._samples[seat] = status.samples
-        if self._done:
-            self._looks.append((now_s, self._done))
+        if self._done or num_steps:
+            self._looks.append((now_s, self._done, num_steps))
         while len(self._looks) > 2 and now_s - self._looks[1][0] > _WINDOW_S:
             self._looks.popleft()
 
     @property
     def samples_per_s(self) -> float | None:
+        return self._rate(1)
+
+    @property
+    def steps_per_s(self) -> float | None:
+        return self._rate(2)
+
+    def _rate(self, of: int) -> float | None:
         if len(self._looks) < 2:
             return None
-        (begin_s, before), (end_s, after) = self._looks[0], self._looks[-1]
-        return (after - before) / (end_s - begin_s) if after > before and end_s > begin_s else None
+        first, last = self._looks[0], self._looks[-1]
+        count, seconds = last[of] - first[of], last[0] - first[0]
+        return count / seconds if count > 0 and seconds > 0 else None
 
 
 def _means(of_all: Mapping[int, Mapping[str, float]], joined: frozenset[int]) -> dict[str, float]:
@@ -231,6 +245,8 @@ def headline(
         parts = [places.of_epochs, f"step {step}{of_all}" if step or of_all else ""]
     else:
         parts = [places.of_epochs, f"step {places.done}/{places.total}"]
+    if not over and pace is not None and (left := time_left(places, pace, num_steps)):
+        parts.append(left)
     numbers = seen.numbers or places.numbers
     parts += [f"{name} {_short(value)}" for name, value in [*numbers.items()][:_MAX_NUMBERS]]
     if seen.tokens_per_s is not None:
@@ -243,11 +259,34 @@ def headline(
     return "  ".join(filter(None, parts))
 
 
+def time_left(places: Places, pace: Pace, num_steps: int | None = None) -> str:
+    """`3:10 left`, of the whole run as far as its steps are known, else of the epoch; empty if the
+    ranks have taken too few steps to tell."""
+    if num_steps:
+        steps = num_steps - places.taken
+    elif places.total and places.epoch is not None:
+        later = max(0, (places.num_epochs or 0) - places.epoch - 1)
+        steps = places.total - places.done + later * places.total
+    else:
+        return ""
+    rate = pace.steps_per_s
+    if rate is None or steps <= 0:
+        return ""
+    minutes, seconds = divmod(round(steps / rate), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left"
+
+
+def living(of_ranks: Mapping[int, int], places: Places) -> dict[int, int]:
+    """Those of the ranks that are in the run, as far as that is known."""
+    return {rank: n for rank, n in of_ranks.items() if not places.ranks or rank in places.ranks}
+
+
 def batches_left(seen: Seen, places: Places = NOWHERE) -> str:
     """`batches left: rank 0 130, rank 1 joined`; many ranks are summed up in one phrase. Empty
     where nobody has reported it, and all ranks have the same number."""
     joined = places.joined | seen.joined
-    left = dict(sorted(seen.left.items()))
+    left = dict(sorted(living(seen.left, places).items()))
     if not left and (len(set(places.left.values())) > 1 or joined):
         left = dict(sorted(places.left.items()))
     if not left:
