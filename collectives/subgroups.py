@@ -28,6 +28,7 @@ from .contract.errors import (
 )
 from .contract.modes import outside_modes
 from .contract.operation import Operation
+from .contract.plain_numbers import whole
 from .contract.torch_words import says
 from .contract.work import Work
 from .diagnosis.blame import usual_and_blamed
@@ -370,6 +371,6 @@ class Subgroups(ABC):
 
 
 def _whole(number: object, rule: str) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
+    if (plain := whole(number)) is None:
         raise TypeError(f"{rule}, got {number!r}")
-    return number
+    return plain

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from chorusline.collectives.contract.plain_numbers import real, whole
+
 AUTO, NEVER = "auto", "never"
 
 
@@ -50,13 +52,16 @@ class CheckpointConfig:
         if self.resume not in (AUTO, NEVER):
             object.__setattr__(self, "resume", _absolute(self.resume))
         for name in ("num_to_keep", "every_n_steps"):
-            count = getattr(self, name)
-            if count is not None and (type(count) is not int or count < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}")
-        if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
+            if (given := getattr(self, name)) is None:
+                continue
+            if (count := whole(given)) is None or count < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {given!r}")
+            object.__setattr__(self, name, count)
+        if (seconds := real(self.timeout_s)) is None or not seconds > 0:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}"
             )
+        object.__setattr__(self, "timeout_s", seconds)
         if not isinstance(self.weights_only, bool):
             raise TypeError(f"weights_only must be True or False, got {self.weights_only!r}")
 

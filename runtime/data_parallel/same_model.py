@@ -117,7 +117,9 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def unlike_values(tensors: Sequence[torch.Tensor], group: Group) -> tuple[int, list[int]] | None:
     """The number of the first tensor whose bits are not the same on all ranks, and the ranks where
     they are not rank 0's; None if all are. Reads all tensors once, and gathers a sum of each."""
-    flat = [(torch.view_as_real(t) if t.is_complex() else t).reshape(-1) for t in tensors]
+    flat = [
+        (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous() for t in tensors
+    ]
     sums = [t.view(_WHOLE[t.element_size()]).sum(dtype=torch.int64) for t in flat]
     everybody = all_gather_row(group, torch.stack(sums).tolist())
     for number, by_rank in enumerate(zip(*everybody, strict=True)):
@@ -146,9 +148,9 @@ def broadcast_tensors(
     work: Work | None = None
     sent: list[tuple[list[torch.Tensor], torch.Tensor]] = []
     for dtype, same in by_dtype.items():
-        # Masks and small integers are few; they travel as int32, which every backend supports.
-        wire = dtype if dtype in DTYPES else torch.int32
-        flat = torch.cat([tensor.reshape(-1).to(wire) for tensor in same])
+        # float8, unsigned and other dtypes that no backend adds travel as their bits.
+        wire = dtype if dtype in DTYPES else torch.uint8
+        flat = torch.cat([tensor.reshape(-1).contiguous().view(wire) for tensor in same])
         with group.unkept():
             work = group.broadcast(flat, root)
         sent.append((same, flat))
@@ -159,6 +161,7 @@ def broadcast_tensors(
     if work is not None and on_host:
         work.wait_on_host()
     for same, flat in sent if group.rank != root else ():
+        flat = flat.view(same[0].dtype)
         for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
             tensor.copy_(part.view(tensor.shape))
     return work

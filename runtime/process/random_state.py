@@ -9,6 +9,8 @@ from typing import Any
 import numpy
 import torch
 
+from chorusline.collectives.contract.plain_numbers import whole
+
 
 class RandomState:
     """Python's, numpy's and torch's global generators, and that of the current CUDA device.
@@ -80,10 +82,12 @@ def mixed(*numbers: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
-def check_seed(seed: object) -> None:
+def checked_seed(seed: object) -> int:
     """Raises ValueError for what is not a seed."""
-    if type(seed) is not int or seed < 0:
+    number = whole(seed)
+    if number is None or number < 0:
         raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+    return number
 
 
 def seed_all(seed: int) -> None:

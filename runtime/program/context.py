@@ -20,13 +20,13 @@ from ..data.fetching.options import FetchOptions
 from ..data.streaming import Stream, StreamShard
 from ..process import torch_distributed
 from ..process.between_runs import Place, between_runs
-from ..process.random_state import RankSeed, check_seed
+from ..process.random_state import RankSeed, checked_seed
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
 from .context_steps import ContextSteps
 from .function_call import FunctionCall
 from .habits import OF_A_LOADER, instead_of
-from .reducing import check_op, reduced
+from .reducing import check_op, has_value, reduced
 from .report_values import plain_values
 from .samples import batches_of
 
@@ -237,7 +237,7 @@ class Context(ContextSteps):
 
         seed: at least 0. Raises ValueError for another number, and for a second call.
         """
-        check_seed(seed)
+        seed = checked_seed(seed)
         if any(entry.name == "ctx.seed" for entry in self._call.registry):
             raise ValueError(
                 "the generators of this run are seeded already, by ctx.seed() or by "
@@ -399,21 +399,25 @@ class Context(ContextSteps):
     ) -> T | float | torch.Tensor:
         """The mean (or "sum", "min", "max", "product") of a value over all ranks, on every rank.
 
-        A tensor gives a new tensor, a number gives a number; integers stay integers, except in
-        their mean. Other values come back unchanged, so that all values of a dictionary of metrics
-        can be reduced without a check of their types.
+        A tensor gives a new tensor, an array of numpy's an array, a number (numpy's too) a number
+        of Python; integers stay integers, except in their mean. What is no number, such as a name,
+        comes back unchanged, so that all values of a dictionary of metrics can be reduced without a
+        check of their types.
 
         weight: the weight of this rank's value in the mean; every rank gives one. With a mean over
             samples as value and their number as weight, the result is the mean over all samples. A
             rank of weight 0 does not count, whatever its value is (also NaN).
 
-        Raises ValueError for an unknown op, and, on all ranks, if the weights add up to 0.
+        Raises ValueError for an unknown op, and, on all ranks, if the weights add up to 0;
+        TypeError for a list or dictionary of numbers, and for a number of another kind, which would
+        stay this rank's own.
         """
         check_op(op, weight)
-        if not isinstance(value, torch.Tensor | int | float):
+        if not has_value(value):
             return value
         self._call.check_all_take_part("ctx.reduce()")
-        return reduced(self.group, value, op, weight)
+        result: T | float | torch.Tensor = reduced(self.group, value, op, weight)
+        return result
 
     def init_torch_distributed(self, timeout_s: float | None = None) -> None:
         """Initialise torch.distributed among the ranks of this run, with the backend "chorusline".

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
+import numpy
 import torch
 
+from chorusline.collectives.contract.articles import with_article
 from chorusline.collectives.contract.operation import ReduceOp
 from chorusline.collectives.group import Group
 
@@ -16,6 +20,9 @@ _OPS = {
     "max": ReduceOp.MAX,
     "product": ReduceOp.PRODUCT,
 }
+
+
+_SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32)
 
 
 def check_op(op: str, weight: float | None) -> None:
@@ -29,16 +36,61 @@ def check_op(op: str, weight: float | None) -> None:
         )
 
 
-def reduced(
-    group: Group, value: torch.Tensor | float, op: str, weight: float | None
-) -> torch.Tensor | float:
+def has_value(value: object) -> bool:
+    """Whether `ctx.reduce` reduces it; what it gives back unchanged is no number.
+
+    Raises TypeError for a number, or something with numbers, that it cannot reduce."""
+    if isinstance(value, torch.Tensor | int | float | complex):
+        return True
+    if isinstance(value, numpy.ndarray | numpy.generic):
+        if value.dtype.kind in "biufc":
+            return True
+        if value.dtype.kind in "SUM":
+            return False  # Texts and dates.
+    elif isinstance(value, Mapping | list | tuple | set | frozenset):
+        each = value.values() if isinstance(value, Mapping) else value
+        if not any(map(_is_or_holds_number, each)):
+            return False
+        raise TypeError(
+            f"ctx.reduce() takes one value, and got {with_article(type(value))} with numbers in "
+            "it; reduce each of them, as in {name: ctx.reduce(value) for name, value in "
+            "metrics.items()}, or make a tensor of them"
+        )
+    elif not _is_or_holds_number(value):
+        return False
+    raise TypeError(
+        f"ctx.reduce() cannot reduce {with_article(type(value))}; give it a number, a tensor or a "
+        "numeric array, as in ctx.reduce(float(value))"
+    )
+
+
+def _is_or_holds_number(value: object) -> bool:
+    if isinstance(value, str | bytes):
+        return False
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        each = value.values() if isinstance(value, Mapping) else value
+        return any(map(_is_or_holds_number, each))
+    return any(hasattr(type(value), name) for name in ("__float__", "__complex__", "__array__"))
+
+
+def reduced(group: Group, value: Any, op: str, weight: float | None) -> Any:
     """As Context.reduce says. Collective; blocks the training thread."""
+    if isinstance(value, numpy.generic):
+        value = value.item() if isinstance(value.item(), int | float | complex) else float(value)
+    if isinstance(value, numpy.ndarray):
+        # A copy in the machine's order of bytes: torch takes no other, and warns of one to read.
+        there = torch.from_numpy(numpy.array(value, dtype=value.dtype.newbyteorder("=")))
+        return reduced(group, there, op, weight).numpy()
+    if op in ("min", "max") and _is_complex(value):
+        raise ValueError(f"op={op!r} needs numbers with an order, and complex ones have none")
     if weight is not None:
         return _weighted_mean(group, value, weight)
     if isinstance(value, torch.Tensor):
         return _reduced(group, value.detach(), op)
-    dtype = torch.float64 if isinstance(value, float) else torch.int64
-    number: float = _reduced(group, torch.tensor([value], dtype=dtype), op).item()
+    dtype = torch.complex128 if isinstance(value, complex) else torch.float64
+    if isinstance(value, int):
+        dtype = torch.int64
+    number: complex = _reduced(group, torch.tensor([value], dtype=dtype), op).item()
     return number
 
 
@@ -46,27 +98,37 @@ def _weighted_mean(
     group: Group, value: torch.Tensor | float, weight: float
 ) -> torch.Tensor | float:
     # torch would make float32 of a Python float, and keep 24 of its 53 bits.
-    dtype = None if isinstance(value, torch.Tensor) else torch.float64
+    wide = torch.complex128 if _is_complex(value) else torch.float64
+    dtype = None if isinstance(value, torch.Tensor) else wide
     given = torch.as_tensor(value, dtype=dtype).detach()
     # One collective: the weight behind the weighed values, in float64, so counts stay exact.
-    sums = torch.zeros(given.numel() + 1, dtype=torch.float64)
+    sums = torch.zeros(given.numel() + 1, dtype=wide)
     sums[-1] = weight
     if weight:
-        sums[:-1] = given.reshape(-1).to(torch.float64) * weight
+        sums[:-1] = given.reshape(-1).to(wide) * weight
     sums = _reduced(group, sums, "sum")
-    if not sums[-1] > 0:
+    total = sums[-1].real
+    if not total > 0:
         raise ValueError("the weights of all ranks add up to 0: no rank had anything to count")
-    mean = (sums[:-1] / sums[-1]).view(given.shape)
+    mean = (sums[:-1] / total).view(given.shape)
     if not isinstance(value, torch.Tensor):
         return mean.item()
-    return mean.to(given.device, given.dtype if given.is_floating_point() else torch.float64)
+    return mean.to(given.device, torch.float64 if _is_whole(given) else given.dtype)
+
+
+def _is_complex(value: Any) -> bool:
+    return value.is_complex() if isinstance(value, torch.Tensor) else isinstance(value, complex)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _reduced(group: Group, tensor: torch.Tensor, op: str) -> torch.Tensor:
     """The reduced tensor, on the device of `tensor`."""
-    if op == "mean" and not tensor.is_floating_point():
+    if op == "mean" and _is_whole(tensor):
         tensor = tensor.to(torch.float64)
-    elif tensor.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
+    elif tensor.dtype in _SMALL:
         tensor = tensor.to(torch.int64)
     total = tensor.to(group.device, copy=True).contiguous()
     group.all_reduce(total, _OPS[op]).wait_on_host()

@@ -10,9 +10,10 @@ from typing import Any
 from ray.runtime_env import RuntimeEnv
 
 from chorusline.actors.worker.devices import narrowed_by
+from chorusline.collectives.contract.plain_numbers import real, whole
 
 from ..checkpoint.config import CheckpointConfig
-from ..process.random_state import check_seed
+from ..process.random_state import checked_seed
 from .placing.placement import NODE_ID
 from .showing.progress import Progress
 
@@ -28,12 +29,13 @@ DEFAULT = Default.DEFAULT
 
 def checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
     both = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
-    if len(both) != 2 or not all(type(count) is int for count in both):
+    counts = [count for one in both if (count := whole(one)) is not None]
+    if len(both) != 2 or len(counts) != 2:
         raise TypeError(
             "num_workers must be a number of workers, or a pair (fewest, most) of them, got "
             f"{num_workers!r}"
         )
-    fewest, most = both
+    fewest, most = counts
     if fewest < 1:
         raise ValueError(f"num_workers must be at least 1, got {num_workers!r}")
     if most < fewest:
@@ -44,17 +46,22 @@ def checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
 def checked_failures(max_failures: int | None | Default, is_pair: bool) -> int | None:
     if isinstance(max_failures, Default):
         return None if is_pair else 0
-    if max_failures is not None and (type(max_failures) is not int or max_failures < 0):
+    if max_failures is None:
+        return None
+    count = whole(max_failures)
+    if count is None or count < 0:
         raise ValueError(
             "max_failures must be a number of workers that may be lost, at least 0, or None for "
             f"any number, got {max_failures!r}"
         )
-    return max_failures
+    return count
 
 
 def checked_spares(spares: int, max_failures: int | None, placement_strategy: str) -> int:
-    if type(spares) is not int or spares < 0:
+    count = whole(spares)
+    if count is None or count < 0:
         raise ValueError(f"spares must be a number of workers, at least 0, got {spares!r}")
+    spares = count
     if spares and max_failures == 0:
         raise ValueError(
             f"spares={spares} workers would wait for a loss that ends the run: max_failures is 0; "
@@ -91,7 +98,7 @@ def check_kinds(address: object, on_report: object, checkpoint: object, seed: ob
             "checkpoint=CheckpointConfig(storage_path=...)"
         )
     if seed is not None:
-        check_seed(seed)
+        checked_seed(seed)
 
 
 def checked_progress(progress: bool | Progress, on_report: object) -> bool | Progress:
@@ -104,11 +111,11 @@ def checked_progress(progress: bool | Progress, on_report: object) -> bool | Pro
     return False if is_shown_already else progress
 
 
-def check_seconds(**seconds: float) -> None:
-    for name, value in seconds.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+def checked_seconds(name: str, value: object) -> float:
+    number = real(value)
+    if number is None or not 0 < number < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+    return number
 
 
 def checked_environment(

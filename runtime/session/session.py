@@ -35,13 +35,13 @@ from .options import (
     check_accelerator,
     check_gpus_are_rays_to_deal,
     check_kinds,
-    check_seconds,
     checked_environment,
     checked_failures,
     checked_labels,
     checked_progress,
     checked_range,
     checked_replacing,
+    checked_seconds,
     checked_spares,
 )
 from .placing import placement
@@ -165,8 +165,10 @@ class Session(Holding):
         self._spares = checked_spares(spares, self._max_failures, placement_strategy)
         self._replaces_stragglers = checked_replacing(replace_stragglers, self._max_failures)
         placement.check(resources_per_worker, use_gpu, placement_strategy)
-        seconds = {"startup_timeout_s": startup_timeout_s, "idle_timeout_s": idle_timeout_s}
-        check_seconds(timeout_s=timeout_s, pause_s=pause_s, **seconds)
+        timeout_s = checked_seconds("timeout_s", timeout_s)
+        pause_s = checked_seconds("pause_s", pause_s)
+        startup_timeout_s = checked_seconds("startup_timeout_s", startup_timeout_s)
+        idle_timeout_s = checked_seconds("idle_timeout_s", idle_timeout_s)
         check_accelerator(accelerator_type, use_gpu)
         self._labels = checked_labels(label_selector, placement_strategy)
         self._environment = checked_environment(runtime_env, env_vars)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.contract.plain_numbers import whole
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..data_parallel.engine import names_of, owner_of
@@ -96,9 +97,10 @@ class ZeroRedundancyOptimizer(Face):
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        if type(replicas) is not int or replicas < 1:
+        if (number := whole(replicas)) is None or number < 1:
             raise ValueError(f"replicas must be a whole number of at least 1, got {replicas!r}")
-        if check_every is not None and (type(check_every) is not int or check_every < 1):
+        replicas = number
+        if check_every is not None and ((number := whole(check_every)) is None or number < 1):
             raise ValueError(
                 "check_every must be a number of steps of at least 1, or None for no check, got "
                 f"{check_every!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy
 import pytest
 import ray
 
@@ -85,3 +86,20 @@ def test_a_wrong_option_is_refused_in_a_sentence(
         cl.Session(1, **options)
     with pytest.raises(kind, match=says):
         cl.run(lambda ctx: None, **options)
+
+
+@pytest.mark.parametrize("kind", [numpy.int32, numpy.int64, numpy.uint8])
+def test_numbers_of_numpy_are_numbers(kind: type[Any]) -> None:
+    session = cl.Session(
+        (kind(1), kind(3)), seed=kind(5), max_failures=kind(2), spares=kind(1), timeout_s=kind(9)
+    )
+    assert all(type(n) is int for n in (session._fewest, session._most, session._spares))
+    assert type(session._timeout_s) is int
+    assert cl.Session(2, timeout_s=numpy.float32(1.5))._timeout_s == 1.5  # type: ignore[arg-type]
+    config = cl.CheckpointConfig("/tmp/none", every_n_steps=kind(5), num_to_keep=kind(2))
+    assert (type(config.every_n_steps), config.every_n_steps) == (int, 5)
+    for wrong in (numpy.bool_(True), numpy.float64(2.0), True):
+        with pytest.raises(TypeError, match="num_workers must be a number of workers"):
+            cl.Session(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="whole number of at least 1"):
+            cl.CheckpointConfig("/tmp/none", every_n_steps=wrong)  # type: ignore[arg-type]

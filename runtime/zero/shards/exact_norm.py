@@ -29,6 +29,11 @@ NUMEL = _NUM_LIMBS + 1
 _TILE_NUMEL = 1 << 16  # The float64 squares of a tile stay in the cache.
 
 
+def as_reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as their real and imaginary parts, whose squares make the norm."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def partial_sum(parts: Iterable[torch.Tensor]) -> list[float]:
     """(1) and (2) on one rank: NUMEL whole numbers, to be added over the ranks.
 
@@ -36,7 +41,7 @@ def partial_sum(parts: Iterable[torch.Tensor]) -> list[float]:
     """
     limbs = torch.zeros(NUMEL, dtype=torch.int64)
     for part in parts:
-        for tile in part.detach().reshape(-1).split(_TILE_NUMEL):
+        for tile in as_reals(part.detach()).reshape(-1).split(_TILE_NUMEL):
             _add_blocks(limbs, _sums_of_blocks(tile).cpu())
     total = sum(int(limb) << (_LIMB_BITS * i) for i, limb in enumerate(limbs[:_NUM_LIMBS].tolist()))
     mask = (1 << _LIMB_BITS) - 1

@@ -19,7 +19,7 @@ from ...data_parallel.gradients.gradient_bucket import GradientBucket
 from ...partition.buckets import BucketPlan, plan_buckets
 from ...partition.resharding import Range, kept_by
 from ...partition.shards import Piece, pieces_of, shard_numel, whole_parameter_spans
-from .exact_norm import partial_sum
+from .exact_norm import as_reals, partial_sum
 from .optimizer_state import check_fits, gather_state
 from .optimizer_trial import Verdict
 from .parameter_bucket import Gather, ParameterBucket, ShardRange, in_format_of
@@ -203,7 +203,7 @@ class ParameterShard:
     def add_squared_norm(self, total: torch.Tensor) -> None:
         """Add the squared 2-norm of the reduced, undivided gradient of this shard to `total`: (),
         float64."""
-        for gradient in self._own_gradients():
+        for gradient in map(as_reals, self._own_gradients()):
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             total += norm.square().to(total.device)
 

@@ -1,0 +1,87 @@
+"""What `ctx.reduce` makes of values of every kind: it reduces them, or refuses them."""
+
+from __future__ import annotations
+
+import decimal
+import fractions
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import chorusline as cl
+from chorusline.runtime.program.reducing import has_value, reduced
+
+KINDS = (
+    *("float16", "float32", "float64", "longdouble", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "bool_", "complex64", "complex128"),
+)
+VALUES: dict[str, Callable[[int], Any]] = {
+    "a float": float,
+    "an int": int,
+    "a complex": lambda n: n + 2j * n,
+    "array >f8": lambda n: numpy.array([n, 1], dtype=">f8"),
+    "array without dimensions": lambda n: numpy.array(float(n)),
+}
+for kind in KINDS:
+    VALUES[kind] = getattr(numpy, kind)
+    if kind != "longdouble":
+        VALUES[f"array {kind}"] = partial(lambda kind, n: numpy.array([n, 1], dtype=kind), kind)
+for kind in ("float16", "bfloat16", "float64", "int16", "uint8", "uint16", "bool", "complex64"):
+    VALUES[f"tensor {kind}"] = partial(
+        lambda dtype, n: torch.tensor([n, 1]).to(dtype), getattr(torch, kind)
+    )
+
+
+def reduce_all(group: cl.Group, names: list[str]) -> dict[str, Any]:
+    results = {}
+    for name in names:
+        value = VALUES[name](group.rank)
+        assert has_value(value), name
+        weight = 1.0 + 2 * group.rank
+        calls = [("mean", None), ("sum", None), ("mean", weight)]
+        results[name] = [plain(reduced(group, value, op, each)) for op, each in calls]
+    return results
+
+
+def plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor | numpy.ndarray) else value
+
+
+def test_every_kind_of_number_is_reduced(ranks_of: Callable[[int], Any]) -> None:
+    both = ranks_of(2).run(reduce_all, list(VALUES))
+    for name, make in VALUES.items():
+        wide = numpy.complex128 if "complex" in name else numpy.float64
+        zero, one = (numpy.asarray(plain(make(n))).astype(wide) for n in (0, 1))
+        for results in both:
+            mean, total, weighed = (numpy.asarray(each) for each in results[name])
+            assert mean == pytest.approx((zero + one) / 2), name
+            assert total == pytest.approx(zero + one), name
+            assert weighed == pytest.approx((zero + 3 * one) / 4, rel=1e-2), name
+
+
+@pytest.mark.parametrize("value", ["name", b"", None, [], {}, ["a"], {"a": "b"}, ("x", None)])
+def test_what_is_no_number_comes_back(value: object) -> None:
+    assert not has_value(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *([1.0], (1, 2), {"loss": torch.ones(())}, [["x", numpy.float32(1)]], {3}),
+        *(decimal.Decimal(1), fractions.Fraction(1, 2), numpy.array([object()])),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_numbers_that_would_stay_a_ranks_own_are_refused(value: object) -> None:
+    with pytest.raises(TypeError, match=r"ctx.reduce\(\) (takes one value|cannot reduce)"):
+        has_value(value)
+
+
+def test_complex_numbers_have_no_largest(alone: cl.Group) -> None:
+    for value in (1j, numpy.complex64(1), torch.ones(1, dtype=torch.complex64)):
+        with pytest.raises(ValueError, match="complex ones have none"):
+            reduced(alone, value, "max", None)
