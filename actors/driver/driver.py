@@ -78,6 +78,7 @@ class Driver(StoreActor):
     def __init__(self, incarnation: int, session: str = "", is_lasting: bool = False) -> None:
         super().__init__()
         self._incarnation = incarnation
+        self._session = session
         end_with_parent()
         if is_lasting:
             end_without(session)
@@ -92,6 +93,10 @@ class Driver(StoreActor):
         self._has_lost = asyncio.Event()
         self._num_ready = 0  # workers in reserve
         self._holds: Counter[str] = Counter()  # of ranks that leave, by the notice's node or worker
+
+    def __repr__(self) -> str:
+        """As Ray's dashboard and logs name this actor."""
+        return f"driver of {self._session or 'a session'}"
 
     async def adopt(
         self, workers: Mapping[int, Actor], timeout_s: float, versions: dict[str, str]

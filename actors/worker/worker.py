@@ -134,6 +134,7 @@ class Worker:
             versions=versions_here(),
         )
         self._lock = threading.Lock()
+        self._session = session
         self._run: RunHere | None = None
         self._group: Group | None = None  # of the last generation; it lives on between runs
         self._group_store: ActorStore  # where its ranks have met
@@ -149,6 +150,10 @@ class Worker:
         self._leftovers = Leftovers()
         self._has_seat = asyncio.Event()
         hear_sigterm(self._leave)
+
+    def __repr__(self) -> str:
+        """As Ray's dashboard and logs name this actor; Ray asks once, when it has started."""
+        return f"worker in seat {self._info.seat} of {self._session or 'a session'}"
 
     async def run(
         self,

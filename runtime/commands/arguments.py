@@ -4,12 +4,39 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: `; did you mean 'status'?`, or empty."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that names the nearest command or flag where it does not know one."""
+
+    def error(self, message: str) -> NoReturn:
+        flags = set(self._option_string_actions)
+        commands: set[str] = set()
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                commands |= set(action.choices)
+                # A flag that a command does not know comes back to this parser.
+                for command in action.choices.values():
+                    flags |= set(command._option_string_actions)
+        for word in re.findall(r"--[\w-]+|'[\w-]+'", message):
+            if word.startswith("--") and word not in flags:
+                super().error(message + did_you_mean(word, flags))
+            if word.startswith("'") and commands and word.strip("'") not in commands:
+                super().error(message + did_you_mean(word.strip("'"), commands))
+        super().error(message)
 
 
 def workers(text: str) -> int | tuple[int, int]:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     If a script exits by itself, its exit code is returned.
     """
-    parser = argparse.ArgumentParser(
+    parser = arguments.Parser(
         prog="chorusline", description="Data-parallel training on Ray that keeps going."
     )
     parser.add_argument("--version", action="version", version=_version())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,11 @@ from ..session.session import Session
 from ..session.showing.progress import Progress
 from ..tracking.named import checked_trackers
 from ..tracking.tracker import Tracker
-from .arguments import keywords
+from .arguments import did_you_mean, keywords
 from .detached import OF_DETACHED_RUN, begin, name_for, print_results
 from .script import INTERRUPTED, below, on_ranks, print_error
+
+_MOST_NAMED = 8  # functions of a script
 
 
 class WrongUsage(Exception):
@@ -85,11 +88,14 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
     theirs = [
         one
         for one, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", "") == module.__name__
+        if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
-    has = f"it has {', '.join(theirs)}" if theirs else "it defines none"
+    has = f"; it has {', '.join(theirs[:_MOST_NAMED])}" if theirs else "; it defines none"
+    if len(theirs) > _MOST_NAMED:
+        has += f" and {len(theirs) - _MOST_NAMED} more"
     what = "no function" if found is None else f"{with_article(type(found))}, not a function,"
-    raise WrongUsage(f"{module.__file__} has {what} named {name!r}; {has}")
+    has = did_you_mean(name, theirs) or has
+    raise WrongUsage(f"{module.__file__} has {what} named {name!r}{has}")
 
 
 def _checkpoints(options: argparse.Namespace) -> CheckpointConfig | None:

@@ -23,9 +23,7 @@ _OF_CHECKPOINTS = ("--fresh", "--resume", "--save-every", "--keep")
 
 def made(prog: str) -> argparse.ArgumentParser:
     """The parser of what stands between the function and `--`."""
-    flags = argparse.ArgumentParser(
-        prog=prog or "chorusline run", usage=USAGE, formatter_class=_OneColumn
-    )
+    flags = arguments.Parser(prog=prog or "chorusline run", usage=USAGE, formatter_class=_OneColumn)
     _add_workers(flags, timeout_s=60.0)
     _add_trackers(flags)
     _add_checkpoints(flags)
@@ -35,9 +33,7 @@ def made(prog: str) -> argparse.ArgumentParser:
 
 def made_for_script(prog: str) -> argparse.ArgumentParser:
     """The parser of what stands between `run` and the end, if a flag comes first."""
-    flags = argparse.ArgumentParser(
-        prog=prog or "chorusline run", usage=USAGE, formatter_class=_OneColumn
-    )
+    flags = arguments.Parser(prog=prog or "chorusline run", usage=USAGE, formatter_class=_OneColumn)
     _add_workers(flags, timeout_s=_TORCHS_TIMEOUT_S)
     _add_restarts(flags)
     _add_detached(flags)
@@ -104,12 +100,13 @@ def _add_restarts(flags: argparse.ArgumentParser) -> None:
 
 
 def _add_trackers(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument(
+    recorded = flags.add_argument_group("records of the run of a function")
+    recorded.add_argument(
         "--tracker",
         action="append",
         default=[],
         metavar="NAME[:X]",
-        help="record the run of a function: tensorboard[:FOLDER], mlflow[:EXPERIMENT], "
+        help="record it in: tensorboard[:FOLDER], mlflow[:EXPERIMENT], "
         "wandb[:PROJECT], jsonl[:FILE], opentelemetry; may be repeated",
     )
 

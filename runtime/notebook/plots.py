@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8c8c8c", "#B59F00")
-"""The colours of Okabe and Ito: colour-blind readers can distinguish them, and they are visible on
-black and on white."""
+COLORS = ("#2B8CDB", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8c8c8c", "#B59F00")
+"""The colours of Okabe and Ito, with a lighter blue: colour-blind readers can distinguish them, and
+they are visible on black and on white."""
 
 _WIDTH, _HEIGHT = 440, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 26, 36
@@ -77,7 +77,7 @@ def chart(
             'stroke="currentColor" stroke-opacity=".15"/>'
             f'<text x="{_LEFT - 6}" y="{down(y) + 4:.1f}" text-anchor="end">{_short(y)}</text>'
         )
-    for x in x_ticks:
+    for x in with_ends(x_ticks, x_from, x_to):
         parts.append(
             f'<text x="{across(x):.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{_short(x)}</text>'
         )
@@ -117,6 +117,14 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
     first = math.ceil(low / step)
     found = [round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
     return found or [low]
+
+
+def with_ends(inside: Sequence[float], low: float, high: float) -> list[float]:
+    """Ticks with both ends of their axis, in place of those that are so near that the numbers would
+    touch."""
+    apart = (high - low) / 12
+    between = [x for x in inside if low + apart < x < high - apart]
+    return [low, *between, high] if high > low else [low]
 
 
 def _path(

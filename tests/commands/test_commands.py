@@ -26,6 +26,7 @@ from rich.console import Console
 import chorusline as cl
 from chorusline.actors.lasting import INCARNATION, NAMESPACE
 from chorusline.actors.worker.devices import VISIBLE
+from chorusline.runtime.commands import function_flags
 from chorusline.runtime.commands.arguments import keywords, script_and_function, workers
 from chorusline.runtime.commands.bench import Row, bus_factor, nbytes, table
 from chorusline.runtime.commands.bench import WrongUsage as WrongCase
@@ -218,6 +219,8 @@ def script(tmp_path: Path) -> str:
     ("args", "sentence"),
     [
         ((":nope",), "has no function named 'nope'; it has train"),
+        ((":trian",), "has no function named 'trian'; did you mean 'train'?"),
+        ((":train", "--wrkers", "2"), "the function's own after --; did you mean '--workers'?"),
         ((":number",), "has an int, not a function, named 'number'"),
         ((":train", "--fresh"), "--fresh says how checkpoints are kept; write --checkpoint DIR"),
         ((":train", "--checkpoint", "x", "--fresh", "--resume", "y"), "not allowed with argument"),
@@ -242,10 +245,27 @@ def test_wrong_usage_of_a_function_costs_no_cluster_and_exits_with_2(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["stauts"], "did you mean 'status'?"),
+        (["status", "--onec"], "did you mean '--once'?"),
+        (["run", "--wrkers", "2", "train.py"], "did you mean '--workers'?"),
+        (["checkpoint", "lst", "x"], "did you mean 'list'?"),
+    ],
+)
+def test_an_unknown_command_or_flag_is_told_with_the_nearest(
+    args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(args)
+    assert exited.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_the_help_of_run_explains_each_flag_and_the_version_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = "--workers --gpu --address --env --timeout --startup-timeout --checkpoint --fresh"
     for args in (["run", "--help"], ["--version"]):
         with pytest.raises(SystemExit) as exited:
             main(args)
@@ -254,10 +274,14 @@ def test_the_help_of_run_explains_each_flag_and_the_version_is_told(
         if args == ["--version"]:
             assert said == f"chorusline {cl.__version__}\n"
         else:
-            for flag in (*flags.split(), "--resume", "--save-every", "--keep"):
-                assert re.search(
-                    rf"^  {flag}\b.* {{2,}}\w|^  {flag}\b.*\n {{20,}}\w", said, re.M
-                ), flag
+            parsers = function_flags.made(""), function_flags.made_for_script("")
+            flags = {flag for one in parsers for flag in one._option_string_actions}
+            assert {"--workers", "--tracker", "--max-restarts"} <= flags
+            for flag in sorted(
+                flag for flag in flags if flag.startswith("--") and flag != "--help"
+            ):
+                begins = rf"^  (?:-\w(?: \S+)?, )?{flag}\b"
+                assert re.search(rf"{begins}.* {{2,}}\w|{begins}.*\n {{20,}}\w", said, re.M), flag
 
 
 def test_a_cluster_that_does_not_answer_is_a_failed_run(script: str) -> None:

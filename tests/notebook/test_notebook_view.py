@@ -7,7 +7,7 @@ import pytest
 from chorusline.actors.messages import Report, WorkerInfo, WorkerSnapshot, WorkerState
 from chorusline.actors.run_status import RunStatus
 from chorusline.runtime.notebook.history import History
-from chorusline.runtime.notebook.plots import Line, chart, ticks
+from chorusline.runtime.notebook.plots import Line, chart, ticks, with_ends
 from chorusline.runtime.notebook.view import ranks_as_html, run_as_html
 from chorusline.runtime.tracking.tracker import TrackedEvent
 
@@ -103,6 +103,14 @@ def test_many_ranks_are_counted_after_the_first_few() -> None:
         history.add(report(rank, 1, 0.0))
         history.add(report(rank, 2, 1.0))
     assert run_as_html("x", seen, history).count("<title>rank ") == 8
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(1, 227, [1, 50, 100, 150, 200, 227]), (0, 100, [0, 20, 40, 60, 80, 100]), (3, 3, [3])],
+)
+def test_an_axis_has_numbers_at_both_ends(low: float, high: float, expected: list[float]) -> None:
+    assert with_ends(ticks(low, high), low, high) == pytest.approx(expected)
 
 
 def test_a_loss_is_a_line_below_the_table_and_a_mark_in_both_plots() -> None:

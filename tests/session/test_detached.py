@@ -269,8 +269,9 @@ async def test_the_command_line_lists_shows_and_stops_a_detached_session(
     await script.says("submitted")
     script.kill()
     listed = await asyncio.to_thread(command, "status", "--once")
-    assert (
-        f"{name}: run 0" in listed and "without a run and a client it ends after 30 min" in listed
+    assert f"{name}: run 0" in listed
+    assert "it trains in the background; 0 programs are attached; its workers are freed 30 min" in (
+        listed
     )
     shown = await asyncio.to_thread(command, "attach", name)
     assert "[rank 0] at step 290" in shown and "[rank 1] returned (300, " in shown

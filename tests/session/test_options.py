@@ -30,6 +30,9 @@ async def test_variables_and_labels_reach_the_workers_and_the_driver(cluster: No
         assert results == [("yes", "too")] * 2
         assert session._crew is not None
         look = session._crew._driver.__ray_call__
+        assert await look.remote(repr) == f"driver of {session.name}"
+        of_seat_1 = session._crew._workers[1].__ray_call__
+        assert await of_seat_1.remote(repr) == f"worker in seat 1 of {session.name}"
         assert await look.remote(lambda _: os.environ["OF_THE_SESSION"]) == "yes"
         assert session._new_request(session._audience()).pause_s == 7
     assert "OF_THE_SESSION" not in os.environ

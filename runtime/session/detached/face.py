@@ -27,7 +27,7 @@ from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from .feed import Place
 from .keeper import keeper_class
-from .standing import Standing, duration, not_found, taken
+from .standing import RESULTS_KEPT_S, Standing, duration, not_found, taken
 
 _HERE_S = 5.0
 """Seconds between two words of a client to the keeper."""
@@ -263,11 +263,16 @@ class Face:
 
     def how_it_goes_on(self) -> str:
         """A line for one who stops looking."""
-        limit = f" or {duration(self.last.idle_timeout_s)} without a run" if self.last else ""
+        freed = ""
+        if self.last:
+            limit, kept = duration(self.last.idle_timeout_s), duration(RESULTS_KEPT_S)
+            freed = (
+                f" {limit} after its last run its workers are freed; its results stay for {kept}."
+            )
         return (
-            f"The session {self.name!r} goes on without this program: cl.attach({self.name!r}) or "
-            f"`chorusline attach {self.name}` shows it; `chorusline stop {self.name}`{limit} ends "
-            "it."
+            f"The session {self.name!r} trains in the background: `chorusline attach {self.name}`, "
+            f"or cl.attach({self.name!r}), shows it, and `chorusline stop {self.name}` ends it."
+            f"{freed}"
         )
 
 

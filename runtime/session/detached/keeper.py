@@ -161,6 +161,10 @@ class Keeper:
         self._has_begun = False
         threading.Thread(target=self._begin_to_live, name="live", daemon=True).start()
 
+    def __repr__(self) -> str:
+        """As Ray's dashboard and logs name this actor."""
+        return f"keeper of {self._name}"
+
     # ── Beginning and end ────────────────────────────────────────────────────────────────────────
 
     def _begin_to_live(self) -> None:

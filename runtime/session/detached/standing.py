@@ -52,14 +52,20 @@ class Standing:
         if self.ended:
             left_s = max(0.0, RESULTS_KEPT_S - self.ended_s)
             return (
-                f"it ended {duration(self.ended_s)} ago: {self.ended}. The results of its last run "
-                f"can be had for {duration(left_s)} more (cl.attach({self.name!r}))"
+                f"it ended {duration(self.ended_s)} ago: {self.ended}. `chorusline attach "
+                f"{self.name}` shows its last run and the results for {duration(left_s)} more"
             )
-        limit = f"without a run and a client it ends after {duration(self.idle_timeout_s)}"
-        clients = f"{self.num_clients} client{'' if self.num_clients == 1 else 's'} attached"
-        words = ["detached", clients, limit]
+        programs = "1 program is" if self.num_clients == 1 else f"{self.num_clients} programs are"
+        words = [f"it trains in the background; {programs} attached"]
+        limit = duration(self.idle_timeout_s)
+        if not self.is_running:
+            words = [f"it waits for a run; {programs} attached"]
+        freed = f"its workers are freed {limit} after its last run, if no program is attached"
         if self.idle_s is not None:
-            words[-1] += f", now for {duration(self.idle_s)}"
+            left = duration(max(0.0, self.idle_timeout_s - self.idle_s))
+            freed = f"its workers are freed in {left}, unless a run begins or a program attaches"
+        kept = duration(RESULTS_KEPT_S)
+        words.append(f"{freed}; its results can be had for {kept} more")
         if self.restarts:
             words.append(f"its keeper was started again ({self.restarts})")
         return "; ".join(words)
@@ -70,8 +76,8 @@ class Standing:
         if self.ended:
             return f"ended {duration(self.ended_s)} ago ({self.ended})"
         if self.run is None:
-            return "is idle, and has run nothing yet"
-        doing = "is in progress for" if self.is_running else "has ended; it took"
+            return "has run nothing yet"
+        doing = "has been running for" if self.is_running else "has ended, after"
         return f"run {self.run} {doing} {duration(self.ran_s)}"
 
 
