@@ -88,5 +88,6 @@ def test_a_line_names_the_process_and_what_its_loss_costs(passage: Passage, text
 
 def test_the_sum_of_a_run_counts_losses_arrivals_and_repeated_steps() -> None:
     events = [event_of([KILLED_AT_1456]), event_of([NEW_AT_1790])]
-    assert in_the_end(events) == "2 workers at the end, 1 lost, 1 new; 0 steps repeated"
+    assert in_the_end(events) == "2 workers at the end, 1 lost and replaced; 0 steps repeated"
+    assert in_the_end(events[:1]) == "1 worker at the end, 1 lost; 0 steps repeated"
     assert in_the_end([]) == ""

@@ -309,9 +309,11 @@ def in_the_end(happened: Sequence[TrackedEvent]) -> str:
         return ""
     num_workers = happened[-1].num_workers
     parts = [f"{num_workers} worker{'s' * (num_workers > 1)} at the end"]
-    parts += [f"{count} {verb}" for count, verb in ((lost, "lost"), (left, "left")) if count]
-    if came:
-        parts.append(f"{came} new")
+    if lost and came == lost and not left:
+        parts.append(f"{lost} lost and replaced")
+    else:
+        counts = (lost, "lost"), (left, "left"), (came, "new")
+        parts += [f"{count} {verb}" for count, verb in counts if count]
     repeated = sum(event.repeated for event in happened)
     return ", ".join(parts) + f"; {repeated} steps repeated"
 
