@@ -63,7 +63,7 @@ bench-gpu: $(INSTALLED)  ## ours against torch's NCCL, DDP, ZeRO and FSDP2; writ
 	$(BIN)/python benchmarks/gpu_machine.py --install
 	$(BIN)/python benchmarks/gpu.py --out out/bench-gpu.json $(ARGS)
 
-compared: $(INSTALLED)  ## the tables of README.md: three runs of what they quote, two hours
+compared: $(INSTALLED)  ## the tables of docs/performance.md: three runs of what they quote, two hours
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/compared.py $(ARGS)
 

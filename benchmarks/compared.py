@@ -1,8 +1,8 @@
-"""The tables of README.md: ours against the peers, from one run of one command.
+"""The tables of docs/performance.md, "Compared": ours against the peers, from one run of one command.
 
     python benchmarks/compared.py [--json] [--runs 3] [--only step,torch_backend]
 
-Runs the benchmarks that README.md quotes one after another, and all of them `--runs` times. A row
+Runs the benchmarks that the page quotes one after another, and all of them `--runs` times. A row
 shows the medians of the runs and, in brackets, the ratio of every run, so that a reader sees how
 far they lie apart; no run is left out. The last column is the file in benchmarks/ that prints it.
 Then come the trials (trials/check.py), with `--runs` trainings of each system: counts of all of
@@ -105,9 +105,9 @@ ROWS = (
     Row("SIGKILL of one of 4 workers to the next step (Ray Train)", "recovery", "s", recovery),
 )
 SYSTEMS = {
-    "chorusline zero": "ours",
+    "chorusline zero": "Chorusline",
     "torchft": "torchft",
-    "ray-train torchft": "Ray Train, torchft",
+    "ray-train torchft": "Ray Train + torchft",
     "ray-train checkpoints": "Ray Train",
     "torchrun checkpoints": "torchrun",
 }
@@ -124,17 +124,17 @@ class TrialsRow:
 
 
 TRIALS_ROWS = (
-    TrialsRow("a rank killed every 15 s: goodput", "storm", "goodput"),
-    TrialsRow("a rank killed every 15 s: seconds to the next step", "storm", "next"),
-    TrialsRow("a rank killed every 15 s: steps taken again", "storm", "again"),
-    TrialsRow("kills and a drain: samples that counted in no step", "trials", "never"),
+    TrialsRow("a rank killed every 15 s: goodput ↑", "storm", "goodput"),
+    TrialsRow("a rank killed every 15 s: seconds to the second new step ↓", "storm", "next"),
+    TrialsRow("a rank killed every 15 s: steps repeated ↓", "storm", "again"),
+    TrialsRow("kills and a drain: samples lost ↓", "trials", "never"),
 )
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "µs": 1e6}
 
 
 def markdown(rows: list[tuple[Row, list[tuple[float, float]]]]) -> str:
     """The table. rows: each with ours and the peer's seconds, by run."""
-    lines = ["| | ours | peer | ours/peer (each run) | by |", "|---|---|---|---|---|"]
+    lines = ["| | Chorusline | peer | ratio (each run) | measured by |", "|---|---|---|---|---|"]
     for row, runs in rows:
         factor = _PER_SECOND[row.unit]
         ours, peer = (statistics.median(column) * factor for column in zip(*runs, strict=True))

@@ -52,4 +52,19 @@ def test_a_program_of_the_documentation_runs(tmp_path, name, on_cluster):
     script.write_text(programs()[name])
     said = output_of(script, timeout_s=100, environment=on_cluster)
     if name == "README-0":
-        assert len(eval(said.strip().splitlines()[-1])) == 2, "one result per rank"
+        assert eval(said.strip().splitlines()[-1]) == [96, 96], "steps, by rank"
+
+
+def test_the_program_of_the_readme_survives_the_kill_that_it_shows(tmp_path, on_cluster):
+    (plan,) = re.findall(
+        r'^\$ CHORUSLINE_FAULT_PLAN="(.*)" python train.py$',
+        (ROOT / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    script = tmp_path / "train.py"
+    script.write_text(programs()["README-0"])
+    environment = on_cluster | {"CHORUSLINE_FAULT_PLAN": plan}
+    said = output_of(script, timeout_s=100, environment=environment)
+    steps = eval(said.strip().splitlines()[-1])
+    # One worker took the batches of two. Without the kill both take 96 steps.
+    assert len(set(steps)) == 1 and steps[0] > 96

@@ -156,8 +156,8 @@ def test_without_a_pace_there_is_no_goodput(tmp_path: Path) -> None:
     assert list(summed([], None)) == list(summed([struck], struck))
 
 
-def test_the_tables_of_the_readme_have_the_rows_that_compared_prints() -> None:
-    section = (ROOT / "README.md").read_text().split("## Compared")[1].split("\n## ")[0]
+def test_the_tables_of_the_performance_page_have_the_rows_that_compared_prints() -> None:
+    section = (ROOT / "docs/performance.md").read_text().split("## Compared")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     rows = {
         cells[1]: cells for cells in ([one.strip() for one in line.split("|")] for line in lines)
@@ -182,8 +182,8 @@ def test_the_table_of_trials_names_each_system_and_what_prints_it() -> None:
     assert all(row.column in known for row in compared.TRIALS_ROWS)
     figures = {"chorusline zero": {"goodput": 0.5, "next": None, "again": 3}, "notes": []}
     shown = compared.markdown_of_trials([(row, figures) for row in compared.TRIALS_ROWS])
-    assert "| a rank killed every 15 s: goodput | 0.50 | - | - | - | - |" in shown
-    assert "| a rank killed every 15 s: steps taken again | 3 | - | - | - | - |" in shown
+    assert "| a rank killed every 15 s: goodput ↑ | 0.50 | - | - | - | - |" in shown
+    assert "| a rank killed every 15 s: steps repeated ↓ | 3 | - | - | - | - |" in shown
     assert all(command in shown for command in compared.TRIALS.values())
 
 
