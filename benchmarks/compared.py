@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, "Compared": ours against the peers, from one run of one command.
+"""The tables of docs/performance.md, "Compared": ours and the peers, from one run of one command.
 
     python benchmarks/compared.py [--json] [--runs 3] [--only step,torch_backend]
 

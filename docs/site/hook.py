@@ -30,6 +30,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security-policy.md",
 }
 """Pages that stand in the root of the repository, and what they are in the site."""
 

@@ -19,6 +19,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
@@ -77,15 +78,6 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     assert missing == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_only_ranks_join(page: Path) -> None:
-    """They run out of data. Workers come in, a run uses a cluster (docs/glossary.md)."""
-    text = " ".join(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).split())
-    things = "(?:cluster|session|run|workers?|nodes?|process(?:es)?|machines?)"
-    joins = rf"\b{things} (?:may |can |that (?:comes )?)?joins?\b|\bjoins? (?:the|a) {things}\b"
-    assert re.findall(joins, text) == []
-
-
 def test_a_walk_says_how_many_files_it_enters() -> None:
     walks = (ROOT / "docs/architecture.md").read_text().split("### The walk of ")[1:]
     assert [walk.split("\n")[0] for walk in walks] == [
@@ -113,9 +105,7 @@ def test_contributing_shows_where_every_folder_is() -> None:
     packages = {"actors", "collectives", "runtime"}
     shown = set(re.findall(r"\b([a-z_]+)/", tree))
     folders = {
-        file.parent.name
-        for package in packages
-        for file in (ROOT / package).glob("*/__init__.py")
+        file.parent.name for package in packages for file in (ROOT / package).glob("*/__init__.py")
     }
     assert folders - shown == set()
     assert shown - folders == packages | {
@@ -137,7 +127,7 @@ def test_a_broken_link_and_an_undocumented_name_fail_the_site(tmp_path: Path) ->
     for name in ("collectives", "actors", "runtime", "chorusline", "docs", "notebooks"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
-    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         shutil.copy(ROOT / name, tmp_path)
     with (tmp_path / "docs/zero.md").open("a") as page:
         page.write("\n[nowhere](nowhere.md), [no such heading](training.md#nothing)\n")
