@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
+from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -50,7 +52,7 @@ class Rest:
         """The hands of `world_size` ranks. whole: makes the hands of an iteration from its start,
         for a number of ranks."""
         if self.given is None:
-            return [[] for _ in range(world_size)]
+            return [array("q") for _ in range(world_size)]
         # Repeat what the earlier runs did, each with its own number of ranks.
         hands = whole(self.runs[0][0] if self.runs else world_size)
         sizes = [*(size for size, _ in self.runs[1:]), world_size]
@@ -58,7 +60,8 @@ class Rest:
             left = [hand[count:] for hand, count in zip(hands, counts, strict=True)]
             hands = _dealt_again(left, size, keep_together)
         if len(self.given):
-            hands = [[number for number in hand if number not in self.given] for hand in hands]
+            given = self.given
+            hands = [array("q", (one for one in hand if one not in given)) for hand in hands]
         return hands
 
 
@@ -67,7 +70,7 @@ def _dealt_again(
 ) -> Hands:
     """The samples of `hands`, dealt out to `world_size` ranks."""
     if len(hands) == world_size:  # The ranks keep their hands.
-        return [list(hand) for hand in hands]
+        return [array("q", hand) for hand in hands]
     left = left_of(hands, [0] * len(hands))
     if keep_together is None:
         return [left[rank::world_size] for rank in range(world_size)]
@@ -77,7 +80,8 @@ def _dealt_again(
         lots.setdefault(keep_together[number], []).append(number)
     dealt = list(lots.values())
     return [
-        [number for lot in dealt[rank::world_size] for number in lot] for rank in range(world_size)
+        array("q", itertools.chain.from_iterable(dealt[rank::world_size]))
+        for rank in range(world_size)
     ]
 
 

@@ -12,7 +12,7 @@ from chorusline.collectives.contract.articles import with_article
 from .batches import Batches
 from .cursor import Cursor, Rest
 from .dealer import Cut, Dealer, Left
-from .dealing import Hands, deal, redeal
+from .dealing import Hands, dealt_hands, redeal
 from .fetching.fetcher import Fetcher, Fetching, loader_seed
 from .fetching.fetchers import Fetchers
 from .fetching.options import FetchOptions
@@ -130,16 +130,16 @@ class Shard(Batches):
         )
         self._round_up = 0 if drop_last else batch_size - 1
         self._take_hand(self._dealt(world_size), rank)
-        whole = self.hands if self._rest == Rest() else self._whole(world_size)
+        whole = self._hands if self._rest == Rest() else self._whole(world_size)
         self.num_steps = max(map(self._num_batches, map(len, whole)))
 
     def __len__(self) -> int:
-        return self._num_batches(len(self.sample_ids))
+        return self._num_batches(len(self._hand))
 
     @property
     def batches_per_rank(self) -> list[int]:
         """The number of batches of the whole epoch, by rank."""
-        return [self._num_batches(len(hand)) for hand in self.hands]
+        return [self._num_batches(len(hand)) for hand in self._hands]
 
     @property
     def num_steps_left(self) -> int:
@@ -153,8 +153,18 @@ class Shard(Batches):
         return resumed + self.num_committed
 
     @property
+    def hands(self) -> list[list[int]]:
+        """As described at the top of the class."""
+        return [hand.tolist() for hand in self._hands]
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """As described at the top of the class."""
+        return self._hand.tolist()
+
+    @property
     def taken_ids(self) -> list[int]:
-        return self.sample_ids[: self.taken]
+        return self._hand[: self.taken].tolist()
 
     @property
     def num_samples(self) -> int:
@@ -172,13 +182,13 @@ class Shard(Batches):
         return self.batches_per_rank
 
     def _num_left(self) -> int:
-        return self._num_batches(len(self.sample_ids) - self.taken)
+        return self._num_batches(len(self._hand) - self.taken)
 
     def _has_more(self) -> bool:
         return self._num_left() > 0
 
     def _take(self) -> Any:
-        ids = self.sample_ids[self.taken : self.taken + self.batch_size]
+        ids = self._hand[self.taken : self.taken + self.batch_size].tolist()
         if self._fetching is None or self._fetching.next_indices != ids:
             # The first batch; or the hands were dealt again, and what was fetched belongs to others
             # now; or the last batch has failed.
@@ -190,12 +200,14 @@ class Shard(Batches):
     def _fetched_from_here(self) -> Fetching:
         if self._fetcher is None:
             self._fetcher = self._fetchers.take(self.dataset, self._options)
-        ids, size, left = self.sample_ids, self.batch_size, self._num_left()
+        ids, size, left = self._hand, self.batch_size, self._num_left()
         starts = range(self.taken, self.taken + left * size, size)
         # Loader processes of two ranks draw different numbers, and so do those that start inside
         # the epoch after a resume.
         seed = loader_seed(torch.initial_seed(), self._seed, self.epoch, self._dealer.rank, left)
-        return self._fetcher.fetch((ids[start : start + size] for start in starts), seed=seed)
+        return self._fetcher.fetch(
+            (ids[start : start + size].tolist() for start in starts), seed=seed
+        )
 
     def _left(self) -> None:
         fetcher, self._fetcher, self._fetching = self._fetcher, None, None
@@ -206,7 +218,7 @@ class Shard(Batches):
         return self._rest.dealt(self._whole, num_ranks, self._keep_together)
 
     def _whole(self, num_ranks: int) -> Hands:
-        return deal(
+        return dealt_hands(
             self._given_samples,
             world_size=num_ranks,
             epoch=self.epoch,
@@ -219,8 +231,8 @@ class Shard(Batches):
         return (num_samples + self._round_up) // self.batch_size
 
     def _take_hand(self, hands: Hands, rank: int) -> None:
-        self.hands = hands
-        self.sample_ids = hands[rank]
+        self._hands = hands
+        self._hand = hands[rank]
 
     # -- for the dealer --------------------------------------------------------------------------
 
@@ -234,14 +246,14 @@ class Shard(Batches):
 
     def go_on(self, cut: Cut) -> Left:
         """Deal out again what no rank has taken; how many batches each rank has left."""
-        taken, busy = _taken(self.hands, cut), cut.busy
+        taken, busy = _taken(self._hands, cut), cut.busy
         lost = set(range(len(taken))) - set(cut.former_ranks)
-        dealt_again = sum(self._num_batches(len(self.hands[old]) - taken[old]) for old in lost)
-        self._note_lost(self.hands, cut)
-        self._take_hand(self._cut(self.hands, cut), self._dealer.rank)
+        dealt_again = sum(self._num_batches(len(self._hands[old]) - taken[old]) for old in lost)
+        self._note_lost(self._hands, cut)
+        self._take_hand(self._cut(self._hands, cut), self._dealer.rank)
         to_take = [
             len(hand) - (taken[old] if old >= 0 else 0)
-            for hand, old in zip(self.hands, cut.former_ranks, strict=True)
+            for hand, old in zip(self._hands, cut.former_ranks, strict=True)
         ]
         to_do = [
             count + (busy[old] if old >= 0 else 0)
@@ -251,7 +263,7 @@ class Shard(Batches):
         return Left(*by_rank, dealt_again)
 
     def ids_by_counts(self, counts: Sequence[int]) -> list[int]:
-        return [n for hand, count in zip(self.hands, counts, strict=False) for n in hand[:count]]
+        return [n for hand, count in zip(self._hands, counts, strict=False) for n in hand[:count]]
 
     def _note_lost(self, hands: Hands, cut: Cut) -> None:
         taken = _taken(hands, cut)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+from array import array
 from collections.abc import Hashable, Sequence
 
 import torch
 
-Hands = list[list[int]]
-"""By rank, the sample numbers in the order in which the rank takes them."""
+Hands = list["array[int]"]
+"""By rank, the sample numbers in the order in which the rank takes them. Each rank knows those of
+all ranks, so they are arrays of 8 bytes a number; a list takes 36 more."""
 
 
 def deal(
@@ -34,15 +36,35 @@ def deal(
 
     Raises ValueError if keep_together has another length.
     """
+    dealt = dealt_hands(
+        num_samples,
+        world_size=world_size,
+        epoch=epoch,
+        seed=seed,
+        shuffle=shuffle,
+        keep_together=keep_together,
+    )
+    return [hand.tolist() for hand in dealt]
+
+
+def dealt_hands(
+    num_samples: int,
+    *,
+    world_size: int,
+    epoch: int,
+    seed: int,
+    shuffle: bool,
+    keep_together: Sequence[Hashable] | None = None,
+) -> Hands:
+    """As `deal`, in arrays."""
     # torch's CPU generator uses only 32 bits of its seed, so both numbers are hashed into them.
     mixed = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4]
     generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
 
-    def order(count: int) -> list[int]:
+    def order(count: int) -> array[int]:
         if not shuffle:
-            return list(range(count))
-        numbers: list[int] = torch.randperm(count, generator=generator).tolist()
-        return numbers
+            return array("q", range(count))
+        return array("q", torch.randperm(count, generator=generator).numpy().tobytes())
 
     if keep_together is None:
         numbers = order(num_samples)
@@ -58,10 +80,10 @@ def deal(
     lots = list(by_key.values())
     dealt = order(len(lots))
     hands = [
-        [number for lot in dealt[rank::world_size] for number in lots[lot]]
+        array("q", (number for lot in dealt[rank::world_size] for number in lots[lot]))
         for rank in range(world_size)
     ]
-    return [[hand[i] for i in order(len(hand))] for hand in hands]
+    return [array("q", (hand[i] for i in order(len(hand)))) for hand in hands]
 
 
 def redeal(
@@ -83,7 +105,7 @@ def redeal(
     The rest is dealt in the epoch's order, each lot to the rank that has least left to do. `busy`
     counts as left to do, so a rank that is one step ahead of the others takes as many as they do.
     """
-    new_hands = [list(hands[old][: taken[old]]) if old >= 0 else [] for old in former_ranks]
+    new_hands = [array("q", hands[old][: taken[old]] if old >= 0 else ()) for old in former_ranks]
     left = left_of(hands, taken)
     to_do = [busy[old] if busy and old >= 0 else 0 for old in former_ranks]
     if keep_together:
@@ -93,7 +115,7 @@ def redeal(
     return new_hands
 
 
-def _deal_evenly(left: Sequence[int], hands: Hands, to_do: list[int]) -> None:
+def _deal_evenly(left: array[int], hands: Hands, to_do: list[int]) -> None:
     """Deal samples to the hands, each to the rank that has least left to do; of several to the
     first one. All survivors wait for this, so what is even is dealt by slices."""
     first = 0
@@ -122,24 +144,24 @@ def _deal_lots(
             rank = least[0][1]
             heapq.heapreplace(least, (to_do[rank], rank))
         rank = begun.get(key, least[0][1])
-        hands[rank] += lot
+        hands[rank].extend(lot)
         to_do[rank] += len(lot)
 
 
-def left_of(hands: Sequence[Sequence[int]], taken: Sequence[int]) -> list[int]:
+def left_of(hands: Sequence[Sequence[int]], taken: Sequence[int]) -> array[int]:
     """The rest of all hands, in the epoch's order: by the place in the hand, then by rank."""
     # Between two of these places it is the same hands that have samples, so these are interleaved
     # by slices.
     edges = sorted({*taken, *map(len, hands)})
-    left: list[int] = []
+    left = array("q")
     for start, stop in itertools.pairwise(edges):
         some = [
             hand[start:stop]
             for hand, count in zip(hands, taken, strict=True)
             if count <= start and stop <= len(hand)
         ]
-        between = [0] * (len(some) * (stop - start))
+        between = array("q", bytes(8 * len(some) * (stop - start)))
         for place, part in enumerate(some):
-            between[place :: len(some)] = part
+            between[place :: len(some)] = array("q", part)
         left += between
     return left

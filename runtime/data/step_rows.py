@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from ..process.random_state import seed_all
 from .dataset_batches import MapStyleDataset
-from .dealing import deal
+from .dealing import dealt_hands
 from .fetching.fetcher import Fetcher, Fetching
 from .fetching.fetchers import Fetchers
 from .fetching.options import FetchOptions
@@ -83,7 +83,9 @@ class DatasetRows:
         self._fetchers = fetchers or Fetchers()
         self._fetcher: Fetcher | None = None
         self._fetching: Fetching | None = None
-        [self._order] = deal(len(dataset), world_size=1, epoch=epoch, seed=seed, shuffle=shuffle)
+        [self._order] = dealt_hands(
+            len(dataset), world_size=1, epoch=epoch, seed=seed, shuffle=shuffle
+        )
 
     def begin(self, key: ReadingKey) -> None:
         """Raises ValueError if the dataset has changed."""

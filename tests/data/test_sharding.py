@@ -1,6 +1,7 @@
 """How samples are dealt, without any rank: a pure function and the iterator over it."""
 
 import itertools
+import tracemalloc
 
 import pytest
 import torch
@@ -24,6 +25,16 @@ def test_samples_of_one_key_stay_on_one_rank():
     assert sorted(itertools.chain(*hands)) == list(range(len(keys)))
     held = [{keys[number] for number in hand} for hand in hands]
     assert sum(len(kinds) for kinds in held) == len(set(keys))
+
+
+def test_the_hands_of_all_ranks_take_eight_bytes_a_sample():
+    num_samples = 200_000
+    tracemalloc.start()
+    shard = Shard(range(num_samples), 4, rank=1, world_size=4)
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(shard) == num_samples // 16
+    assert kept < 12 * num_samples, "lists take five times as much"
 
 
 def test_epoch_and_seed_change_the_order_and_nothing_else_does():
