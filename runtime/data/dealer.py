@@ -94,6 +94,7 @@ def least_of(left: Sequence[Left]) -> Left:
     return Left(
         [min(of_rank) for of_rank in zip(*(one.to_take for one in left), strict=True)],
         [min(of_rank) for of_rank in zip(*(one.to_do for one in left), strict=True)],
+        max(one.dealt_again for one in left),
     )
 
 

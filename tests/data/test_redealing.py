@@ -89,6 +89,7 @@ def test_who_is_a_step_ahead_still_takes_as_many_as_the_others() -> None:
     ranks.take(0)  # It is in the second step; rank 2 has not begun it.
     left = ranks.lose(1)
     assert left is not None and left.to_do == [5, 5] and left.to_take == [4, 5]
+    assert left.dealt_again == 3, "of the four that rank 1 had, one is in a step that counts"
     assert ranks.finish() == list(range(NUM_SAMPLES))
 
 
