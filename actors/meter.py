@@ -126,11 +126,16 @@ class Meter:
         return read
 
 
+def in_ascii(text: str) -> str:
+    """The value of a tag: Ray encodes no other than ASCII, and an error would end the thread."""
+    return text.encode("ascii", "backslashreplace").decode()
+
+
 class Publisher:
     """The thread that publishes. look: called in that thread; it must not block."""
 
     def __init__(self, session: str, seat: int, look: Callable[[], Look]) -> None:
-        tags = {"session": session, "seat": str(seat)}
+        tags = {"session": in_ascii(session), "seat": str(seat)}
         self._tags = tags
         self._metrics: dict[str, Any] = {}
         for kind, names in ((Gauge, GAUGES), (Counter, COUNTERS)):
@@ -168,7 +173,7 @@ class Publisher:
             # Each name is a series of its own for whoever stores them, for ever.
             if name in self._named or len(self._named) < MOST_REPORTED:
                 if self._named.get(name) != value:
-                    self._reported.set(value, tags={"name": name})
+                    self._reported.set(value, tags={"name": in_ascii(name)})
                 self._named[name] = value
 
 
@@ -181,7 +186,7 @@ class DriverCounters:
             for name, says in OF_DRIVER.items()
         }
         for counter in self._counters.values():
-            counter.set_default_tags({"session": session})
+            counter.set_default_tags({"session": in_ascii(session)})
 
     def add(self, name: str) -> None:
         self._counters[name].inc(1)

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 OUT, ERR, FIGURE = 1, 2, 3
 """What a Piece holds: bytes of stdout, bytes of stderr, or a picture (PNG)."""
@@ -206,6 +206,15 @@ def _in_order(
     for kind in (last, OUT + ERR - last):
         up_to(kind, texts[kind][0] + len(texts[kind][1]))
     return pieces, Position(at[OUT], at[ERR], len(marks)), rank, True
+
+
+def write_line(stream: TextIO, line: str) -> None:
+    """Write a line; what the stream's encoding has no bytes for (LANG=C) is escaped."""
+    try:
+        stream.write(f"{line}\n")
+    except UnicodeEncodeError:
+        encoding = getattr(stream, "encoding", None) or "ascii"
+        stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
 
 class _Noted:

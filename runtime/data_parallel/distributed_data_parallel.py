@@ -10,7 +10,6 @@ from typing import Any, Self
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,6 +28,7 @@ from .gradients.comm_hooks import CommHook
 from .gradients.reducer import Reducer
 from .gradients.reductions import why_not_sharded
 from .gradients.step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
+from .outputs import tensors_of
 from .same_model import (
     broadcast_tensors,
     check_devices,
@@ -187,8 +187,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _after_forward(self, output: Any, began_at: float) -> None:
         if self._reducer.clock is not None:
             self._reducer.clock.forward_ran(began_at)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        for leaf in tensors_of(output):
+            if leaf.requires_grad:
                 if leaf.is_leaf and leaf in self._hooked:  # A parameter, returned once more.
                     continue
                 leaf.register_hook(self._output_has_gradient)
@@ -454,18 +454,19 @@ class _Hook(JoinHook):
             return  # It is a comparison only: the next step, or the end of the function, recovers.
         if found is None:
             return
-        number, _ = found
+        number, unlike = found
         joined = [r for r in range(model.group.size) if r not in join.ledger.last_live]
         raise CollectiveMismatch(
             "Join",
             model.group.generation,
-            joined,
-            f"parameter {reducer.gradients.names[number]} is another one there than on the ranks "
-            f"{list(join.ledger.last_live)}, which took the last step",
-            "What the loop's body does to parameters behind optimizer.step(), such as clamping "
-            "them, is not done on ranks that have run out of data. Put it in a function, call it "
-            "in the body, and list it: Join(..., step_along=[clamp]). For gradients that a "
-            "GradScaler has scaled, use a ZeroRedundancyOptimizer.",
+            unlike,
+            f"parameter {reducer.gradients.names[number]} is another one on ranks {unlike} than on "
+            "rank 0" + (f"; ranks {joined} had no data for the last step" if joined else ""),
+            "Whatever changes parameters must do the same on all ranks, with the same options. "
+            "What the loop's body does to them behind optimizer.step() is not done on ranks that "
+            "have run out of data: put it in a function, call it in the body, and list it, "
+            "Join(..., step_along=[function]). For gradients that a GradScaler has scaled, use a "
+            "ZeroRedundancyOptimizer.",
         )
 
     def _settle(self, join: Join) -> None:

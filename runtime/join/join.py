@@ -387,7 +387,9 @@ class Join:
         rank with data has stepped behind it."""
         expected = self.ledger.pattern.expects_step
         if expected and not has_stepped:
-            raise RuntimeError(why_not_skipped(self.absent_ranks))
+            ranks = range(self._group.size)
+            joined = [rank for rank in ranks if rank not in self.ledger.last_live]
+            raise RuntimeError(why_not_skipped(self.absent_ranks or joined))
         if has_stepped and not expected and self._group.rank not in self.last_step_live:
             self._step_followers()
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import sys
 
+from chorusline.actors.output import write_line
+
 from .interrupt import shell
 
 
 def show_line(line: str, is_error: bool) -> None:
     """Print a line of a rank."""
     stream = sys.stderr if is_error else sys.stdout
-    stream.write(f"{line}\n")
+    write_line(stream, line)
     stream.flush()
 
 

@@ -39,6 +39,8 @@ class Note(enum.IntEnum):
     """The step has several passes."""
     TAKES_IN = 6
     """A worker may come in behind this step (runtime/recovery/arrivals.py)."""
+    BEGINS_INSIDE = 7
+    """It MIXES, since its pass did not begin at an output of the model."""
 
 
 @dataclass(frozen=True, slots=True)

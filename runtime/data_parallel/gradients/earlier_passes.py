@@ -31,6 +31,24 @@ class Pass(enum.Enum):
     ARRIVING = "parameters get gradients, full buckets are launched; autograd will report the end"
 
 
+_IN_NO_SYNC = (
+    "a backward pass in no_sync() was added to gradients that an earlier pass had reduced already"
+)
+_OUTSIDE_LAST = (
+    "Run the earlier passes of a step in no_sync(), and only the last one outside; or clear the "
+    "gradients before"
+)
+_INSIDE = (
+    "a backward pass did not begin at an output of this DistributedDataParallel, so its gradients "
+    "cannot be told from those that an earlier pass had reduced already: the loss comes from the "
+    "module inside (net(x), model.module(x)), from a parameter itself, or from a tensor that the "
+    "output makes only when it is asked"
+)
+_CALL_MODEL = (
+    "Call the wrapped model, model(x), and compute the loss from tensors that its output holds"
+)
+
+
 class EarlierPasses:
     """What one rank holds of the passes before the present one.
 
@@ -45,16 +63,21 @@ class EarlierPasses:
         self.has_stepped = False
         self._gradients = gradients
         self._kind: Note | None = None  # CONTINUES or MIXES
+        self._begins_inside = False  # The present pass did not begin at the model's output.
         self._aside: dict[int, torch.Tensor] = {}
         self._weight = 0.0  # of the losses of the mean
 
     def forget(self) -> None:
         self.has_mean = False
         self._kind, self._aside, self._weight = None, {}, 0.0
+        self._begins_inside = False
 
-    def begin_pass(self, *, set_aside: bool, has_leftover: bool) -> None:
+    def begin_pass(
+        self, *, set_aside: bool, has_leftover: bool, begins_inside: bool = False
+    ) -> None:
         """A pass begins, and no gradient has arrived yet.
 
+        begins_inside: it began inside the model, so some gradients have arrived already.
         has_leftover: gradients from no_sync are still to be sent, so this is not the first pass
             since the mean.
         """
@@ -68,7 +91,7 @@ class EarlierPasses:
         elif not self.has_mean or has_leftover:
             return
         elif not set_aside:
-            self._kind = Note.MIXES
+            self._kind, self._begins_inside = Note.MIXES, begins_inside
         elif _are_zero(held.values()):  # `zero_grad(set_to_none=False)`
             self.forget()
         else:
@@ -91,6 +114,8 @@ class EarlierPasses:
         if not is_own:
             return [Note.HANDS_IN, Note.MIXES] if self._kind is Note.MIXES else [Note.HANDS_IN]
         noted = [self._kind] if self._kind is not None else []
+        if self._begins_inside:
+            noted.append(Note.BEGINS_INSIDE)
         if not self.has_stepped and (self.sees_steps or self._kind is not None):
             noted.append(Note.UNSTEPPED)
         self.has_stepped = False
@@ -106,7 +131,7 @@ class EarlierPasses:
                 view.mul_(weight / (before + weight)).add_(aside, alpha=before / (before + weight))
             else:
                 view.add_(aside)
-        self._aside, self._kind = {}, None
+        self._aside, self._kind, self._begins_inside = {}, None, False
         self._weight, self.has_mean = before + weight, True
 
 
@@ -130,9 +155,6 @@ def check_passes(agreement: Agreement, num_ranks: int) -> None:
     if agreement.says(Note.MIXES) and (agreement.weight or len(live) < num_ranks):
         absent = [rank for rank in range(num_ranks) if rank not in live]
         why = f"ranks {absent} have run out of data" if absent else "losses are weighed"
-        raise RuntimeError(
-            "a backward pass was added to gradients that an earlier pass had reduced already, "
-            "in no_sync() or by a pass that does not begin at the model's output, and "
-            f"{why}, so the mean would be wrong. Run the earlier passes of a step in no_sync(), "
-            "and only the last one outside"
-        )
+        is_inside = agreement.says(Note.BEGINS_INSIDE)
+        what, remedy = (_INSIDE, _CALL_MODEL) if is_inside else (_IN_NO_SYNC, _OUTSIDE_LAST)
+        raise RuntimeError(f"{what}. Since {why}, the mean would be wrong. {remedy}")

@@ -224,7 +224,9 @@ class Reducer(Launcher):
             self._ask_for_the_end()
             if not self.is_sharded and self.earlier.has_mean:
                 # Some gradients have arrived already, and are mixed with what was there.
-                self.earlier.begin_pass(set_aside=False, has_leftover=self._has_leftover)
+                self.earlier.begin_pass(
+                    set_aside=False, has_leftover=self._has_leftover, begins_inside=True
+                )
         self._begin_pass()
 
     def _begin_pass(self) -> None:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chorusline.actors.messages import Report
+from chorusline.actors.output import write_line
 from chorusline.actors.run_status import RunStatus
 
 from ...tracking.tracker import TrackedEvent
@@ -164,7 +165,7 @@ class Progress:
             self.say(line)
         else:
             stream = sys.stderr if is_error else sys.stdout
-            stream.write(f"{line}\n")
+            write_line(stream, line)
             stream.flush()
 
     @property
