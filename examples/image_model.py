@@ -6,7 +6,7 @@ test.
 
     python examples/image_model.py                     two CPU workers, less than a minute
 
-It needs matplotlib and Pillow: pip install 'chorusline[examples]'
+It needs matplotlib and Pillow: pip install -e '.[examples]'
 """
 
 from __future__ import annotations

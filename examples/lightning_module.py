@@ -5,7 +5,7 @@ from. Lightning's own DistributedSampler deals the 61 files out, and none of the
 
     python examples/lightning_module.py                two CPU workers, less than a minute
 
-It needs Lightning: pip install 'chorusline[lightning]'
+It needs Lightning: pip install -e '.[lightning]'
 """
 
 from __future__ import annotations

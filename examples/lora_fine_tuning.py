@@ -8,7 +8,7 @@ batches.
 
     python examples/lora_fine_tuning.py                two CPU workers, less than a minute
 
-It needs transformers and peft: pip install 'chorusline[real]'
+It needs transformers and peft: pip install -e '.[real]'
 """
 
 from __future__ import annotations

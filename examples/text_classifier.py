@@ -7,7 +7,7 @@ whole, so the ranks have different numbers of batches. The run goes on when a wo
     python examples/text_classifier.py                 two CPU workers, less than a minute
     python examples/text_classifier.py --workers 4
 
-It needs transformers: pip install 'chorusline[real]'
+It needs transformers: pip install -e '.[real]'
 """
 
 from __future__ import annotations

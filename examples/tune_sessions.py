@@ -1,6 +1,6 @@
 """Ray Tune looks for a learning rate; each of its trials trains on two workers of its own.
 
-    pip install 'chorusline[tune]'
+    pip install -e '.[tune]'
     python examples/tune_sessions.py
 
 A trial reserves a small share of a CPU for itself and one bundle for each worker. The session that

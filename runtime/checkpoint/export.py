@@ -48,8 +48,8 @@ def export(
     if file_format == SAFETENSORS and importlib.util.find_spec("safetensors") is None:
         raise ImportError(
             "writing safetensors needs the library safetensors, which is not installed: "
-            "pip install 'chorusline[safetensors]', or export to a file that torch.load reads "
-            "(--format torch)"
+            "pip install -e '.[safetensors]' in a checkout of Chorusline, or export to a file that "
+            "torch.load reads (--format torch)"
         )
     reader = newest_whole(open_storage(source))
     if file_format == SAFETENSORS:

@@ -207,7 +207,8 @@ def _nccl() -> Iterator[Finding]:
             "nccl",
             Verdict.BROKEN if needed else Verdict.POOR,
             str(error).split(". ")[0],
-            "pip install 'chorusline[cuda13]', or [cuda12] beside a CUDA 12 build of torch",
+            "pip install -e '.[cuda13]' in a checkout of Chorusline, or [cuda12] beside a CUDA 12 "
+            "build of torch",
         )
         return
     says = f"{dotted(version)} in {_library('libnccl')}"

@@ -94,6 +94,6 @@ def _check_installed(name: str, kind: _Kind) -> None:
     if not is_there:
         raise ImportError(
             f"the tracker {name} needs the library {package}, which is not installed in this "
-            f"environment: pip install 'chorusline[{kind.extra}]'. Only the process of the session "
-            "needs it, the workers do not"
+            f"environment: pip install -e '.[{kind.extra}]' in a checkout of Chorusline. Only the "
+            "process of the session needs it, the workers do not"
         )

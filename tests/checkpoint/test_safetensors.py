@@ -112,7 +112,7 @@ def test_what_cannot_be_written_as_safetensors_is_said(
     with monkeypatch.context() as patched:
         patched.setattr("importlib.util.find_spec", lambda name: None)
         assert main(["checkpoint", "export", str(place), str(file)]) == 1
-    assert "pip install 'chorusline[safetensors]'" in capsys.readouterr().err
+    assert "pip install -e '.[safetensors]'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="format must be one of torch, safetensors, got 'gguf'"):
         export(place, file, "gguf")
     pytest.importorskip("safetensors", reason="safetensors is not installed")

@@ -85,7 +85,7 @@ def test_without_cupy_the_error_names_the_extra_to_install() -> None:
         connect(HashStore(), 0, 1, torch.device("cuda:0"), 0)
 
 
-@pytest.mark.skipif(not HAS_CUPY, reason="needs CuPy (no GPU): pip install chorusline[cuda13]")
+@pytest.mark.skipif(not HAS_CUPY, reason="needs CuPy (no GPU): pip install -e '.[cuda13]'")
 def test_cupy_agrees_on_the_numbers_and_gives_an_id_of_bytes() -> None:
     nccl = load_nccl()
     for dtype, code in DTYPE_CODES.items():

@@ -48,7 +48,7 @@ def why_no_nccl() -> str:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed: pip install chorusline[cuda13]"
+        return "CuPy is not installed: pip install -e '.[cuda13]'"
     return ""
 
 

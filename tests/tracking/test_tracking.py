@@ -259,12 +259,13 @@ def test_a_library_that_is_not_installed_is_named_with_the_mend(
     for module_name in [*sys.modules]:
         if module_name.partition(".")[0] == library:
             monkeypatch.delitem(sys.modules, module_name)
+    session = cl.Session  # Loaded when it is first named, and with it what is not of ours.
     monkeypatch.setattr(sys, "path", [str(Path(cl.__file__).parent)])
     for given in (name, made()):
         with pytest.raises(ImportError) as refused:
-            cl.Session(trackers=[given])
+            session(trackers=[given])
         assert f"needs the library {library}, which is not installed" in str(refused.value)
-        assert f"pip install 'chorusline[{extra}]'" in str(refused.value)
+        assert f"pip install -e '.[{extra}]'" in str(refused.value)
 
 
 def test_names_make_trackers_with_what_stands_behind_the_colon(tmp_path: Path) -> None:
