@@ -20,6 +20,7 @@ KEEPERS = (
 IN_THE_USERS_PROCESS = {
     "runtime/notebook/cells.py": ["_started"],  # Sessions by cell: the kernel outlives them all.
     "runtime/notebook/magics.py": ["_cell_numbers"],  # Names the cells of one kernel.
+    "runtime/session/showing/rays_notices.py": ["_pids"],  # Of workers of which sessions tell.
 }
 """By file, names that no worker process changes."""
 UNCHANGEABLE = {
