@@ -42,7 +42,7 @@ def test_a_rank_that_waits_in_the_memory_of_its_host_leaves_it_when_its_store_is
 ) -> None:
     began_at = time.monotonic()
     mine = ActorStore.start()
-    theirs = CancelledBeforeItsCards(mine._actor)
+    theirs = CancelledBeforeItsCards(mine._actor, mine.secret)
     theirs.is_there, theirs.may_read = threading.Event(), threading.Event()
     errors: dict[int, BaseException] = {}
 
