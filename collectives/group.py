@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch
 from torch.autograd import profiler
 
 from .contract.communicator import Communicator
+from .contract.deadlines import checked_seconds
 from .contract.errors import GroupClosed, UnsupportedOperation
 from .contract.modes import outside_modes
 from .contract.operation import Finish, Kind, Operation
@@ -45,6 +47,11 @@ from .transports.backends import backend_for
 from .transports.interfaces import network_of
 
 DEFAULT_TIMEOUT_S = 60.0
+MOST_RANKS = 1 << 16
+"""A rendezvous of n ranks names n keys: with a million, naming those that are missing takes longer
+than a deadline of seconds."""
+
+_LONGEST_NAME = 1000  # characters; a subgroup's name begins with that of its group
 
 Announce = Callable[[Kind, int, int, int], None]
 """Called with the kind, numel, dtype and detail of an operation, as `Operation` has them."""
@@ -172,13 +179,27 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         ranks have not the same secret. After a timeout the ranks may call it again, at different
         times; those that call again meet.
         """
-        if size < 1:
-            raise ValueError(f"size must be at least 1, got {size}")
-        if not 0 <= rank < size:
-            raise ValueError(f"rank must be in [0, {size}), got {rank}")
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        device = torch.device(device)
+        rank, size = _checked_place(rank, size)
+        timeout_s = checked_seconds(timeout_s)
+        if not isinstance(store, Store):
+            raise TypeError(
+                f"store must be a chorusline.Store, got {type(store).__name__}; "
+                "StoreFromTorch(store) makes one of a store of torch"
+            )
+        generation = _whole(generation, "generation")
+        if not 0 <= generation < 2**63:
+            raise ValueError(f"generation must be in [0, 2**63), got {generation}")
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a string, got {type(name).__name__}")
+        if not 0 < len(name) <= _LONGEST_NAME:
+            raise ValueError(
+                f"name must have 1 to {_LONGEST_NAME} characters, got one of {len(name)}"
+            )
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise type(error)(f"device {device!r} is none that torch knows: {reason}") from None
         chosen = backend_for(backend, device)
         communicator, rendezvous, seal = meet(
             chosen,
@@ -450,10 +471,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
             )
         block = self._block_here()
         usual_s = self.timeout_s if block is None else block.operation.timeout_s
-        deadline_s = usual_s if timeout_s is None else timeout_s
-        if deadline_s <= 0:
-            raise ValueError(f"timeout_s must be positive, got {deadline_s}")
-        return deadline_s
+        return usual_s if timeout_s is None else checked_seconds(timeout_s)
 
     def _count_objects(self, kind: Kind, timeout_s: float | None) -> float:
         deadline_s = self._deadline_s(kind, timeout_s)
@@ -495,3 +513,25 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         if block is None or (block.thread != get_ident() and self.device.type == "cpu"):
             return None
         return block
+
+
+def _checked_place(rank: int, size: int) -> tuple[int, int]:
+    rank, size = _whole(rank, "rank"), _whole(size, "size")
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    if size > MOST_RANKS:
+        raise ValueError(f"size must be at most {MOST_RANKS}, got {size}")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be in [0, {size}), got {rank}")
+    return rank, size
+
+
+def _whole(number: object, name: str) -> int:
+    if isinstance(number, bool):
+        raise TypeError(f"{name} must be a whole number, got {number}")
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a whole number, got {type(number).__name__} {number!r}"
+        ) from None

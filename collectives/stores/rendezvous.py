@@ -29,6 +29,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ..contract.deadlines import checked_seconds
 from ..contract.errors import StoreLost
 from .file_store import FileStore
 from .signed_store import checked_secret, signed
@@ -73,8 +74,7 @@ def store_from_url(
     """
     if not isinstance(url, str):
         raise TypeError(f"url must be a string, got {type(url).__name__}; write {_FORMS}")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    timeout_s = checked_seconds(timeout_s)
     if secret is not None:
         secret = checked_secret(secret)
     try:

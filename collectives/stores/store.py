@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+from ..contract.deadlines import checked_seconds
 from ..contract.errors import StoreTimeout
 
 Data = bytes | str
@@ -94,9 +95,7 @@ class Store(ABC):
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the seconds that `get` and `wait` wait if the call passes no timeout_s."""
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        self.timeout_s = timeout_s
+        self.timeout_s = checked_seconds(timeout_s)
 
     @abstractmethod
     def set(self, key: Data, value: Data) -> None:

@@ -1,0 +1,58 @@
+"""Arguments that are none: a typed sentence at once, or they work."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from chorusline.collectives import Group, HashStore, store_from_url
+
+HOSTILE: list[tuple[str, Any]] = [
+    *[
+        ("timeout_s", value)
+        for value in (float("nan"), float("inf"), -1, 0, 1e300, True, "1", None, [1])
+    ],
+    *[("timeout_s", timedelta(seconds=seconds)) for seconds in (0, -1, 10**9)],
+    *[("store", value) for value in (None, 5, "store", {})],
+    *[("generation", value) for value in ("x", float("nan"), -1, 2**80, None, True, 0.5)],
+    *[("name", value) for value in (None, 5, "", "x" * 10**6, b"bytes")],
+    *[("size", value) for value in (0, -1, 10**6, 10**9, 2**80, "2", 1.5, True, None)],
+    *[("rank", value) for value in (-1, 1, 2**80, "0", float("nan"), True, None)],
+    *[("device", value) for value in ("gpu", "", "nope:0", object())],
+    *[("backend", value) for value in ("nope", "", 5)],
+]
+
+
+@pytest.mark.parametrize(("argument", "value"), HOSTILE, ids=lambda value: repr(value)[:20])
+def test_what_is_no_argument_of_a_group_is_refused_before_it_waits(
+    argument: str, value: Any
+) -> None:
+    arguments = {"store": HashStore(), "rank": 0, "size": 1, argument: value}
+    began_at = time.process_time()
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=r"\w+ .*\w"):
+        Group.create(**arguments)
+    assert time.process_time() - began_at < 5, "it was refused before it named a million keys"
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e300, True, "1", -1, 0])
+def test_no_operation_waits_for_ever(alone: Group, seconds: Any) -> None:
+    for issue in (
+        lambda: alone.all_reduce(torch.ones(1), timeout_s=seconds),
+        lambda: alone.barrier(timeout_s=seconds),
+        lambda: alone.all_gather_object(1, timeout_s=seconds),
+        lambda: alone.coalesce(timeout_s=seconds),
+        lambda: HashStore().set_timeout(seconds),
+        lambda: store_from_url("file:///tmp/none", 0, 1, timeout_s=seconds),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"timeout_s must be"):
+            issue()
+
+
+def test_a_deadline_may_be_a_timedelta() -> None:
+    with Group.create(HashStore(), 0, 1, timeout_s=timedelta(minutes=2)) as group:  # type: ignore[arg-type]
+        assert group.timeout_s == 120
+        group.barrier(timeout_s=timedelta(seconds=5)).wait()  # type: ignore[arg-type]
